@@ -122,13 +122,13 @@ class Comm:
         """
         self._order.begin(together=together)
 
-    def agree(self, channel: int, *, flag: bool = False) -> bool:
+    def agree(self, channel: int, *, flags: int = 0) -> int:
         """Collective. Raises RuntimeError on every rank unless all ranks call it with the same channel after the same
-        operations. Returns whether any rank has the flag."""
+        operations. Returns the flags, up to two bits, that any rank has."""
         if self.world > 1:
-            flag = self.link.on_host.compare(channel, flag=flag)
+            flags = self.link.on_host.compare(channel, flags=flags)
             self._order.agreed()
-        return flag
+        return flags
 
     @contextmanager
     def telling(self, channel: int) -> Iterator[None]:

@@ -20,8 +20,9 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from itertools import chain, pairwise, repeat
+from operator import or_
 from typing import Any
 
 import torch
@@ -127,18 +128,18 @@ class ProcessGroupTransport(Transport):
         self._order.attempt(COMPARISON, (received, sent), lambda: self._await([launch()]))
         return [row.numpy().tobytes() for row in received]
 
-    def compare(self, channel: int, *, flag: bool = False) -> bool:
+    def compare(self, channel: int, *, flags: int = 0) -> int:
         self._order.record(channel)
-        signature = torch.tensor([channel, self._order.digest, flag], device="cpu")
+        signature = torch.tensor([channel, self._order.digest, flags], device="cpu")
         received = signature.new_empty(self._world * len(signature))
         launch = partial(all_gather_of_one_tensor, self._group, received, signature)
         self._order.attempt(channel, (signature, received), lambda: self._await([launch()]))
-        channels, digests, flags = zip(*received.view(self._world, -1).tolist(), strict=True)
+        channels, digests, of_ranks = zip(*received.view(self._world, -1).tolist(), strict=True)
         self._order.refuse_differing(channel, dict(enumerate(channels)))
         if len(set(digests)) > 1:
             refuse_differing_logs(self, self._order)
         self._order.compared()
-        return any(flags)
+        return reduce(or_, of_ranks, 0)
 
     def _broadcast_shards(self, full: Tensor, bounds: Sequence[int]) -> list[dist.Work | None]:
         shards = [full[low:high] for low, high in pairwise(bounds)]
@@ -207,8 +208,8 @@ class Overlapping(ProcessGroupTransport):
         if abort is not None:
             order.at_failure.append(lambda _: abort())
 
-    def compare(self, channel: int, *, flag: bool = False) -> bool:
-        return self._checks.compare(channel, flag=flag)
+    def compare(self, channel: int, *, flags: int = 0) -> int:
+        return self._checks.compare(channel, flags=flags)
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         own = full[bounds[self._rank] : bounds[self._rank + 1]]

@@ -88,8 +88,8 @@ class Transport(ABC):
         """Returns the data of every rank, by rank. All ranks pass the same number of bytes, at least one."""
 
     @abstractmethod
-    def compare(self, channel: int, *, flag: bool = False) -> bool:
-        """Compares between ranks this operation and the logs. Returns whether any rank has the flag."""
+    def compare(self, channel: int, *, flags: int = 0) -> int:
+        """Compares between ranks this operation and the logs. Returns the flags, up to two bits, that any rank has."""
 
 
 class Local(Transport):
@@ -112,5 +112,5 @@ class Local(Transport):
     def exchange(self, data: bytes) -> list[bytes]:
         return [data]
 
-    def compare(self, channel: int, *, flag: bool = False) -> bool:
-        return flag
+    def compare(self, channel: int, *, flags: int = 0) -> int:
+        return flags

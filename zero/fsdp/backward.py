@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 
 from zero._torch import at_end_of_backward
 from zero.fsdp.prefetch import BackwardPrefetch
@@ -21,6 +22,12 @@ from zero.sdp.bucket import End
 
 if TYPE_CHECKING:
     from zero.fsdp.model import Model
+
+
+def _take(param: nn.Parameter) -> Tensor | None:
+    """Takes the full gradient that autograd has written."""
+    gradient, param.grad = param.grad, None
+    return gradient
 
 
 class Backward:
@@ -55,7 +62,7 @@ class Backward:
 
         Raises RuntimeError for create_graph=True.
         """
-        if unit.state is TrainingState.BACKWARD and unit.expects(call):
+        if unit.state is TrainingState.BACKWARD and call in unit.calls:
             return
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -63,7 +70,7 @@ class Backward:
                 "parameters are released by then. Take such gradients at stage 2 (ShardedDDP) or below."
             )
         self._begin()
-        unit.expect(call)  # counted again if the graph was retained, or is older than another backward
+        unit.calls.add(call)  # once more if the graph was retained, or is older than another backward
         self._complete_units_after(call)
         needed = [unit, *(other for companions in self._model.events.companions for other in companions(unit))]
         entered = [each for each in needed if each.state is TrainingState.IDLE]
@@ -104,7 +111,9 @@ class Backward:
     def _complete_units_after(self, call: Call) -> None:
         """Completes the units that began to compute after this call had ended: backward has passed them."""
         for unit in self._in_backward[::-1]:
-            if unit.earliest > call.ended and unit is not self._root and not unit.completes_at_end:
+            if unit is self._root or unit.completes_at_end:
+                continue
+            if all(other.begun > call.ended for other in unit.calls):
                 self._complete(unit)
 
     def _launch_ahead(self, unit: Unit) -> None:
@@ -120,7 +129,7 @@ class Backward:
         """
         self._in_backward.remove(unit)
         for bucket in unit.gradients.buckets:
-            bucket.take_all()
+            bucket.take_all(_take)
         unit.end_backward()  # before waiting: an all-gather into its memory need not wait for the reduction
         if self.reduces:
             self._finish_reduce()

@@ -43,9 +43,7 @@ def as_strategy(given: Any) -> ShardingStrategy:
     return ShardingStrategy[name]
 
 
-def place(
-    strategy: Any, process_group: Any, device_mesh: Any
-) -> tuple[ShardingStrategy, Placement, str | None]:
+def place(strategy: Any, process_group: Any, device_mesh: Any) -> tuple[ShardingStrategy, Placement, str | None]:
     """Returns the strategy, its groups, and None; or, for unusable arguments, a default for both and an error message.
 
     The default groups let ranks exchange the message.

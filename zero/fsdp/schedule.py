@@ -165,7 +165,7 @@ class Schedule:
         args, kwargs = unit.precision.cast_inputs(module, (args, kwargs), root=unit is self._root)
         if unit is not self._root and torch.is_grad_enabled():
             if not (self._backward.active and unit.calls):  # else a checkpoint computes an expected call again
-                unit.expect(call)
+                unit.calls.add(call)
             call.has_exit_hook = watch_inputs(unit, args, kwargs, partial(self._backward.post_backward, unit, call))
         return args, kwargs
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+from weakref import WeakSet
 
 from torch import nn
 from torch.autograd.graph import Node
@@ -32,13 +33,13 @@ class Call:
 
     begun, ended: how many forwards of units had begun when this one began, and when it ended.
     has_exit_hook: whether a hook is called when its backward is complete; else that is complete at the end of backward.
-    expected_round: the unit's round in which its backward was last expected; -1 once that is complete.
     late: whether its gradients may come after backward has passed the unit.
+
+    The hooks on its graph keep it: it exists as long as a backward may come.
     """
 
     ended: float = math.inf
     has_exit_hook = True
-    expected_round = -1
 
     def __init__(self, begun: int, *, late: bool) -> None:
         self.begun, self.late = begun, late
@@ -52,7 +53,7 @@ class Unit:
     `running`: its forwards that are running: more than one where a module calls itself.
     `users`: units whose running forward needs its parameters, itself included. `companions`: those that it needs.
     `before`, `after`: the units that ran before and after it in the last forward.
-    `calls`: forwards whose backward is expected or running. `earliest`: the smallest `begun` of these.
+    `calls`: forwards whose backward is expected or running, while their graphs exist.
     `events`: those of the model.
     """
 
@@ -79,12 +80,7 @@ class Unit:
         """The autograd nodes of the inputs of the running forwards."""
         self.before: Unit | None = None
         self.after: Unit | None = None
-        self.calls = 0
-        self.earliest: float = math.inf
-        self._late = False
-        """Whether one of these is late."""
-        self._round = 0
-        """Incremented when the expected backwards are forgotten, at the end of a backward."""
+        self.calls: WeakSet[Call] = WeakSet()
         self.gradients = UnitGradients(groups, sent_as=precision.reduce_dtype)
         self._set_title()
 
@@ -107,31 +103,19 @@ class Unit:
 
     # ------------------------------------------------------------------------------------------ expected backwards
 
-    def expects(self, call: Call) -> bool:
-        """Returns whether the backward of the call is expected or running."""
-        return call.expected_round == self._round
-
-    def expect(self, call: Call) -> None:
-        """Counts the backward of the call as expected, if it is not counted yet."""
-        if not self.expects(call):
-            call.expected_round = self._round
-            self.calls += 1
-            self.earliest = min(self.earliest, call.begun)
-            self._late |= call.late
-
     def complete(self, call: Call) -> bool:
-        """Counts the backward of the call as complete, if it was expected. Returns whether that was the last one, and
-        all gradients of the unit are there."""
-        if call.expected_round != self._round:
+        """Takes the call out of those that are expected. Returns whether it was the last one, and all gradients of the
+        unit are there."""
+        if call not in self.calls:
             return False
-        call.expected_round = -1
-        self.calls -= 1
-        return self.calls == 0 and not self.completes_at_end
+        at_end = self.completes_at_end
+        self.calls.discard(call)
+        return not self.calls and not at_end
 
     @property
     def completes_at_end(self) -> bool:
         """Whether its gradients are complete only at the end of backward."""
-        return self._late or any(late(self) for late in self.events.late)
+        return any(call.late for call in self.calls) or any(late(self) for late in self.events.late)
 
     def forget_forward(self) -> None:
         """Forgets forwards that an exception has ended."""
@@ -219,10 +203,7 @@ class Unit:
     def end_backward(self) -> None:
         """Forgets the expected backwards, and reshards the parameters. The gradients were taken."""
         self.state = TrainingState.IDLE
-        self.calls = 0
-        self.earliest = math.inf
-        self._late = False
-        self._round += 1
+        self.calls.clear()
         self.reshard()
 
     @property

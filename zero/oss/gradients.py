@@ -1,20 +1,30 @@
-"""The gradients of this rank's shards, and what `param.grad` shows of them.
+"""The gradients of this rank's shards, and what stands for them in `param.grad`.
 
-Without ShardedDDP each rank has full gradients in `param.grad`, and a step takes its slices. With ShardedDDP (stage 2)
-a gradient lives with its owners. With None in `param.grad`, loops of torch and of users would take the parameter for
-one without a gradient: torch's `clip_grad_norm_` clipped nothing. A gradient of the full shape that has no values
-stands there instead: it can be asked for its shape, and cleared, and whatever would compute with it raises an error
-that says what to call.
+Without ShardedDDP each rank has full gradients in `param.grad`, and a step takes its slices.
+
+With ShardedDDP (stage 2) a gradient lives with its owners, and an OwnedGradient stands in `param.grad`. What stands
+there is the truth, as it is with DistributedDataParallel:
+
+    the parameter's own OwnedGradient    its shard counts in the next step and is added to by the next backward, also
+                                         after it was taken away and put back
+    None                                 the gradient was dropped
+    a plain tensor                       autograd has written a full gradient that is not reduced yet
+    anything else                        is refused
+
+It can be asked for its shape, and cleared. Whatever would compute with it raises an error that says what to call; with
+None there, torch's `clip_grad_norm_` would clip nothing.
 """
 
 from __future__ import annotations
 
+import sys
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 
-from zero._torch import without_memory
+from zero._torch import in_a_backward, without_memory
 from zero.shards import norm
 from zero.shards.shard_group import ShardGroup
 
@@ -24,41 +34,65 @@ if TYPE_CHECKING:
 _KEPT, _CLEARED = {"detach", "alias"}, {"zero_", "_foreach_zero_"}
 """Operators that leave it as it is, and those that clear the shard."""
 
+CREATE_GRAPH = (
+    "the gradient of {} is itself part of a graph (create_graph=True), but a reduced gradient cannot be "
+    "differentiated. Compute inner derivatives by torch.autograd.grad(..., create_graph=True), and call backward() "
+    "without create_graph."
+)
+
 
 class OwnedGradient(Tensor):
-    """Stands for the gradient of one parameter, of which each rank has a shard. It has no memory."""
+    """The gradient of one parameter, of which each rank has a shard. It has no memory in its own shape.
 
-    _name: str
-    part: nn.Parameter
+    `title`, `key`: of the parameter. `shard`: this rank's shard of it; None if this rank owns nothing.
+    `unreduced`: the full gradient of backwards since; None if there were none.
+    """
+
+    title: str
+    key: object
+    shard: Tensor | None
+    unreduced: Tensor | None
 
     @staticmethod
-    def __new__(cls, param: Tensor, name: str, part: nn.Parameter, **cast: Any) -> OwnedGradient:
-        made = without_memory(cls, param, **cast)
-        made._name, made.part = name, part
+    def __new__(cls, like: Tensor, title: str, key: object, **cast: Any) -> OwnedGradient:
+        made = without_memory(cls, like, **cast)
+        made.title, made.key, made.shard, made.unreduced = title, key, None, None
         return made
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        operator = func.overloadpacket.__name__
+        operator, first = func.overloadpacket.__name__, args[0]
         if operator in _KEPT:
-            return args[0]
+            return first
         if operator == "_to_copy":  # the module is moved or cast: the step refuses that in its own words
             cast = {key: value for key, value in (kwargs or {}).items() if key in ("dtype", "device") and value}
-            return cls(args[0], args[0]._name, args[0].part, **cast)
-        shown = [one for arg in args for one in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        shown = [one for one in shown if isinstance(one, cls)]
-        if operator not in _CLEARED:
-            shown[0]._refuse(operator)
-        for one in shown:
-            if one.part.grad is not None:
-                one.part.grad.zero_()
-        return args[0]
+            return cls(first, first.title, None, **cast)
+        if operator in _CLEARED:
+            for one in first if isinstance(first, (list, tuple)) else [first]:
+                one._clear() if isinstance(one, cls) else one.zero_()
+            return first if operator == "zero_" else None
+        if operator in ("add_", "add") and isinstance(first, cls) and in_a_backward():
+            return first._receive(args[1], in_place=operator == "add_")
+        every = [one for arg in args for one in (arg if isinstance(arg, (list, tuple)) else [arg])]
+        return next(one for one in every if isinstance(one, cls))._refuse(operator)
+
+    def _receive(self, gradient: Tensor, *, in_place: bool) -> OwnedGradient:
+        """Takes what autograd adds, and does not write into it: others may hold it."""
+        if not in_place:  # autograd adds so if the gradient is to have a graph
+            raise RuntimeError(CREATE_GRAPH.format(self.title))
+        self.unreduced = gradient if self.unreduced is None else self.unreduced + gradient
+        return self
+
+    def _clear(self) -> None:
+        self.unreduced = None
+        if self.shard is not None:
+            self.shard.zero_()
 
     def _refuse(self, operator: str) -> NoReturn:
         raise RuntimeError(
-            f"{self._name} has no full gradient after a backward of ShardedDDP, which leaves each rank with a shard of "
+            f"{self.title} has no full gradient after a backward of ShardedDDP, which leaves each rank with a shard of "
             f"it, so {operator} cannot be computed from `param.grad`. Clip by "
             "optimizer.clip_grad_norm(max_norm) instead of torch's clip_grad_norm_, read the norm of all gradients "
             "from zero.grad_norm(model, optimizer), scale losses by zero.GradScaler; optimizer.part(param).grad is "
@@ -66,7 +100,7 @@ class OwnedGradient(Tensor):
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"OwnedGradient({self._name}, {list(self.shape)}, {self.dtype}, sharded by ShardedDDP)"
+        return f"OwnedGradient({self.title}, {list(self.shape)}, {self.dtype}, sharded by ShardedDDP)"
 
 
 class OwnedGradients:
@@ -78,68 +112,140 @@ class OwnedGradients:
     def __init__(self, optimizer: OSS) -> None:
         self.arrive_sharded = False
         self._oss = optimizer
+        self._keys: defaultdict[nn.Parameter, object] = defaultdict(object)
         self._made: dict[nn.Parameter, OwnedGradient] = {}
-        self._shown: list[tuple[nn.Parameter, OwnedGradient]] = []
+        """The last one that was made of each parameter."""
+        self._counting: set[nn.Parameter] = set()
+        """Parameters whose shards have the gradient of that last one."""
 
     def arrive(self) -> None:
         """Makes the host wait for gradients that are on their way to it."""
         for group in self._oss.shards.shard_groups:
             group.arrive()
 
+    # ----------------------------------------------------------------------------------------- with ShardedDDP
+
     def show(self, params: Iterable[tuple[nn.Parameter, str]]) -> None:
-        """Shows that these parameters, given with their names, have gradients."""
+        """Puts the gradients that the shards of these parameters, given with their names, have now into `param.grad`,
+        unless they stand there already."""
         for param, name in params:
-            shown = self._made.get(param)
-            if shown is None:
-                shown = self._made[param] = OwnedGradient(param, name, self._oss.shards[param])
-            self._shown.append((param, shown))
-            param.grad = shown
+            if param in self._counting and param.grad is self._made[param]:
+                continue
+            self._let_go(param)
+            made = self._made.get(param)
+            if made is None:
+                made = self._made[param] = OwnedGradient(param, name, self._keys[param])
+            made.shard, made.unreduced = self._oss.shards[param].grad, None
+            param.grad = made
+            self._counting.add(param)
+
+    def _let_go(self, param: nn.Parameter) -> None:
+        """`param.grad` does not stand for the gradient that its shard has. The OwnedGradient is used again, unless the
+        user has kept it: then it keeps its shard."""
+        if param in self._counting:
+            self._counting.discard(param)
+            made = self._made[param]
+            if sys.getrefcount(made) > 3:  # than `_made`, `made` and the argument
+                del self._made[param]
+            else:
+                made.shard = made.unreduced = None
+
+    def settle(self, param: nn.Parameter, name: str) -> str | None:
+        """Gives the shard of a parameter the gradient for which `param.grad` stands. Returns an error message for
+        another parameter's, None otherwise."""
+        held, shard = param.grad, self._oss.shards[param]
+        if not isinstance(held, OwnedGradient):
+            shard.grad = None
+            self._let_go(param)
+        elif held.key is not self._keys[param]:
+            return f"{name} has the gradient of {held.title} in `param.grad`. {_OWN_ONLY}"
+        elif param not in self._counting or held is not self._made[param]:  # put back
+            self._let_go(param)
+            shard.grad = held.shard
+            self._made[param] = held
+            self._counting.add(param)
+        return None
 
     def drop_cleared(self) -> None:
         """Drops the gradients of shards whose parameters' gradients were cleared by `param.grad = None`."""
-        for param, shown in self._shown:
-            if param.grad is None:
-                shown.part.grad = None
-        self._shown = [pair for pair in self._shown if pair[0].grad is not None]
+        for param in [param for param in self._counting if param.grad is None]:
+            self._oss.shards[param].grad = None
+            self._let_go(param)
+
+    def take(self, param: nn.Parameter, name: str) -> Tensor | None:
+        """Takes the full gradient that autograd has written, to be reduced into what `param.grad` stands for. None if
+        there is none. Raises RuntimeError for another parameter's OwnedGradient."""
+        problem, held = self.settle(param, name), param.grad
+        if problem is not None:
+            raise RuntimeError(problem)
+        if isinstance(held, OwnedGradient):
+            gradient, held.unreduced = held.unreduced, None
+            return gradient
+        param.grad = None
+        return held
+
+    def problem(self) -> str | None:
+        """Gives all shards the gradients for which `param.grad` stands. Returns an error message for what stands for
+        none: a gradient that was not reduced, or assigned."""
+        for param, name in _named(self._oss.shards.shard_groups):
+            held = param.grad
+            problem = self.settle(param, name)
+            if problem is not None:
+                return problem
+            if isinstance(held, OwnedGradient) and held.unreduced is None:
+                continue
+            if held is not None:
+                return (
+                    f"{name} has a gradient that was not reduced: the last backward ran under no_sync(), or went "
+                    "around ShardedDDP, or the gradient was assigned. Run the last backward before step() outside "
+                    f"no_sync(), or call reduce(). {_OWN_ONLY}"
+                )
+        return None
 
     def hide(self) -> None:
-        """Shows none any more, before autograd or the user puts full gradients into `param.grad`."""
-        self.drop_cleared()
-        for param, shown in self._shown:
-            if param.grad is shown:
+        """Takes all OwnedGradients out of `param.grad`: whoever trains from here on has plain parameters."""
+        for param in [*self._counting]:
+            if isinstance(param.grad, OwnedGradient):
                 param.grad = None
-        self._shown = []
+            self._let_go(param)
 
     def forget(self) -> None:
-        """Shows none any more: the parameters were laid out again."""
+        """Drops all gradients: the parameters were laid out again."""
         self.hide()
         self._made.clear()
+        self._keys.clear()
 
-    def collect(self) -> bool:
-        """Puts gradients where the inner optimizer finds them. Returns whether there are any; True if ShardedDDP sets
-        them. Raises RuntimeError for gradients that no_sync left unreduced, and for sparse ones."""
-        self.drop_cleared()
+    # ------------------------------------------------------------------------------------------------- the step
+
+    def collect(self) -> tuple[bool, str | None]:
+        """Puts gradients where the inner optimizer finds them. Returns whether there are any (True if ShardedDDP sets
+        them), and an error message for those that cannot be stepped. Raises RuntimeError for sparse ones."""
         if self.arrive_sharded and not self._oss.saved.asked_for_full:  # who then steps with gradients of its own
-            refuse_unreduced(self._oss.shards.shard_groups)
-            return True
+            return True, self.problem()
         shards = self._oss.shards
         for shard in shards.values():
             shard.grad = None
         for group, index, share in _shares(self._oss.shards.shard_groups):
             shards[group.params[index]].grad = group.bring(share, for_step=True)
-        return any(param.grad is not None for param in shards)
+        return any(param.grad is not None for param in shards), None
 
     def norm(self, norm_type: float) -> Tensor:
         """Collective. Returns the norm of all gradients, 0-dim."""
+        shards = self._oss.shards
         if self.arrive_sharded:
-            self.drop_cleared()
-            refuse_unreduced(self._oss.shards.shard_groups)
-            owned = [(param, shard.grad) for param, shard in self._oss.shards.items()]
+            self.refuse()
+            owned = [(param, shard.grad) for param, shard in shards.items()]
         else:
-            shares = {group.params[index]: share for group, index, share in _shares(self._oss.shards.shard_groups)}
-            owned = [(param, shares.get(param)) for param in self._oss.shards]
-        dtypes = {shard.dtype for shard in self._oss.shards.values()}
-        return norm.total_norm(owned, self._oss.comm, norm_type, self._oss.shards.shard_groups[0].full.device, dtypes)
+            shares = {group.params[index]: share for group, index, share in _shares(shards.shard_groups)}
+            owned = [(param, shares.get(param)) for param in shards]
+        dtypes = {shard.dtype for shard in shards.values()}
+        return norm.total_norm(owned, self._oss.comm, norm_type, shards.shard_groups[0].full.device, dtypes)
+
+    def refuse(self) -> None:
+        """Raises RuntimeError if `problem` finds one. The other ranks find the same, or wait for this one in vain."""
+        problem = self.problem()
+        if problem is not None:
+            raise RuntimeError(problem)
 
     def clip(self, max_norm: float, total: Tensor) -> Tensor:
         """Scales all gradients, whose norm is `total`, to at most max_norm. Returns the norm before."""
@@ -149,18 +255,23 @@ class OwnedGradients:
         return total
 
 
+_OWN_ONLY = (
+    "With ShardedDDP `param.grad` is None, or what backward has left there. To change a gradient write into "
+    "optimizer.part(param).grad, or change it in a hook on the parameter."
+)
+
+
 def _shares(groups: Sequence[ShardGroup]) -> Iterator[tuple[ShardGroup, int, Tensor]]:
     """Yields this rank's slices of the gradients of full parameters, with their groups and positions: views where
     their order in memory allows. Raises RuntimeError for a sparse gradient, whichever rank owns it, on all alike."""
-    for name, gradient in _gradients(groups):
-        if gradient.is_sparse:
+    for param, name in _named(groups):
+        if param.grad is not None and param.grad.is_sparse:
             refuse_sparse(name)
     for group in groups:
-        for index, span in group.spans.items():
+        for index in group.spans:
             full = group.params[index].grad
             if full is not None:
-                ordered = group.shapes.in_memory_order(index, full)
-                yield group, index, group.shapes.shaped(index, ordered[span.start : span.stop])
+                yield group, index, group.own_slice(index, full)
 
 
 def refuse_sparse(name: str) -> NoReturn:
@@ -168,22 +279,9 @@ def refuse_sparse(name: str) -> NoReturn:
     raise RuntimeError(f"{name} has a sparse gradient. zero shards dense ones: build the embedding with sparse=False.")
 
 
-def refuse_unreduced(groups: Sequence[ShardGroup]) -> None:
-    """Raises RuntimeError for a gradient that is still in `param.grad`: ShardedDDP has not reduced it."""
-    name, gradient = next(_gradients(groups), ("", None))
-    if gradient is not None:
-        raise RuntimeError(
-            f"{name} has a gradient that was not reduced: the last backward ran under no_sync(), or went around "
-            "ShardedDDP. Run the last backward before step() outside no_sync(), or call reduce()."
-        )
-
-
-def _gradients(groups: Sequence[ShardGroup]) -> Iterator[tuple[str, Tensor]]:
+def _named(groups: Sequence[ShardGroup]) -> Iterator[tuple[nn.Parameter, str]]:
     for group in groups:
-        for param, name in zip(group.params, group.names, strict=True):
-            gradient = full_gradient(param)
-            if gradient is not None:
-                yield name, gradient
+        yield from zip(group.params, group.names, strict=True)
 
 
 def full_gradient(param: Tensor) -> Tensor | None:

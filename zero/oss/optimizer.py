@@ -5,7 +5,7 @@ It holds its shards (zero/shards/owned_shards.py), its step (step.py) and its sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, NoReturn, cast, overload
 
 import torch
@@ -18,6 +18,7 @@ from zero.measure.param_groups import called
 from zero.oss.choices import Choices, build_inner
 from zero.oss.gradients import OwnedGradients
 from zero.oss.saved import saved_states
+from zero.oss.state_mapping import StateMapping
 from zero.oss.step import Step
 from zero.shards.log import announce
 from zero.shards.masters import differs
@@ -100,6 +101,7 @@ class OSS(Optimizer):
         self.optim = build_inner(self, optim, defaults)
         self.defaults = dict(self.optim.defaults)
         self.stepper.share_options(self.optim.param_groups, self.param_groups)
+        self.by_param = StateMapping(self.optim, self.shards)
         self._built = True
         announce(f"OSS({called(optim)})", self.comm, self.shards.shard_groups, sharded="optimizer state")
 
@@ -158,7 +160,9 @@ class OSS(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters and of this rank's shards."""
         super().zero_grad(set_to_none)
-        self.optim.zero_grad(set_to_none)
+        self.gradients.drop_cleared()
+        if set_to_none:
+            self.shards.drop_gradients()
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Collective. Scales all gradients so that their norm, as one vector, is at most max_norm.
@@ -201,9 +205,11 @@ class OSS(Optimizer):
 
         The step raises RuntimeError on every rank if a hook scaled gradients differently on different ranks.
         """
+
         def with_gradients(_: Optimizer, args: Any, kwargs: Any) -> Any:
             if not self.gradients.arrive_sharded:
                 return hook(self, args, kwargs)
+            self.gradients.refuse()
             with self.stepper.around_hook():
                 return hook(self.optim, args, kwargs)
 
@@ -212,22 +218,23 @@ class OSS(Optimizer):
     # ---------------------------------------------------------------------------------------------- state
 
     @property  # type: ignore[override]
-    def state(self) -> dict[nn.Parameter, dict[str, Any]]:
-        """The inner optimizer's state of this rank's shards, by parameter; only of parameters that have state.
+    def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
+        """The inner optimizer's state of this rank's shards, by the user's parameters: what is written into it counts.
 
-        The dictionary is new each time, its values are the inner optimizer's own. torch.distributed.checkpoint gets the
-        full state, which is collective.
+        A parameter of which this rank owns nothing has an empty entry. torch.distributed.checkpoint gets the full
+        state, which is collective.
         """
-        if not hasattr(self, "optim"):
+        if not self._built:
             return {}
         if self.comm.world > 1 and self.saved.asked_for_full:
             return self.saved.of_params()
-        kept = self.optim.state
-        return {param: kept[shard] for param, shard in self.shards.items() if shard in kept}
+        return self.by_param
 
-    @state.setter
-    def state(self, empty: object) -> None:
-        """Ignores the empty state that the base class's constructor sets."""
+    @state.setter  # type: ignore[override]
+    def state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """state: of shards, or of full parameters, which is cut."""
+        if self._built:  # else the base class's constructor sets an empty one
+            self.by_param.replace(state)
 
     def consolidate_state_dict(self, to: int | None = 0, *, recipient_rank: int | None = None) -> None:
         """Collective. Gathers the full state on rank `to` of the group (None: on all), for `state_dict` to return.
@@ -282,6 +289,7 @@ def set_bucket_size(optimizer: OSS, numel: int) -> None:
     somewhere = any(optimizer.comm.all_gather_text("some" if some_state else ""))
     full = optimizer.saved.gathered() if somewhere else None
     optimizer.shards = optimizer._how.lay_out(optimizer.param_groups, numel)
+    optimizer.by_param.shards = optimizer.shards
     optimizer.gradients.forget()
     optimizer.optim.state.clear()
     for inner, outer in zip(optimizer.optim.param_groups, optimizer.param_groups, strict=True):

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.autograd.graph import increment_version
 
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import options
@@ -64,7 +65,9 @@ class Step:
 
     def collect(self) -> None:
         """Collective where it fails. Puts gradients and parameters where the inner optimizer steps them."""
-        found = self._oss.gradients.collect()
+        found, problem = self._oss.gradients.collect()
+        if problem is not None:
+            self._raise(problem)
         for check in self.checks:
             problem = check.gradients(found)
             if problem is not None:
@@ -82,6 +85,10 @@ class Step:
             # In the order in which forward reads them.
             groups = oss.shards.shard_groups[::-1] if self._writes_frozen else oss.shards.trained_groups()
             self.gather(groups, by_group=by_group)
+            # Graphs that saved a parameter before the step cannot be used any more, as if it was stepped itself.
+            stepped = [param for group in groups for param in group.params if param.grad is not None]
+            increment_version(stepped)
+            oss.by_param.note_stepped(stepped)
         finally:
             oss.shards.stepped(oss.optim)
         if not oss.gradients.arrive_sharded:  # views would keep full gradients alive past model.zero_grad()
@@ -105,6 +112,7 @@ class Step:
             in_flight.append(group)
         for group in in_flight:
             group.finish_unshard()
+        self._oss.shards.note_versions()
 
     # --------------------------------------------------------------------------------------------------- checks
 

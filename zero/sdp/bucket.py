@@ -9,16 +9,16 @@ this rank did not use a parameter, it learns only at the end of the backward whe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero._torch import add_all
 from zero.comm import Comm, Handle
-from zero.oss.gradients import refuse_sparse
+from zero.oss.gradients import CREATE_GRAPH, refuse_sparse
 from zero.sdp.messages import messages_of
 from zero.shards.log import shown
 from zero.shards.shard_group import ShardGroup
@@ -84,11 +84,7 @@ class GradBucket:
         if gradient.is_sparse:
             refuse_sparse(self.group.names[index])
         if gradient.requires_grad:
-            raise RuntimeError(
-                f"the gradient of {self.group.names[index]} is itself part of a graph (create_graph=True), but a "
-                "reduced gradient cannot be differentiated. Compute inner derivatives by torch.autograd.grad(..., "
-                "create_graph=True), and call backward() without create_graph."
-            )
+            raise RuntimeError(CREATE_GRAPH.format(self.group.names[index]))
         self._taken[index] = self.group.shapes.in_memory_order(index, gradient)
         self.taken_bytes += gradient.nbytes
 
@@ -116,14 +112,12 @@ class GradBucket:
             "requires a gradient: use checkpoint(..., use_reentrant=False)."
         )
 
-    def take_all(self) -> None:
-        """Takes the gradients that are in `param.grad`: those of a unit that backward has passed, or, of parameters
-        that this backward did not reach, those accumulated under no_sync."""
+    def take_all(self, take: Callable[[nn.Parameter], Tensor | None]) -> None:
+        """Takes the gradients that it has not yet: those of a unit that backward has passed, or, of parameters that
+        this backward did not reach, those accumulated under no_sync. take: takes one from a parameter."""
         for index in self.trained:
             if index not in self._taken:
-                param = self.group.params[index]
-                gradient, param.grad = param.grad, None
-                self.take(index, gradient)
+                self.take(index, take(self.group.params[index]))
 
     def launch(self) -> None:
         """Collective. Launches the reduce of all gradients to their owners; missing ones are sent as zeros."""
@@ -190,6 +184,10 @@ class GradBucket:
         self._undecided, self.used, self.missing = [], set(), False
 
 
+_MISSING, _PROBLEM = 1, 2
+"""What ranks tell one another at the end of a backward: some sent zeros, or cannot go on."""
+
+
 class End:
     """The end of the backwards of one model, where ranks compare their operations and exchange which parameters they
     have used. comms: the process groups to compare, one after another."""
@@ -197,16 +195,19 @@ class End:
     def __init__(self, comms: Sequence[Comm], name: str) -> None:
         self._groups = [(comm, comm.channel(name)) for comm in comms]
 
-    def reach(self, buckets: Sequence[GradBucket]) -> None:
-        """Collective. Raises RuntimeError on every rank unless all ranks have done the same operations.
+    def reach(self, buckets: Sequence[GradBucket], problem: str | None = None) -> None:
+        """Collective. Raises RuntimeError on every rank unless all ranks have done the same operations, or if any rank
+        has a problem: an error message.
 
         Adds the gradients of parameters that only other ranks have used. For this, ranks exchange one byte for each
         trained parameter, but only if some rank has sent zeros.
         """
-        missing = any(bucket.missing for bucket in buckets)
+        flags = _MISSING * any(bucket.missing for bucket in buckets) | _PROBLEM * (problem is not None)
         for comm, channel in self._groups:
-            missing = comm.agree(channel, flag=missing)
-        used = self._used_anywhere(buckets) if missing else [{} for _ in buckets]
+            flags = comm.agree(channel, flags=flags)
+        if flags & _PROBLEM:
+            raise RuntimeError(problem or "another rank has refused this backward: its error says why.")
+        used = self._used_anywhere(buckets) if flags & _MISSING else [{} for _ in buckets]
         for bucket, anywhere in zip(buckets, used, strict=True):
             bucket.decide(anywhere)
 

@@ -81,7 +81,8 @@ class Reducer:
         if self._retired is not None:
             raise RuntimeError(self._retired.format("ShardedDDP"))
         if torch.is_grad_enabled():
-            self._hide_gradients()
+            for optimizer in self._optimizers:
+                optimizer.gradients.drop_cleared()
         if self._in_backward and not in_a_backward():
             self._abandon()
         if not self._in_backward:
@@ -105,11 +106,8 @@ class Reducer:
 
         was_active: whether gradients were to be reduced in the forward.
         """
-        if leaf is None or writes_into(leaf):
-            if was_active or self.active:
-                self._begin()
-            else:
-                self._hide_gradients()
+        if (was_active or self.active) and (leaf is None or writes_into(leaf)):
+            self._begin()
 
     def _register_hooks(self) -> None:
         # A weak reference: the garbage collector does not find cycles through hooks of autograd.
@@ -126,10 +124,6 @@ class Reducer:
         if any(changed):
             trained = [bucket.group.names[index] for bucket in self._buckets for index in bucket.trained]
             self._comm.compare("the parameters that are trained", trained)
-
-    def _hide_gradients(self) -> None:
-        for optimizer in self._optimizers:
-            optimizer.gradients.hide()
 
     def retire(self, reason: str) -> None:
         """Removes all hooks: the wrapper no longer owns the parameters. reason: the error message of later forwards."""
@@ -149,15 +143,14 @@ class Reducer:
         self._streams.expect_computing("the gradient of {} arrived", group.names[index])
         if number < self._launched:
             bucket.refuse_late(index)
-        gradient, param.grad = param.grad, None
-        bucket.take(index, gradient)
+        bucket.take(index, self._owners[number].gradients.take(param, group.names[index]))
         self._limit_memory(bucket)
         if bucket.complete:
             self._launch()
 
     def _begin(self) -> None:
         if not self._in_backward:
-            self._begin_reducing()
+            self._update_trained()
             self._in_backward = True
             self._streams.compute_here()
             at_end_of_backward(self._finish)
@@ -170,7 +163,7 @@ class Reducer:
         while self._launched < len(self._buckets):
             bucket = self._buckets[self._launched]
             if incomplete:
-                bucket.take_all()
+                bucket.take_all(partial(self._take, self._launched))
             elif not bucket.complete:
                 return
             self._finish_in_flight()
@@ -180,6 +173,10 @@ class Reducer:
             self._launched += 1
             if self._launched < len(self._buckets):
                 self._limit_memory(self._buckets[self._launched])
+
+    def _take(self, number: int, param: nn.Parameter) -> Tensor | None:
+        """Takes the full gradient of a parameter of bucket `number`."""
+        return self._owners[number].gradients.take(param, self._places[param].name)
 
     def _limit_memory(self, filling: GradBucket) -> None:
         """Waits for the bucket in flight before the next one has taken 1/W of a bucket: both use two buckets at most.
@@ -206,7 +203,8 @@ class Reducer:
             self._refuse_replaced()
         self._launch(incomplete=True)
         self._finish_in_flight()
-        self._end.reach(self._buckets)
+        written = (optimizer.shards.written_between_steps() for optimizer in self._optimizers)
+        self._end.reach(self._buckets, next(filter(None, written), None))
         for optimizer in self._optimizers:
             optimizer.gradients.arrive()
         for bucket, owner in zip(self._buckets, self._owners, strict=True):
@@ -218,12 +216,8 @@ class Reducer:
     def reduce_now(self) -> None:
         """Collective. Reduces the gradients accumulated under no_sync."""
         self.before_forward()
-        self._begin_reducing()
-        self._finish()
-
-    def _begin_reducing(self) -> None:
-        self._hide_gradients()
         self._update_trained()
+        self._finish()
 
     def _refuse_replaced(self) -> None:
         """Raises RuntimeError if a gradient is missing because its parameter was replaced in the module."""

@@ -153,8 +153,6 @@ class ShardedDDP(Wrapper):
 
         The first backward outside reduces them, too. Run both forward and backward inside.
         """
-        for optimizer in self._optimizers:
-            optimizer.gradients.hide()
         before, self._reducer.active = self._reducer.active, False
         try:
             yield

@@ -166,5 +166,3 @@ def refusal(wrapping: Wrapping) -> str | None:
     """Returns the first error message, if there is one."""
     problems = (refuse(wrapping) for refuse in refusals)
     return next((problem for problem in problems if problem is not None), None)
-
-

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero._torch import writes_so_far
 from zero.comm import Comm
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.named import groups_made
@@ -48,6 +49,8 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         self.shard_groups: list[ShardGroup] = []
         self.places: dict[nn.Parameter, Place] = {}
         self._master_dtype, self.home = master_dtype, home
+        self._versions: dict[ShardGroup, int] = {}
+        """torch's counts of writes into what is stepped, at the end of the last step."""
 
     def add(self, param_groups: list[dict[str, Any]], numel: int | None = None) -> None:
         """Lays out the parameters of the groups, balanced with the shards that each rank owns.
@@ -80,6 +83,23 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
                 self[param] = nn.Parameter(stepped[index], requires_grad=param.requires_grad)
                 if index in flat.spans:
                     self._owned.add(param)
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """Counts what was written into the shards so far as known to all ranks."""
+        self._versions = {flat: writes_so_far([flat.stepped]) for flat in self.shard_groups}
+
+    def written_between_steps(self) -> str | None:
+        """Returns an error message if shards were written since the last step; torch counts that, except through
+        `.data`."""
+        for flat, version in self._versions.items():
+            if writes_so_far([flat.stepped]) != version:
+                return (
+                    f"this rank's shard of {flat.label} was written since the last step, through optimizer.part(param),"
+                    " and the other ranks compute with other weights. Write into the parameter itself, alike on every "
+                    "rank: with torch.no_grad(): param.add_(...). Between backward and step the shard may be written."
+                )
+        return None
 
     @property
     def masters(self) -> list[ShardGroup]:
@@ -110,6 +130,18 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         if "param_names" in group:
             given["param_names"] = [group["param_names"][index] for index in owned]
         return given
+
+    def owns(self, param: nn.Parameter) -> bool:
+        """Whether the shard of a parameter is not empty. Raises KeyError for what is no parameter here."""
+        return self.places[param].span is not None
+
+    def cut_to_shard(self, param: nn.Parameter, value: Any) -> Any:
+        """Returns a copy of this rank's elements of a tensor of the full shape of a parameter that it owns some of;
+        anything else as it is."""
+        group, index = self.places[param]
+        if isinstance(value, Tensor) and value.shape == group.shapes.full[index] != self[param].shape:
+            return group.own_slice(index, value).clone()
+        return value
 
     def named(self, param_groups: list[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]:
         """All shards with their names, also empty ones, if the user passed (name, parameter) pairs; otherwise none."""

@@ -119,6 +119,12 @@ class ShardGroup:
         """Views of a tensor as long as this rank's segment: one a parameter, in the shape of its shard."""
         return self.shapes.views_of_shard(shard, self.spans)
 
+    def own_slice(self, index: int, full: Tensor) -> Tensor:
+        """This rank's elements of a tensor of the shape of parameter `index`, of which it owns some, in the shape of
+        its shard: a view, if the tensor's elements lie in the parameter's order."""
+        span = self.spans[index]
+        return self.shapes.shaped(index, self.shapes.in_memory_order(index, full)[span.start : span.stop])
+
     @property
     def own_of_full(self) -> Tensor:
         """This rank's segment of `full`."""

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from itertools import accumulate, pairwise
+from operator import or_
 from typing import Any, NoReturn
 
 import torch
@@ -28,7 +29,7 @@ from zero.features.host_memory.peers import Peers
 CHUNK = 1 << 18
 """Bytes that are read from each rank before they are added up, while they are still in the cache."""
 
-_DIGEST_MASK = (1 << 63) - 1
+_DIGEST_MASK = (1 << 62) - 1
 
 Addresses = Mapping[int, int]
 """The address of the data to read, by rank, for each other rank."""
@@ -94,14 +95,14 @@ class HostMemory(Transport):
         self._order.refuse_differing(channel, {rank: number for rank, (number, _) in notes.items()})
         return {rank: address for rank, (_, address) in notes.items()}
 
-    def compare(self, channel: int, *, flag: bool = False) -> bool:
+    def compare(self, channel: int, *, flags: int = 0) -> int:
         digest = self._order.digest & _DIGEST_MASK  # of operations by other transports of the group
-        self._announce(channel, digest << 1 | flag, None)  # in place of an address
+        self._announce(channel, digest << 2 | flags, None)  # in place of an address
         received: Addresses = QueuedHandle(lambda: self._notes(channel, None), self._queue).wait()
-        if any(word >> 1 != digest for word in received.values()):
+        if any(word >> 2 != digest for word in received.values()):
             refuse_differing_logs(self, self._order)
         self._order.compared()
-        return flag or any(word & 1 for word in received.values())
+        return reduce(or_, (word & 3 for word in received.values()), flags)
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         shards = [full[low:high] for low, high in pairwise(bounds)]
