@@ -173,7 +173,7 @@ def test_seams_are_as_the_table_lists_them(
 
 def test_every_feature_plugs_in_somewhere() -> None:
     features = {path.name for path in (ROOT / "zero" / "features").iterdir() if (path / "__init__.py").exists()}
-    assert features - {name for *_, plugged in SEAMS for name in plugged} == {"uneven"}
+    assert features <= {name for *_, plugged in SEAMS for name in plugged}
 
 
 def counted(rank: int, world: int) -> Counter[str]:

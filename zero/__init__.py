@@ -46,6 +46,7 @@ from zero.fsdp import (
     ShardingStrategy,
 )
 from zero.interop.grad_scaler import GradScaler
+from zero.join import join
 from zero.oss import OSS
 from zero.report import Report, report
 from zero.scripts import (

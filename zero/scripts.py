@@ -3,14 +3,12 @@ accumulation, the number of parameters, and the plain module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_ as clip_plain
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
@@ -18,19 +16,17 @@ from torch.optim import Optimizer
 from zero._torch import children_of, name_without_compile, named_as_compiled, uncompiled, warn_user
 from zero.comm import Comm
 from zero.fsdp import FSDP
-from zero.fsdp.fsdp import running_model
 from zero.fsdp.model import models_of
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
-from zero.sdp.sharded_ddp import sharding_of
 from zero.shards.parts import is_first, parts_here
 from zero.state.from_first import first_alone, load_state, load_weights
 from zero.state.optimizer_state import refuse_no_rank
 from zero.state.own_dtypes import keep_dtypes
 from zero.state.stepped_shards import SteppedShards
 from zero.state.weights import Recipient, full_weights
-from zero.wrappers import Wrapped, prepared, unwrapped
+from zero.wrappers import Wrapped, comms_of, prepared, unwrapped
 
 
 def full_state_dict(
@@ -52,7 +48,7 @@ def full_state_dict(
     """
     inner, wrappers = unwrapped(model)
     receives = to is None or is_first(inner.parameters())
-    full = full_weights(inner, _comms_of(wrappers)[0], Recipient(to, device))
+    full = full_weights(inner, comms_of(wrappers)[0], Recipient(to, device))
     return {name_without_compile(name): value for name, value in full.items()} if receives else {}
 
 
@@ -70,7 +66,7 @@ def load_full_state_dict(model: nn.Module, weights: Mapping[str, Any] | None, st
     and as `load_state_dict` for other names.
     """
     inner, wrappers = unwrapped(model)
-    comms = _comms_of(wrappers)
+    comms = comms_of(wrappers)
     what = "the weights given to zero.load_full_state_dict"
     if first_alone(comms, what, weights, inner.parameters()):
         return load_weights(inner, comms, lambda: inner.load_state_dict(_of_first(inner, weights or {}), strict))
@@ -115,7 +111,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, to: int | 
     (_, wrappers), optimizer = unwrapped(model), prepared(optimizer)
     if wrappers and isinstance(wrappers[0], FSDP):
         return wrappers[0].optim_state_dict(optimizer, to) or {}
-    comm = optimizer.comm if isinstance(optimizer, OSS) else _comms_of(wrappers)[0]
+    comm = optimizer.comm if isinstance(optimizer, OSS) else comms_of(wrappers)[0]
     refuse_no_rank(to, comm.world)
     if isinstance(optimizer, OSS):
         optimizer.consolidate_state_dict(to)
@@ -135,7 +131,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
     """
     (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
     sharded = wrappers[0] if wrappers and isinstance(wrappers[0], FSDP) else None
-    comms = [optimizer.comm] if isinstance(optimizer, OSS) else _comms_of(wrappers)
+    comms = [optimizer.comm] if isinstance(optimizer, OSS) else comms_of(wrappers)
     alone = first_alone(
         comms, "the state given to zero.load_full_optimizer_state_dict", state_dict, params_of(optimizer)
     )
@@ -159,18 +155,6 @@ def _stepped(inner: nn.Module, optimizer: Optimizer, comm: Comm) -> OSS | Steppe
     sharded = [model for model, _ in models_of(inner)]
     groups = [group for model in sharded for group in model.index.groups]
     return SteppedShards(optimizer, groups, sharded[0].comm if sharded else comm)
-
-
-def _comms_of(wrappers: Sequence[nn.Module]) -> list[Comm]:
-    """The groups of ranks over which a model is spread, one after another."""
-    for one in wrappers:
-        if isinstance(one, ShardedDDP):
-            return [sharding_of(one)[0].comm]
-        if isinstance(one, FSDP):
-            return running_model(one).comms
-        if isinstance(one, DistributedDataParallel) and dist.is_initialized():
-            return [Comm(one.process_group)]
-    return [Comm.default()]  # after destroy_process_group() a rank has its own weights
 
 
 class ParameterCount(NamedTuple):

@@ -27,7 +27,6 @@ NAMES = {
     "offload": ["CPUOffload", "DiskOffload"],
     "replicas": ["fault_tolerant"],
     "step_in_backward": ["step_in_backward"],
-    "uneven": ["join"],
 }
 """The public names that each feature brings."""
 

@@ -123,7 +123,7 @@ def test_ddp_may_train_what_fsdp_does_not(rank, world):
     assert all(torch.equal(value, expected[name.replace("left.module", "left")]) for name, value in found.items())
 
 
-@ranks.raises(2, RuntimeError, "was put into torch's Join", r"zero\.join\(ddp, optimizer\)", "wrap the module again")
+@ranks.raises(2, RuntimeError, "was put into torch's Join", r"in zero\.join\(batches, ddp\)", "wrap the module again")
 def test_ddp_in_torchs_join_is_refused_on_every_rank(rank, world):
     model = DistributedDataParallel(net())
     optimizer = zero.OSS(model.parameters(), SGD, lr=0.1)

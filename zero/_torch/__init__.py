@@ -12,7 +12,6 @@ import torch
 from zero._torch.autograd import at_end_of_backward as at_end_of_backward
 from zero._torch.autograd import base_of as base_of
 from zero._torch.autograd import in_a_backward as in_a_backward
-from zero._torch.autograd import keeps_graph as keeps_graph
 from zero._torch.autograd import writes_into as writes_into
 from zero._torch.autograd import writes_so_far as writes_so_far
 from zero._torch.compiling import call_around_compiling as call_around_compiling
@@ -31,7 +30,6 @@ from zero._torch.modules import buffers_of_each as buffers_of_each
 from zero._torch.modules import children_of as children_of
 from zero._torch.modules import chosen_by_policy as chosen_by_policy
 from zero._torch.modules import classes_to_ignore as classes_to_ignore
-from zero._torch.modules import divides_by_ranks_with_data as divides_by_ranks_with_data
 from zero._torch.modules import forward_hooks_of as forward_hooks_of
 from zero._torch.modules import has_final_buckets as has_final_buckets
 from zero._torch.modules import join_mark as join_mark

@@ -35,11 +35,6 @@ def writes_into(leaf: Node) -> bool:
         return False
 
 
-def keeps_graph() -> bool:
-    """Whether the backward that is running now was called with retain_graph=True. Nothing public says so."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()
-
-
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor that this one is a view of; None if it is no view. Tensors have no public attribute for it."""
     return tensor._base

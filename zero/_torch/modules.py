@@ -116,8 +116,3 @@ def has_final_buckets(ddp: DistributedDataParallel) -> bool:
     """Whether DistributedDataParallel has laid its buckets out in the order of gradients, as the first forward after a
     backward does."""
     return ddp._has_rebuilt_buckets
-
-
-def divides_by_ranks_with_data(model: nn.Module | None) -> bool:
-    """Whether DistributedDataParallel does so, as after Join(divide_by_initial_world_size=False)."""
-    return not getattr(model, "_divide_by_initial_world_size", True)

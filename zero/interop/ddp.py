@@ -12,7 +12,7 @@ kernel twice.
 # No `from __future__ import annotations`: DistributedDataParallel compares the annotations of its hooks with types.
 
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from zero._torch import averaged_by, divides_by_ranks_with_data, join_mark
+from zero._torch import averaged_by, join_mark
 from zero.checks.step_checks import NO_GRADIENT
 from zero.comm import Comm
 from zero.comm.packing import lengths
@@ -42,8 +42,9 @@ class DDPChecks(StepCheck):
         if any(join_mark(ddp).enable for ddp in self._averaging()):
             return (
                 "DistributedDataParallel was put into torch's Join: ranks whose data has ended would not step what "
-                "they own. Write `with zero.join(ddp, optimizer):` in place of `with ddp.join():`. If that Join was of "
-                "another optimizer and has ended, wrap the module again."
+                "they own. In place of `with ddp.join():` write `for batch, weight in zero.join(batches, ddp):`, and "
+                "multiply the loss by the weight. If that Join was of another optimizer and has ended, wrap the "
+                "module again."
             )
         return None
 
@@ -117,15 +118,8 @@ def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
     if not comm.reads(next(model.parameters()).device):
         return
     channel = comm.channel("the averaging of DistributedDataParallel")
-    joining = ref(model)
 
     def average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        if divides_by_ranks_with_data(joining()):
-            raise RuntimeError(
-                "Join with divide_by_initial_world_size=False needs gradients averaged by DistributedDataParallel "
-                "without a communication hook, but zero.setup(stage=1) gave it one. Write zero.join(model, optimizer, "
-                "divide_by_initial_world_size=False), or call DistributedDataParallel and zero.OSS yourself."
-            )
         buffer = bucket.buffer()
         if buffer.is_sparse:
             names = {param: name for name, param in model.module.named_parameters()}
