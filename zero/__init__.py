@@ -35,7 +35,6 @@ from zero import checkpoint, checks, comm, features, interop, state  # noqa: F40
 from zero._torch import warn_if_untested
 from zero.comm import Traffic, traffic
 from zero.features.offload import CPUOffload, DiskOffload
-from zero.features.uneven import join
 from zero.fsdp import (
     FSDP,
     MEMORY_FIRST,

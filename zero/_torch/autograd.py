@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -38,6 +39,12 @@ def writes_into(leaf: Node) -> bool:
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor that this one is a view of; None if it is no view. Tensors have no public attribute for it."""
     return tensor._base
+
+
+def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
+    """A context in which torch counts no writes into the tensors, as DistributedDataParallel uses it for its buffers.
+    It has no public name."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
 def writes_so_far(tensors: Iterable[Tensor]) -> int:

@@ -39,7 +39,12 @@ class Guard(ModelEvents):
         super().__init__(model)
         self._module_params = {*model.module.parameters()}
         self._index, self._comm = model.index, model.comm
-        self._scaling = Scaling(model.comm, "clip_grad_norm_(max_norm) of the FSDP model")
+        self._scaling = Scaling(
+            model.comm,
+            "the step of an optimizer of FSDP",
+            "clip_grad_norm_(max_norm) of the FSDP model",
+            model.index.groups,
+        )
         self._findings: WeakKeyDictionary[Optimizer, tuple[int, dict[str, Finding]]] = WeakKeyDictionary()
         """By optimizer: its number of groups when it was measured, and findings by the names of optimizers."""
         self._before: WeakKeyDictionary[Optimizer, Written] = WeakKeyDictionary()

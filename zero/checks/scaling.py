@@ -2,8 +2,9 @@
 
 torch.nn.utils.clip_grad_norm_ does so with sharded gradients: it computes the norm of this rank's shards only. A few
 elements of the gradients are copied after backward. If all of them were multiplied by one number since, that number
-must be the same on every rank. torch counts writes into a tensor, except through `.data`; only after a write are
-elements compared, for which the host waits for a GPU.
+must be the same on every rank. So must the number by which one parameter was multiplied that is cut between ranks: a
+few of these are chosen alike on all ranks. torch counts writes into a tensor, except through `.data`; only after a
+write are elements compared, for which the host waits for a GPU.
 
 Loss scaling skips a step whose gradients are not finite (P. Micikevicius et al., Mixed Precision Training, 2018,
 section 3.2). With DistributedDataParallel all ranks see the same gradients and skip the same steps. With shards only
@@ -28,7 +29,7 @@ from zero.shards.parts import others_of
 from zero.shards.shard_group import ShardGroup
 
 _GRADIENTS, _ELEMENTS, _NEEDED = 12, 64, 2
-"""Gradients that are sampled, elements of each, and the number of samples that are needed to find a factor."""
+"""Gradients that are sampled, elements of each, and the number of samples that are needed to find a common factor."""
 
 
 @dataclass(eq=False)
@@ -54,24 +55,29 @@ class _Sample:
 
 
 class Scaling:
-    """Compares the scaling of gradients between ranks. remedy: the call that replaces clip_grad_norm_."""
+    """Compares the scaling of gradients between ranks. what: in which operation. remedy: the call that replaces
+    clip_grad_norm_. groups: those of which parameters that are cut between ranks are compared one by one."""
 
-    def __init__(self, comm: Comm, remedy: str) -> None:
-        self._comm, self._remedy = comm, remedy
+    def __init__(self, comm: Comm, what: str, remedy: str, groups: Iterable[ShardGroup] = ()) -> None:
+        self._comm, self._remedy, self._channel = comm, remedy, comm.channel(what)
         self._samples: list[_Sample] = []
+        cut = [param for group in groups for param in group.cut_params()]
+        self._cut = cut[:: max(len(cut) // _GRADIENTS, 1)][:_GRADIENTS]
+        self._of_cut: list[_Sample | None] = []
 
     def remember(self, params: Iterable[nn.Parameter]) -> None:
         """Samples the gradients of parameters, or of shards, as they are now."""
         have = [(param, param.grad) for param in params if param.grad is not None and param.numel()]
-        self._samples = [
-            _Sample(param, gradient.data_ptr(), writes_so_far([gradient]), _first(gradient).clone())
-            for param, gradient in have[:: max(len(have) // _GRADIENTS, 1)]
+        self._samples = [_sample(param, gradient) for param, gradient in have[:: max(len(have) // _GRADIENTS, 1)]]
+        found = [(param, param.grad) for param in self._cut]
+        self._of_cut = [
+            None if gradient is None or not gradient.numel() else _sample(param, gradient) for param, gradient in found
         ]
 
     @contextmanager
     def alike(self) -> Iterator[None]:
         """A context in which writes scale all gradients by one number that is the same on every rank."""
-        untouched = [sample for sample in self._samples if not sample.touched]
+        untouched = [sample for sample in (*self._samples, *self._of_cut) if sample is not None and not sample.touched]
         yield
         for sample in untouched:
             if (now := sample.current) is not None:
@@ -80,15 +86,21 @@ class Scaling:
     def compare(self, problem: str | None) -> None:
         """Collective. Raises RuntimeError on every rank if ranks scaled their gradients differently, or if any rank has
         a `problem`: an error message that prevents its step."""
-        factor = self._factor()
-        compared = torch.tensor([float(problem is not None), -math.inf, -math.inf], dtype=torch.float64, device="cpu")
-        if factor is not None:
-            compared[1], compared[2] = factor, -factor
-        self._comm.all_reduce(compared, maximum=True)
-        if compared[0]:
+        factors = [self._factor(), *map(_factor_of, self._of_cut)]
+        largest = [-math.inf if factor is None else factor for factor in factors]
+        smallest = [-math.inf if factor is None else -factor for factor in factors]
+        given = [float(problem is not None), *largest, *smallest]
+        compared = torch.tensor(given, dtype=torch.float64, device="cpu")
+        self._comm.all_reduce(compared, maximum=True, channel=self._channel)
+        any_problem, *extremes = compared.tolist()
+        if any_problem:
             problems = [text for text in self._comm.all_gather_text(problem or "") if text]
             raise RuntimeError(problem or f"another rank cannot take this step: {problems[0]}")
-        most, least = compared[1].item(), -compared[2].item()
+        for most, negated in zip(extremes[: len(factors)], extremes[len(factors) :], strict=True):
+            self._refuse_different(most, -negated)
+
+    def _refuse_different(self, most: float, least: float) -> None:
+        """Raises RuntimeError if the largest and the smallest factor of all ranks differ."""
         if math.isfinite(most) and most - least > 1e-4 * max(abs(most), abs(least)):
             raise RuntimeError(
                 f"gradients were scaled differently on different ranks since backward, by {least:.6g} to {most:.6g}. "
@@ -108,10 +120,30 @@ class Scaling:
         known = [finite for factors in of_each if len(finite := factors[factors.isfinite()])]
         if len(known) < _NEEDED:
             return None
-        together = torch.cat(known)
-        mean = together.mean().item()
-        uniform = (together - mean).abs().max().item() <= 1e-2 * abs(mean)
-        return mean if uniform else None
+        return _one_number(torch.cat(known))
+
+
+def _sample(param: nn.Parameter, gradient: Tensor) -> _Sample:
+    return _Sample(param, gradient.data_ptr(), writes_so_far([gradient]), _first(gradient).clone())
+
+
+def _factor_of(sample: _Sample | None) -> float | None:
+    """The number that one gradient was multiplied by, or replaced by a multiple; None if that cannot be known."""
+    now = None if sample is None else sample.param.grad
+    if sample is None or now is None or now.shape != sample.param.shape:
+        return None
+    if sample.current is not None and not sample.touched:
+        return 1.0
+    factors = (_first(now).double() / sample.values.double()).cpu()
+    return _one_number(factors[factors.isfinite()])
+
+
+def _one_number(factors: Tensor) -> float | None:
+    """The number that all of these are, within rounding, if there is one."""
+    if not len(factors):
+        return None
+    mean = factors.mean().item()
+    return mean if (factors - mean).abs().max().item() <= 1e-2 * abs(mean) else None
 
 
 def _first(gradient: Tensor) -> Tensor:
@@ -123,8 +155,11 @@ class Overflow(ModelEvents):
 
     def __init__(self, model: Model) -> None:
         super().__init__(model)
-        self._comm, self._groups = model.comm, model.index.groups
-        self._others = others_of(model.index)
+        self._groups = model.index.groups
+        self._comms = [
+            (comm, comm.channel("the search for gradients that are not finite"))
+            for comm in (model.comm, *others_of(model.index))
+        ]
         self._in_float16: Sequence[ShardGroup] = [one for one in self._groups if one.full.dtype == torch.float16]
 
     def forward_begins(self) -> None:
@@ -135,7 +170,7 @@ class Overflow(ModelEvents):
 
     def backward_ends(self, reduced: bool) -> None:
         """Collective. If any rank has gradients that are not finite, writes an inf into a gradient of every rank."""
-        if not reduced or not self._in_float16 or (self._comm.world == 1 and not self._others):
+        if not reduced or not self._in_float16 or all(comm.world == 1 for comm, _ in self._comms):
             return
         params = [param for group in self._in_float16 for param in group.params]
         gradients = [param.grad for param in params if param.grad is not None and param.grad.numel()]
@@ -143,8 +178,8 @@ class Overflow(ModelEvents):
         if gradients:
             sums = torch.stack([gradient.sum(dtype=torch.float32) for gradient in gradients])
             overflow = 1 - sums.isfinite().all().float()
-        for comm in (self._comm, *self._others):
-            comm.all_reduce(overflow, maximum=True)
+        for comm, channel in self._comms:
+            comm.all_reduce(overflow, maximum=True, channel=channel)
         if gradients:  # `overflow` is not read on the host, which would have to wait for a GPU
             first = gradients[0].view(-1)[:1]
             first.copy_(torch.where(overflow > 0, math.inf, first))

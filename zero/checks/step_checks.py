@@ -24,6 +24,12 @@ class Moved(StepCheck):
     def changed(self) -> str | None:
         for group in self.optimizer.shards.shard_groups:
             name = group.reclaim()
+            taken = None if name is None else self.optimizer.shards.taken_by_another()
+            if taken is not None:
+                return (
+                    f"{taken} was given to another OSS since, which shards and steps it now. Give each parameter to "
+                    "one OSS, drop the one that you do not step, and wrap the model again."
+                )
             if name is not None:
                 return (
                     f"{name} was moved, cast or given other data after OSS was built, and would no longer be trained. "
@@ -119,7 +125,9 @@ class ScaledInHooks(StepCheck):
 
     def __init__(self, optimizer: OSS) -> None:
         super().__init__(optimizer)
-        self._scaling = Scaling(optimizer.comm, "clip_grad_norm(max_norm) of the optimizer")
+        self._scaling = Scaling(
+            optimizer.comm, "a hook before the step of OSS", "clip_grad_norm(max_norm) of the optimizer"
+        )
 
     @contextmanager
     def around_hook(self) -> Iterator[None]:

@@ -27,7 +27,10 @@ COMPARISON, SUM, BROADCAST, COLLECTION, GATHER, REDUCTION = range(6)
 TAIL = 256
 """Number of operations at the end of the log that ranks exchange if their logs differ."""
 
-_REMEDY = "Look for the first error on any rank. If there is none, the call is collective: call it on every rank."
+_REMEDY = (
+    "Look for the first error on any rank. If there is none, the call is collective: call it on every rank; with fewer "
+    "batches on one rank than on others take them from zero.join."
+)
 
 _MOST_SETTLED = 1 << 17
 """Number of settled positions that are remembered. All are forgotten then: the schedule of the model keeps changing."""

@@ -14,3 +14,4 @@ from zero.features import (  # noqa: F401 - they register themselves
     watchdog,
     writes,
 )
+from zero.features.reads import at_rest  # noqa: F401

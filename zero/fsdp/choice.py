@@ -12,7 +12,7 @@ from zero._torch import wraps_others
 from zero.fsdp.units import Policy, params_by_unit, unit_modules
 from zero.sdp.sharded_ddp import describe
 from zero.shards.arguments import on_two_devices
-from zero.shards.shapes import unusable
+from zero.shards.shapes import shared_memory, unusable
 
 _half_sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters of models whose construction an error has ended: some of them are shards."""
@@ -82,7 +82,7 @@ class Choice:
                 return unusable(buffer, f"the buffer {name!r}")
         if not has_parameters:
             return "FSDP was given a module without parameters: there is nothing to shard."
-        return on_two_devices(self.own())
+        return on_two_devices(self.own()) or shared_memory((repr(name), param) for name, param in self.own())
 
     def own(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters to shard, with their names."""

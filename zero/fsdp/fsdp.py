@@ -222,7 +222,12 @@ class FSDP(Weights):
         params = [*self._model.index]
         dtypes = {param.dtype for param in params}
         return norm.total_norm(
-            [(param, param.grad) for param in params], self._model.comm, float(norm_type), params[0].device, dtypes
+            [(param, param.grad) for param in params],
+            self._model.comm,
+            self._model.norm_channel,
+            float(norm_type),
+            params[0].device,
+            dtypes,
         )
 
     @property

@@ -8,6 +8,7 @@ from weakref import ReferenceType, ref
 
 from torch import nn
 
+from zero._torch import params_of
 from zero.comm import Comm
 from zero.comm.streams import ModelStreams
 from zero.fsdp.backward import Backward
@@ -67,7 +68,15 @@ class Model:
         self.prefetch = options.prefetch.where(overlaps=any(unit.overlaps for unit in units))
         self.streams = ModelStreams(group.streams for group in self.index.groups)
         self.events = Events()
-        self._refusal = self.comm.channel("the refusal of parameters that were given other data")
+        self._refusal = self.comm.channel("a refusal of FSDP")
+        self.norm_channel = self.comm.channel("the norm of all gradients")
+        self._holders = [
+            (params_of(holder), name, param)
+            for holder in module.modules()
+            for name, param in holder.named_parameters(recurse=False, remove_duplicate=False)
+            if param in self.index
+        ]
+        """Where modules hold sharded parameters."""
         self.backward = Backward(self)
         self.schedule = Schedule(self)
         self.events = Events([make(self) for make in model_events])
@@ -84,18 +93,34 @@ class Model:
         params = {*module.parameters()}
         return [unit for unit in self.units if not params.isdisjoint(unit.params)]
 
-    def moved_problem(self) -> str | None:
-        """Returns an error message if parameters at rest were moved or given other data. 0.1 ms for 258 parameters."""
-        return moved_problem([group for group in self.index.groups if not group.summoned])
+    def moved_problem(self, groups: Sequence[ShardGroup] | None = None) -> str | None:
+        """Returns an error message if parameters of these groups, by default all that are not summoned, were moved or
+        given other data. 0.1 ms for 258 parameters."""
+        return moved_problem(groups or [group for group in self.index.groups if not group.summoned])
 
-    def refuse_moved(self) -> None:
-        """Raises RuntimeError if parameters were moved, cast or given other data. Call it before a collective.
+    def replaced_problem(self) -> str | None:
+        """Returns an error message if a module holds another sharded parameter than when it was wrapped."""
+        for held, name, param in self._holders:
+            now = held.get(name)
+            if now is not None and now is not param and now in self.index:
+                return (
+                    f"{self.index[param].name!r} was replaced by {self.index[now].name!r} since the model was wrapped: "
+                    "units gather the parameters that they were built with. Tie parameters first, then wrap the model."
+                )
+        return None
+
+    def refuse_moved(self, groups: Sequence[ShardGroup] | None = None) -> None:
+        """Raises RuntimeError if parameters were moved, cast or given other data. Call it before a collective. groups:
+        as of `moved_problem`.
 
         Communicates only to raise. The ranks without a problem raise in their next operation.
         """
-        problem = self.moved_problem()
-        if problem is None:
-            return
+        problem = self.moved_problem(groups)
+        if problem is not None:
+            self.refuse(problem)
+
+    def refuse(self, problem: str) -> NoReturn:
+        """Collective. Raises RuntimeError. Ranks that do not call it raise in their next operation."""
         try:
             self.comm.agree(self._refusal)
         except RuntimeError as error:  # the other ranks were in another operation, and have now raised, too
@@ -124,8 +149,11 @@ class Forward:
         return output
 
     def begin(self) -> None:
-        """Collective. Raises RuntimeError if parameters were moved, cast or given other data since wrapping."""
+        """Collective. Raises RuntimeError if parameters were moved, cast, replaced or given other data."""
         self._model.refuse_moved()
+        problem = self._model.replaced_problem()
+        if problem is not None:
+            self._model.refuse(problem)
         self._model.schedule.before_forward()
         if self._buffers is not None:
             self._buffers.before_forward()

@@ -22,12 +22,14 @@ class UnitGradients:
     """The gradients of the parameters in these groups.
 
     `buckets`: one a group.
-    `left_unreduced`: whether a backward under no_sync has gone through the unit since its gradients were last reduced.
     """
 
     def __init__(self, groups: Sequence[ShardGroup], *, sent_as: torch.dtype | None = None) -> None:
         self.buckets = [GradBucket(group, group.params, sent_as=sent_as) for group in groups]
-        self.left_unreduced = False
+        self._left = False
+        """Whether a backward under no_sync has gone through the unit since its gradients were last reduced."""
+        self._left_frozen: dict[nn.Parameter, Tensor] = {}
+        """Full gradients that it has left, of parameters that were frozen in the backward that reduced the others."""
         self._trained: list[tuple[GradBucket, int, nn.Parameter]] = []
         """The parameters that have gradients in this backward, with their places."""
         self._accumulated: dict[nn.Parameter, Tensor] = {}
@@ -39,6 +41,11 @@ class UnitGradients:
     def reducing(self) -> bool:
         """Whether a reduction of the gradients is in flight."""
         return any(bucket.reducing for bucket in self.buckets)
+
+    @property
+    def left_unreduced(self) -> bool:
+        """Whether no_sync has left gradients that a backward is to reduce."""
+        return self._left or any(param.requires_grad for param in self._left_frozen)
 
     # ------------------------------------------------------------------------------------------- a backward
 
@@ -58,8 +65,8 @@ class UnitGradients:
 
         Drops both where the user has cleared `param.grad`.
         """
-        self.left_unreduced = False
-        left: dict[nn.Parameter, Tensor] = {}
+        self._left = False
+        left, self._left_frozen = self._left_frozen, {}
         for bucket in self.buckets:
             assert not bucket.reducing
             left.update((bucket.group.params[index], gradient) for index, gradient in bucket.give_back())
@@ -68,6 +75,8 @@ class UnitGradients:
             (bucket, index, bucket.group.params[index]) for bucket in self.buckets for index in bucket.trained
         ]
         unreduced: dict[nn.Parameter, Tensor] = {}
+        trained = {param for _, _, param in self._trained}
+        self._left_frozen = {param: gradient for param, gradient in left.items() if param not in trained}
         for _, _, param in self._trained:
             grad, shown = param.grad, self._slices.pop(param, None)
             if grad is None:
@@ -82,7 +91,7 @@ class UnitGradients:
 
     def show_unreduced(self) -> None:
         """Shows in `param.grad` this rank's slices of what the buckets have taken. The parameters are resharded."""
-        self.left_unreduced = True
+        self._left = True
         for bucket, index, param in self._trained:
             own = bucket.own_of_taken(index)
             if own is None:  # this backward has no gradient of it
@@ -124,7 +133,7 @@ class UnitGradients:
         """Drops the full gradients of a backward that an exception has ended."""
         for _, _, param in self._trained:
             param.grad = None
-        self.left_unreduced = False
+        self._left = False
 
     @property
     def has_set_aside(self) -> bool:

@@ -112,6 +112,7 @@ class OwnedGradients:
     def __init__(self, optimizer: OSS) -> None:
         self.arrive_sharded = False
         self._oss = optimizer
+        self._norm = optimizer.comm.channel("the norm of all gradients")
         self._keys: defaultdict[nn.Parameter, object] = defaultdict(object)
         self._made: dict[nn.Parameter, OwnedGradient] = {}
         """The last one that was made of each parameter."""
@@ -239,7 +240,8 @@ class OwnedGradients:
             shares = {group.params[index]: share for group, index, share in _shares(shards.shard_groups)}
             owned = [(param, shares.get(param)) for param in shards]
         dtypes = {shard.dtype for shard in shards.values()}
-        return norm.total_norm(owned, self._oss.comm, norm_type, shards.shard_groups[0].full.device, dtypes)
+        device = shards.shard_groups[0].full.device
+        return norm.total_norm(owned, self._oss.comm, self._norm, norm_type, device, dtypes)
 
     def refuse(self) -> None:
         """Raises RuntimeError if `problem` finds one. The other ranks find the same, or wait for this one in vain."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
-from torch.autograd.graph import increment_version
 
-from zero._torch import buffers_of_each
+from zero._torch import buffers_of_each, keeping_versions
 from zero.comm import Comm
 
 
@@ -36,12 +36,12 @@ class BufferSync:
         if shapes != self._known:
             self._compare()
             self._known = shapes
-        for comm in self._comms:
-            comm.broadcast(buffers)
-        if any(comm.world > 1 for comm in self._comms):
-            # Backward raises for a graph that read a buffer before it was overwritten. Rank 0, whose buffers are not
-            # overwritten, must raise, too: it would wait for the other ranks otherwise.
-            increment_version([buffer for buffer in buffers if not buffer.is_inference()])
+        # A graph may have saved them. In training none computes with what is saved so, as batch normalisation takes the
+        # batch's own statistics; else only what differs is written, and backward raises for a graph that read it.
+        counted = [buffer for buffer in buffers if not buffer.is_inference()]
+        with keeping_versions(counted) if self._module.training else nullcontext():
+            for comm in self._comms:
+                comm.broadcast(buffers, only_differing=not self._module.training)
 
     def _compare(self) -> None:
         """Collective over the ranks on which shapes have changed. Ranks that broadcast meanwhile raise."""

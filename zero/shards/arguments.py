@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zero.measure.param_groups import described_options, options
 from zero.shards.parts import parts_here
-from zero.shards.shapes import unusable
+from zero.shards.shapes import shared_memory, unusable
 
 
 def as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> tuple[list[dict[str, Any]], str | None]:
@@ -49,7 +49,7 @@ def as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> t
             found[param] = name
     if not found:
         return groups, "OSS was given no parameters. Pass model.parameters() (a generator is used up after one pass)."
-    return groups, None
+    return groups, shared_memory((name, param) for param, name in found.items())
 
 
 def _has_no_order(params: object) -> bool:

@@ -19,6 +19,7 @@ known_norms: list[Callable[[Sequence[Tensor], float], Mapping[int, Tensor]]] = [
 def total_norm(
     gradients: Iterable[tuple[nn.Parameter, Tensor | None]],
     comm: Comm,
+    channel: int,
     norm_type: float,
     device: torch.device,
     dtypes: Iterable[torch.dtype],
@@ -27,6 +28,7 @@ def total_norm(
 
     gradients: this rank's shard of the gradient of each parameter, if it has one; no two ranks of `comm` have the same
         element. Elements that ranks outside of it have (zero/shards/parts.py) are counted, too.
+    channel: the number of the operation.
     dtypes: of all ranks' shards. The result is float64 if one of them is, otherwise float32.
     """
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -40,7 +42,7 @@ def total_norm(
         powers = _powers(own, norm_type, device)
         others.all_reduce(powers, maximum=infinite)
         local = torch.maximum(local, powers) if infinite else local + powers
-    comm.all_reduce(local, maximum=infinite)
+    comm.all_reduce(local, maximum=infinite, channel=channel)
     return (local if infinite else local.pow(1 / norm_type)).to(dtype)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch import writes_so_far
 from zero.comm import Comm
@@ -21,6 +23,9 @@ from zero.shards.home import DEVICE, Home
 from zero.shards.partition import Place, bucket_limit, lay_out, places_in
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
+
+_holders: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""By parameter: a reference to the shards that were made of it last."""
 
 
 class OwnedShards(dict[nn.Parameter, nn.Parameter]):
@@ -83,7 +88,16 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
                 self[param] = nn.Parameter(stepped[index], requires_grad=param.requires_grad)
                 if index in flat.spans:
                     self._owned.add(param)
+            _holders.update(dict.fromkeys(flat.params, ref(self)))
         self.note_versions()
+
+    def taken_by_another(self) -> str | None:
+        """Returns the name of a parameter of which another optimizer's shards were made since, if there is one."""
+        for place in self.places.values():
+            holder = _holders[place.group.params[place.position]]()
+            if holder is not None and holder is not self:
+                return place.name
+        return None
 
     def note_versions(self) -> None:
         """Counts what was written into the shards so far as known to all ranks."""

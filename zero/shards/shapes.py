@@ -6,7 +6,9 @@ parameter keeps its strides.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -100,6 +102,24 @@ def unusable(param: object, name: str) -> str | None:
         return (
             f"{name} is on the meta device and has no values. Call model.to_empty(device=...) and initialise it first."
         )
+    return None
+
+
+def shared_memory(named: Iterable[tuple[str, Any]]) -> str | None:
+    """Returns an error message if two parameters lie in overlapping ranges of memory, else None. Parameters that lie
+    side by side in one storage, as cuDNN's weights do, are none."""
+    ranges = []
+    for name, param in named:
+        if isinstance(param, Tensor) and param.layout == torch.strided and not param.is_meta and param.numel():
+            last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+            begin = param.data_ptr()
+            ranges.append((str(param.device), begin, begin + (last + 1) * param.element_size(), name))
+    for (device, _, end, name), (next_device, begin, _, other) in pairwise(sorted(ranges)):
+        if device == next_device and begin < end:
+            return (
+                f"{name} and {other} are two parameters that share memory, as after `out.weight.data = "
+                "emb.weight.data`. zero would give each its own. Tie them as one parameter: out.weight = emb.weight."
+            )
     return None
 
 

@@ -119,6 +119,10 @@ class ShardGroup:
         """Views of a tensor as long as this rank's segment: one a parameter, in the shape of its shard."""
         return self.shapes.views_of_shard(shard, self.spans)
 
+    def cut_params(self) -> list[nn.Parameter]:
+        """The parameters of which several ranks own elements; the same on all ranks."""
+        return [param for index, param in enumerate(self.params) if len([*self.layout.owners(index)]) > 1]
+
     def own_slice(self, index: int, full: Tensor) -> Tensor:
         """This rank's elements of a tensor of the shape of parameter `index`, of which it owns some, in the shape of
         its shard: a view, if the tensor's elements lie in the parameter's order."""
@@ -266,6 +270,13 @@ class ShardGroup:
         self._bound = views
         for param, view in zip(self.params, views, strict=True):
             param.data = view
+
+    def moved(self) -> str | None:
+        """Returns the name of a parameter that lies elsewhere than where it was bound, if there is one."""
+        for param, view, name in zip(self.params, self._bound, self.names, strict=True):
+            if param.data_ptr() != view.data_ptr():
+                return name
+        return None
 
     def reclaim(self) -> str | None:
         """Binds parameters again whose data was replaced by an equal copy, as `module.to("cpu:0")` does on the CPU.

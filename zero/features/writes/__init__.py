@@ -73,6 +73,9 @@ class Writes(ModelEvents):
             self._of[group].when_gathered = writes_so_far(group.params)
 
     def resharding(self, group: ShardGroup) -> None:
+        """Raises RuntimeError on every rank if a parameter was given other data, which all would lose."""
+        if group in self._of and group.moved() is not None:
+            self.model.refuse_moved([group])
         if group in self._of and not group.shard_in_full and self._of[group].any():
             self._of[group].take_over()
 
