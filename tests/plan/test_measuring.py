@@ -15,7 +15,7 @@ from counted import Block, Model
 
 
 def test_a_model_that_was_measured_is_left_as_it_was():
-    model = Model()
+    model = Model(24, 2)
     zero.plan(model, world_size=2, auto_wrap_policy=ModuleWrapPolicy({Block}), batch=[torch.zeros(1, 2).long()])
     with pytest.raises(IndexError):
         zero.plan(model, world_size=2, auto_wrap_policy=ModuleWrapPolicy({Block}), batch=[torch.zeros(()).long()])
@@ -46,7 +46,7 @@ def test_parameters_that_are_not_used_are_known_not_to_be():
 
 
 def test_a_model_that_is_frozen_has_a_forward_only():
-    model = Model().requires_grad_(False)
+    model = Model(24, 2).requires_grad_(False)
     plan = zero.plan(model, world_size=2, batch=[torch.zeros(4, 32).long()])
     assert [cost.gradients for cost in plan.costs] == [0] * 5
     assert plan.cost(3).transient > sum(param.nbytes for param in model.blocks[0].parameters())
@@ -100,7 +100,7 @@ def test_what_a_forward_keeps_is_real(times):
     for _ in range(times):
         model(x)
     table = model.table
-    zero.plan(model, world_size=2, batch=[x])
+    zero.plan(model, world_size=2, batch=[x], stages=[1, 3])
     assert (model.table is table, model.apart.calls) == (True, times)
     assert (len(model.by_length), len(model.nested[""]), len(model.pair[0]), len([*model.buffers()])) == (times,) * 4
     assert model.apart.seen is table and hasattr(model.linear, "late") == bool(times)

@@ -91,16 +91,15 @@ def measured(stage: str, world: int, offload: Any, precision: zero.MixedPrecisio
 
 HALF = zero.MixedPrecision(param_dtype=torch.bfloat16)
 ALL = [
-    (stage, world, zero.CPUOffload(ratio=ratio, overlap=overlap), precision)
+    (stage, world, zero.CPUOffload(ratio=ratio), precision)
     for stage in ("3", "3 kept")
     for world in (1, 2)
     for ratio in (1.0, 0.5)
-    for overlap in (False, True)
     for precision in (zero.MixedPrecision(), HALF)
 ]
 
 
-CASES = ALL if matrix.WHOLE else [ALL[number] for number in (1, 10, 23, 25)]
+CASES = ALL if matrix.WHOLE else [ALL[number] for number in (1, 6, 11, 12)]
 
 
 @pytest.mark.matrix

@@ -73,22 +73,10 @@ ODD = [
 ]
 """Of models that run otherwise than one block after another."""
 
-INT8 = zero.Int8()
-QUANTISED = [
-    replace(case, one_host=one_host, layers=2)
-    for one_host in (True, False)
-    for case in (
-        Case("2", broadcast=INT8, reduce=INT8),
-        Case("3", mixed=True, reduce=INT8, wire=INT8),
-        Case("3 kept", reduce=INT8, wire=INT8),
-        Case("3", 4, reduce=INT8, wire=INT8),
-    )
-]
-
 REST = [*PREFETCHING, *ODD, *(replace(case, one_host=False) for case in ACROSS_HOSTS)]
 HARDEST = [case for case in ON_ONE_HOST if case.model == "Recurrent" or case.optim == "adafactor"]
-SOME = [*(ON_ONE_HOST[number] for number in (2, 5, 8, 12, 16, 30)), *HARDEST[::8], *REST[25::50], *QUANTISED[::5]]
-CASES = [*ON_ONE_HOST, *REST, *QUANTISED] if matrix.WHOLE else SOME
+SOME = [*(ON_ONE_HOST[number] for number in (2, 5, 8, 12, 16, 30)), *HARDEST[::8], *REST[25::50]]
+CASES = [*ON_ONE_HOST, *REST] if matrix.WHOLE else SOME
 
 
 @pytest.mark.matrix

@@ -1,4 +1,4 @@
-"""What a stage costs before it is run: bytes a rank, bytes sent, time of a step, and which stage to take.
+"""What a stage costs before it is run: bytes a rank, bytes sent, and which stage to take.
 
 `zero.plan` is this package, and can be called: `zero.plan(...)` is `zero.plan.plan(...)`.
 """
@@ -8,29 +8,11 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from zero.plan.chrome_trace import write_trace
-from zero.plan.hardware import Hardware, Link, as_hardware
-from zero.plan.largest import largest
 from zero.plan.planner import plan
-from zero.plan.ratio import smallest_ratio
 from zero.plan.result import Cost, Plan
 from zero.plan.sizes import Options, Sizes
-from zero.plan.timeline import Timing
 
-__all__ = [
-    "Cost",
-    "Hardware",
-    "Link",
-    "Options",
-    "Plan",
-    "Sizes",
-    "Timing",
-    "as_hardware",
-    "largest",
-    "plan",
-    "smallest_ratio",
-    "write_trace",
-]
+__all__ = ["Cost", "Options", "Plan", "Sizes", "plan"]
 
 
 class _CallablePackage(ModuleType):

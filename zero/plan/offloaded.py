@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-import zero
 from zero.comm import Comm, Handle
 from zero.comm.streams import NoStreams
-from zero.measure.kinds import ELEMENTWISE
 from zero.shards.home import Home
-from zero.shards.shard_group import ShardGroup
 
 _HOST = "meta"
 """The device that stands for the host's memory, to which offload moves shards. It is never the model's own device, and
@@ -21,17 +17,13 @@ torch can copy to and from it in a rehearsal."""
 
 
 class Offloaded(Home):
-    """Shards are on the host, and only what is on the model's device is counted.
-
-    Steps that overlap have ended when the next forward begins, but gathers are launched as if they had not.
-    """
+    """Shards are on the host, and only what is on the model's device is counted."""
 
     apart = True
 
     def __init__(self, home: Any) -> None:
         """home: what zero.CPUOffload or DiskOffload stands for."""
         self._home = home
-        self._beside: Sequence[ShardGroup] = ()
 
     def of_groups(self, numels: Sequence[int]) -> list[Home]:
         return [self if home.apart else home for home in self._home.of_groups(numels)]
@@ -42,25 +34,10 @@ class Offloaded(Home):
     def has(self, shard: Tensor) -> bool:
         return on_host(shard)
 
-    def rounded(self, group: ShardGroup) -> Tensor | None:
-        """What the thread rounds for the device, if steps overlap."""
-        rounds = self._home.overlaps and isinstance(self._home, zero.CPUOffload)
-        return group.stepped.to(group.full.dtype) if rounds and group.full.dtype != group.stepped.dtype else None
-
     def at_once(self) -> int:
         """Returns how many elements of a group are stepped at a time."""
         elements: int = self._home.at_once()
         return elements
-
-    def before_step(
-        self, optimizer: Optimizer, params: Sequence[nn.Parameter], groups: Sequence[ShardGroup], *, closure: bool
-    ) -> None:
-        self._beside = groups if self._home.overlaps and type(optimizer) in ELEMENTWISE else ()
-
-    def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        for group in self._beside:
-            group.step_beside(Handle(lambda: None), self.rounded(group))
-        self._beside = ()
 
 
 class BesideComputing(NoStreams):

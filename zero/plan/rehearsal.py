@@ -1,7 +1,6 @@
 """A model that runs on tensors without values, while the memory that it would take is counted.
 
-Operators run in a mode that counts live bytes (meter.py). They take no time there. A trace, if there is one, records
-them (trace.py).
+Operators run in a mode that counts live bytes (meter.py).
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from zero.fsdp import MixedPrecision
 from zero.plan.meter import Meter
 from zero.plan.offloaded import on_host
 from zero.plan.sizes import Sizes
-from zero.plan.trace import Trace
 from zero.sdp.tensors import tensors_in
 
 
@@ -40,14 +38,11 @@ class Rehearsal(Meter):
 
     zero and optimizers read some values on the host: whether a rank has found a problem, the norm of a parameter. 0
     means that there is none. A forward that reads values raises: what it computes may depend on them.
-
-    trace: records the operators.
     """
 
-    def __init__(self, trace: Trace | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self._in_forward = False
-        self._trace = trace
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -68,8 +63,6 @@ class Rehearsal(Meter):
             except NEEDS_VALUES:
                 return args[0].dtype.is_floating_point * 0.0
         result = func(*args, **kwargs)
-        if self._trace is not None:
-            self._trace.operator(func, args, kwargs, result)
         return _with_workspace(result, args) if func is _LSTM_LAYER else result
 
 
@@ -86,7 +79,7 @@ def rehearsed_traffic() -> Iterator[None]:
 
 
 @contextmanager
-def rehearsing(sizes: Sizes, device: str, trace: Trace) -> Iterator[tuple[Sizes, Rehearsal]]:
+def rehearsing(sizes: Sizes, device: str) -> Iterator[tuple[Sizes, Rehearsal]]:
     """In this context new tensors have no values, nor have those of the copy of the model that it yields.
 
     The copy's parameters and buffers are on the device. What is sent is not counted as this process's.
@@ -105,10 +98,10 @@ def rehearsing(sizes: Sizes, device: str, trace: Trace) -> Iterator[tuple[Sizes,
         except Exception as error:
             raise ValueError(
                 f"the {type(sizes.module).__name__} cannot be copied ({error}), and a copy is what is planned. Plan it "
-                "before it holds such objects, or pass zero.plan.Sizes."
+                "before it holds such objects."
             ) from error
         stack.enter_context(mode)
-        rehearsal = stack.enter_context(Rehearsal(trace))
+        rehearsal = stack.enter_context(Rehearsal())
         _move(sizes.module, device)
         yield sizes, rehearsal
 
@@ -202,39 +195,30 @@ def misfit(function: Callable[..., Any], *arguments: Any) -> str | None:
 
 
 class _Touch(torch.autograd.Function):
-    """Computes nothing with a parameter, but gives it a gradient. compute: called for what would be computed."""
+    """Computes nothing with a parameter, but gives it a gradient."""
 
     @staticmethod
-    def forward(ctx: Any, passed: Tensor, param: Tensor, compute: Compute) -> Tensor:
-        ctx.like, ctx.compute = (param.shape, param.stride(), param.dtype, param.device), compute
-        ctx.storage = param.untyped_storage()
-        compute(param.nbytes, param.dtype, [ctx.storage], 1)
+    def forward(ctx: Any, passed: Tensor, param: Tensor) -> Tensor:
+        ctx.like = param.shape, param.stride(), param.dtype, param.device
         return passed.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None]:
         shape, stride, dtype, device = ctx.like
         wanted = ctx.needs_input_grad[1]
-        gradient = torch.empty_strided(shape, stride, dtype=dtype, device=device) if wanted else None
-        storages = [ctx.storage] if gradient is None else [ctx.storage, gradient.untyped_storage()]
-        ctx.compute(shape.numel() * dtype.itemsize, dtype, storages, len(storages))
-        return gradients[0], gradient, None
+        return gradients[0], torch.empty_strided(shape, stride, dtype=dtype, device=device) if wanted else None
 
 
-Compute = Callable[[int, torch.dtype, Sequence[torch.UntypedStorage], int], None]
-"""Called with a parameter's bytes and dtype, its storage and its gradient's, and the number of multiplications."""
-
-
-def walk(sizes: Sizes, compute: Compute) -> None:
+def walk(sizes: Sizes) -> None:
     """Replaces the units' forwards by forwards without activations, to be called with a 0-dim tensor. The units run one
     after another in the order of their first parameters, and gradients arrive from the last parameter to the first."""
     module, units, owned = sizes.module, sizes.unit_modules, sizes.owned()
-    touch: Callable[[Tensor, Tensor, Compute], Tensor] = _Touch.apply
+    touch: Callable[[Tensor, Tensor], Tensor] = _Touch.apply
     unit_of = {name: unit for unit, named in owned.items() for name, _ in named}
 
     def touched(names: Sequence[str], passed: Tensor) -> Tensor:
         for name in names:
-            passed = touch(passed, module.get_parameter(name), compute)
+            passed = touch(passed, module.get_parameter(name))
         return passed
 
     steps: dict[str, Callable[[Tensor], Tensor]] = {}

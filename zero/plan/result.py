@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
-
-from zero.plan.timeline import Timing
+from dataclasses import asdict, dataclass
 
 _BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
@@ -57,20 +55,12 @@ class Plan:
     parameters: how many the model has.
     memory: bytes that a rank has; None if not given.
     activations: whether the peaks include them.
-    timings: of steps on the given hardware, at stage 3 with every prefetch; empty without hardware.
-    recomputing: the costs of stage 3 if each unit's activations are computed again in backward (activation
-        checkpointing), for numbers of ranks where nothing fits; empty without a batch.
-    offloaded, offloaded_recomputing: the costs of stage 3 with zero.CPUOffload() there, and with both.
     """
 
     parameters: int
     costs: tuple[Cost, ...]
     memory: int | None
     activations: bool
-    timings: tuple[Timing, ...] = ()
-    recomputing: tuple[Cost, ...] = ()
-    offloaded: tuple[Cost, ...] = ()
-    offloaded_recomputing: tuple[Cost, ...] = ()
 
     def cost(self, stage: str | int, world: int | None = None) -> Cost:
         """The cost of a stage: 0, 1, 2, 3 or "3 kept". world: may be left out if only one was planned."""
@@ -78,14 +68,6 @@ class Plan:
             if cost.stage == str(stage) and world in (None, cost.world):
                 return cost
         raise KeyError(f"stage {stage} on {world} ranks is not in this plan")
-
-    def timing(self, stage: str | int, world: int | None = None, prefetch: str | None = None) -> Timing:
-        """The timing of a stage, as in `cost`. prefetch: such as "speed-first"; by default the first one."""
-        for timing in self.timings:
-            wanted = str(stage), world or timing.world, prefetch or timing.prefetch
-            if (timing.stage, timing.world, timing.prefetch) == wanted:
-                return timing
-        raise KeyError(f"the time of stage {stage} on {world} ranks with prefetch {prefetch} is not in this plan")
 
     @property
     def worlds(self) -> list[int]:
@@ -116,12 +98,20 @@ class Plan:
             return f"{ranks}: with memory= (--memory 80GiB) of a rank the plan says which stage to take"
         available = f"{self._size(self.memory)} {self.unit}"
         if chosen is None:
-            return f"{ranks}: nothing fits in {available}; {self._closest(world, without)}"
+            least = min(self._at(world), key=lambda cost: cost.peak)
+            return (
+                f"{ranks}: nothing fits in {available}; stage {least.stage} comes closest with "
+                f"{self._size(least.peak)} {self.unit}{without}. {self._remedies()}"
+            )
         lowest = "which" if self._instead_of_1(chosen) else "the lowest that"
         return (
             f"{ranks}: stage {chosen.stage} ({TITLES[chosen.stage]}), {lowest} fits in {available}: it needs "
             f"{self._size(chosen.peak)} {self.unit}{without}; {self._reason(chosen)}"
         )
+
+    def _remedies(self) -> str:
+        offload = "" if any(cost.host for cost in self.costs) else "offload=zero.CPUOffload() (--offload), "
+        return f"Take more ranks, {offload}activation checkpointing, smaller units, or less precision"
 
     def _instead_of_1(self, chosen: Cost) -> Cost | None:
         """The cost of stage 1, if that fits and the chosen one is 2."""
@@ -137,29 +127,6 @@ class Plan:
             return f"stage {below[-1].stage} would need {self._size(below[-1].peak)}"
         larger = [cost.stage for cost in costs if not self.fits(cost)]
         return f"of the others {', '.join(larger)} do not fit" if larger else "everything fits"
-
-    def _closest(self, world: int, without: str) -> str:
-        """What comes closest to fitting, and what would need less."""
-        least = min(self._at(world), key=lambda cost: cost.peak)
-        ways = [
-            f"{what} {self._size(cost.peak)} {self.unit}{self._there(cost)}"
-            for what, costs in (
-                ("with activation checkpointing of each unit stage 3 needs", self.recomputing),
-                ("with offload=zero.CPUOffload() stage 3 needs", self.offloaded),
-                ("with both", self.offloaded_recomputing),
-            )
-            for cost in costs
-            if cost.world == world
-        ]
-        if not self.activations:
-            ways.append("what activation checkpointing saves is planned with a batch")
-        told = f"stage {least.stage} comes closest with {self._size(least.peak)} {self.unit}{without}"
-        more = [f"{way[0].upper()}{way[1:]}" for way in ways]
-        return ". ".join([told, *more, "Or take more ranks, smaller units, or less precision"])
-
-    def _there(self, cost: Cost) -> str:
-        there = f"{self._size(cost.host)} {self.unit} in the memory of the host, or with zero.DiskOffload in files"
-        return f" on the device ({there})" if cost.host else ""
 
     def _size(self, nbytes: float) -> str:
         number = nbytes / _BYTES[self.unit]
@@ -178,14 +145,6 @@ class Plan:
             lines.append([str(cost.world), cost.stage, *map(self._size, sizes), *fits])
         return aligned(lines)
 
-    def times(self) -> str:
-        """How long steps take, by number of ranks, stage and prefetch, as a table."""
-        lines = [["ranks", "stage", "prefetch", "step ms", "exposed ms", "used FLOP/s"]]
-        for one in self.timings:
-            taken = [f"{one.step_ms:.1f}", f"{one.exposed_ms:.1f}", f"{one.mfu:.1%}"]
-            lines.append([str(one.world), one.stage, one.prefetch or "-", *taken])
-        return aligned(lines)
-
     def to_json(self) -> str:
         costs = [
             {**asdict(cost), "resident": cost.resident, "transient": cost.transient, "fits": self.fits(cost)}
@@ -197,19 +156,12 @@ class Plan:
             "memory": self.memory,
             "activations": self.activations,
             "costs": costs,
-            "recomputing": [asdict(cost) for cost in self.recomputing],
-            "offloaded": [asdict(cost) for cost in self.offloaded],
-            "offloaded_recomputing": [asdict(cost) for cost in self.offloaded_recomputing],
-            "times": [{name: getattr(timing, name) for name in _TIMING_FIELDS} for timing in self.timings],
             "recommended": [{"world": world, "stage": chosen[world], "why": self.why(world)} for world in self.worlds],
         }
         return json.dumps(content, indent=2)
 
     def _at(self, world: int) -> Sequence[Cost]:
         return [cost for cost in self.costs if cost.world == world]
-
-
-_TIMING_FIELDS = [one.name for one in fields(Timing) if one.name != "timeline"]
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:

@@ -14,9 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
-import zero
 from zero.comm import Comm
 from zero.comm.packing import batches
 from zero.comm.traffic import traffic
@@ -28,14 +26,12 @@ from zero.oss import OSS
 from zero.oss.gradients import full_gradient
 from zero.oss.optimizer import set_bucket_size
 from zero.plan.averaging import Averaged
-from zero.plan.hardware import Group
 from zero.plan.meter import nbytes
 from zero.plan.offloaded import BesideComputing, Offloaded, on_host
 from zero.plan.rehearsal import Rehearsal, cast, explaining, faked, rehearsing, run_forward, walk
 from zero.plan.result import Cost
 from zero.plan.sizes import Options, Sizes
-from zero.plan.trace import Trace
-from zero.plan.transport import Rehearsed, rehearsed
+from zero.plan.transport import rehearsed
 from zero.sdp import ShardedDDP
 from zero.sdp.tensors import map_tensors
 from zero.shards.home import homes
@@ -52,11 +48,7 @@ _FEW = 2
 
 @dataclass(frozen=True)
 class Job:
-    """batch: positional arguments of a forward; None if activations are not measured.
-    tokens: that each parameter is multiplied with, if there is no batch and the step is traced.
-    trace: records the step of the first rank.
-    recompute: whether each unit but the root computes its activations again in backward.
-    """
+    """batch: positional arguments of a forward; None if activations are not measured."""
 
     sizes: Sizes
     world: int
@@ -64,9 +56,6 @@ class Job:
     options: Options
     prefetch: Prefetch
     batch: Sequence[Any] | None
-    tokens: int | None
-    trace: Trace
-    recompute: bool = False
 
     @property
     def device(self) -> str:
@@ -76,19 +65,9 @@ class Job:
     def finding(self) -> Finding:
         return finding_of(self.optim, granularity=self.options.granularity)
 
-    def comm(self, rank: int, world: int, *, stride: int = 1) -> Comm:
-        """stride: from one of the group's ranks to the next among all ranks."""
+    def comm(self, rank: int, world: int) -> Comm:
         reads = self.options.one_host and self.options.backend == "gloo"
-        like: Rehearsed = "host memory" if reads else self.options.backend
-        launch = partial(self.trace.launch, group=Group(world, stride, one_host=reads))
-        return rehearsed(rank, world, like, launch)
-
-    def averaged(self, *, into_buckets: bool) -> Averaged:
-        """The stand-in for DistributedDataParallel. It uses Gloo even on one host, except with `into_buckets`, as
-        zero.setup(stage=1) does."""
-        one_host = into_buckets and self.options.one_host
-        launch = partial(self.trace.launch, group=Group(self.world, one_host=one_host))
-        return Averaged(self.sizes.module, self.world, into_buckets=into_buckets, launch=launch)
+        return rehearsed(rank, world, "host memory" if reads else self.options.backend)
 
     def optimizer(self) -> Callable[..., Optimizer]:
         """The optimizer's class; with the backend "nccl" as on CUDA, where torch's step all parameters at once."""
@@ -116,11 +95,11 @@ def _built(job: Job, stage: str, rank: int) -> Built:
     if stage.startswith("3"):
         return _sharded_parameters(job, rank, kept=stage == "3 kept")
     module, options = job.sizes.module, job.options
-    cast(module, job.sizes.precision)
+    cast(module, options.precision)
     if stage == "2":
         optimizer = _oss(job, job.comm(rank, job.world))
         return Built(ShardedDDP(module, optimizer, reduce_fp16=options.reduce_dtype or False), optimizer)
-    model = job.averaged(into_buckets=stage == "1")
+    model = Averaged(module, job.world, into_buckets=stage == "1")
     if stage == "1":
         return Built(model, _oss(job, job.comm(rank, job.world)))
     masters = options.master_dtype is not None
@@ -146,26 +125,23 @@ def _oss(job: Job, comm: Any) -> OSS:
 
 
 def _home(options: Options) -> Offloaded | None:
-    if not options.offload:
-        return None
-    return Offloaded(homes["offload"](zero.CPUOffload() if options.offload is True else options.offload))
+    return Offloaded(homes["offload"](options.offload)) if options.offload else None
 
 
 def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
     """Stage 3: FSDP. kept: parameters stay unsharded from forward to backward (SHARD_GRAD_OP)."""
     replicas = job.options.replicas
-    hybrid, shards = replicas > 1 or job.options.optimizer_sharding != "group", job.world // replicas
-    comms = job.comm(rank, shards), job.comm(0, replicas, stride=shards)
-    strategies = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2") if hybrid else ("FULL_SHARD", "SHARD_GRAD_OP")
+    shards = job.world // replicas
+    comms = job.comm(rank, shards), job.comm(0, replicas)
+    strategies = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2") if replicas > 1 else ("FULL_SHARD", "SHARD_GRAD_OP")
     units = {*job.sizes.unit_modules.values()}
     model = FSDP(
         job.sizes.module,
-        process_group=comms if hybrid else comms[0],
+        process_group=comms if replicas > 1 else comms[0],
         auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in units,
         partition=cut_for(job.options.partition, job.finding),
         sharding_strategy=strategies[kept],
-        optimizer_sharding=job.options.optimizer_sharding,
-        mixed_precision=job.sizes.precision,
+        mixed_precision=job.options.precision,
         prefetch=job.prefetch,
         offload=_home(job.options),
     )
@@ -177,8 +153,7 @@ def cost_of(job: Job, stage: str) -> Cost:
     costs: dict[int, Cost] = {}
     fullest = [0]
     while missing := [rank for rank in fullest if rank not in costs]:
-        one = replace(job, trace=Trace(wanted=False)) if costs else job
-        costs[missing[0]], others = _rehearsed(one, stage, missing[0])
+        costs[missing[0]], others = _rehearsed(job, stage, missing[0])
         fullest = [0, *others]
     sent = max(cost.sent for cost in costs.values())  # the first rank sends most, because it sends the buffers
     return replace(max(costs.values(), key=lambda cost: cost.peak), sent=sent)
@@ -186,30 +161,26 @@ def cost_of(job: Job, stage: str) -> Cost:
 
 def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[int]]:
     """The cost on one rank, and the ranks, besides the first, that may need most."""
-    with assumed(job.finding), rehearsing(job.sizes, job.device, job.trace) as (sizes, rehearsal):
+    with assumed(job.finding), rehearsing(job.sizes, job.device) as (sizes, rehearsal):
         job, module = replace(job, sizes=sizes), sizes.module
         inputs: Sequence[Any]
         if job.batch is None:
-            walk(sizes, partial(job.trace.multiply, job.tokens or 0))
+            walk(sizes)
             wanted = next(module.parameters()).requires_grad
             inputs = [torch.zeros((), device=job.device, requires_grad=wanted).clone()]
         else:
             inputs = map_tensors(lambda tensor: faked(tensor, job.device), tuple(job.batch))
-        if job.recompute:
-            for unit in [unit for name, unit in sizes.unit_modules.items() if name]:
-                unit.forward = partial(checkpoint, unit.forward, use_reentrant=False, preserve_rng_state=False)
         built = _built(job, stage, rank)
         for group in built.groups if job.options.offload else ():
             if group.home.apart or group.overlaps:
                 group.streams = BesideComputing()
         if not stage.startswith("3"):
-            inputs = sizes.precision.cast_inputs(module, inputs, root=True)
+            inputs = job.options.precision.cast_inputs(module, inputs, root=True)
         step = partial(_step, job, built, inputs, rehearsal)
         step()  # creates the optimizer's state, and records the order of the units
         before = traffic().total
         rehearsal.reset_peak()
-        with job.trace.taken():
-            held = step()
+        held = step()
         sent = traffic().total - before + _sent_by_ddp(job, stage, held["gradients"])
         cost = Cost(stage, job.world, **held, peak=rehearsal.peak(), sent=sent)
         return cost, [*_fullest(job, built.groups)]
@@ -223,7 +194,7 @@ def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -
         loss.backward()
         del loss
     held = resident(built.model, built.groups, [built.optimizer])
-    held["host"] += _brought_by_step(built.optimizer) + _rounded(built.groups)
+    held["host"] += _brought_by_step(built.optimizer)
     if held["gradients"] + held["host"]:
         built.optimizer.step()
     built.optimizer.zero_grad()
@@ -251,19 +222,13 @@ def _stepped_at_once(group: ShardGroup) -> int:
     return group.home.at_once() * group.stepped.itemsize if isinstance(group.home, Offloaded) else 0
 
 
-def _rounded(groups: Iterable[ShardGroup]) -> int:
-    """Bytes of what the thread rounds for the device, if steps overlap."""
-    rounded = (group.home.rounded(group) for group in groups if isinstance(group.home, Offloaded))
-    return sum(tensor.nbytes for tensor in rounded if tensor is not None)
-
-
 def resident(model: nn.Module, groups: Iterable[ShardGroup], optimizers: Sequence[Optimizer]) -> dict[str, int]:
     """Bytes by kind. A storage counts once, however many tensors view it. groups: the parameters' shard groups."""
     inner = [one.optim if isinstance(one, OSS) else one for one in optimizers]
     stepped = [param for one in inner for param in params_of(one)]
     params: list[Tensor] = [*model.parameters()]
     for group in groups:
-        params += [*([group.full] if group.full.untyped_storage().nbytes() else []), *group.exchange.kept]
+        params += [group.full] if group.full.untyped_storage().nbytes() else []
     both = [*params, *stepped]
     gradients = [gradient for param in both if (gradient := full_gradient(param)) is not None]
     entries = [leaves.opened(dict(of_param)) for one in inner for of_param in one.state.values()]
@@ -288,8 +253,8 @@ def _sent_by_ddp(job: Job, stage: str, gradients: int) -> int:
 def _fullest(job: Job, groups: Sequence[ShardGroup]) -> Iterable[int]:
     """See _rehearsed."""
     owned = [np.diff(group.layout.bounds) * group.shard.itemsize for group in groups]
-    sent = [job.options.reduce_dtype, job.sizes.precision.reduce_dtype, *(group.full.dtype for group in groups)]
-    widened = any(dtype is not None and (dtype.itemsize or 4) < torch.float32.itemsize for dtype in sent)
+    sent = [job.options.reduce_dtype, job.options.precision.reduce_dtype, *(group.full.dtype for group in groups)]
+    widened = any(dtype is not None and dtype.itemsize < torch.float32.itemsize for dtype in sent)
     if not widened and not any(np.ptp(of_each) for of_each in owned):
         return []
     if len(owned[0]) <= _FEW:

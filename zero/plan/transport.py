@@ -2,8 +2,6 @@
 
 It allocates the buffers that the rehearsed transport would allocate, so that memory can be metered, but does not write
 received values. Tensors may have no values (meta or fake). All other ranks are assumed to do the same as this rank.
-
-A transfer takes no time here. An observer can model its time.
 """
 
 from __future__ import annotations
@@ -25,26 +23,14 @@ from zero.comm.transport import Handle, Message, Transport
 Rehearsed = Literal["gloo", "host memory", "nccl"]
 """The name of the rehearsed transport; "nccl" stands for all backends that overlap."""
 
-Kind = Literal["gather", "reduce", "all-to-all", "all-reduce", "broadcast", "exchange"]
-"""The kind of a transfer. An exchange moves few bytes, and blocks the host until it has received all of them."""
-
-Launch = Callable[[Kind, Sequence[Tensor], int], Callable[[], None]]
-"""Called at the launch of a transfer, with the tensors that it reads or writes, and the bytes of the full buffer in a
-gather, otherwise of all data that this rank passes in. What it returns is called where the computing waits for it."""
-
 Finish = Callable[[], Any]
 """Makes the result of a transfer."""
 
 
-def _unobserved(*_: object) -> Callable[[], None]:
-    return lambda: None
-
-
 class Rehearsal(Transport):
-    """The simulated transport. like: the transport whose buffers are allocated. observer: is called with transfers."""
+    """The simulated transport. like: the transport whose buffers are allocated."""
 
-    def __init__(self, order: Order, rank: int, world: int, like: Rehearsed, observer: Launch = _unobserved) -> None:
-        self._launch = observer
+    def __init__(self, order: Order, rank: int, world: int, like: Rehearsed) -> None:
         self.name, self.overlaps = f"{like}, rehearsed", like == "nccl"
         self._order, self._rank, self._world = order, rank, world
         self._host_memory = like == "host memory"
@@ -56,14 +42,13 @@ class Rehearsal(Transport):
             self._handle = partial(transport.QueuedHandle, queue=queue)
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
-        return self._transfer("gather", [full], full.nbytes, lambda: None)
+        return self._transfer([full], lambda: None)
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
-        own = [counts[self._rank] for _, counts in messages]
+        sent, own = [message for message, _ in messages], [counts[self._rank] for _, counts in messages]
         if self.overlaps and scatters(messages):
-            full = messages[0][0]
-            sums = full.new_empty(own[0]) if into is None else into
-            return self._transfer("reduce", [full, sums], full.nbytes, lambda: sums)
+            sums = sent[0].new_empty(own[0]) if into is None else into
+            return self._transfer([*sent, sums], lambda: sums)
 
         def summed(rows: Sequence[Tensor]) -> Tensor:
             total = rows[0].new_empty(sum(own), dtype=summed_as(rows[0].dtype))
@@ -73,7 +58,7 @@ class Rehearsal(Transport):
             return total if into is None else into.copy_(total)
 
         if self._host_memory:
-            return self._send(messages, (), lambda: summed(self._read_in_chunks(messages[0][0], own)))
+            return self._transfer(sent, lambda: summed(self._read_in_chunks(sent[0], own)))
         received = self.all_to_all(messages, channel)
         return Handle(lambda: summed(received.wait()))
 
@@ -81,22 +66,16 @@ class Rehearsal(Transport):
         def received() -> list[Tensor]:
             return [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
 
-        if self._host_memory:
-            return self._send(messages, (), received)
-        rows = received()
-        return self._send(messages, rows, lambda: rows)
-
-    def _send(self, messages: Sequence[Message], rows: Sequence[Tensor], finish: Finish) -> Handle:
         sent = [message for message, _ in messages]
-        kind: Kind = "all-to-all" if self.overlaps else "reduce"
-        return self._transfer(kind, [*sent, *rows], sum(message.nbytes for message in sent), finish)
+        if self._host_memory:
+            return self._transfer(sent, received)
+        rows = received()
+        return self._transfer([*sent, *rows], lambda: rows)
 
-    def _transfer(self, kind: Kind, buffers: Sequence[Tensor], nbytes: int, finish: Finish) -> Handle:
-        """Launches a transfer. The handle keeps the buffers until it has finished."""
-        wait = self._launch(kind, buffers, nbytes)
+    def _transfer(self, buffers: Sequence[Tensor], finish: Finish) -> Handle:
+        """The handle keeps the buffers until it has finished."""
 
         def finished(held: Sequence[Tensor] = buffers) -> Any:
-            wait()
             return finish()
 
         return self._handle(finished)
@@ -107,42 +86,34 @@ class Rehearsal(Transport):
         chunks = sample.new_empty(self._world, chunk)
         return [chunks[:, : min(chunk, n)] for n in own]
 
-    def broadcast(self, flat: Tensor, source: int) -> None:
-        self._launch("broadcast", [flat], flat.nbytes)()
+    def broadcast(self, flat: Tensor, source: int) -> None: ...
 
     def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
         if self._host_memory:
             tensor.new_empty(self._world, min(self._chunk // tensor.element_size(), tensor.numel()))
-        self._launch("all-reduce", [tensor], tensor.nbytes)()
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None: ...
 
     def exchange(self, data: bytes) -> list[bytes]:
-        self._launch("exchange", [], len(data))()
         return [data] * self._world
 
     def compare(self, channel: int, *, flag: bool = False) -> bool:
-        self._launch("exchange", [], 0)()
         return flag
 
 
 class RehearsedLink(Link):
     """The link of a simulated group, whose transport for every device is a rehearsal."""
 
-    def __init__(self, rank: int, world: int, like: Rehearsed, observer: Launch = _unobserved) -> None:
-        self.rank, self.world, self.like, self.observer = rank, world, like, observer
+    def __init__(self, rank: int, world: int, like: Rehearsed) -> None:
+        self.rank, self.world, self.like = rank, world, like
         self.order = Order(rank, world)
-        self._rehearsal = Rehearsal(self.order, rank, world, like, observer)
+        self._rehearsal = Rehearsal(self.order, rank, world, like)
         self.transports = Transports(lambda kind: self._rehearsal)
 
     def without_backend(self, devices: Iterable[torch.device]) -> str | None:
         return None
 
-    def joined(self, across: Link) -> Link:
-        rank, world = self.rank * across.world + across.rank, self.world * across.world
-        return RehearsedLink(rank, world, self.like, self.observer)
 
-
-def rehearsed(rank: int, world: int, like: Rehearsed, observer: Launch = _unobserved) -> Comm:
+def rehearsed(rank: int, world: int, like: Rehearsed) -> Comm:
     """Returns one rank of a simulated group that sends nothing."""
-    return Comm(RehearsedLink(rank, world, like, observer) if world > 1 else Link(None))
+    return Comm(RehearsedLink(rank, world, like) if world > 1 else Link(None))
