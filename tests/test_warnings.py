@@ -13,7 +13,6 @@ from torch import nn
 import ranks
 import zero
 from processes import ROOT
-from zero.checkpoint.importing import import_checkpoint
 
 
 def test_only_one_function_warns() -> None:
@@ -34,10 +33,6 @@ def test_files_that_are_read(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="steps_per_print|offload_param") as warned:
         ZeroPlugin.from_json(config)
     assert here(warned) == [True, True]
-    torch.save({"model": nn.Linear(2, 1).state_dict(), "extra": {1, 2}}, tmp_path / "saved.pt")
-    with pytest.warns(UserWarning, match="left out") as warned:
-        import_checkpoint(tmp_path / "saved.pt", tmp_path / "run")
-    assert here(warned) == [True]
 
 
 @ranks.on(2)

@@ -1,80 +1,90 @@
-"""What an export keeps, what it says that it leaves out, and what the command line tells."""
+"""Weights out to Hugging Face's libraries: what an export holds and leaves out, and what the command line tells."""
+
+import json
+import re
+import warnings
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from safetensors.torch import load_file
-from saved import Counting, differences, tiny
+from saved import CASE, Config, Counting, differences, save_and_go_on
 from torch import nn
 
+import ranks
 import zero
+from processes import python
 from zero.checkpoint.__main__ import main
-from zero.checkpoint.export import export, export_dcp
-from zero.checkpoint.importing import import_checkpoint
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+from zero.checkpoint.export import export
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A run, its model and its optimizer."""
-    model = tiny()
-    optimizer = torch.optim.Adam(model.parameters(), betas=(0.8, 0.99))
-    model(torch.ones(3, 4)).sum().backward()
-    optimizer.step()
-    zero.checkpoint.save(tmp_path / "run", model, optimizer)
-    return tmp_path / "run", model, optimizer
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run saved at stage 3 on 3 ranks, and its full weights and state."""
+    path = tmp_path_factory.mktemp("exchange") / "run"
+    at_save, _ = ranks.run(save_and_go_on, 3, (str(path), 3, Config()))[0]
+    return path, at_save
 
 
-def kept(path):
-    """The tensors of a torch distributed checkpoint, by the names of its metadata."""
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    told = {
-        key: torch.empty(one.size, dtype=one.properties.dtype) for key, one in metadata.items() if hasattr(one, "size")
-    }
-    dcp.load(told, checkpoint_id=path, no_dist=True)
-    return told
+def weights_of(at_save):
+    return {name.removeprefix("model/"): value for name, value in at_save.items() if name.startswith("model/")}
 
 
-# ------------------------------------------------------------------------------------ torch's distributed checkpoint
+def test_export_loads_into_a_plain_module(run, tmp_path):
+    path, at_save = run
+    assert main(["export", str(path), str(tmp_path)]) == 0
+    assert [one.name for one in tmp_path.iterdir()] == ["model.safetensors"]
+    model = CASE.model(seed=3)
+    model.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
+    assert not differences(weights_of(at_save), dict(model.state_dict()))
 
 
-def test_dcp_takes_a_dtype(run, tmp_path):
-    path, model, optimizer = run
-    assert main(["export", str(path), str(tmp_path / "dcp"), "--to", "dcp", "--dtype", "bf16"]) == 0
-    found = kept(tmp_path / "dcp")
-    for name, param in model.named_parameters():
-        assert torch.equal(found[f"model.{name}"], param.bfloat16()) and found[f"model.{name}"].dtype == torch.bfloat16
-        assert torch.equal(found[f"optim.state.{name}.exp_avg"], optimizer.state[param]["exp_avg"])
+def test_export_in_shards(run, tmp_path):
+    path, at_save = run
+    files = export(path, tmp_path, max_shard_size=600, dtype=torch.bfloat16)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert len(files) > 3 and sorted(one.name for one in tmp_path.iterdir()) == sorted(one.name for one in files)
+    assert index["metadata"]["total_size"] == sum(2 * value.numel() for value in weights_of(at_save).values())
+    for name, value in weights_of(at_save).items():
+        with safe_open(tmp_path / index["weight_map"][name], "pt") as file:
+            assert file.metadata()["format"] == "pt"
+            assert torch.equal(file.get_tensor(name), value.bfloat16())
+    for file in files[:-1]:
+        assert re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", file.name)
 
 
-def test_dcp_leaves_what_is_there(run, tmp_path, capsys):
-    path, _, _ = run
-    export_dcp(path, tmp_path / "dcp")
-    before = {one.name: one.stat().st_mtime_ns for one in (tmp_path / "dcp").iterdir()}
-    assert main(["export", str(path), str(tmp_path / "dcp"), "--to", "dcp"]) == 1
-    assert "has .metadata already. Choose another directory" in capsys.readouterr().err
-    assert {one.name: one.stat().st_mtime_ns for one in (tmp_path / "dcp").iterdir()} == before
+def test_export_takes_masters_where_they_say_more(tmp_path):
+    at_save, _ = ranks.run(save_and_go_on, 2, (str(tmp_path / "run"), 2, Config(masters=True)))[0]
+    export(tmp_path / "run", tmp_path / "as-stored")
+    export(tmp_path / "run", tmp_path / "wide", dtype=torch.float32)
+    narrow, wide = (load_file(tmp_path / out / "model.safetensors") for out in ("as-stored", "wide"))
+    assert all(value.dtype == torch.bfloat16 for value in narrow.values())
+    for name, value in weights_of(at_save).items():
+        assert torch.equal(wide[name], value) and torch.equal(narrow[name], value.bfloat16())
 
 
-def test_dcp_makes_the_directories_around_it(run, tmp_path):
-    path, model, _ = run
-    assert main(["export", str(path), str(tmp_path / "some" / "where"), "--to", "dcp"]) == 0
-    assert sorted(one.name for one in (tmp_path / "some" / "where").iterdir()) == [".metadata", "__0_0.distcp"]
-    assert torch.equal(kept(tmp_path / "some" / "where")["model.0.weight"], model[0].weight)
+def test_export_leaves_what_is_there(run, tmp_path):
+    path, _ = run
+    (tmp_path / "model.safetensors").write_text("mine")
+    with pytest.raises(ValueError, match=r"has model\.safetensors already"):
+        export(path, tmp_path)
+    assert main(["export", str(path), str(tmp_path)]) == 1
+    assert (tmp_path / "model.safetensors").read_text() == "mine"
 
 
-def test_dcp_of_nothing_makes_nothing(tmp_path):
-    with pytest.raises(ValueError, match="is not there"):
-        export_dcp(tmp_path / "none", tmp_path / "dcp")
-    assert not (tmp_path / "dcp").exists()
-
-
-def test_dcp_refuses_what_it_would_ignore(run, tmp_path, capsys):
-    path, _, _ = run
-    assert main(["export", str(path), str(tmp_path / "dcp"), "--to", "dcp", "--max-shard-size", "1GB"]) == 1
-    assert "--max-shard-size is for Hugging Face's files" in capsys.readouterr().err
-    assert not (tmp_path / "dcp").exists()
+def test_transformers_loads_an_export(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=31, n_positions=8)
+    torch.manual_seed(0)
+    model = transformers.GPT2LMHeadModel(config)
+    zero.checkpoint.save(tmp_path / "run", model)
+    export(tmp_path / "run", tmp_path / "out", max_shard_size=20_000)
+    config.save_pretrained(tmp_path / "out")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded, told = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not differences(dict(model.state_dict()), dict(loaded.state_dict()))
 
 
 # --------------------------------------------------------------------------------------------------- extra state
@@ -91,48 +101,47 @@ def test_extra_state_that_is_a_tensor_is_exported(shard, tmp_path):
     other.load_state_dict(found, strict=True)
     assert torch.equal(other[0].seen, model[0].seen) and other[0].seen.dtype == torch.float32
 
-    import_checkpoint(tmp_path / "out", tmp_path / "again")
-    again = nn.Sequential(Counting())
-    zero.checkpoint.load(tmp_path / "again", again)
-    assert torch.equal(again[0].seen, model[0].seen)
-
 
 def test_extra_state_that_is_no_tensor_is_named(tmp_path):
     zero.checkpoint.save(tmp_path / "run", nn.Sequential(Counting({"steps": 3}), Counting(torch.ones(2))))
-    with pytest.warns(UserWarning, match=r"and 0\._extra_state of .* is none: left out.*strict=False.*--to dcp"):
+    with pytest.warns(UserWarning, match=r"and 0\._extra_state of .* is none: left out.*strict=False"):
         export(tmp_path / "run", tmp_path / "out")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert "1._extra_state" in found and "0._extra_state" not in found
     assert nn.Sequential(Counting(), Counting()).load_state_dict(found, strict=False).missing_keys == ["0._extra_state"]
 
 
-@pytest.mark.parametrize("seen", [torch.arange(3.0), {"steps": 3}])
-def test_dcp_has_extra_state(seen, tmp_path):
-    model, other = nn.Sequential(Counting(seen)), nn.Sequential(Counting())
-    zero.checkpoint.save(tmp_path / "run", model)
-    export_dcp(tmp_path / "run", tmp_path / "dcp")
-    other[0].seen = torch.zeros(3) if isinstance(seen, torch.Tensor) else {"steps": 0}
-    told = {"model": other.state_dict()}
-    dcp.load(told, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    other.load_state_dict(told["model"], strict=True)
-    assert not differences(dict(model.named_parameters()), dict(other.named_parameters()))
-    assert torch.equal(other[0].seen, seen) if isinstance(seen, torch.Tensor) else other[0].seen == seen
+# ----------------------------------------------------------------------------------------------------------- inspect
 
 
-# ------------------------------------------------------------------------------------------------- the command line
+def test_inspect(run, capsys):
+    path, _ = run
+    assert main(["inspect", str(path), "--tensors", "--check"]) == 0
+    told = capsys.readouterr().out
+    for expected in [
+        "saved at stage 3 on 3 ranks",
+        "tied: layers.2.linear.weight is layers.0.linear.weight",
+        "extra: step",
+    ]:
+        assert expected in told
+    assert "AdamW, group 0" in told and "lr=0.0125, betas=(0.9, 0.999)" in told
+    assert re.search(r"model/frozen\.weight: float32 \[13, 13\], \d shards", told)
 
 
-def test_inspect_prints_options_as_they_were(run, capsys):
-    path, _, _ = run
-    assert main(["inspect", str(path)]) == 0
-    assert "betas=(0.8, 0.99), eps=1e-08" in capsys.readouterr().out
+def test_inspect_of_nothing(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "has no checkpoint in it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["inspect"], ["export", "out"], ["import", "weights.pt"]])
+def test_the_command_line(run, tmp_path):
+    path, _ = run
+    done = python("-m", "zero.checkpoint", "export", path, tmp_path, "--max-shard-size", "7EB", code=2)
+    assert "'7EB' is no size" in done.stderr
+
+
+@pytest.mark.parametrize("command", [["inspect"], ["export", "out"]])
 def test_a_url_without_its_driver_is_told_in_a_line(command, tmp_path, capsys):
-    torch.save(tiny().state_dict(), tmp_path / "weights.pt")
-    verb, *other = command
-    paths = ["s3://bucket/run", *(str(tmp_path / one) for one in other)]
-    assert main([verb, *(reversed(paths) if verb == "import" else paths)]) == 1
+    verb, *out = command
+    assert main([verb, "s3://bucket/run", *(str(tmp_path / one) for one in out)]) == 1
     message = capsys.readouterr().err
     assert message.startswith(f"{verb}: ") and "s3fs" in message and message.count("\n") == 1

@@ -1,14 +1,19 @@
-"""`extra`: schedulers, scalers and random number generators, so that a run goes on as if it were not interrupted."""
+"""`extra`: schedulers, scalers and random number generators, so that a run goes on as if it were not interrupted.
+
+And the extra state of modules.
+"""
 
 import random
 import warnings
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from saved import adam, tiny
+from saved import Counting, adam, tiny
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler as schedulers
 
 import ranks
@@ -97,6 +102,34 @@ def test_a_run_goes_on_as_if_it_had_not_been_interrupted(stage, scheduler, tmp_p
     assert [loss for loss, _, _ in first] != [loss for loss, _, _ in second], "ranks drew the same numbers"
 
 
+def save_own(rank, world, path):
+    zero.checkpoint.save(path, DistributedDataParallel(tiny()), extra={"own": rank, "shared": (1, None)})
+    return zero.checkpoint.load(path, DistributedDataParallel(tiny()))
+
+
+def test_what_differs_between_ranks_returns_to_the_same_ranks_alone(tmp_path):
+    assert ranks.run(save_own, 2, (str(tmp_path),)) == [{"own": rank, "shared": (1, None)} for rank in range(2)]
+    with pytest.warns(UserWarning, match="own of extra differed between the 2 ranks"):
+        assert zero.checkpoint.load(tmp_path, tiny()) == {"shared": (1, None)}
+
+
+class Buffered(Counting):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
+def test_buffers_and_extra_state_of_modules(tmp_path):
+    model, other = nn.Sequential(Buffered()), nn.Sequential(Buffered())
+    model[0].seen = {"steps": 5}
+    model[0].mean += 2
+    model[0].scratch += 2
+    zero.checkpoint.save(tmp_path, model)
+    zero.checkpoint.load(tmp_path, other)
+    assert other[0].seen == {"steps": 5} and (other[0].mean == 2).all() and (other[0].scratch == 0).all()
+
+
 def test_values_of_every_kind_come_back_as_they_were(tmp_path):
     extra = {
         "none": None,
@@ -111,6 +144,8 @@ def test_values_of_every_kind_come_back_as_they_were(tmp_path):
         "flags": np.array([True, False]),
         "tensor": torch.arange(4, dtype=torch.bfloat16).view(2, 2),
         "scalar": torch.tensor(3, dtype=torch.int64),
+        "complex": 1 - 2j,
+        "no dimension": torch.tensor(1 - 2j),
     }
     zero.checkpoint.save(tmp_path, tiny(), extra=extra)
     found = zero.checkpoint.load(tmp_path, tiny())
@@ -127,7 +162,44 @@ def test_values_of_every_kind_come_back_as_they_were(tmp_path):
             assert found[name] == value
 
 
-@pytest.mark.parametrize("value", [np.array(["a"]), np.array([object()], dtype=object), {1, 2}, adam])
-def test_what_cannot_be_kept_is_named(value, tmp_path):
-    with pytest.raises(zero.checkpoint.CheckpointError, match=r"extra\['a'\]\['b'\]"):
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.float16(0.1),
+        np.float32(0.1),
+        np.float64(0.1),
+        np.int8(-3),
+        np.int64(1 << 40),
+        np.uint64(1 << 63),
+        np.bool_(False),
+    ]
+    + [np.complex64(1j), np.str_("a")],
+    ids=lambda value: type(value).__name__,
+)
+def test_numbers_of_numpy_come_back_as_those_of_python(value, tmp_path):
+    extra = {"value": value, "within": [(value, {"a": value})], "keys": {np.int64(3): value}}
+    zero.checkpoint.save(tmp_path, tiny(), extra=extra)
+    found = zero.checkpoint.load(tmp_path, tiny())
+    plain = value.item()
+    assert found == {"value": plain, "within": [(plain, {"a": plain})], "keys": {3: plain}}
+    assert type(found["value"]) is type(plain)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (np.array(["a"]), "a numpy.ndarray"),
+        (np.array([object()], dtype=object), "a numpy.ndarray"),
+        (np.longdouble(1), "a numpy.longdouble"),
+        (np.datetime64("2026-11-25"), "a datetime.date"),
+        ({1, 2}, "a builtins.set"),
+        (Path("a"), "a pathlib.PosixPath"),
+        (torch.bfloat16, "a torch.dtype"),
+        (torch.ones(2, dtype=torch.complex128), "has dtype torch.complex128"),
+        (torch.ones(2).to_sparse(), "has layout torch.sparse_coo"),
+        (adam, "a builtins.function"),
+    ],
+)
+def test_what_cannot_be_kept_is_named(value, expected, tmp_path):
+    with pytest.raises(zero.checkpoint.CheckpointError, match=rf"extra\['a'\]\['b'\] .*{expected}"):
         zero.checkpoint.save(tmp_path, tiny(), extra={"a": {"b": value}})

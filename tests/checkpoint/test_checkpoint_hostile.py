@@ -17,8 +17,6 @@ from saved import differences, peak, sign, tiny, train, whole, with_adam
 
 import zero
 from zero.checkpoint import CheckpointError
-from zero.checkpoint.files import FileProblem
-from zero.checkpoint.importing import import_checkpoint
 
 ALTERED = 2000 if os.environ.get("ZERO_FAULTS") else 100
 FILE = "rank-00000.safetensors"
@@ -96,19 +94,23 @@ def alter_index(checkpoint, draw):
     (checkpoint / "index.json").write_text(json.dumps(told))
 
 
-def alter_header(checkpoint, draw):
+def change_header(checkpoint, change):
     """Of the safetensors file, with its checksum in the index."""
     file, told = checkpoint / FILE, json.loads((checkpoint / "index.json").read_text())
     data = file.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
-    alter_tree(header, draw)
+    change(header)
     written = json.dumps(header).encode()
     data = len(written).to_bytes(8, "little") + written + data[end:]
     file.write_bytes(data)
     told["files"][FILE] = {"bytes": len(data), "header_crc32": zlib.crc32(written)}
     sign(told)
     (checkpoint / "index.json").write_text(json.dumps(told))
+
+
+def alter_header(checkpoint, draw):
+    change_header(checkpoint, lambda header: alter_tree(header, draw))
 
 
 def alter_bytes(checkpoint, draw):
@@ -216,12 +218,23 @@ def test_an_index_that_no_memory_holds_is_not_read(good, tmp_path):
         zero.checkpoint.load(tmp_path / "run", *build())
 
 
-def test_a_file_of_many_tensors_in_the_same_bytes_is_not_imported(tmp_path):
-    told = {name: {"dtype": "U8", "shape": [100], "data_offsets": [0, 100]} for name in ("one", "other")}
-    header = json.dumps(told).encode()
-    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(100))
-    with pytest.raises(FileProblem, match="two tensors have byte 0"):
-        import_checkpoint(tmp_path / "a.safetensors", tmp_path / "run")
+def in_the_same_bytes(header):
+    header["model/0.bias"]["data_offsets"] = header["model/1.bias"]["data_offsets"]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (in_the_same_bytes, "two tensors have byte"),
+        (lambda header: header.pop("__metadata__"), "block_crc32"),
+        (lambda header: header["__metadata__"].update(block_crc32=""), "lacks checksums"),
+    ],
+)
+def test_a_file_whose_header_cannot_be_trusted_is_refused(change, expected, good, tmp_path):
+    shutil.copytree(good[0], tmp_path / "run")
+    change_header(tmp_path / "run" / "00000001", change)
+    with pytest.raises(CheckpointError, match=expected):
+        zero.checkpoint.load(tmp_path / "run", *build())
 
 
 @pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])

@@ -11,14 +11,12 @@ from contextlib import contextmanager
 from unittest import mock
 
 import pytest
-import torch
 from saved import tiny
 
 import ranks
 import zero
 from zero.checkpoint import files
 from zero.checkpoint.export import export
-from zero.checkpoint.importing import import_checkpoint
 
 
 class Terminal(io.StringIO):
@@ -63,17 +61,13 @@ def test_short_work_has_none(tmp_path):
     assert stream.getvalue() == ""
 
 
-def test_export_and_import_have_one(tmp_path):
+def test_an_export_has_one(tmp_path):
     pytest.importorskip("tqdm")
-    model = tiny()
-    zero.checkpoint.save(tmp_path / "run", model)
-    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    zero.checkpoint.save(tmp_path / "run", tiny())
     stream = Terminal()
     with written_to(stream):
         export(tmp_path / "run", tmp_path / "out")
-        assert "exporting: 100%" in stream.getvalue()
-        import_checkpoint(tmp_path / "weights.pt", tmp_path / "run")
-        assert "saving: 100%" in stream.getvalue()
+    assert "exporting: 100%" in stream.getvalue()
 
 
 def test_a_real_terminal(tmp_path):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -153,13 +151,3 @@ def without_memory(kind: type[_Kind], like: Tensor, **cast: Any) -> _Kind:
 def leaves(value: Any) -> Iterable[Any]:
     """The leaves of nested tuples, lists, dicts and other containers that torch knows. There is no public function."""
     return _pytree.tree_iter(value)
-
-
-def load_plain_values(path: Path) -> Any:
-    """torch.load(weights_only=True) to the CPU, mapped.
-
-    Torch 2.15 warns, for files with sparse tensors, that it takes time to validate them. Nobody here accepts any.
-    """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

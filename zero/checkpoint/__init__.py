@@ -14,16 +14,13 @@ is nothing to convert between stages, numbers of ranks or partitions: a reader a
     write       save
     source      a checkpoint that is open for reading
     read        load: what one rank reads of it, and what does not fit
-    export      the weights as other libraries read them
-    importing   other libraries' checkpoints; torch_distributed reads torch's
+    export      the weights as Hugging Face's libraries read them
     __main__    the command line
 
-torch.distributed.checkpoint (2.13) was tried as the engine, and is used to read and write its own format (`export_dcp`,
-`importing`). For the rest it was not used. Its chunks are boxes, and a shard of the even cut begins and ends within a
-row. Its formats store options and step counts as pickles, or not at all. An altered byte is loaded without an error,
-and a save overwrites the last good checkpoint. Its storage over fsspec copies what it reads, and renames what it
-publishes, which an object store does by copying. Its asynchronous save needs a second process group; here the thread
-sends nothing.
+No pickle is loaded. A checkpoint of torch.distributed.checkpoint (2.13) holds options and step counts as pickles, which
+run code as they are loaded, and has no checksums: an altered byte is loaded without an error. Its asynchronous save
+sends, and needs a second process group; here the thread sends nothing. It keeps tied weights, masters, options and the
+ranks' `extra` in no common index.
 """
 
 from zero.checkpoint.format import CheckpointError

@@ -1,4 +1,4 @@
-"""python -m zero.checkpoint export | inspect | import"""
+"""python -m zero.checkpoint export | inspect"""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ import sys
 import torch
 
 from zero.checkpoint import directory
-from zero.checkpoint.export import SHARD_SIZE, export, export_dcp
+from zero.checkpoint.export import SHARD_SIZE, export
 from zero.checkpoint.files import FileProblem
 from zero.checkpoint.format import all_of
-from zero.checkpoint.importing import import_checkpoint
 from zero.checkpoint.source import Source
 from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import decode
@@ -26,15 +25,9 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.command == "inspect":
             _inspect(place(options.path), tensors=options.tensors, check=options.check)
-        elif options.command == "import":
-            print(import_checkpoint(options.source, options.path))
-        elif options.to == "dcp":
-            if options.max_shard_size is not None:
-                raise ValueError("--max-shard-size is for Hugging Face's files: leave it out with --to dcp.")
-            export_dcp(options.path, options.out, dtype=_DTYPES.get(options.dtype))
         else:
-            size = SHARD_SIZE if options.max_shard_size is None else options.max_shard_size
-            for file in export(options.path, options.out, max_shard_size=size, dtype=_DTYPES.get(options.dtype)):
+            size, dtype = options.max_shard_size, _DTYPES.get(options.dtype)
+            for file in export(options.path, options.out, max_shard_size=size, dtype=dtype):
                 print(file)
     except (FileProblem, ValueError, OSError, ImportError) as error:  # ImportError: the URL's driver is not installed
         print(f"{options.command}: {error}", file=sys.stderr)
@@ -45,20 +38,16 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m zero.checkpoint")
     commands = parser.add_subparsers(dest="command", required=True)
-    out = commands.add_parser("export", help="write the weights for others")
+    out = commands.add_parser("export", help="write the weights for Hugging Face's libraries")
     out.add_argument("path", metavar="DIR", help="a run's directory (its latest checkpoint), or one checkpoint's")
     out.add_argument("out", metavar="OUT", help="directory to write to")
-    out.add_argument("--max-shard-size", type=_size, metavar="SIZE", help="such as 5GB, the default")
+    size = "such as 5GB, the default"
+    out.add_argument("--max-shard-size", type=_size, default=SHARD_SIZE, metavar="SIZE", help=size)
     out.add_argument("--dtype", choices=_DTYPES, help="as stored by default")
-    how = "Hugging Face's files, or torch's with the optimizer"
-    out.add_argument("--to", choices=["hf", "dcp"], default="hf", help=how)
     show = commands.add_parser("inspect", help="print what is inside")
     show.add_argument("path", metavar="DIR")
     show.add_argument("--tensors", action="store_true", help="every tensor")
     show.add_argument("--check", action="store_true", help="compare all checksums")
-    into = commands.add_parser("import", help="read torch.save files, safetensors, torch distributed checkpoints")
-    into.add_argument("source", metavar="SRC")
-    into.add_argument("path", metavar="DIR", help="the run's directory to make a checkpoint in")
     return parser
 
 
@@ -73,8 +62,7 @@ def _inspect(path: Place, *, tensors: bool, check: bool) -> None:
     found = directory.resolve(path)
     with Source(found) as source:
         index = source.index
-        origin = "imported" if index.stage is None else f"saved at stage {index.stage} on {index.world} ranks"
-        print(f"{found}: {origin}")
+        print(f"{found}: saved at stage {index.stage} on {index.world} ranks")
         for kind in ["model", "master", "optimizer"]:
             of_kind = [entry.geometry for path, entry in index.tensors.items() if path.startswith(f"{kind}/")]
             elements, nbytes = sum(one.numel for one in of_kind), sum(one.numel * one.dtype.itemsize for one in of_kind)
@@ -84,8 +72,7 @@ def _inspect(path: Place, *, tensors: bool, check: bool) -> None:
         for optimizer in index.optimizers:
             for number, group in enumerate(optimizer.groups):
                 options = ", ".join(f"{key}={value}" for key, value in decode(group["options"]).items())
-                kind = optimizer.kind or "optimizer"
-                print(f"  {kind}, group {number}: {len(group['params'])} parameters, {options}")
+                print(f"  {optimizer.kind}, group {number}: {len(group['params'])} parameters, {options}")
         extra = sorted({*index.extra, *(key for one in index.extra_by_rank for key in one)})
         print(f"  extra: {', '.join(extra) or 'none'}")
         for path_in, entry in index.tensors.items() if tensors else ():

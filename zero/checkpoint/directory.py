@@ -91,7 +91,5 @@ def _description(path: Place) -> str:
     if names:
         return f"has the checkpoints {', '.join(names)}: choose one of these by its full path"
     if any(one.name.endswith(".safetensors") for one in path.inside()):
-        return (
-            f"has no {INDEX}: it is an incomplete checkpoint, or another library's (`python -m zero.checkpoint import`)"
-        )
+        return f"has no {INDEX}: it is an incomplete checkpoint, or another library's"
     return "has no checkpoint in it: nothing was saved there, or its first save was interrupted"

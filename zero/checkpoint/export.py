@@ -1,4 +1,4 @@
-"""A checkpoint's weights for other libraries: in Hugging Face's files, or as torch's distributed checkpoint.
+"""A checkpoint's weights for other libraries, in Hugging Face's files.
 
 Weights are streamed, BUFFER bytes at a time, so a model larger than any memory can be exported. A tensor that several
 names share is written once for each, because `load_state_dict(strict=True)` requires all names, and safetensors has no
@@ -10,22 +10,19 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero._torch import warn_user
 from zero.checkpoint import directory
-from zero.checkpoint.files import Chunk, SafeFile, progress, write
+from zero.checkpoint.files import Chunk, progress, write
 from zero.checkpoint.format import Entry, Index, all_of, listed
 from zero.checkpoint.source import Source
-from zero.checkpoint.storage import Local, mounted, place
+from zero.checkpoint.storage import Local, place
 from zero.checkpoint.values import decode
 
 SHARD_INDEX = "model.safetensors.index.json"
@@ -50,43 +47,27 @@ def export(
 
     Raises ValueError where the checkpoint is damaged or `out` has weights already, and leaves no files there.
     """
-    target = _vacant(out, "model*.safetensors*")
+    target = place(out)
+    if not isinstance(target, Local):
+        raise ValueError(f"{target} is a URL: export to a mounted file system, and copy the files from there.")
+    if present := [one.name for one in target.path.glob("model*.safetensors*")]:
+        raise ValueError(f"{target} has {present[0]} already. Choose another directory, or remove its weights.")
     with Source(directory.resolve(place(path))) as source:
-        chunks = _chunks(source, _weights(source.index, dtype)) | _extra_states(source.index)
-        shards = _shards([chunk for _, chunk in sorted(chunks.items())], max_shard_size)
-        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-        if len(shards) == 1:
-            names = ["model.safetensors"]
-        with _written(target, dict(zip(names, shards, strict=True))) as folder:
-            if len(shards) > 1:
-                file_of = {chunk.key: file for file, shard in zip(names, shards, strict=True) for chunk in shard}
-                index = {"metadata": {"total_size": sum(one.nbytes for one in chunks.values())}, "weight_map": file_of}
-                (folder / SHARD_INDEX).write_text(json.dumps(index, indent=2))
-                names.append(SHARD_INDEX)
-            for file in names:
-                (folder / file).rename(target / file)
-            Local(target).sync()
-    return [target / file for file in names]
-
-
-def _vacant(out: str | os.PathLike[str], *patterns: str) -> Path:
-    """The directory to export to. Raises ValueError where it has files of such names already."""
-    target = mounted(out, "the directory to export to")
-    found = [one.name for pattern in patterns for one in target.glob(pattern)] if target.is_dir() else []
-    if found:
-        raise ValueError(f"{target} has {found[0]} already. Choose another directory, or remove its weights.")
-    return target
-
-
-@contextmanager
-def _written(target: Path, files: dict[str, list[Chunk]]) -> Iterator[Path]:
-    """A directory inside the target, with files of these names and tensors. Is removed in the end."""
-    target.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".partial-", dir=target) as folder:
-        with progress("exporting", sum(chunk.nbytes for chunks in files.values() for chunk in chunks)) as tick:
-            for name, chunks in files.items():
-                write(Local(Path(folder, name)), chunks, {}, tick)
-        yield Path(folder)
+        weights = _weights(source.index, dtype)
+        entries = [entry for entry, _ in weights.values()]
+        source.check(((entry, all_of(replace(entry.geometry, order=None))) for entry in entries), shown=True)
+        chunks = _extra_states(source.index) | {
+            name: Chunk(name, dtype, entry.geometry.shape, partial(source.stream, entry, dtype))
+            for name, (entry, dtype) in weights.items()
+        }
+        files = _files([chunk for _, chunk in sorted(chunks.items())], max_shard_size)
+        target.make()
+        with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.path) as folder:
+            _write(Local(Path(folder)), files)
+            for name in (written := sorted(one.name for one in Path(folder).iterdir())):
+                Path(folder, name).rename(target.path / name)
+            target.sync()
+    return [target.path / name for name in written]
 
 
 def _weights(index: Index, dtype: torch.dtype | None) -> dict[str, tuple[Entry, torch.dtype]]:
@@ -101,16 +82,6 @@ def _weights(index: Index, dtype: torch.dtype | None) -> dict[str, tuple[Entry, 
     return found
 
 
-def _chunks(source: Source, wanted: dict[str, tuple[Entry, torch.dtype]]) -> dict[str, Chunk]:
-    """Chunks that stream stored tensors, row-major, in other dtypes. Compares all checksums first."""
-    entries = [entry for entry, _ in wanted.values()]
-    source.check(((entry, all_of(replace(entry.geometry, order=None))) for entry in entries), shown=True)
-    return {
-        key: Chunk(key, dtype, entry.geometry.shape, partial(source.stream, entry, dtype))
-        for key, (entry, dtype) in wanted.items()
-    }
-
-
 def _extra_states(index: Index) -> dict[str, Chunk]:
     """The modules' extra state that is tensors. Warns of the rest, which safetensors cannot hold."""
     values = {name: decode(value) for name, value in index.values.items()}
@@ -118,7 +89,7 @@ def _extra_states(index: Index) -> dict[str, Chunk]:
     if others := sorted(values.keys() - tensors.keys()):
         warn_user(
             f"safetensors files hold tensors only, and {listed(others)} of get_extra_state() is none: left out. Load "
-            "these weights with strict=False, or export --to dcp, which holds it."
+            "these weights with strict=False."
         )
     return {
         name: Chunk(name, tensor.dtype, tuple(tensor.shape), partial(iter, [tensor.reshape(-1)]))
@@ -126,7 +97,8 @@ def _extra_states(index: Index) -> dict[str, Chunk]:
     }
 
 
-def _shards(chunks: list[Chunk], limit: int) -> list[list[Chunk]]:
+def _files(chunks: list[Chunk], limit: int) -> dict[str, list[Chunk]]:
+    """By the name of the file the tensors in it, `limit` bytes at most unless one tensor has more."""
     shards: list[list[Chunk]] = [[]]
     size = 0
     for chunk in chunks:
@@ -135,54 +107,18 @@ def _shards(chunks: list[Chunk], limit: int) -> list[list[Chunk]]:
             size = 0
         shards[-1].append(chunk)
         size += chunk.nbytes
-    return shards
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
 
 
-def export_dcp(path: str | os.PathLike[str], out: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
-    """Writes model and optimizer as a checkpoint of torch.distributed.checkpoint, in the form of `get_state_dict`.
-
-    It holds {"model": ..., "optim": ...} (of several optimizers "optim.0", ...), with state by the parameters' names.
-    Needs room in `out` for a temporary file of the same size.
-
-    out: a mounted directory without such a checkpoint.
-    dtype: of the model's floating-point tensors, as in `export`; state keeps its stored dtype.
-
-    Raises ValueError where the checkpoint is damaged or `out` has another already.
-    """
-    import torch.distributed.checkpoint as dcp
-
-    target = _vacant(out, ".metadata", "*.distcp")
-    with Source(directory.resolve(place(path))) as source:
-        index = source.index
-        model = {f"model/{name}": wanted for name, wanted in _weights(index, dtype).items()}
-        state = {
-            path: (one, one.geometry.dtype) for path, one in index.tensors.items() if path.startswith("optimizer/")
-        }
-        chunks = _chunks(source, model | state)
-        with _written(target, {"all.safetensors": [*chunks.values()]}) as folder:
-            dcp.save(_nested(index, _mapped(folder / "all.safetensors")), checkpoint_id=target, no_dist=True)
-
-
-def _nested(index: Index, mapped: dict[str, Tensor]) -> dict[str, Any]:
-    """The dictionary to save. mapped: the tensors, by path; tied ones by all of their names."""
-    model = {name: mapped[f"model/{name}"] for name in sorted(index.stored_as())}
-    nested: dict[str, Any] = {"model": model | decode(index.values)}
-    for number, optimizer in enumerate(index.optimizers):
-        state: dict[str, dict[str, Any]] = {name: {} for name in {**optimizer.tensors, **optimizer.values}}
-        for name, entries in state.items():
-            entries |= {key: mapped[path] for key, path in optimizer.tensors.get(name, {}).items()}
-            entries |= {key: decode(value) for key, value in optimizer.values.get(name, {}).items()}
-        groups = [{**decode(group["options"]), "params": group["params"]} for group in optimizer.groups]
-        key = "optim" if len(index.optimizers) == 1 else f"optim.{number}"
-        nested[key] = {"state": state, "param_groups": groups}
-    return nested
-
-
-def _mapped(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, as views of the file mapped to memory."""
-    with SafeFile(Local(path)) as file:
-        data = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-        return {
-            key: data[file.data_offset + low :][: torch.Size(shape).numel() * dtype.itemsize].view(dtype).view(shape)
-            for key, (dtype, shape, low) in file.tensors.items()
-        }
+def _write(folder: Local, files: dict[str, list[Chunk]]) -> None:
+    """Writes the files, and the index of shards if there are several."""
+    total = sum(chunk.nbytes for chunks in files.values() for chunk in chunks)
+    with progress("exporting", total) as tick:
+        for name, chunks in files.items():
+            write(folder / name, chunks, {}, tick)
+    if len(files) > 1:
+        file_of = {chunk.key: name for name, chunks in files.items() for chunk in chunks}
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        (folder / SHARD_INDEX).put(json.dumps(index, indent=2).encode())

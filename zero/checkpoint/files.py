@@ -43,7 +43,6 @@ _CACHED = 1 << 20
 LONGEST_HEADER = 1 << 28
 """The most bytes of JSON that are read into memory, of a file's header and of an index."""
 
-
 _LONG = 1 << 30
 """The fewest bytes for which a progress bar is shown."""
 
@@ -149,10 +148,9 @@ def as_bytes(flat: Tensor) -> memoryview:
 class SafeFile(ExitStack):
     """A safetensors file that is open for reading. Raises FileProblem where it is damaged or cannot be read.
 
-    expected: the file's `identity` (size and header's checksum) in the index; None if no index names it.
+    expected: the file's `identity` (size and header's checksum) in the index; None if there is no index yet.
     tensors: {key: (dtype, shape, first byte in the data)}.
     metadata: "__metadata__" of the header.
-    data_offset: the byte of the file at which the data begins.
     """
 
     def __init__(self, place: Place, expected: dict[str, Any] | None = None) -> None:
@@ -179,19 +177,18 @@ class SafeFile(ExitStack):
         self.identity = {"bytes": size, "header_crc32": zlib.crc32(header)}
         if expected is not None and self.identity != expected:
             raise FileProblem(f"{self.place} does not have the header that was written: it was altered")
-        self.data_offset = 8 + length
-        self._nbytes = size - self.data_offset
+        self._data = 8 + length
+        self._nbytes = size - self._data
         try:
             described = json.loads(header)
             self.metadata: dict[str, str] = described.pop("__metadata__", {})
             self.tensors = {key: self._tensor(one) for key, one in described.items()}
             self._refuse_overlaps()
-            sums = self.metadata.get("block_crc32")
-            self._block = int(self.metadata.get("block_bytes", BLOCK))
-            self._sums = None if sums is None else [int(sums[i : i + 8], 16) for i in range(0, len(sums), 8)]
+            sums, self._block = self.metadata["block_crc32"], int(self.metadata["block_bytes"])
+            self._sums = [int(sums[i : i + 8], 16) for i in range(0, len(sums), 8)]
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise FileProblem(f"{self.place} has a header that is not of safetensors ({error!r})") from None
-        if self._sums is not None and (self._block < 1 or len(self._sums) * self._block < self._nbytes):
+            raise FileProblem(f"{self.place} has a header that zero has not written ({error!r})") from None
+        if self._block < 1 or len(self._sums) * self._block < self._nbytes:
             raise FileProblem(f"{self.place} lacks checksums")
 
     def _tensor(self, described: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...], int]:
@@ -214,8 +211,6 @@ class SafeFile(ExitStack):
 
     def check(self, ranges: Sequence[tuple[int, int]], tick: Callable[[int], object]) -> None:
         """Reads every block that the ranges touch, once, and compares its checksum."""
-        if self._sums is None:
-            return
         buffer = torch.empty(_CACHED, dtype=torch.uint8, device="cpu")
         spans = [range(low // self._block, -(-high // self._block)) for low, high in ranges if low < high]
         for number in sorted({number for span in spans for number in span}):
@@ -223,10 +218,10 @@ class SafeFile(ExitStack):
             found = 0
             for at in range(low, high, _CACHED):
                 data = as_bytes(buffer[: min(_CACHED, high - at)])
-                self._read_into(data, self.data_offset + at)
+                self._read_into(data, self._data + at)
                 found = zlib.crc32(data, found)
             if found != self._sums[number]:
-                at = self.data_offset + low
+                at = self._data + low
                 raise FileProblem(
                     f"{self.place} was altered: bytes {at} to {at + high - low} are not those that were written"
                 )
@@ -234,7 +229,7 @@ class SafeFile(ExitStack):
 
     def read(self, target: Tensor, low: int) -> None:
         """Fills a flat, contiguous tensor on the CPU with the data from byte `low`."""
-        self._read_into(as_bytes(target), self.data_offset + low)
+        self._read_into(as_bytes(target), self._data + low)
 
     def _bytes(self, at: int, length: int) -> bytes:
         data = bytearray(length)

@@ -50,7 +50,6 @@ DTYPES: dict[str, torch.dtype] = {
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-
 _LISTED = 8
 """How many names an error lists."""
 
@@ -166,11 +165,6 @@ def tensor_problem(tensor: Tensor) -> str | None:
     return None
 
 
-def is_extra_state(name: str) -> bool:
-    """Whether an entry of a state_dict is what a module's get_extra_state() returned."""
-    return name.rpartition(".")[2] == "_extra_state"
-
-
 @dataclass(frozen=True)
 class ParamShard:
     """Elements [start, stop) of a tensor, stored under `key` in a file."""
@@ -236,7 +230,7 @@ def listed(names: Sequence[str]) -> str:
 class OptimizerIndex:
     """One optimizer: its parameter groups, and its state by parameter and key.
 
-    kind: the class's name; empty where it is not known.
+    kind: the class's name.
     groups: a dictionary each, {"params": [name, ...], "options": {name: value, as JSON}}.
     tensors: {parameter: {key: path}}, the state that is tensors.
     values: {parameter: {key: value, as JSON}}, all other state.
@@ -252,7 +246,7 @@ class OptimizerIndex:
 class Index:
     """`index.json`.
 
-    stage, world: the stage and the number of ranks at saving; the stage is None for an imported checkpoint.
+    stage, world: the stage and the number of ranks at saving.
     tensors: by path.
     tied: for each further name of a tensor that several names share, the name that it is stored under.
     values: the entries of the module's state_dict that are no tensors, by name, as JSON.
@@ -260,7 +254,7 @@ class Index:
     extra, extra_by_rank: the user's values, as JSON: those that were the same on all ranks, and the others, by rank.
     """
 
-    stage: int | None
+    stage: int
     world: int
     tensors: dict[str, Entry] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)

@@ -182,7 +182,7 @@ class LoadPlan:
             ("these differ", differing),
         ]
         problems = [f"{what}: {listed(some)}" for what, some in names if some]
-        if not problems and index.stage is not None:
+        if not problems:
             problems += [
                 f"{name} and {other} were {'one tensor' if saved else 'two'} when it was saved, and are not here"
                 for tied, saved in [(index.tied, True), (training.tied, False)]
@@ -238,7 +238,7 @@ class _OptimizerPlan:
 def _refuse_another_optimizer(
     training: Training, optimizer: Optimizer, stored: OptimizerIndex, stored_as: dict[str, str]
 ) -> None:
-    if stored.kind not in ("", kind(optimizer)):
+    if stored.kind != kind(optimizer):
         raise ValueError(f"it holds the state of {stored.kind}, but the optimizer is {kind(optimizer)}")
     here = [[stored_as[name] for name in names] for names in training.group_names(optimizer)]
     if len(here) != len(stored.groups):

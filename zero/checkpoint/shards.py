@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from zero._torch import name_without_compile
 from zero.checkpoint.agree import Ranks
-from zero.checkpoint.format import Geometry, Part, all_of, geometry_of, is_extra_state, memory_order, tensor_problem
+from zero.checkpoint.format import Geometry, Part, all_of, geometry_of, memory_order, tensor_problem
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
@@ -126,7 +126,7 @@ class Training:
                 self._names[value], self.tensors[name] = name, value
                 if problem := tensor_problem(value):
                     return f"{name!r} {problem}."
-            elif is_extra_state(name):
+            elif name.rpartition(".")[2] == "_extra_state":
                 self.values[name] = value
                 self.holders[name] = module.get_submodule(given.rpartition(".")[0])
             else:

@@ -38,14 +38,6 @@ def place(path: str | os.PathLike[str]) -> Place:
     return Local(Path(os.path.abspath(mounted[1] if mounted else text)))
 
 
-def mounted(path: str | os.PathLike[str], what: str) -> Path:
-    """The path, which must not be a URL. Raises ValueError where it is one."""
-    found = place(path)
-    if not isinstance(found, Local):
-        raise ValueError(f"{found} is a URL: {what} must be on a mounted file system. Copy it from there or to there.")
-    return found.path
-
-
 @dataclass(frozen=True)
 class Local:
     """A directory or file, which may not exist yet. A rename is atomic, and files opened by `write` are seekable.

@@ -3,6 +3,7 @@
 JSON's own values are stored as they are. Anything else is an object with the member "$", which names its type:
 
     {"$": "tuple", "items": [...]}
+    {"$": "complex", "items": [real, imaginary]}
     {"$": "dict" or "Counter", "items": [[key, value], ...]}            with keys that are no strings, or "$" among them
     {"$": "tensor" or "array", "dtype": "F32", "shape": [...], "value": number or "base64": bytes}
 """
@@ -30,19 +31,24 @@ _MOST_BITS = 1 << 13
 
 
 def encode(value: Any, where: str) -> Any:
-    """A value as JSON. It may have tuples, dictionaries with any keys, Counters, small tensors and arrays.
+    """A value as JSON. It may have tuples, dictionaries with any keys, Counters, small tensors and arrays; numpy's
+    numbers are stored as Python's.
 
     where: the name of the value in errors. Raises ValueError for anything else.
     """
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
+        value = value.item()
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         raise ValueError(f"{where} is an integer of {value.bit_length()} bits. Save at most {_MOST_BITS}.")
-    for plain in (int, float):  # also of subclasses, such as numpy's float64
+    for plain in (int, float):  # also of subclasses
         if isinstance(value, plain):
             return plain(value)
     if isinstance(value, str):
         return str.__str__(value)  # an enum's member becomes its value
+    if isinstance(value, complex):
+        return {_TAG: "complex", "items": [value.real, value.imag]}
     if isinstance(value, list):
         return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
     if isinstance(value, tuple):
@@ -58,7 +64,9 @@ def encode(value: Any, where: str) -> Any:
             "shape": list(value.shape),
             _TAG: "array",
         }
-    if isinstance(value, Tensor) and tensor_problem(value) is None:
+    if isinstance(value, Tensor):
+        if problem := tensor_problem(value):
+            raise ValueError(f"{where} {problem}.")
         encoded = {_TAG: "tensor", "dtype": NAMES[value.dtype], "shape": list(value.shape)}
         if value.dim() == 0 and not value.dtype.is_complex and value.dtype.itemsize != 1:
             return {**encoded, "value": value.item()}
@@ -81,6 +89,8 @@ def decode(encoded: Any) -> Any:
         return {key: decode(item) for key, item in encoded.items()}
     if kind == "tuple":
         return tuple(decode(item) for item in encoded["items"])
+    if kind == "complex":
+        return complex(*encoded["items"])
     if kind in ("dict", "Counter"):
         items = {decode(key): decode(item) for key, item in encoded["items"]}
         return Counter(items) if kind == "Counter" else items

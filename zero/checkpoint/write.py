@@ -57,9 +57,9 @@ def save(
         makes a numbered checkpoint in it, and `run/latest` names the newest once it is complete and on disk; until then
         the one before is the latest.
     model, optimizer: at any stage, as they are trained; several optimizers as a list.
-    extra: JSON values, tuples, small tensors and numpy arrays, such as a scheduler's or GradScaler's state_dict(),
-        torch.get_rng_state(), numpy.random.get_state() or random.getstate(). An entry is stored once if it is the same
-        on all ranks, otherwise once a rank.
+    extra: JSON values, tuples, small tensors, numpy arrays and numpy numbers (which come back as Python's), such as a
+        scheduler's or GradScaler's state_dict(), torch.get_rng_state(), numpy.random.get_state() or random.getstate().
+        An entry is stored once if it is the same on all ranks, otherwise once a rank.
     keep: how many checkpoints of the run to keep; the oldest are removed. None keeps all.
     wait: False copies what this rank owns, and a thread writes the copy while training goes on. The memory of the copy
         is reused by the next such save. `wait()` of the returned Saving is collective; so is the next save, which calls

@@ -1,4 +1,4 @@
-"""What a rank holds and has sent, beside the plan; and a command that describes this machine."""
+"""What a rank holds and has sent."""
 
 from zero.report.held import Report, report
 

@@ -147,21 +147,16 @@ def load_state(optimizer: Sharded, comms: Sequence[Comm], state_dict: dict[str, 
 
 
 def _described(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Returns the state as JSON, tensors with dimensions as their shapes and dtypes. Raises ValueError for a shard."""
+    """Returns the state as JSON, tensors with dimensions as their shapes and dtypes. Raises ValueError for a shard, and
+    for what cannot be sent."""
     groups = state_dict["param_groups"]
     if any(param_groups.SHARD_MARK in one for one in [state_dict, *groups]):
         raise ValueError("the state is one rank's shard. Save what zero.full_optimizer_state_dict() returns.")
-    states = []
-    for number, state in state_dict["state"].items():
-        opened = leaves.opened(state)
-        for key, leaf in opened.items():
-            if leaves.wraps(leaf):
-                raise ValueError(
-                    f"the state {leaves.entry_of(key)!r} of parameter {number} is a {type(leaf).__name__}, a tensor "
-                    "that wraps others, and is not sent. Read the state on every rank."
-                )
-        states.append((number, {key: leaves.described(leaf) for key, leaf in opened.items()}))
-    options = [{key: leaves.described(leaf) for key, leaf in leaves.opened(group).items()} for group in groups]
+    states = [
+        (key, leaves.all_described(leaves.opened(state), f"parameter {key}"))
+        for key, state in state_dict["state"].items()
+    ]
+    options = [leaves.all_described(leaves.opened(group), f"group {i}") for i, group in enumerate(groups)]
     return {"state": states, "param_groups": options}
 
 

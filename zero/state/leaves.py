@@ -1,7 +1,8 @@
-"""Optimizer state as a flat dictionary of leaves: items of lists and tuples have keys of their own.
+"""Optimizer state as a flat dictionary of leaves: items of lists, tuples and dictionaries have keys of their own.
 
-state     {"pair": [a, (b,)], "step": 3}
-leaves    {"pair": Opened("list", 2), "pair\\n0": a, "pair\\n1": Opened("tuple", 1), "pair\\n1\\n0": b, "step": 3}
+state     {"pair": [a, {"b": b}], "step": 3}
+leaves    {"pair": Opened("list", (0, 1)), "pair\\n0": a, "pair\\n1": Opened("dict", ("b",)), "pair\\n1\\n0": b,
+           "step": 3}
 """
 
 from __future__ import annotations
@@ -10,21 +11,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from zero._torch import wraps_others
 
 _WITHIN = "\n"
-"""Separates the key of a list from the number of an item."""
+"""Separates the key of a container from the number of an item."""
+
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, torch.Size, dict)}
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A placeholder for a list or tuple, whose items are leaves of their own."""
+    """A placeholder for a container, whose items are leaves of their own. keys: of a dictionary, otherwise numbers."""
 
     kind: str
-    length: int
+    keys: tuple[str | int, ...]
 
 
 def opened(state: dict[str, Any]) -> dict[str, Any]:
@@ -33,25 +37,29 @@ def opened(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if type(value) in (list, tuple):
-        yield key, Opened(type(value).__name__, len(value))
-        for number, item in enumerate(value):
-            yield from _leaves(f"{key}{_WITHIN}{number}", item)
-    else:
+    if _KINDS.get(type(value).__name__) is not type(value) or not all(type(one) in (str, int) for one in _keys(value)):
         yield key, value
+        return
+    yield key, Opened(type(value).__name__, (*_keys(value),))
+    for number, item in enumerate(value.values() if type(value) is dict else value):
+        yield from _leaves(f"{key}{_WITHIN}{number}", item)
+
+
+def _keys(value: Any) -> Any:
+    return value if type(value) is dict else range(len(value))
 
 
 def closed(leaves: dict[str, Any]) -> dict[str, Any]:
     """The state that has these leaves."""
-    return {key: _entry(leaves, key) for key in leaves if _WITHIN not in key}
+    return {key: _entry(leaves, key) for key in leaves if _WITHIN not in str(key)}
 
 
 def _entry(leaves: dict[str, Any], key: str) -> Any:
     value = leaves[key]  # not a closure that calls itself: the cycle would keep all tensors until garbage is collected
     if not isinstance(value, Opened):
         return value
-    items = [_entry(leaves, f"{key}{_WITHIN}{number}") for number in range(value.length)]
-    return items if value.kind == "list" else tuple(items)
+    items = [_entry(leaves, f"{key}{_WITHIN}{number}") for number in range(len(value.keys))]
+    return dict(zip(value.keys, items, strict=True)) if value.kind == "dict" else _KINDS[value.kind](items)
 
 
 def entry_of(key: str) -> str:
@@ -74,14 +82,37 @@ def copied(tensor: Tensor) -> Tensor:
     return type(wrapper).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())  # type: ignore[no-any-return]
 
 
-def described(leaf: Any) -> dict[str, Any]:
-    """A leaf as JSON: a tensor with dimensions as "shape", "dtype" and "device", anything else as its value."""
+def all_described(leaves: dict[str, Any], of: str) -> dict[str, dict[str, Any]]:
+    """Leaves as JSON, by key. of: what has them, for errors.
+
+    Raises ValueError for what would come out as something else.
+    """
+    found = {}
+    for key, leaf in leaves.items():
+        if not isinstance(key, str):
+            raise ValueError(f"{of} has state under {key!r}, which is no string")
+        try:
+            found[key] = _described(leaf)
+        except ValueError as error:
+            raise ValueError(f"the state {entry_of(key)!r} of {of} {error}") from None
+    return found
+
+
+def _described(leaf: Any) -> dict[str, Any]:
+    """A tensor with dimensions as "shape", "dtype" and "device", anything else as its value."""
     if isinstance(leaf, Opened):
-        return {"opened": [leaf.kind, leaf.length]}
-    if not isinstance(leaf, Tensor):
-        return {"value": leaf}
-    description = {"dtype": str(leaf.dtype).removeprefix("torch."), "device": leaf.device.type}
-    return {**description, "shape": list(leaf.shape)} if leaf.dim() else {**description, "value": leaf.item()}
+        return {"opened": [leaf.kind, leaf.keys]}
+    if wraps(leaf):
+        raise ValueError(f"is a {type(leaf).__name__}, a tensor that wraps others")
+    if isinstance(leaf, Tensor):
+        kind = {"dtype": str(leaf.dtype).removeprefix("torch."), "device": leaf.device.type}
+        return {**kind, "shape": list(leaf.shape)} if leaf.dim() else {**kind, **_described(leaf.item())}
+    value = leaf.item() if isinstance(leaf, np.generic) else leaf
+    if isinstance(value, complex):
+        return {"complex": [value.real, value.imag]}
+    if value is None or isinstance(value, int | float | str):
+        return {"value": value}
+    raise ValueError(f"is a {type(leaf).__qualname__}, neither a tensor nor a plain value")
 
 
 def dtype_of(description: dict[str, Any]) -> torch.dtype:
@@ -92,7 +123,9 @@ def dtype_of(description: dict[str, Any]) -> torch.dtype:
 def value_of(description: dict[str, Any]) -> Any:
     """The leaf from its description, if it is no tensor with dimensions."""
     if "opened" in description:
-        return Opened(*description["opened"])
+        kind, keys = description["opened"]
+        return Opened(kind, tuple(keys))
+    value = complex(*description["complex"]) if "complex" in description else description["value"]
     if "dtype" in description:
-        return torch.tensor(description["value"], dtype=dtype_of(description), device=description["device"])
-    return description["value"]
+        return torch.tensor(value, dtype=dtype_of(description), device=description["device"])
+    return value

@@ -151,6 +151,11 @@ def fitting(optimizer: Sharded, state_dict: dict[str, Any]) -> dict[int, dict[st
         )
     refuse_other_shard(optimizer, state_dict.get(param_groups.SHARD_MARK))
     keys = [key for group in groups for key in group["params"]]
+    if unknown := [*(state_dict["state"].keys() - {*keys})]:
+        raise ValueError(
+            f"the state has entries under {unknown[0]!r}, which is none of the parameters of its groups "
+            f"({', '.join(map(repr, keys[:3]))}, ...). Load a state_dict() as the optimizer returned it."
+        )
     states = {number: state_dict["state"][key] for number, key in enumerate(keys) if key in state_dict["state"]}
     if param_groups.SHARD_MARK not in state_dict:
         _refuse_other_shapes(optimizer, states)
@@ -165,8 +170,8 @@ def cut(
     unsharded, taken = dict(_unsharded(optimizer)), {}
     for number, state in states:
         if owned := own.get(number):
-            values = {key: owned.taken_from(value, is_shard=is_shard) for key, value in state.items()}
-            taken[optimizer.part(owned.param)] = values
+            values = {key: owned.taken_from(leaf, is_shard=is_shard) for key, leaf in leaves.opened(state).items()}
+            taken[optimizer.part(owned.param)] = leaves.closed(values)
         elif number in unsharded:
             taken[unsharded[number]] = deepcopy(state)
     return taken
@@ -257,40 +262,24 @@ def _unsharded(optimizer: Sharded) -> Iterator[tuple[int, nn.Parameter]]:
 def _described(optimizer: Sharded, own: dict[ParamShard, dict[str, Any]]) -> str:
     """Descriptions of this rank's leaves as JSON: {number of the parameter: {key of the leaf: description}}.
 
-    Raises ValueError on every rank if the state of any cannot be written so.
+    Raises ValueError on every rank if the state of any cannot be described, or has tensors whose class would be lost.
     """
-    text, problem = "", _wrapped(optimizer, own)
+    described, problem = {}, None
     try:
-        if problem is None:
-            text = json.dumps(
-                {
-                    owned.number: {key: leaves.described(leaf) for key, leaf in state.items()}
-                    for owned, state in own.items()
-                }
+        for owned, state in own.items():
+            described[owned.number] = leaves.all_described(state, owned.name)
+        for number, param in _unsharded(optimizer):
+            state = leaves.opened(dict(optimizer.optim.state.get(param, {})))
+            leaves.all_described(
+                {key: leaf for key, leaf in state.items() if leaves.wraps(leaf)}, f"parameter {number}"
             )
-    except TypeError as error:
+    except ValueError as error:
         problem = (
-            f"{type(optimizer.optim).__name__} keeps something in its state that is neither a tensor nor a plain value "
-            f"({error}). Save each rank's own state_dict() instead of a consolidated one."
+            f"{error}: in a consolidated state it would come out as another. Save each rank's own state_dict() "
+            "instead, which loads into the same model on as many ranks."
         )
     optimizer.comm.compare("the states to consolidate", [], problem, COLLECTION)
-    return text
-
-
-def _wrapped(optimizer: Sharded, own: dict[ParamShard, dict[str, Any]]) -> str | None:
-    """The error message if this rank's state has tensors that wrap others, whose class would be lost; else None."""
-    named = [(owned.name, state) for owned, state in own.items()]
-    for number, param in _unsharded(optimizer):
-        named.append((f"parameter {number}", leaves.opened(dict(optimizer.optim.state.get(param, {})))))
-    for name, state in named:
-        for key, leaf in state.items():
-            if leaves.wraps(leaf):
-                return (
-                    f"the state {leaves.entry_of(key)!r} of {name} is a {type(leaf).__name__}, a tensor that wraps "
-                    "others: in a consolidated state it would come out as another. Save each rank's own state_dict() "
-                    "instead, which loads into the same model on as many ranks."
-                )
-    return None
+    return json.dumps(described)
 
 
 def _state_of(optimizer: Sharded, owned: ParamShard, settle: bool) -> dict[str, Any]:

@@ -21,12 +21,14 @@ def keep_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
         for param, number in zip(group["params"], given["params"], strict=True):
             saved = leaves.opened(loaded["state"].get(number, {}))
             held = leaves.opened(dict(optimizer.state.get(param, {})))
-            cast = {key for key, value in held.items() if _dtype(value) != _dtype(saved.get(key, value))}
+            cast = [key for key, value in held.items() if _differ(value, saved.get(key))]
             made = leaves.opened(state_made_by(optimizer, group, param.dtype)) if cast else {}
-            own = {key: saved[key].to(held[key].device) for key in cast if _dtype(saved[key]) == _dtype(made.get(key))}
-            if own:
+            kept = [key for key in cast if isinstance(made.get(key), Tensor) and made[key].dtype == saved[key].dtype]
+            if kept:
+                own = {key: saved[key].to(held[key].device) for key in kept}
                 optimizer.state[param].update(leaves.closed({**held, **own}))
 
 
-def _dtype(value: object) -> object:
-    return value.dtype if isinstance(value, Tensor) else None
+def _differ(one: object, other: object) -> bool:
+    """Whether they are tensors of two dtypes. A number that became a tensor was converted by the optimizer's class."""
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype != other.dtype

@@ -79,9 +79,7 @@ class ParamShard:
         return full[rows].reshape(-1)
 
     def taken_from(self, value: Any, *, is_shard: bool) -> Any:
-        """Copies this shard's slice of a state entry. is_shard: the entry is the slice already."""
-        if type(value) in (list, tuple):
-            return type(value)(self.taken_from(item, is_shard=is_shard) for item in value)
+        """Copies this shard's slice of a leaf of the state. is_shard: the leaf is the slice already."""
         if not isinstance(value, Tensor):
             return value
         if is_shard or not self.cut or value.dim() == 0:

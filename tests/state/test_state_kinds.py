@@ -1,0 +1,221 @@
+"""State of every kind that optimizers keep, and that old files hold, at every stage: it comes out and goes in alike."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam
+
+import matrix
+import ranks
+import zero
+from optimizers import ByParameter
+from reference import built, refusal, same, train
+
+STAGES = (0, 1, 2, 3)
+
+
+class Keeping(ByParameter):
+    """SGD with momentum, which keeps it in a dictionary beside what else an optimizer may keep."""
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state.setdefault(
+            "kept", {"mean": torch.zeros_like(param), 3: {"steps": torch.tensor(0.0)}, "pair": (1, [None])}
+        )
+        state["kept"]["mean"].mul_(0.9).add_(param.grad)
+        state["kept"][3]["steps"] += 1
+        state.update(
+            positive=param > 0, seen=torch.ones_like(param, dtype=torch.int64), last=0.5 - 1j, nothing=None,
+            steps=torch.tensor(int(state["kept"][3]["steps"])), share=np.float32(0.5), count=np.int64(3),
+            flag=np.bool_(True), size=torch.Size([2, 3]), betas=(0.9, 0.99),
+        )  # fmt: skip
+        param.sub_(state["kept"]["mean"], alpha=group["lr"])
+
+
+class Complex(nn.Module):
+    """Complex and real parameters, of no and of one dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(24, 5)
+        self.phase = nn.Parameter(torch.tensor(1 + 2j))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.phases = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * self.phase * self.scale * self.phases).abs()
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(24, 9), nn.Tanh(), nn.Linear(9, 5))
+
+
+KINDS: dict[str, tuple[Any, Any]] = {
+    "containers": (net, Keeping),
+    "complex": (Complex, partial(Adam, lr=0.01, betas=(0.8, 0.9))),
+}
+
+
+def at(stage: int, kind: str) -> tuple[nn.Module, Any]:
+    make, optim = KINDS[kind]
+    return zero.setup(built(make), optim, stage=stage)
+
+
+def plain(value: Any) -> Any:
+    """A nest with Python's numbers in place of numpy's, as they arrive, and tuples in place of sizes."""
+    if isinstance(value, dict):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, torch.Size):
+        return tuple(value)
+    return value.item() if isinstance(value, np.generic) else value
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage", STAGES)
+@ranks.on(2)
+def test_state_of_any_kind_comes_out_as_at_stage_0_and_goes_in_again(rank, world, stage, kind):
+    expected, found = at(0, kind), at(stage, kind)
+    losses = train(*expected, rank, range(2))
+    assert train(*found, rank, range(2)) == losses
+    weights, state = deepcopy(zero.full_state_dict(expected[0])), deepcopy(expected[1].state_dict())
+    full = deepcopy(zero.full_optimizer_state_dict(*found))
+    same(plain(full["state"]), plain(state["state"]))
+    losses = train(*expected, rank, range(2, 4))
+    for given in (full, full if rank == 0 else None):
+        again = at(stage, kind)
+        zero.load_full_state_dict(again[0], weights)
+        zero.load_full_optimizer_state_dict(*again, deepcopy(given))
+        same(plain(zero.full_optimizer_state_dict(*again)["state"]), plain(state["state"]))
+        assert train(*again, rank, range(2, 4)) == losses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage", STAGES)
+@ranks.on(2)
+def test_a_checkpoint_holds_state_of_any_kind(rank, world, tmp_path, stage, kind):
+    saved, loaded = at(stage, kind), at(3 - stage, kind)
+    train(*saved, rank, range(2))
+    zero.checkpoint.save(tmp_path, *saved)
+    zero.checkpoint.load(tmp_path, *loaded)
+    state = zero.full_optimizer_state_dict(*saved)["state"]
+    same(plain(zero.full_optimizer_state_dict(*loaded)["state"]), plain(state))
+    assert train(*loaded, rank, range(2, 4)) == train(*saved, rank, range(2, 4))
+    saved[1].param_groups[0]["lr"] = np.float32(0.05)
+    zero.checkpoint.save(tmp_path, *saved)
+    zero.checkpoint.load(tmp_path, *loaded)
+    assert loaded[1].param_groups[0]["lr"] == float(np.float32(0.05))
+
+
+# ----------------------------------------------------------------------------------------- numbers where tensors were
+
+
+def as_numbers(state: dict[str, Any], kind: Any) -> dict[str, Any]:
+    """A state whose counts of steps are numbers, as in files of early versions of torch."""
+    states = {
+        key: {name: kind(value) if name == "step" else value for name, value in one.items()}
+        for key, one in state["state"].items()
+    }
+    return {**state, "state": states}
+
+
+def by_script(model: nn.Module, optimizer: Any, full: dict[str, Any], rank: int) -> None:
+    zero.load_full_optimizer_state_dict(model, optimizer, full)
+
+
+def from_rank_0(model: nn.Module, optimizer: Any, full: dict[str, Any], rank: int) -> None:
+    zero.load_full_optimizer_state_dict(model, optimizer, full if rank == 0 else None)
+
+
+def by_itself(model: nn.Module, optimizer: Any, full: dict[str, Any], rank: int) -> None:
+    if isinstance(model, zero.FSDP):
+        model.register_optimizer(optimizer)
+    optimizer.load_state_dict(full)
+
+
+def by_model(model: nn.Module, optimizer: Any, full: dict[str, Any], rank: int) -> None:
+    if isinstance(model, zero.FSDP):
+        model.load_optim_state_dict(optimizer, full)
+    else:
+        optimizer.load_state_dict(full)
+
+
+@matrix.combined("stage, optim", STAGES, ["Adam", "NAdam", "Adagrad", "ASGD"])
+@ranks.on(2)
+def test_counts_of_steps_may_be_numbers(rank, world, stage, optim):
+    build = partial(zero.setup, optim=getattr(torch.optim, optim), lr=0.01)
+    plain = build(built(net), stage=0)
+    train(*plain, rank, range(2))
+    weights, full = deepcopy(zero.full_state_dict(plain[0])), deepcopy(plain[1].state_dict())
+    expected = train(*plain, rank, range(2, 4))
+    for load in (by_script, from_rank_0, by_itself, by_model):
+        for kind in (int, float, Tensor.double, Tensor.long):
+            model, optimizer = build(built(net), stage=stage)
+            zero.load_full_state_dict(model, weights)
+            load(model, optimizer, deepcopy(as_numbers(full, kind)), rank)
+            assert train(model, optimizer, rank, range(2, 4)) == expected, (load, kind)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@ranks.on(2)
+def test_a_checkpoint_may_hold_counts_of_steps_as_numbers(rank, world, tmp_path, stage):
+    saved, loaded = (zero.setup(built(net), Adam, stage=at, lr=0.01) for at in (stage, 3 - stage))
+    train(*saved, rank, range(2))
+    for state in getattr(saved[1], "optim", saved[1]).state.values():
+        state["step"] = int(state["step"])
+    zero.checkpoint.save(tmp_path, *saved)
+    zero.checkpoint.load(tmp_path, *saved)
+    zero.checkpoint.load(tmp_path, *loaded)
+    assert train(*loaded, rank, range(2, 4)) == train(*saved, rank, range(2, 4))
+
+
+# ------------------------------------------------------------------------------------------------ refused, by its name
+
+
+class Strange(ByParameter):
+    """Keeps what only this process knows. where: of the state, or of a dictionary in it."""
+
+    value: Any = None
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["odd"] = self.value
+        param.sub_(param.grad, alpha=group["lr"])
+
+
+STRANGE = {"set": {1}, "dtype": torch.bfloat16, "ordered": OrderedDict(a=1), "keys": {(1, 2): 3}, "array": np.ones(2)}
+
+
+@pytest.mark.parametrize("value", STRANGE)
+@pytest.mark.parametrize("stage", [1, 3])
+@ranks.on(2, timeout=20)
+def test_what_cannot_be_sent_is_refused_by_name_on_every_rank(rank, world, stage, value):
+    optim = type("Strange", (Strange,), {"value": STRANGE[value]})
+    model, optimizer = zero.setup(built(net), optim, stage=stage)
+    train(model, optimizer, rank, range(1))
+    told = refusal(lambda: zero.full_optimizer_state_dict(model, optimizer))
+    assert told.startswith("ValueError: the state 'odd' of ") and "neither a tensor nor a plain value" in told, told
+    assert type(STRANGE[value]).__name__ in told and "each rank's own state_dict()" in told
+    state = {"state": {0: {"odd": STRANGE[value]}}, "param_groups": optimizer.state_dict()["param_groups"]}
+    for group in state["param_groups"]:
+        group.pop("zero_shard", None)
+    told = refusal(lambda: zero.load_full_optimizer_state_dict(model, optimizer, state if rank == 0 else None))
+    assert "the state 'odd' of parameter 0 is a" in told, told
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2, timeout=20)
+def test_state_of_what_is_no_parameter_is_refused_on_every_rank(rank, world, stage):
+    """Such as keys that became text on their way through JSON, of which nothing would be loaded."""
+    model, optimizer = zero.setup(built(net), Adam, stage=stage)
+    train(model, optimizer, rank, range(1))
+    full = zero.full_optimizer_state_dict(model, optimizer)
+    texts = {**full, "state": {str(key): state for key, state in full["state"].items()}}
+    for given in (texts, texts if rank == 0 else None):
+        told = refusal(lambda given=given: zero.load_full_optimizer_state_dict(model, optimizer, given))
+        assert told.startswith("ValueError: ") and "none of the parameters of its groups (0, 1, 2, ...)" in told, told

@@ -1,5 +1,0 @@
-"""`python -m zero.report`."""
-
-from zero.report.environment import environment
-
-print(environment())
