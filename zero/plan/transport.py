@@ -97,8 +97,8 @@ class Rehearsal(Transport):
     def exchange(self, data: bytes) -> list[bytes]:
         return [data] * self._world
 
-    def compare(self, channel: int, *, flag: bool = False) -> bool:
-        return flag
+    def compare(self, channel: int, *, flags: int = 0) -> int:
+        return flags
 
 
 class RehearsedLink(Link):

@@ -39,7 +39,7 @@ class ReadsAtRest(ModelEvents):
             if not trained or group.state is not GroupState.SHARDED:
                 continue
             with torch.enable_grad():
-                probe = _Leaves.apply(*(param for param, _ in trained))
+                probe = _Leaves.apply(*(param for param, _ in trained))  # type: ignore[no-untyped-call]
             for (node, _), (_, name) in zip(probe.grad_fn.next_functions, trained, strict=True):
                 if writes_into(node):
                     self.model.refuse(
@@ -53,7 +53,7 @@ class _Leaves(torch.autograd.Function):
     """The node of its output refers to the AccumulateGrad nodes of all arguments."""
 
     @staticmethod
-    def forward(ctx: Any, *params: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, *params: Tensor) -> Tensor:
         return torch.empty(0)
 
 
