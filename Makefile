@@ -27,7 +27,7 @@ test: $(READY)  ## Run the tests; ARGS="-k name" chooses, TORCH=2.15.0 takes ano
 fuzz: $(READY)  ## Random models at every stage beside torch alone; CASES=2000 tries more than 500
 	@ZERO_FUZZ=$(or $(CASES),500) $(BIN)/pytest -q -p no:xdist tests/test_random_models.py $(ARGS)
 
-matrix: $(READY)  ## Checkpoints of every stage to every other, 50 kills, all steps beside plans, each feature deleted
+matrix: $(READY)  ## Checkpoints of every stage to every other, 50 kills, all steps beside plans
 	@ZERO_MATRIX=1 $(BIN)/pytest -q -m matrix $(ARGS)
 
 faults: $(READY)  ## Every way in which a rank or a link may fail, 30 kills under torchrun, 2,000 altered checkpoints
@@ -48,7 +48,7 @@ ON_GPUS := tests/comm/test_comm.py tests/test_parity.py tests/test_training.py t
 	$(patsubst %,tests/sdp/test_%.py,sharded_ddp sdp_options sdp_errors buffers indexed lifetimes) \
 	$(patsubst %,tests/fsdp/test_%.py,fsdp clip_grad_norm edges full_params mixed_precision prefetch reentry strategies \
 		summation) \
-	$(patsubst %,tests/features/test_%.py,offload offload_overlap oss_offload overlap penalty reads step_in_backward writes autocast int8 watchdog)
+	$(patsubst %,tests/features/test_%.py,offload oss_offload reads writes autocast watchdog)
 
 gpu: $(READY)  ## The tests to which a GPU matters, on the GPUs of this machine, over NCCL; WORKERS=8 runs more at once
 	@ZERO_TEST_DEVICE=cuda $(BIN)/python -m pytest -q -n $(or $(WORKERS),5) --dist worksteal $(ON_GPUS) $(ARGS)

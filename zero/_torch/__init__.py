@@ -23,7 +23,6 @@ from zero._torch.compiling import is_compiled as is_compiled
 from zero._torch.compiling import name_without_compile as name_without_compile
 from zero._torch.compiling import named_as_compiled as named_as_compiled
 from zero._torch.compiling import uncompiled as uncompiled
-from zero._torch.compiling import while_nothing_compiles as while_nothing_compiles
 from zero._torch.modules import BATCH_NORM as BATCH_NORM
 from zero._torch.modules import averaged_by as averaged_by
 from zero._torch.modules import buffers_of as buffers_of
@@ -32,7 +31,6 @@ from zero._torch.modules import children_of as children_of
 from zero._torch.modules import chosen_by_policy as chosen_by_policy
 from zero._torch.modules import classes_to_ignore as classes_to_ignore
 from zero._torch.modules import forward_hooks_of as forward_hooks_of
-from zero._torch.modules import has_final_buckets as has_final_buckets
 from zero._torch.modules import join_mark as join_mark
 from zero._torch.modules import params_of as params_of
 from zero._torch.modules import params_of_each as params_of_each

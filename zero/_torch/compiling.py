@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from inspect import getclosurevars
 from traceback import walk_stack
 from typing import Any
@@ -29,16 +28,6 @@ def uncompiled(module: nn.Module) -> nn.Module:
     """
     inside = children_of(module).get(_WRAPPED)
     return module if inside is None else inside
-
-
-def while_nothing_compiles() -> AbstractContextManager[Any]:
-    """A context for a thread, which waits until no other thread compiles; those that begin to wait for its end.
-
-    While any thread compiles, torch.compiler.is_compiling() is True in all, and torch's optimizers round otherwise. The
-    lock has no public name.
-    """
-    dynamo = sys.modules.get("torch._dynamo.convert_frame")
-    return nullcontext() if dynamo is None else dynamo.compile_lock
 
 
 def name_without_compile(name: str) -> str:

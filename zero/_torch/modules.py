@@ -110,9 +110,3 @@ def join_mark(joinable: Joinable) -> Any:
 def averaged_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters whose gradients DistributedDataParallel averages: those of its module when it was built."""
     return list(ddp._module_parameters)
-
-
-def has_final_buckets(ddp: DistributedDataParallel) -> bool:
-    """Whether DistributedDataParallel has laid its buckets out in the order of gradients, as the first forward after a
-    backward does."""
-    return ddp._has_rebuilt_buckets

@@ -206,11 +206,6 @@ class Unit:
         self.calls.clear()
         self.reshard()
 
-    @property
-    def at_rest(self) -> bool:
-        """Whether `param.grad` is the gradient of the shard, and no reduction into it is in flight."""
-        return self.state is TrainingState.IDLE and not (self.gradients.reducing or self.readable or self.gathering)
-
     def settle(self) -> None:
         """Waits until the host may read and write the shards and their gradients."""
         for group in self.groups:

@@ -3,8 +3,6 @@
     at rest       `param.grad` is this rank's shard of the averaged gradient, in the shard's shape, for any optimizer
     in backward   `param.grad` is autograd's own full gradient; the shard's earlier gradient is in `_accumulated`
     no_sync       the buckets have taken the full gradients, and launch nothing; `param.grad` is this rank's slice
-
-Autograd adds gradients of results computed from parameters at rest to `param.grad` at rest.
 """
 
 from __future__ import annotations
@@ -118,14 +116,6 @@ class UnitGradients:
     def unreduced(self, param: nn.Parameter) -> bool:
         """Returns whether the parameter has a gradient from no_sync that was not reduced."""
         return param in self._slices
-
-    def show_accumulated(self, param: nn.Parameter) -> None:
-        """Puts the shard's accumulated gradient into `param.grad`, to which autograd is about to add another."""
-        if param.grad is None:  # cleared
-            self._slices.pop(param, None)
-            self._accumulated.pop(param, None)
-        elif param.grad is self._slices.get(param):
-            param.grad = self._accumulated.pop(param, None)
 
     # -------------------------------------------------------------------------------------------- exceptions
 
