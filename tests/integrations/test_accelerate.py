@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import tempfile
 from collections.abc import Callable
@@ -143,13 +142,14 @@ def test_clipping_gives_the_norms_and_weights_of_ddp(rank: int, world: int) -> N
 
 @ranks.on(2)
 def test_gradients_travel_in_the_dtype_that_is_asked_for(rank: int, world: int) -> None:
-    """How far gradients that travel in 16 and in 8 bits lead from those that do not."""
     with launched(rank, world):
         expected = Script(build(0), optim=torch.optim.SGD).train().weights()
     found = []
-    for stage, dtype in itertools.product((2, 3), (torch.bfloat16, zero.Int8())):
+    for stage in (2, 3):
         with launched(rank, world):
-            plugin = ZeroPlugin(stage=stage, reduce_dtype=dtype, reduce_bucket_size=5000 if stage < 3 else None)
+            plugin = ZeroPlugin(
+                stage=stage, reduce_dtype=torch.bfloat16, reduce_bucket_size=5000 if stage < 3 else None
+            )
             got = Script(build(3, zero_plugin=plugin), optim=torch.optim.SGD).train()
             found.append(farthest(got.weights(), expected))
     assert all(0 < distance < 1e-3 for distance in found), found

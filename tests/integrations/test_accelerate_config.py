@@ -212,12 +212,8 @@ ZERO: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "prefetch_bucket_size": (3, 0, {"prefetch": Prefetch(None)}),
     "stage3_gather_16bit_weights_on_model_save": (3, True, {"save_16bit_model": True}),
     "stage3_gather_fp16_weights_on_model_save": (3, True, {"save_16bit_model": True}),
-    "zero_hpz_partition_size": (
-        3,
-        8,
-        {"sharding_strategy": "HYBRID_SHARD", "shard_size": 8, "optimizer_sharding": "all"},
-    ),
-    "mics_shard_size": (3, 4, {"sharding_strategy": "HYBRID_SHARD", "shard_size": 4, "optimizer_sharding": "group"}),
+    "mics_shard_size": (3, 4, {"sharding_strategy": "HYBRID_SHARD", "shard_size": 4}),
+    "zero_hpz_partition_size": (3, 1, {"sharding_strategy": "FULL_SHARD"}),
     "leaf_module": (3, {"classes": ["Moe"]}, {"as_one_unit": ("Moe",)}),
     "ignore_unused_parameters": (2, True, {}),
 }
@@ -268,6 +264,7 @@ def test_the_optimizer_is_offloaded_at_every_stage(stage: int) -> None:
     ("keys", "told"),
     [
         *(({"stage": 3, key: {"x": 1}}, key) for key in REFUSED.split()),
+        ({"stage": 3, "zero_hpz_partition_size": 8}, "zero_hpz_partition_size=8 is not available.*mics_shard_size"),
         ({"stage": 3, "zero_fast": True}, "zero_fast is not known"),
         ({"stage": 4}, "stage=4"),
         ({"stage": 3, "offload_param": {"device": "nvme"}}, "set nvme_path"),

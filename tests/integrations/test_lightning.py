@@ -126,7 +126,7 @@ def test_the_callback_reports_memory_by_kind():
         assert stage == "2"
         assert size <= numbers["zero/parameters_bytes"] < 1.2 * size  # with padding
         assert numbers["zero/gradients_bytes"] < 0.8 * size
-        assert numbers["zero/resident_bytes"] == pytest.approx(numbers["zero/planned_resident_bytes"], rel=0.1)
+        assert numbers["zero/resident_bytes"] > numbers["zero/parameters_bytes"] + numbers["zero/gradients_bytes"]
 
 
 def test_the_example_runs(tmp_path):

@@ -41,8 +41,8 @@ _ZERO_WITHOUT_EFFECT = {
     "state is offloaded as one": "save_muon_momentum_buffer_in_memory",
 }
 _QUANTIZED = (
-    "zero quantises in its own way. Set it to false, and pass ZeroPlugin(reduce_dtype=zero.Int8()) for gradients, "
-    "mixed_precision_policy=zero.MixedPrecision(param_wire=zero.Int8()) for weights at stage 3."
+    "zero sends gradients and parameters in dtypes of torch. Set it to false, and pass "
+    "ZeroPlugin(reduce_dtype=torch.bfloat16) to send gradients in 16 bits."
 )
 _ZERO_REFUSED = {
     "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param": _QUANTIZED,
@@ -227,14 +227,14 @@ def _prefetch(keys: Keys, stage: int) -> Prefetch | None:
 
 
 def _hybrid(keys: Keys) -> dict[str, Any]:
-    sizes = {name: keys.take(name, int, 0) for name in ("zero_hpz_partition_size", "mics_shard_size")}
-    asked = {size for size in sizes.values() if size > 1}
-    if len(asked) > 1:
-        raise ValueError(f"{sizes} name two sizes to shard within. Keep one of them.")
-    if not asked:
-        return {}
-    states = "all" if sizes["zero_hpz_partition_size"] > 1 else "group"
-    return {"sharding_strategy": "HYBRID_SHARD", "optimizer_sharding": states, "shard_size": asked.pop()}
+    secondary = keys.take("zero_hpz_partition_size", int, 0)
+    if secondary > 1:
+        raise ValueError(
+            f"{keys.title('zero_hpz_partition_size')}={secondary} is not available: optimizer state is sharded over the "
+            "ranks that parameters are sharded over. Remove it, or set mics_shard_size to shard both within so many."
+        )
+    size = keys.take("mics_shard_size", int, 0)
+    return {"sharding_strategy": "HYBRID_SHARD", "shard_size": size} if size > 1 else {}
 
 
 def _precision(keys: Keys) -> dict[str, Any]:

@@ -6,13 +6,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 import zero
-from zero.comm import Wire
 from zero.fsdp import MixedPrecision, Prefetch
 from zero.fsdp.options import as_strategy
 from zero.fsdp.precision import as_precision
@@ -23,10 +22,7 @@ from zero.integrations.accelerate.sections import Section
 from zero.shards.home import take_home
 from zero.shards.partition import Partition, partition_problem
 
-_OF_FSDP = (
-    *("mixed_precision_policy", "cpu_ram_efficient_loading", "optimizer_sharding"),
-    *("param_init_fn", "ignored_modules"),
-)
+_OF_FSDP = "mixed_precision_policy", "cpu_ram_efficient_loading", "param_init_fn", "ignored_modules"
 _LAUNCHERS = {
     *("compute_environment", "distributed_type", "debug", "use_cpu", "num_processes", "num_machines", "machine_rank"),
     *("main_process_ip", "main_process_port", "main_training_function", "rdzv_backend", "same_network", "gpu_ids"),
@@ -44,7 +40,7 @@ class ZeroPlugin:
         accelerator = Accelerator(zero_plugin=ZeroPlugin(stage=3, auto_wrap_policy="TRANSFORMER_BASED_WRAP"))
 
     stage: 0 (DistributedDataParallel, as Accelerate itself), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).
-    sharding_strategy, optimizer_sharding: as in FSDP.
+    sharding_strategy: as in FSDP.
     shard_size: the number of ranks in a shard group of a hybrid strategy, by default those of a host.
     auto_wrap_policy: as in FSDP; also "TRANSFORMER_BASED_WRAP": the classes named by transformer_cls_names_to_wrap, by
         default the model's own `_no_split_modules`; "SIZE_BASED_WRAP": modules of min_num_params elements or more;
@@ -59,7 +55,7 @@ class ZeroPlugin:
     activation_checkpointing: recompute each unit's activations in backward.
     cpu_ram_efficient_loading: `from_pretrained` of transformers loads on rank 0 only; stage 3.
     reduce_bucket_size: elements of a bucket at stages 1 and 2.
-    reduce_dtype: the dtype in which gradients are sent, at stages 2 and 3; or zero.Int8().
+    reduce_dtype: the dtype in which gradients are sent, at stages 2 and 3.
     state_dict_type: the format of `save_state`: "FULL_STATE_DICT", which Accelerate without zero loads, or
         "SHARDED_STATE_DICT", a zero.checkpoint.
     save_16bit_model: saved weights have the dtype of mixed_precision.
@@ -74,7 +70,6 @@ class ZeroPlugin:
 
     stage: int
     sharding_strategy: str = "FULL_SHARD"
-    optimizer_sharding: Literal["group", "all"] = "group"
     shard_size: int | None = None
     auto_wrap_policy: Any = None
     transformer_cls_names_to_wrap: tuple[str, ...] | None = None
@@ -91,7 +86,7 @@ class ZeroPlugin:
     activation_checkpointing: bool = False
     cpu_ram_efficient_loading: bool = False
     reduce_bucket_size: int | None = None
-    reduce_dtype: torch.dtype | Wire | None = None
+    reduce_dtype: torch.dtype | None = None
     state_dict_type: str = "FULL_STATE_DICT"
     save_16bit_model: bool = False
     mixed_precision: str | None = None

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero._torch import children_of, recomputed_in_backward, wraps_others
-from zero.comm import Comm, Wire
+from zero.comm import Comm
 from zero.fsdp import FSDP, MixedPrecision
 from zero.fsdp.options import as_strategy
 from zero.fsdp.units import unit_modules
@@ -33,7 +33,7 @@ from zero.shards.partition import Partition, cut_for
 from zero.wrappers import Wrapped
 
 WRAPPERS = (FSDP, ShardedDDP)
-_SAME = ("sharding_strategy", "optimizer_sharding", "prefetch", "offload", "param_init_fn", "sync_module_states")
+_SAME = ("sharding_strategy", "prefetch", "offload", "param_init_fn", "sync_module_states")
 """Fields of ZeroPlugin that are options of FSDP as they are."""
 Clip = Callable[[float, float], Tensor]
 """Clips gradients to a norm; returns the norm before. Called with the largest norm, and the order of the norm."""
@@ -154,7 +154,7 @@ class Sharding:
             broadcast_buffers=ddp.get("broadcast_buffers", True),
             sync_models_at_startup=self.plugin.sync_module_states,
             reduce_buffer_size=size,
-            reduce_fp16=dtype if dtype in (torch.float16, torch.bfloat16) or isinstance(dtype, Wire) else False,
+            reduce_fp16=dtype if dtype in (torch.float16, torch.bfloat16) else False,
         )
 
     def _fsdp(self, model: nn.Module, optimizers: Sequence[Optimizer], *, broadcast_buffers: bool) -> FSDP:
