@@ -231,7 +231,7 @@ def _hybrid(keys: Keys) -> dict[str, Any]:
     if secondary > 1:
         raise ValueError(
             f"{keys.title('zero_hpz_partition_size')}={secondary} is not available: optimizer state is sharded over "
-            "the ranks that parameters are sharded over. Remove it, or set mics_shard_size to shard both within so many."
+            "the ranks that parameters are sharded over. Remove it, or set mics_shard_size for both."
         )
     size = keys.take("mics_shard_size", int, 0)
     return {"sharding_strategy": "HYBRID_SHARD", "shard_size": size} if size > 1 else {}
