@@ -1,8 +1,8 @@
 """The gradients of one unit: this rank's shards of them at rest, and the full gradients that autograd writes.
 
-    at rest       `param.grad` is this rank's shard of the averaged gradient, in the shard's shape, for any optimizer
-    in backward   `param.grad` is autograd's own full gradient; the shard's earlier gradient is in `_accumulated`
-    no_sync       the buckets have taken the full gradients, and launch nothing; `param.grad` is this rank's slice
+at rest       `param.grad` is this rank's shard of the averaged gradient, in the shard's shape, for any optimizer
+in backward   `param.grad` is autograd's own full gradient; the shard's earlier gradient is in `_accumulated`
+no_sync       the buckets have taken the full gradients, and launch nothing; `param.grad` is this rank's slice
 """
 
 from __future__ import annotations
@@ -75,14 +75,14 @@ class UnitGradients:
         unreduced: dict[nn.Parameter, Tensor] = {}
         trained = {param for _, _, param in self._trained}
         self._left_frozen = {param: gradient for param, gradient in left.items() if param not in trained}
-        for _, _, param in self._trained:
+        for bucket, index, param in self._trained:
             grad, shown = param.grad, self._slices.pop(param, None)
             if grad is None:
                 self._accumulated.pop(param, None)
                 continue
             param.grad = None
             if grad is not shown:
-                self._accumulated[param] = grad
+                self._accumulated[param] = bucket.group.as_shard(index, grad)
             if shown is not None and param in left:
                 unreduced[param] = left[param]
         return unreduced

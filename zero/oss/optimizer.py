@@ -271,6 +271,12 @@ class OSS(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's own, which takes over the attributes in `state`."""
+        super().__setstate__({name: value for name, value in state.items() if name != "state"})
+        if "state" in state:
+            self.state = state["state"]
+
     def __getstate__(self) -> NoReturn:
         raise TypeError(
             "an OSS cannot be copied or pickled: its state is spread over the ranks. Save state_dict() after "

@@ -190,10 +190,11 @@ _MISSING, _PROBLEM = 1, 2
 
 class End:
     """The end of the backwards of one model, where ranks compare their operations and exchange which parameters they
-    have used. comms: the process groups to compare, one after another."""
+    have used. comms: the process groups to compare, one after another. elsewhere: the error message where another rank
+    has a problem."""
 
-    def __init__(self, comms: Sequence[Comm], name: str) -> None:
-        self._groups = [(comm, comm.channel(name)) for comm in comms]
+    def __init__(self, comms: Sequence[Comm], name: str, elsewhere: str = "") -> None:
+        self._groups, self._elsewhere = [(comm, comm.channel(name)) for comm in comms], elsewhere
 
     def reach(self, buckets: Sequence[GradBucket], problem: str | None = None) -> None:
         """Collective. Raises RuntimeError on every rank unless all ranks have done the same operations, or if any rank
@@ -206,7 +207,7 @@ class End:
         for comm, channel in self._groups:
             flags = comm.agree(channel, flags=flags)
         if flags & _PROBLEM:
-            raise RuntimeError(problem or "another rank has refused this backward: its error says why.")
+            raise RuntimeError(problem or self._elsewhere)
         used = self._used_anywhere(buckets) if flags & _MISSING else [{} for _ in buckets]
         for bucket, anywhere in zip(buckets, used, strict=True):
             bucket.decide(anywhere)

@@ -20,6 +20,7 @@ from zero.oss.gradients import OwnedGradients
 from zero.oss.optimizer import OSS
 from zero.sdp.bucket import End, GradBucket
 from zero.sdp.tensors import nearest_leaf, tensors_in
+from zero.shards.owned_shards import WRITTEN
 from zero.shards.partition import Place
 from zero.shards.shard_group import ShardGroup
 
@@ -42,7 +43,8 @@ class Reducer:
         self._buckets: list[GradBucket] = []
         self._places: dict[nn.Parameter, Place] = {}
         self._numbers: dict[ShardGroup, int] = {}
-        self._end = End([comm], f"the end of a backward of ShardedDDP({type(module).__name__})")
+        name = f"the end of a backward of ShardedDDP({type(module).__name__})"
+        self._end = End([comm], name, f"on another rank, {WRITTEN}")
         self._hooks: dict[Tensor, RemovableHandle] = {}
         finalize(self, _let_go, self._hooks, [optimizer.gradients for optimizer in optimizers])
         self._hooks_on_leaves: list[RemovableHandle] = []

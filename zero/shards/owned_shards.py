@@ -28,6 +28,13 @@ _holders: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """By parameter: a reference to the shards that were made of it last."""
 
 
+WRITTEN = (
+    "a rank's own shard was written since the last step, through optimizer.part(param), and the other ranks compute "
+    "with other weights. Write into the parameter itself, alike on every rank: with torch.no_grad(): param.add_(...). "
+    "Between backward and step the shard may be written."
+)
+
+
 class OwnedShards(dict[nn.Parameter, nn.Parameter]):
     """Maps each parameter to the shard that this rank steps: a view of its shard group, or of the group's stepped
     tensor (masters.py). A shard is empty if this rank owns nothing of the parameter.
@@ -108,11 +115,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         `.data`."""
         for flat, version in self._versions.items():
             if writes_so_far([flat.stepped]) != version:
-                return (
-                    f"this rank's shard of {flat.label} was written since the last step, through optimizer.part(param),"
-                    " and the other ranks compute with other weights. Write into the parameter itself, alike on every "
-                    "rank: with torch.no_grad(): param.add_(...). Between backward and step the shard may be written."
-                )
+                return f"of {flat.label}, {WRITTEN}"
         return None
 
     @property
@@ -150,12 +153,9 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         return self.places[param].span is not None
 
     def cut_to_shard(self, param: nn.Parameter, value: Any) -> Any:
-        """Returns a copy of this rank's elements of a tensor of the full shape of a parameter that it owns some of;
-        anything else as it is."""
+        """Returns this rank's elements of a tensor of the full shape of a parameter; anything else as it is."""
         group, index = self.places[param]
-        if isinstance(value, Tensor) and value.shape == group.shapes.full[index] != self[param].shape:
-            return group.own_slice(index, value).clone()
-        return value
+        return group.as_shard(index, value) if isinstance(value, Tensor) else value
 
     def named(self, param_groups: list[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]:
         """All shards with their names, also empty ones, if the user passed (name, parameter) pairs; otherwise none."""

@@ -129,6 +129,13 @@ class ShardGroup:
         span = self.spans[index]
         return self.shapes.shaped(index, self.shapes.in_memory_order(index, full)[span.start : span.stop])
 
+    def as_shard(self, index: int, tensor: Tensor) -> Tensor:
+        """Returns this rank's elements of a tensor that has the full shape of parameter `index`; others as they are."""
+        own = self.shard_views[index]
+        if tensor.shape != self.shapes.full[index] or tensor.shape == own.shape:
+            return tensor
+        return self.own_slice(index, tensor).clone() if index in self.spans else tensor.new_empty(own.shape)
+
     @property
     def own_of_full(self) -> Tensor:
         """This rank's segment of `full`."""

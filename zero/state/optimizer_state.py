@@ -214,6 +214,8 @@ def hand_over(optimizer: Sharded, taken: dict[nn.Parameter, dict[str, Any]], gro
     with torch.no_grad():
         for shard, master in masters.items():
             shard.copy_(master)
+    if isinstance(optimizer, OSS):
+        optimizer.shards.note_versions()
 
 
 def restore(optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: Sequence[dict[str, Any]]) -> None:
