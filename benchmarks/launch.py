@@ -46,10 +46,9 @@ def backend_of(world: int) -> str:
 
 
 def describe_device(world: int) -> str:
-    """What the ranks compute on and send by, in words."""
-    backend = {"nccl": "NCCL", "gloo": "Gloo"}[backend_of(world)]
+    """What the ranks compute on, in words."""
     gpus = torch.cuda.device_count()
-    return f"{backend} on {min(gpus, world)} x {torch.cuda.get_device_name()}" if gpus else f"{backend} on CPU"
+    return f"{min(gpus, world)} x {torch.cuda.get_device_name()}" if gpus else "CPU"
 
 
 def run_ranks(work: Work, world: int, on_tick: Callable[[], object] = lambda: None) -> list[Any]:

@@ -3,6 +3,7 @@
 The passes return plain dictionaries, which travel to the parent as JSON.
 """
 
+import os
 import resource
 import statistics
 import time
@@ -22,6 +23,7 @@ from accounting import measure_process_peak, measure_resident, memory_of, return
 from choices import OPTIMIZERS, STAGES, predict_ddp_sent
 from gpt import GPT, Block, draw_batch
 from launch import Rank
+from zero.comm import Comm
 from zero.plan import Options, Plan
 from zero.plan.meter import nbytes
 
@@ -88,7 +90,10 @@ def plan_stages(settings: Settings, world: int) -> tuple[Plan, dict[str, int]]:
         optimizer=partial(choice.type, **choice.arguments),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         batch=draw_batch(settings.text, seed=SEED, step=0, rank=0),
-        options=Options(backend="nccl" if torch.cuda.is_available() else "gloo", one_host=True),
+        options=Options(
+            backend="nccl" if torch.cuda.is_available() else "gloo",
+            one_host=os.environ.get("ZERO_HOST_MEMORY") != "0",
+        ),
     )
     parameters = [*model.parameters()]
     return plan, {
@@ -141,7 +146,13 @@ def time_steps(settings: Settings, stage: str, rank: Rank) -> dict[str, Any]:
         "step_ms": 1000 * statistics.median(step_seconds),
         "cpu_ms": 1000 * cpu_seconds / timed,
         "losses": average_over_ranks(losses, rank.world),
+        "transport": name_transport(rank),
     }
+
+
+def name_transport(rank: Rank) -> str:
+    """By which zero sends between the ranks. Collective."""
+    return Comm.default().transport_name(rank.device)
 
 
 def average_over_ranks(losses: list[Tensor], world: int) -> list[float]:

@@ -55,20 +55,12 @@ class Crossings(TorchDispatchMode):
                 self.up += to.nbytes
 
 
-def at_stage(
-    stage: int, settings: Settings, rank: Rank, *, in_backward: bool = False, overlap: bool = False
-) -> Trained:
-    model, options = settings.build(rank.device), {"stage": stage, "offload": zero.CPUOffload(overlap=overlap)}
-    if stage == 3:
-        precision = zero.MixedPrecision(torch.bfloat16, torch.float32)
-        trained = zero.setup(
-            model, adamw, auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision, **options
-        )
-    else:
-        trained = zero.setup(model.bfloat16(), adamw, **options)
-    if in_backward:
-        zero.step_in_backward(*trained)
-    return trained
+def at_stage(stage: int, settings: Settings, rank: Rank) -> Trained:
+    model, options = settings.build(rank.device), {"stage": stage, "offload": zero.CPUOffload()}
+    if stage < 3:
+        return zero.setup(model.bfloat16(), adamw, **options)
+    precision = zero.MixedPrecision(torch.bfloat16, torch.float32)
+    return zero.setup(model, adamw, auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision, **options)
 
 
 def fsdp2(settings: Settings, rank: Rank) -> Trained:
@@ -87,17 +79,11 @@ def fsdp2(settings: Settings, rank: Rank) -> Trained:
 CONTESTANTS: dict[str, Callable[[Settings, Rank], Trained]] = {
     "FSDP2": fsdp2,
     **{f"stage {stage}": partial(at_stage, stage) for stage in (1, 2, 3)},
-    **{f"stage {stage}, stepped in backward": partial(at_stage, stage, in_backward=True) for stage in (2, 3)},
-    **{f"stage {stage}, overlapping": partial(at_stage, stage, overlap=True) for stage in (1, 2, 3)},
-    **{
-        f"stage {stage}, overlapping, stepped in backward": partial(at_stage, stage, in_backward=True, overlap=True)
-        for stage in (2, 3)
-    },
 }
 
 
 def measure_training(title: str, settings: Settings, rank: Rank) -> dict[str, float]:
-    """Medians over the steps. What of a step overlaps is in forward and backward of the next.
+    """Medians over the steps.
 
     down, up: bytes of a settled step between GPU and CPU; host: by how many bytes the
     process grew at most; all three an element of the model. peak: bytes on the GPU."""

@@ -27,8 +27,8 @@ from tqdm import tqdm
 
 from accounting import measure_process_peak, memory_of, return_freed_blocks_at_once
 from comparison import CAPTION, Result, goals, table
-from launch import Rank, RankFailed, describe_device, run_ranks
-from measure import average_over_ranks, read_cpu_seconds, wait_for_device
+from launch import Rank, RankFailed, backend_of, describe_device, run_ranks
+from measure import average_over_ranks, name_transport, read_cpu_seconds, wait_for_device
 from report import find_differences, processor
 from rivals import VARIANTS, Trained, build
 from tasks import TASKS
@@ -71,6 +71,7 @@ def time_variant(variant: str, task: str, steps: int, rank: Rank) -> Times:
         "cpu_ms": 1000 * cpu_seconds / steps,
         "step_ms": 1000 * statistics.median(seconds),
         "losses": average_over_ranks(losses, rank.world),
+        "transport": name_transport(rank) if variant.startswith("zero") else backend_of(rank.world),
     }
 
 
@@ -126,7 +127,9 @@ def main() -> None:
     options = read_options(sys.argv[1:])
     missing = {name: reason for name in options.variants if (reason := VARIANTS[name].missing())}
     subject = describe(options)  # before the load is this run's own
-    found = {task: compare(task, options, missing) for task in options.tasks}
+    transports: dict[str, str] = {}
+    found = {task: compare(task, options, missing, transports) for task in options.tasks}
+    subject += "; " + ", ".join(f"{who} by {transport}" for who, transport in transports.items())
     told = [subject]
     for task, results in found.items():
         told.append(f"\n{describe_task(task)}\n{table(results)}")
@@ -142,8 +145,9 @@ def main() -> None:
         sys.exit("FAILED: " + "\nFAILED: ".join(failed))
 
 
-def compare(task: str, options: Options, missing: dict[str, str]) -> list[Result]:
-    """Measures every variant that can be run. One that fails is left out, and `missing` gets the reason."""
+def compare(task: str, options: Options, missing: dict[str, str], transports: dict[str, str]) -> list[Result]:
+    """Measures every variant that can be run. One that fails is left out, and `missing` gets the reason. `transports`
+    gets those by which zero and the others send."""
     variants = [name for name in options.variants if name not in missing]
     times: dict[str, list[list[Times]]] = {name: [] for name in variants}
     counted: dict[str, int] = {}
@@ -168,6 +172,7 @@ def compare(task: str, options: Options, missing: dict[str, str]) -> list[Result
                 told = attempt(name, partial(time_variant, name, task, options.steps))
                 if told is not None:
                     times[name].append(told)
+                    transports["zero" if name.startswith("zero") else "the others"] = told[0]["transport"]
         for into, work in ((counted, count_variant), (weighed, weigh_variant)):
             for name in [*variants]:
                 bytes_by_rank = attempt(name, partial(work, name, task))
@@ -194,8 +199,6 @@ def describe(options: Options) -> str:
     machine = f"{describe_device(options.world)}, one thread a rank, {os.cpu_count()} cores of {processor()}"
     packages = [f"{name} {installed}" for name in ("torch", "fairscale", "deepspeed") if (installed := version(name))]
     load = f", load before {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    if os.environ.get("ZERO_HOST_MEMORY") == "0":
-        ranks += " by Gloo alone"
     return f"{ranks}, {machine}; AdamW; {', '.join(packages)}; {time.strftime('%d %B %Y').lstrip('0')}{load}"
 
 

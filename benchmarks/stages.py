@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from choices import OPTIMIZERS, STAGES
 from gpt import read_text
-from launch import RankFailed, describe_device, run_ranks
+from launch import RankFailed, backend_of, describe_device, run_ranks
 from measure import ACCOUNTED_STEPS, WARM_UP, Settings, account_step, plan_stages, time_steps
 from report import MIB, Row, find_differences, format_table, write_json
 
@@ -49,11 +49,13 @@ class Options:
 def main() -> None:
     options = read_options(sys.argv[1:])
     try:
-        rows, model = run(options)
+        rows, model, transport = run(options)
     except RankFailed as failure:
         sys.exit(f"FAILED: {failure}")
     parameters, device = model["parameters"], describe_device(options.world)
-    ranks = "1 rank" if options.world == 1 else f"{options.world} ranks"
+    ranks = "1 rank"
+    if options.world > 1:
+        ranks = f"{options.world} ranks over {transport} (DDP over {backend_of(options.world)})"
     subject = (
         f"GPT of {parameters:,} parameters ({model['parameters_bytes'] / MIB:.1f} MiB), {ranks}, {device}, "
         f"{options.settings.optim}, torch {torch.__version__}"
@@ -67,22 +69,23 @@ def main() -> None:
         sys.exit("FAILED: " + "\nFAILED: ".join(differences))
 
 
-def run(options: Options) -> tuple[list[Row], dict[str, int]]:
-    """A row a stage, and the sizes of the model."""
+def run(options: Options) -> tuple[list[Row], dict[str, int], str]:
+    """A row a stage, the sizes of the model, and by which transport zero sends."""
     total = len(options.stages) * (ACCOUNTED_STEPS + options.settings.steps)
     with tqdm(total=total, unit="step", desc="plan") as bar:
         plan, model = plan_stages(options.settings, options.world)
-        rows = []
+        rows, transport = [], ""
         for stage in options.stages:
             bar.set_description(stage)
-            rows.append(run_stage(stage, options, plan.cost(STAGES[stage].number).peak, bar.update))
-    return rows, model
+            row, transport = run_stage(stage, options, plan.cost(STAGES[stage].number).peak, bar.update)
+            rows.append(row)
+    return rows, model, transport
 
 
-def run_stage(stage: str, options: Options, predicted: int, on_step: Callable[[], object]) -> Row:
+def run_stage(stage: str, options: Options, predicted: int, on_step: Callable[[], object]) -> tuple[Row, str]:
     accounts = run_ranks(partial(account_step, options.settings, stage), options.world, on_step)
     times = run_ranks(partial(time_steps, options.settings, stage), options.world, on_step)
-    return Row(
+    row = Row(
         stage=stage,
         **{key: max(account[key] for account in accounts) for key in accounts[0]},
         predicted_peak_bytes=predicted,
@@ -91,6 +94,7 @@ def run_stage(stage: str, options: Options, predicted: int, on_step: Callable[[]
         cpu_ms=sum(rank["cpu_ms"] for rank in times) / options.world,
         losses=times[0]["losses"],
     )
+    return row, times[0]["transport"]
 
 
 def write_results(out: Path, rows: list[Row], *, world: int, parameters: int, subject: str) -> None:

@@ -4,20 +4,22 @@ import time
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import zero
-from zero.plan import Options, Sizes
+from zero.plan import Options
 
 
-def many_parameters() -> Sizes:
-    block = [(1000, 100), (100,)] * 6
-    return Sizes.of_shapes([[], *[block] * 84])
+def many_parameters() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(*(nn.Sequential(*(nn.Linear(100, 1000) for _ in range(6))) for _ in range(84)))
 
 
 @pytest.mark.benchmark(group="a plan", timer=time.process_time)
 @pytest.mark.parametrize("partition", ["even", "whole"])
 def test_plan(benchmark: Any, partition: Any) -> None:
-    sizes = many_parameters()
+    model = many_parameters()
     benchmark.pedantic(
-        zero.plan, (sizes,), {"world_size": 1024, "options": Options(partition=partition)}, rounds=3, warmup_rounds=1
+        zero.plan, (model,), {"world_size": 1024, "options": Options(partition=partition)}, rounds=3, warmup_rounds=1
     )

@@ -161,7 +161,7 @@ def test_the_step_of_offloaded_shards_is_measured_beside_a_copy(tmp_path):
         assert len(taken) == 2 and written["steps"][title]["ms"] > 0
     assert written["steps"]["copy"]["to_copy"] == 1
     assert "training" not in written
-    assert len(trained) == 11
+    assert [*trained] == ["FSDP2", "stage 1", "stage 2", "stage 3"]
     assert all(found["down"] == found["up"] == 0 < found["backward_ms"] for found in trained.values())
 
 
@@ -187,13 +187,3 @@ def test_the_checks_that_a_benchmark_takes_away_are_there_and_come_back(monkeypa
     with checks.counting():
         assert found() != before
     assert found() == before
-
-
-def test_stage_3_takes_no_longer_than_fsdp2_under_the_same_clocks():
-    """Gradients travel in float32, units are gathered as early as can be."""
-    done = python(BENCHMARKS / "clocks.py", "--world", 8, "--layers", 2, "--travel", "float32")
-    found = re.findall(r"(FSDP2|stage 3, \S+) .* ([\d.]+)$", done.stdout, re.MULTILINE)
-    ratios = {who: float(ratio) for who, ratio in found}
-    assert [*ratios] == ["FSDP2", "stage 3, memory-first", "stage 3, default", "stage 3, speed-first"]
-    assert ratios["FSDP2"] == 1
-    assert ratios["stage 3, speed-first"] <= 1

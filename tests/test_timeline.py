@@ -1,13 +1,11 @@
 """What the computing of a settled step waits for, on a simulated GPU: a product takes a second, a transfer 1.5.
 
-A forward of a block is two products, its backward four, so that any one transfer can hide behind a block. Where shards
-are offloaded, transfers take nothing, and the CPU steps a block in some seconds.
+A forward of a block is two products, its backward four, so that any one transfer can hide behind a block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -82,13 +80,11 @@ def stage_3(net: nn.Module, **options: Any) -> list[str]:
         return stalls_of_a_step(there, model, SGD(model.parameters(), 1e-3, foreach=True))
 
 
-def stage_2(**options: Any) -> list[str]:
+def stage_2() -> list[str]:
     with simulated(compute=seconds, transfer=transfer) as there:
         net = blocks()
         optimizer = zero.OSS(net.parameters(), SGD, there.comm(RANK, WORLD), lr=1e-3, foreach=True)
-        model = zero.ShardedDDP(
-            net, optimizer, reduce_buffer_size=sum(p.numel() for p in net[0].parameters()), **options
-        )
+        model = zero.ShardedDDP(net, optimizer, reduce_buffer_size=sum(p.numel() for p in net[0].parameters()))
         return stalls_of_a_step(there, model, optimizer)
 
 
@@ -138,55 +134,3 @@ def test_averages_over_replicas_hide_too():
 
 def test_the_last_reduction_and_the_gathers_of_the_optimizer_are_waited_for_at_stage_2():
     assert stage_2() == ["reduce", *["gather"] * BLOCKS]
-
-
-def test_with_overlap_param_gather_only_the_first_gather_is():
-    assert stage_2(overlap_param_gather=True) == ["gather", "reduce"]
-
-
-FORWARD, BACKWARD = 2 * BLOCKS, 4 * BLOCKS
-OWNED = sum(param.numel() for param in Block().parameters()) // WORLD
-
-
-def waits_for_host(stage: int, step: float, *, in_backward: bool = False, **offload: bool) -> float:
-    """Seconds in a settled step. step: those that the CPU needs for a block."""
-
-    def compute(operator: Any, args: Sequence[Any]) -> float:
-        if operator.name().startswith("aten::_foreach_add_"):
-            return step * sum(shard.numel() for shard in args[0]) / OWNED
-        return seconds(operator, args)
-
-    with simulated(compute=compute) as there:
-        net, comm, home = blocks(), there.comm(RANK, WORLD), zero.CPUOffload(**offload)
-        optim = partial(SGD, lr=1e-3, foreach=True)
-        if stage == 3:
-            model: Any = zero.FSDP(net, process_group=comm, auto_wrap_policy=ModuleWrapPolicy({Block}), offload=home)
-            optimizer: Any = optim(model.parameters())
-        else:
-            optimizer = zero.OSS(net.parameters(), optim, comm, offload=home)
-            numel = sum(param.numel() for param in net[0].parameters())
-            model = zero.ShardedDDP(net, optimizer, reduce_buffer_size=numel)
-        if in_backward:
-            zero.step_in_backward(model, optimizer)
-        begins = []
-        for _ in range(4):
-            begins.append(there.device.computing.time)
-            model(torch.ones(2, WIDTH)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    return begins[-1] - begins[-2] - FORWARD - BACKWARD
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("step", [1.0, 6.0, 20.0])
-def test_offloaded_steps_hide_behind_forward_and_backward(stage, step):
-    """But for what they take longer, and for the step of the block that is needed first.
-
-    In backward the blocks that are needed first get their gradients last: what of their steps is left at the end hides
-    behind their own forward.
-    """
-    whole = BLOCKS * step
-    assert waits_for_host(stage, step) == pytest.approx(whole, abs=step)
-    assert waits_for_host(stage, step, overlap=True) <= max(0, whole - FORWARD) + step
-    left = max(0, whole - BACKWARD)
-    assert waits_for_host(stage, step, overlap=True, in_backward=True) <= left * (1 - FORWARD / whole) + 2 * step

@@ -10,9 +10,9 @@ from typing import Any
 
 from zero.plan.planner import plan
 from zero.plan.result import Cost, Plan
-from zero.plan.sizes import Options, Sizes
+from zero.plan.sizes import Options
 
-__all__ = ["Cost", "Options", "Plan", "Sizes", "plan"]
+__all__ = ["Cost", "Options", "Plan", "plan"]
 
 
 class _CallablePackage(ModuleType):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import zero
+from zero.features.offload import CPUOffload
 from zero.fsdp import MEMORY_FIRST, SPEED_FIRST, MixedPrecision, Prefetch
 from zero.plan.gpt import GPT, batch_of, gpt_of
 from zero.plan.planner import plan
@@ -53,7 +53,7 @@ def _planned(given: argparse.Namespace) -> tuple[Plan, str]:
         precision=precision,
         backend=given.backend,
         one_host=given.one_host,
-        offload=None if given.offload is None else zero.CPUOffload(ratio=given.offload),
+        offload=None if given.offload is None else CPUOffload(ratio=given.offload),
     )
     result = plan(
         model,
@@ -122,7 +122,7 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _share(text: str) -> float:
     try:
-        return zero.CPUOffload(ratio=float(text)).ratio
+        return CPUOffload(ratio=float(text)).ratio
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no share above 0, up to 1") from None
 

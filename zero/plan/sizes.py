@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-import zero
+from zero.features.offload import CPUOffload, DiskOffload
 from zero.fsdp import MixedPrecision
 from zero.fsdp.units import params_by_unit
 from zero.shards.partition import Partition
@@ -35,7 +35,7 @@ class Options:
     broadcast_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     bucket_bytes: int | None = None
-    offload: zero.CPUOffload | zero.DiskOffload | None = None
+    offload: CPUOffload | DiskOffload | None = None
     replicas: int = 1
     backend: Literal["gloo", "nccl"] = "gloo"
     one_host: bool = False

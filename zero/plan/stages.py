@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from zero.comm import Comm
 from zero.comm.packing import batches
 from zero.comm.traffic import traffic
+from zero.features.offload import home_of
 from zero.fsdp import FSDP, Prefetch
 from zero.fsdp.fsdp import running_model
 from zero.measure.kinds import Finding, assumed, finding_of
@@ -34,7 +35,6 @@ from zero.plan.sizes import Options, Sizes
 from zero.plan.transport import rehearsed
 from zero.sdp import ShardedDDP
 from zero.sdp.tensors import map_tensors
-from zero.shards.home import homes
 from zero.shards.partition import cut_for
 from zero.shards.shard_group import ShardGroup
 from zero.state import leaves
@@ -125,7 +125,7 @@ def _oss(job: Job, comm: Any) -> OSS:
 
 
 def _home(options: Options) -> Offloaded | None:
-    return Offloaded(homes["offload"](options.offload)) if options.offload else None
+    return Offloaded(home_of(options.offload)) if options.offload else None
 
 
 def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:

@@ -19,6 +19,7 @@ from zero.comm.order import Order
 from zero.comm.packing import summed_as
 from zero.comm.process_group import scatters
 from zero.comm.transport import Handle, Message, Transport
+from zero.features.host_memory.transport import CHUNK, QueuedHandle
 
 Rehearsed = Literal["gloo", "host memory", "nccl"]
 """The name of the rehearsed transport; "nccl" stands for all backends that overlap."""
@@ -36,10 +37,7 @@ class Rehearsal(Transport):
         self._host_memory = like == "host memory"
         self._handle: Callable[[Finish], Handle] = Handle
         if self._host_memory:
-            from zero.features.host_memory import transport  # the folder may be missing
-
-            self._chunk, queue = transport.CHUNK, list[transport.QueuedHandle]()
-            self._handle = partial(transport.QueuedHandle, queue=queue)
+            self._handle = partial(QueuedHandle, queue=list[QueuedHandle]())
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         return self._transfer([full], lambda: None)
@@ -82,7 +80,7 @@ class Rehearsal(Transport):
 
     def _read_in_chunks(self, sample: Tensor, own: Sequence[int]) -> list[Tensor]:
         """Allocates the chunks that HostMemory reads from all ranks at a time. own: this rank's elements by message."""
-        chunk = min(self._chunk // sample.element_size(), max(1, *own))
+        chunk = min(CHUNK // sample.element_size(), max(1, *own))
         chunks = sample.new_empty(self._world, chunk)
         return [chunks[:, : min(chunk, n)] for n in own]
 
@@ -90,7 +88,7 @@ class Rehearsal(Transport):
 
     def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
         if self._host_memory:
-            tensor.new_empty(self._world, min(self._chunk // tensor.element_size(), tensor.numel()))
+            tensor.new_empty(self._world, min(CHUNK // tensor.element_size(), tensor.numel()))
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None: ...
 
