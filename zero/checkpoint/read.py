@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from zero._torch import warn_user
@@ -150,7 +151,12 @@ class LoadPlan:
 
     @torch.no_grad()
     def take(self, source: Source) -> None:
-        """Reads the tensors into the model and the optimizers' state. This cannot be undone."""
+        """Reads the tensors into the model and the optimizers' state. This cannot be undone.
+
+        The bytes are written where autograd does not see it. It counts them as written all the same, also on ranks that
+        have nothing of a parameter, so that a backward of a graph from before is refused on every rank.
+        """
+        increment_version([one for one in self._training.tensors.values() if not one.is_inference()])
         for entry, held in self._tensors:
             _fill(source, entry, held)
         for plan in self._optimizers:
