@@ -205,13 +205,6 @@ def with_adam(model: nn.Module) -> tuple[nn.Module, Optimizer]:
     return model, adam()(model.parameters())
 
 
-def assert_loads(path: Any, saved: tuple[Any, Any], into: tuple[Any, Any]) -> Any:
-    """Collective. Loads into a model and an optimizer, which are then as those that were saved. Returns the extra."""
-    extra = zero.checkpoint.load(path, *into)
-    assert not differences(whole(*saved), whole(*into))
-    return extra
-
-
 def sign(index: dict[str, Any]) -> None:
     """Gives an index that was altered the checksum that it should have."""
     index.pop("sha256", None)

@@ -13,7 +13,6 @@ import objects
 import pytest
 import torch
 from saved import adam, differences, read_plainly, tiny
-from torch import nn
 
 import matrix
 import ranks
@@ -158,10 +157,3 @@ def never_waited_for(rank, world, path):
 def test_a_save_behind_training_that_is_never_waited_for_is_there_all_the_same(tmp_path):
     assert all(ranks.run(never_waited_for, 2, (str(tmp_path),), fresh=True))
     zero.checkpoint.load(tmp_path, tiny(WIDTH))
-
-
-def test_without_a_process_group_and_inside_a_module_list(tmp_path):
-    model = nn.ModuleList([tiny(), tiny()])
-    zero.checkpoint.save(tmp_path, model, extra={"a": (1, 2), "b": {1: torch.arange(3)}})
-    extra = zero.checkpoint.load(tmp_path, model)
-    assert extra["a"] == (1, 2) and torch.equal(extra["b"][1], torch.arange(3))

@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import shutil
-import struct
 import subprocess
 import time
 from contextlib import ExitStack, nullcontext
@@ -264,9 +263,7 @@ def saved_tiny(tmp_path_factory):
     ("build", "expected"),
     [
         (renamed, ["it has nothing for: 1.weight, 1.bias|the model has no: ", r"2\.weight"]),
-        (lambda _: of_tiny(adam(), width=9), [r"0\.weight \(saved float32 \[8, 4\], here float32 \[9, 4\]\)"]),
         (of_integers, ["it has nothing for: count"]),
-        (lambda _: of_tiny(torch.optim.SGD, lr=0.1), ["state of Adam, but the optimizer is SGD"]),
         (two_groups, ["has 1 parameter groups, the optimizer here has 2"]),
         (fewer, [r"state of 0\.weight, which the Adam here does not have"]),
         (untied, ["saved with 1 optimizers, but 2"]),
@@ -315,7 +312,8 @@ def test_a_misfit_is_refused_on_every_rank_and_changes_nothing(tmp_path):
     ranks.run(save_misfits, 2, (str(tmp_path),))
     first, second, third = ranks.run(refuse_misfits, 3, (str(tmp_path),))
     assert first == second == third
-    for message, expected in zip(first, ["saved float32", "is SGD", "is cut between ranks here"], strict=True):
+    width = "0.weight (saved float32 [8, 4], here float32 [9, 4])"
+    for message, expected in zip(first, [width, "is SGD", "is cut between ranks here"], strict=True):
         assert expected in message
 
 
@@ -358,17 +356,6 @@ def test_where_nothing_can_be_written(tmp_path):
     (tmp_path / "file").write_text("")
     for path in [tmp_path / "file", tmp_path / "file" / "run", Path("/proc/run")]:
         ranks.expect_error(save_somewhere, 2, "CheckpointError", "could not be written", args=(str(path),))
-
-
-def test_extra_that_json_cannot_hold(tmp_path):
-    ranks.expect_error(
-        save_somewhere,
-        2,
-        "CheckpointError",
-        r"extra\['a'\]\[1\] is a pathlib",
-        args=(str(tmp_path), {"a": [1, Path()]}),
-    )
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("extra", [[1], {1: 2}])
@@ -432,14 +419,3 @@ def test_a_rank_that_cannot_write_at_all_is_heard_of(tmp_path):
     for messages in ranks.run(one_rank_cannot_write, 2, (str(tmp_path),), timeout=20.0):
         assert all("rank-00001.safetensors could not be written" in message for message in messages)
     assert sorted(one.name for one in tmp_path.iterdir()) == ["00000001", "latest"]
-
-
-def test_a_header_that_is_too_long(tmp_path, saved_tiny):
-    path = tmp_path / "run"
-    shutil.copytree(saved_tiny, path)
-    file = only(path) / "rank-00000.safetensors"
-    data = file.read_bytes()
-    file.write_bytes(struct.pack("<Q", 1 << 40) + data[8:])
-    model, optimizer = of_tiny(adam())
-    with pytest.raises(zero.checkpoint.CheckpointError, match="no safetensors file"):
-        zero.checkpoint.load(path, model, optimizer)

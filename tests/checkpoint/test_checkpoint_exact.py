@@ -2,8 +2,6 @@
 
 import copy
 import enum
-import math
-import warnings
 
 import numpy as np
 import pytest
@@ -64,34 +62,6 @@ def test_a_save_that_failed_fails_whenever_it_is_waited_for(tmp_path, monkeypatc
         _ = saving.path
 
 
-class Wide(ByParameter):
-    """State in other dtypes than the parameters'."""
-
-    def step_one(self, param, state, group):
-        state["momentum"] = state.get("momentum", torch.zeros_like(param, dtype=torch.float32)) + param.grad
-        state["count"] = state.get("count", torch.full_like(param, 2**24, dtype=torch.int64)) + 1
-        param -= group["lr"] * state["momentum"].to(param.dtype)
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@ranks.on(2)
-def test_state_keeps_dtypes_that_are_not_the_parameters(rank, world, stage, tmp_path):
-    def build():
-        torch.manual_seed(0)
-        model = nn.Linear(4, 3).bfloat16()
-        return zero.setup(model, Wide, stage=stage, partition="even", lr=0.01)
-
-    (model, optimizer), (other, other_optimizer) = build(), build()
-    model(torch.ones(2, 4).bfloat16()).sum().backward()
-    optimizer.step()
-    zero.checkpoint.save(tmp_path, model, optimizer)
-    zero.checkpoint.load(tmp_path, other, other_optimizer)
-    saved, loaded = (getattr(one, "optim", one).state.values() for one in (optimizer, other_optimizer))
-    for before, after in zip(saved, loaded, strict=True):
-        for key in ("momentum", "count"):
-            assert before[key].dtype == after[key].dtype and torch.equal(before[key], after[key]), key
-
-
 class History(ByParameter):
     """Keeps past gradients in a list."""
 
@@ -141,19 +111,6 @@ def test_masters_are_those_that_were_saved_whatever_16_bits_the_parameters_have(
     model(torch.ones(1, 64).bfloat16()).sum().backward()
     optimizer.step()  # at a learning rate of nothing
     assert torch.equal(optimizer.shards.shard_groups[0].master, saved)
-
-
-def keep_nan(rank, world, path):
-    zero.checkpoint.save(path, DistributedDataParallel(nn.Linear(2, 2)), extra={"best": math.nan, "$": rank})
-
-
-def test_nan_is_the_same_on_all_ranks(tmp_path):
-    ranks.run(keep_nan, 2, (str(tmp_path),))
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        extra = zero.checkpoint.load(tmp_path, nn.Linear(2, 2))
-    assert [*extra] == ["best"] and math.isnan(extra["best"])
-    assert [str(one.message).split(" of extra")[0] for one in told] == ["$"]
 
 
 class Precision(str, enum.Enum):

@@ -128,11 +128,6 @@ def test_inspect(run, capsys):
     assert re.search(r"model/frozen\.weight: float32 \[13, 13\], \d shards", told)
 
 
-def test_inspect_of_nothing(tmp_path, capsys):
-    assert main(["inspect", str(tmp_path)]) == 1
-    assert "has no checkpoint in it" in capsys.readouterr().err
-
-
 def test_the_command_line(run, tmp_path):
     path, _ = run
     done = python("-m", "zero.checkpoint", "export", path, tmp_path, "--max-shard-size", "7EB", code=2)

@@ -32,7 +32,7 @@ class Keeping(ByParameter):
         state["kept"]["mean"].mul_(0.9).add_(param.grad)
         state["kept"][3]["steps"] += 1
         state.update(
-            positive=param > 0, seen=torch.ones_like(param, dtype=torch.int64), last=0.5 - 1j, nothing=None,
+            positive=param > 0, seen=torch.full_like(param, 2**24 + 1, dtype=torch.int64), last=0.5 - 1j, nothing=None,
             steps=torch.tensor(int(state["kept"][3]["steps"])), share=np.float32(0.5), count=np.int64(3),
             flag=np.bool_(True), size=torch.Size([2, 3]), betas=(0.9, 0.99),
         )  # fmt: skip
