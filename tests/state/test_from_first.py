@@ -69,15 +69,14 @@ def test_what_rank_0_has_read_is_loaded_as_if_all_had_read_it(rank, world, name)
 @ranks.on(4)
 def test_every_replica_gets_what_rank_0_has_read(rank, world):
     saved = file(*OPTIMIZERS["adam"])
-    for how in ({"optimizer_sharding": "all"}, {}):
-        mesh = init_device_mesh("cpu", (2, 2))
-        model = zero.FSDP(TiedBlocks(7), sharding_strategy="HYBRID_SHARD", device_mesh=mesh, **how)
-        optimizer = Adam(model.parameters())
-        zero.load_full_state_dict(model, saved["weights"] if rank == 0 else {})
-        zero.load_full_optimizer_state_dict(model, optimizer, saved["optimizer"] if rank == 0 else {})
-        torch.testing.assert_close(zero.full_state_dict(model), dict(saved["weights"]), rtol=0, atol=0)
-        found = zero.full_optimizer_state_dict(model, optimizer)
-        torch.testing.assert_close(found["state"], saved["optimizer"]["state"], rtol=0, atol=0)
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = zero.FSDP(TiedBlocks(7), sharding_strategy="HYBRID_SHARD", device_mesh=mesh)
+    optimizer = Adam(model.parameters())
+    zero.load_full_state_dict(model, saved["weights"] if rank == 0 else {})
+    zero.load_full_optimizer_state_dict(model, optimizer, saved["optimizer"] if rank == 0 else {})
+    torch.testing.assert_close(zero.full_state_dict(model), dict(saved["weights"]), rtol=0, atol=0)
+    found = zero.full_optimizer_state_dict(model, optimizer)
+    torch.testing.assert_close(found["state"], saved["optimizer"]["state"], rtol=0, atol=0)
 
 
 BLOCKS = 8

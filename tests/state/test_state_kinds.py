@@ -206,6 +206,9 @@ def test_what_cannot_be_sent_is_refused_by_name_on_every_rank(rank, world, stage
         group.pop("zero_shard", None)
     told = refusal(lambda: zero.load_full_optimizer_state_dict(model, optimizer, state if rank == 0 else None))
     assert "the state 'odd' of parameter 0 is a" in told, told
+    state = {"state": {}, "param_groups": [{**group, "odd": STRANGE[value]} for group in state["param_groups"]]}
+    told = refusal(lambda: zero.load_full_optimizer_state_dict(model, optimizer, state if rank == 0 else None))
+    assert "the option 'odd' of group 0 is a" in told, told
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

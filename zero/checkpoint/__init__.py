@@ -19,8 +19,7 @@ is nothing to convert between stages, numbers of ranks or partitions: a reader a
 
 No pickle is loaded. A checkpoint of torch.distributed.checkpoint (2.13) holds options and step counts as pickles, which
 run code as they are loaded, and has no checksums: an altered byte is loaded without an error. Its asynchronous save
-sends, and needs a second process group; here the thread sends nothing. It keeps tied weights, masters, options and the
-ranks' `extra` in no common index.
+sends, and needs a second process group; here the thread sends nothing.
 """
 
 from zero.checkpoint.format import CheckpointError

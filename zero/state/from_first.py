@@ -156,7 +156,7 @@ def _described(state_dict: dict[str, Any]) -> dict[str, Any]:
         (key, leaves.all_described(leaves.opened(state), f"parameter {key}"))
         for key, state in state_dict["state"].items()
     ]
-    options = [leaves.all_described(leaves.opened(group), f"group {i}") for i, group in enumerate(groups)]
+    options = [leaves.all_described(leaves.opened(group), f"group {i}", "option") for i, group in enumerate(groups)]
     return {"state": states, "param_groups": options}
 
 

@@ -82,19 +82,19 @@ def copied(tensor: Tensor) -> Tensor:
     return type(wrapper).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())  # type: ignore[no-any-return]
 
 
-def all_described(leaves: dict[str, Any], of: str) -> dict[str, dict[str, Any]]:
-    """Leaves as JSON, by key. of: what has them, for errors.
+def all_described(leaves: dict[str, Any], of: str, what: str = "state") -> dict[str, dict[str, Any]]:
+    """Leaves as JSON, by key. of, what: who has them, and what they are, for errors.
 
     Raises ValueError for what would come out as something else.
     """
     found = {}
     for key, leaf in leaves.items():
         if not isinstance(key, str):
-            raise ValueError(f"{of} has state under {key!r}, which is no string")
+            raise ValueError(f"{of} has {what} under {key!r}, which is no string")
         try:
             found[key] = _described(leaf)
         except ValueError as error:
-            raise ValueError(f"the state {entry_of(key)!r} of {of} {error}") from None
+            raise ValueError(f"the {what} {entry_of(key)!r} of {of} {error}") from None
     return found
 
 
