@@ -184,7 +184,6 @@ class Case:
     optim: str = "adam"
     broadcast: Any = None
     reduce: Any = None
-    wire: zero.Int8 | None = None
     width: int = 192
     tokens: tuple[int, int] = (4, 32)
     replicas: int = 1
@@ -201,9 +200,7 @@ def batch(case: Case) -> tuple[Tensor]:
 
 
 def precision(case: Case) -> zero.MixedPrecision:
-    return zero.MixedPrecision(
-        param_dtype=torch.bfloat16 if case.mixed else None, reduce_dtype=case.reduce, param_wire=case.wire
-    )
+    return zero.MixedPrecision(param_dtype=torch.bfloat16 if case.mixed else None, reduce_dtype=case.reduce)
 
 
 def policy(case: Case) -> ModuleWrapPolicy | None:

@@ -31,18 +31,12 @@ from transports import overlapping
 PACKAGE = Path(zero.__file__).parent
 STAGES: dict[str, Callable[..., Any]] = {
     "2": stage_2,
-    "2 overlapping": lambda model, optim: _overlapping(model, optim),
     "3": stage_3,
     "3 whole": partial(stage_3, partition="whole"),
     "3 kept": partial(stage_3, reshard_after_forward=False),
     "3 memory first": partial(stage_3, prefetch=zero.MEMORY_FIRST),
     "3 speed first": partial(stage_3, prefetch=zero.SPEED_FIRST),
 }
-
-
-def _overlapping(model: nn.Module, optim: Any) -> Any:
-    optimizer = zero.OSS(model.parameters(), optim)
-    return zero.ShardedDDP(model, optimizer, overlap_param_gather=True), optimizer
 
 
 def small_gpt() -> GPT:

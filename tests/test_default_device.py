@@ -174,10 +174,10 @@ def joins(rank: int, folder: str, stage: int) -> Any:
 
 
 def halves(rank: int, folder: str, stage: int) -> Any:
-    """Parameters of 16 bits and what is stepped in 32, with buffers; transfers in 8 bits."""
+    """Parameters of 16 bits and what is stepped in 32, with buffers; gradients travel in 16 bits."""
     with torch.device("cpu"):
         model, given = CASES["convnet"].model(), [CASES["convnet"].batch(rank, step) for step in range(3)]
-    mixed = zero.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=zero.Int8())
+    mixed = zero.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     if stage == 3:
         model = zero.FSDP(model, mixed_precision=mixed)
         optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -253,8 +253,7 @@ def test_full_and_local_state_at_stage_3_do_not_depend_on_the_default_device(ran
 def planned(rank: int, folder: str) -> Any:
     with torch.device("cpu"):
         model = CASE.model()
-    timed = zero.plan(model, world_size=[2, 8], batch=batch(rank, 0).inputs, hardware="cpu", stages=[1])
-    return timed.table(), zero.plan(model, world_size=2, stages=[2, 3]).table()
+    return zero.plan(model, world_size=2, batch=batch(rank, 0).inputs, stages=[1, 2, 3]).table()
 
 
 def test_plans_do_not_depend_on_the_default_device():

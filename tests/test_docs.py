@@ -30,8 +30,6 @@ import matrix
 import ranks
 import zero
 from launched import launched
-from replicated import Served
-from zero.comm import Comm
 from zero.fsdp.options import translators
 from zero.integrations.accelerate import ZeroPlugin
 from zero.plan import Options
@@ -104,13 +102,6 @@ def saved() -> Namespace:
     return names
 
 
-def coordinated() -> Namespace:
-    """A model of stage 3 as the only replica of a coordinator."""
-    served = Served(1).__enter__() if dist.get_rank() == 0 else None
-    port = Comm.default().all_gather_text(str(served.port) if served is not None else "")[0]
-    return {**trained(3), "coordinator": f"localhost:{port}", "served": served}
-
-
 PREAMBLES: dict[str, Callable[[], Namespace]] = {
     "model": model,
     "stage 1": functools.partial(trained, 1),
@@ -118,7 +109,6 @@ PREAMBLES: dict[str, Callable[[], Namespace]] = {
     "stage 3": functools.partial(trained, 3),
     "uneven batches": uneven,
     "a checkpoint": saved,
-    "a coordinator": coordinated,
 }
 
 
@@ -160,14 +150,12 @@ WITHOUT_A_SCRIPT = (
     "from_deepspeed",
     "integrations",
     "api",
-    "cuda_graphs",
     "gpus",
     "how_it_is_built",
     "measurements",
     "parallelism",
     "plan",
     "reliability",
-    "replicas",
 )
 """The pages that do not begin with a script."""
 

@@ -25,7 +25,6 @@ import matrix
 import ranks
 import zero
 from models import FeedForward, unit_bytes
-from transports import READS
 
 WIDTH, INNER, BLOCKS = 256, 768, 8  # 1.5 MiB a block; 12 MiB in all
 
@@ -63,8 +62,7 @@ def at_stage(stage: str) -> tuple[nn.Module, Any, int]:
     if stage == "2":
         wrapped, optimizer = zero.setup(model(), Adam, stage=2)
         return wrapped, optimizer, largest_group(optimizer)
-    prefetch = {"3 memory first": zero.MEMORY_FIRST, "3 speed first": zero.SPEED_FIRST}.get(stage)
-    wrapped = zero.FSDP(model(), auto_wrap_policy=policy, reshard_after_forward=stage != "3 kept", prefetch=prefetch)
+    wrapped = zero.FSDP(model(), auto_wrap_policy=policy)
     return wrapped, Adam(wrapped.parameters()), unit_bytes(wrapped)
 
 
@@ -124,9 +122,6 @@ AT_REST = {  # parameters, gradients, optimizer, as functions of W
     "1": lambda world: (1, 1, 2 / world),
     "2": lambda world: (1, 1 / world, 2 / world),
     "3": lambda world: (1 / world, 1 / world, 2 / world),
-    "3 memory first": lambda world: (1 / world, 1 / world, 2 / world),
-    "3 speed first": lambda world: (1 / world, 1 / world, 2 / world),
-    "3 kept": lambda world: (1 / world, 1 / world, 2 / world),
 }
 
 
@@ -143,9 +138,6 @@ PEAKS = {  # in bytes of the parameters, and how many times B more
     "1": lambda world: (2 + 2 / world, 1),
     "2": lambda world: (1 + 3 / world, 2),
     "3": lambda world: (4 / world, 4),
-    "3 memory first": lambda world: (4 / world, 2),
-    "3 speed first": lambda world: (4 / world, 4 if READS else 5),
-    "3 kept": lambda world: (1 + 3 / world, 2),
 }
 
 

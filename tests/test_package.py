@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 import zero
 from processes import ROOT
-from zero.interop.names import FSDP1
 
 SOURCE = "https://host.example/zero"
 
@@ -44,7 +43,4 @@ def test_help_shows_only_what_the_page_of_the_api_has(cls: type) -> None:
     page = (ROOT / "docs" / "api.md").read_text()
     documented = {*re.findall(rf"^#### {cls.__name__}\.(\w+)$", page, re.MULTILINE)}
     assert documented <= shown
-    assert shown - documented <= {
-        *dir(Optimizer if cls is zero.OSS else nn.Module),
-        *(FSDP1 if cls is zero.FSDP else ()),
-    }
+    assert shown - documented <= {*dir(Optimizer if cls is zero.OSS else nn.Module)}

@@ -30,7 +30,7 @@ def check(case: Case) -> None:
 
 
 FOUND = {
-    "parameters listed after a forward without backward": Case(
+    "gradients cleared by the model after a forward without backward": Case(
         (Node("linear"),), world=4, steps=(Step(before="forward alone", by_model=True),), units="size"
     ),
     "a unit that stays is read by a checkpoint": Case(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,8 @@ import matrix
 import ranks
 import stacks
 import zero
+from fuzz.cases import Case, Micro, Node, Step
+from fuzz.training import train
 from sidebyside import STAGES, SideBySide, sgd
 from stacks import WIDTH, Block, Scenarios, batch
 
@@ -51,20 +53,6 @@ def steps(both: SideBySide, rank: int, count: int = 3, start: int = 0) -> None:
 
 
 @scenario
-def several_forwards_before_one_backward(rank, world, stage):
-    both = SideBySide(Stack(), stage)
-    for step in range(3):
-        both.step(lambda model, step=step: sum(loss_on(batch(rank, 10 * step + i))(model) for i in range(3)))
-
-
-@scenario
-def several_backwards_before_a_step(rank, world, stage):
-    both = SideBySide(Stack(), stage)
-    for step in range(3):
-        both.step(*(loss_on(batch(rank, 10 * step + i)) for i in range(3)))
-
-
-@scenario
 def one_graph_gone_through_three_times(rank, world, stage):
     both = SideBySide(Stack(), stage)
     for step in range(2):
@@ -73,15 +61,6 @@ def one_graph_gone_through_three_times(rank, world, stage):
         for i in range(3):
             both.backward(lambda model, i=i, of=outputs: of[model][:, i].square().mean(), retain_graph=i < 2)
         both.update()
-
-
-@scenario
-def a_block_used_twice_in_one_forward(rank, world, stage):
-    class Twice(Stack):
-        def call(self, block, x):
-            return block(torch.tanh(block(x)))
-
-    steps(SideBySide(Twice(), stage), rank)
 
 
 @scenario
@@ -116,15 +95,6 @@ def forward_without_gradient_in_between(rank, world, stage):
 
 
 @scenario
-def forward_that_no_backward_follows(rank, world, stage):
-    both = SideBySide(Stack(), stage)
-    for step in range(3):
-        both.model(batch(rank, 9))
-        both.step(loss_on(batch(rank, step)))
-        both.model(batch(rank, 9), blocks=slice(1))
-
-
-@scenario
 def forward_that_no_backward_follows_between_backward_and_step(rank, world, stage):
     """At stage 3 what it left whole must not be what is stepped."""
     both = SideBySide(Stack(), stage)
@@ -132,17 +102,6 @@ def forward_that_no_backward_follows_between_backward_and_step(rank, world, stag
         both.zero_grad()
         both.backward(loss_on(batch(rank, step)))
         both.model(batch(rank, 9))
-        both.update()
-
-
-@scenario
-def gradients_cleared_in_every_form(rank, world, stage):
-    """What is set to zero, not None, decays where it is not used: like the plain optimizer's."""
-    both = SideBySide(Stack(), stage)
-    for step in range(8):
-        zero_grad = both.model.zero_grad if step % 2 else both.optimizer.zero_grad
-        both.zero_grad(zero_grad, set_to_none=step % 4 < 2)
-        both.backward(loss_on(batch(rank, step), blocks=slice(step % 3)))
         both.update()
 
 
@@ -160,28 +119,11 @@ def gradients_for_inputs(rank, world, stage):
 
 
 @scenario
-def backwards_under_no_sync_are_sent_along_later(rank, world, stage):
-    both = SideBySide(Stack(), stage)
-    for step in range(3):
-        both.step(*(loss_on(batch(rank, 10 * step + number)) for number in range(4)), unsent=2)
-
-
-@scenario
 def backwards_under_no_sync_are_sent_along_by_one_that_does_not_reach_them(rank, world, stage):
     both = SideBySide(Stack(), stage)
     for step in range(2):
         losses = loss_on(batch(rank, 10 * step)), loss_on(batch(rank, 10 * step + 1), blocks=slice(1))
         both.step(*losses, unsent=1)
-
-
-@scenario
-def no_sync_between_backwards_that_are_reduced(rank, world, stage):
-    both = SideBySide(Stack(), stage)
-    for step in range(3):
-        both.zero_grad()
-        for number, sync in enumerate([True, False, True, False, False, True]):
-            both.backward(loss_on(batch(rank, 10 * step + number)), sync=sync)
-        both.update()
 
 
 @scenario
@@ -205,11 +147,21 @@ def gradients_of_no_sync_cleared_by_zero_grad(rank, world, stage):
 @scenario
 def exception_inside_no_sync(rank, world, stage):
     both = SideBySide(Stack(), stage)
+
+    def interrupted_backward():
+        both.backward(loss_on(batch(rank, 3)), sync=False)
+        raise KeyError
+
     with pytest.raises(KeyError), both.model.no_sync():
         raise KeyError
     with pytest.raises(KeyError), both.model.no_sync(), both.model.no_sync():
         raise KeyError
     steps(both, rank)
+    both.zero_grad()
+    with pytest.raises(KeyError), both.model.no_sync():
+        interrupted_backward()
+    both.backward(loss_on(batch(rank, 4)))  # what no_sync kept before the exception is there still
+    both.update()
 
 
 # -------------------------------------------------------------------------------------------- parameters of all kinds
@@ -226,53 +178,6 @@ def weights_tied_within_a_block(rank, world, stage):
         block.down.weight = nn.Parameter(block.up.weight.detach()[:WIDTH].clone())  # without use
         block.again = block.up
     steps(SideBySide(model, stage), rank)
-
-
-@scenario
-def weights_tied_across_blocks(rank, world, stage):
-    model = Stack()
-    model.blocks[2].up.weight = model.blocks[0].up.weight
-    model.blocks[1].down = model.blocks[0].down
-    both = SideBySide(model, stage)
-    steps(both, rank)
-    assert both.model.module.blocks[2].up.weight is both.model.module.blocks[0].up.weight
-
-
-@scenario
-def unused_parameters_keep_no_gradient(rank, world, stage):
-    """Weight decay and momentum leave them alone: the reference's have the gradient None."""
-    model = Stack()
-    model.blocks[1].spare = nn.Linear(3, 5)
-    model.spare = nn.Parameter(torch.ones(7))
-    steps(SideBySide(model, stage), rank)
-
-
-@scenario
-def parameters_used_by_some_ranks_get_the_average_with_zeros(rank, world, stage):
-    class Some(Block):
-        def __init__(self):
-            super().__init__()
-            self.extra = nn.Linear(WIDTH, WIDTH)
-
-        def forward(self, x):
-            x = super().forward(x)
-            return self.extra(x) if rank else x
-
-    steps(SideBySide(Stack(block=Some), stage), rank)
-
-
-@scenario
-def several_dtypes_in_a_block(rank, world, stage):
-    class Mixed(Block):
-        def __init__(self):
-            super().__init__()
-            self.in_double = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-            self.in_half = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
-
-        def forward(self, x):
-            return super().forward(x) + self.in_double(x.double()).float() + self.in_half(x.bfloat16()).float()
-
-    steps(SideBySide(Stack(block=Mixed), stage), rank)
 
 
 @scenario
@@ -310,45 +215,6 @@ def two_optimizers_for_one_model(rank, world, stage):
     first, second = halves(both.plain)
     both.plain_optimizer = Two([sgd(first), adam(second)])
     steps(both, rank)
-
-
-@scenario
-def frozen_beside_trained_in_every_block(rank, world, stage):
-    class Adapted(Block):
-        def __init__(self):
-            super().__init__()
-            self.requires_grad_(False)
-            self.low, self.high = nn.Linear(WIDTH, 2), nn.Linear(2, WIDTH)
-
-        def forward(self, x):
-            return super().forward(x) + self.high(self.low(x))
-
-    steps(SideBySide(Stack(block=Adapted), stage), rank)
-
-
-@scenario
-def whole_blocks_frozen(rank, world, stage):
-    model = Stack()
-    model.first.requires_grad_(False)
-    model.blocks[:2].requires_grad_(False)
-    steps(SideBySide(model, stage), rank)
-
-
-@scenario
-def unfrozen_and_frozen_between_steps(rank, world, stage):
-    model = Stack()
-    model.first.requires_grad_(False)
-    model.blocks[1].requires_grad_(False)
-    model.blocks[2].up.bias.requires_grad_(False)
-    both = SideBySide(model, stage)
-    steps(both, rank)
-    for inner in both.each():
-        inner.requires_grad_(True)
-    steps(both, rank, start=3)
-    for inner in both.each():
-        inner.blocks[0].requires_grad_(False)
-        inner.last.weight.requires_grad_(False)
-    steps(both, rank, start=6)
 
 
 # -------------------------------------------------------------------------------------------------- inputs and outputs
@@ -406,34 +272,6 @@ def outputs_that_need_no_gradient_beside_those_that_do(rank, world, stage):
 
 
 @scenario
-def block_whose_output_is_not_used(rank, world, stage):
-    class Ignoring(Stack):
-        def forward(self, x):
-            x = self.first(x)
-            self.blocks[0](x)
-            return self.last(self.blocks[2](self.blocks[1](x.detach())) + x)
-
-    steps(SideBySide(Ignoring(), stage), rank)
-
-
-@scenario
-def block_that_changes_its_input_in_place(rank, world, stage):
-    class InPlace(Block):
-        def __init__(self):
-            super().__init__()
-            self.relu = nn.ReLU(inplace=True)
-
-        def forward(self, x):
-            return self.inner(self.relu(x))
-
-    class Shifted(Stack):
-        def call(self, block, x):
-            return block(x + 0.1)
-
-    steps(SideBySide(Shifted(block=InPlace), stage), rank)
-
-
-@scenario
 def block_that_hands_its_input_on(rank, world, stage):
     class Passing(Block):
         def forward(self, x):
@@ -450,60 +288,15 @@ def block_that_hands_its_input_on(rank, world, stage):
 # --------------------------------------------------------------------------------------------- activation checkpointing
 
 
-class CheckpointedAround(Stack):
-    reentrant = False
-
+class Reentrant(Stack):
     def call(self, block, x):
-        return checkpoint(block, x, use_reentrant=self.reentrant)
-
-
-class CheckpointedAroundReentrant(CheckpointedAround):
-    reentrant = True
-
-
-class CheckpointedInside(Block):
-    reentrant = False
-
-    def forward(self, x):
-        return x + checkpoint(self.inner, x, use_reentrant=self.reentrant)
-
-
-class CheckpointedInsideReentrant(CheckpointedInside):
-    reentrant = True
-
-
-def checkpointed(rank: int, stage: str, build: Callable[[], nn.Module], forwards: int = 1, **options: Any) -> None:
-    both = SideBySide(build(), stage, **options)
-    steps(both, rank)
-    both.step(
-        loss_on(batch(rank, 3)),
-        lambda model: sum(loss_on(batch(rank, 4 + i))(model) for i in range(forwards)),
-        unsent=1,
-    )
-
-
-@scenario
-def blocks_checkpointed(rank, world, stage):
-    checkpointed(rank, stage, CheckpointedAround, forwards=2)
-
-
-@scenario
-def blocks_checkpointed_reentrant(rank, world, stage):
-    checkpointed(rank, stage, CheckpointedAroundReentrant)
-
-
-@scenario
-def checkpointed_inside_blocks(rank, world, stage):
-    checkpointed(rank, stage, partial(Stack, block=CheckpointedInside), forwards=2)
-
-
-@scenario
-def checkpointed_inside_blocks_reentrant(rank, world, stage):
-    checkpointed(rank, stage, partial(Stack, block=CheckpointedInsideReentrant))
+        return checkpoint(block, x, use_reentrant=True)
 
 
 def reentrant_twice(rank: int, world: int, stage: str) -> None:
-    checkpointed(rank, stage, CheckpointedAroundReentrant, forwards=2, tolerance=1e-6)
+    both = SideBySide(Reentrant(), stage, tolerance=1e-6)
+    steps(both, rank)
+    both.step(loss_on(batch(rank, 3)), lambda model: sum(loss_on(batch(rank, i))(model) for i in (4, 5)), unsent=1)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -515,15 +308,6 @@ def test_two_gradients_for_a_parameter_in_one_backward_by_reentrant_checkpointin
         ranks.expect_error(
             reentrant_twice, 2, RuntimeError, r"blocks\.\d", "use_reentrant=False", args=(stage,), timeout=20
         )
-
-
-@scenario
-def checkpointed_on_top_of_one_another(rank, world, stage):
-    class Nested(CheckpointedAround):
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=False)
-
-    checkpointed(rank, stage, Nested, forwards=2)
 
 
 # ------------------------------------------------------------------------------------------------------------ mishaps
@@ -601,14 +385,87 @@ def exception_in_backward_then_weights_read_first(rank, world, stage):
     steps(both, rank)
 
 
-CASES = [
-    (name, stage)
-    for number, name in enumerate(SCENARIOS)
-    for stage in ["2 in small buckets", "3", *(["3 kept"] if matrix.WHOLE or number % 3 == 0 else [])]
-]
+def row(*kinds: str | Node, steps: tuple[Step, ...] = (Step(), Step(), Step()), **options: Any) -> Case:
+    return Case(tuple(Node(kind) if isinstance(kind, str) else kind for kind in kinds), steps=steps, **options)
+
+
+def around(kind: str, *inside: str | Node) -> Node:
+    return Node(kind, row(*inside).body)
+
+
+def backwards(*synced: bool) -> tuple[Step, ...]:
+    return (Step(tuple(Micro(sync=sync) for sync in synced)),) * 3
+
+
+FEEDS = "feed", "feed", "feed"
+MICROS = (Step(), Step((Micro(sync=False), Micro(2))))
+ROWS = {
+    "several forwards before one backward": row(*FEEDS, steps=(Step((Micro(3),)),) * 3),
+    "several backwards before a step": row(*FEEDS, steps=backwards(True, True, True)),
+    "a block used twice in one forward": row(around("twice", "feed"), "feed"),
+    "forward that no backward follows": row(*FEEDS, steps=(Step(), *(Step(before="forward alone"),) * 2)),
+    "backwards under no_sync are sent along later": row(*FEEDS, steps=backwards(False, False, True, True)),
+    "no_sync between backwards that are reduced": row(*FEEDS, steps=backwards(True, False, True, False, False, True)),
+    "gradients set to zero, not None, decay where they are not used": row(
+        around("skipped", "feed"),
+        *FEEDS,
+        steps=tuple(Step(set_to_none=number % 4 < 2, by_model=number % 2 == 1) for number in range(8)),
+    ),
+    "weights tied across blocks": row("linear", Node("tied", of=0), Node("tied", of=0)),
+    "unused parameters": row("unused", *FEEDS),
+    "parameters that some ranks use": row("by rank", "feed", "by rank", steps=(Step(),) * 4),
+    "several dtypes": row("double", "half", "feed"),
+    "frozen beside trained in every block": row(*(around("residual", Node("feed", frozen=True), "linear"),) * 3),
+    "whole blocks frozen": row(Node("feed", frozen=True), "feed", Node("linear", frozen=True)),
+    "frozen and unfrozen between steps": row(
+        *FEEDS, "tied", steps=(Step(before="freeze"), Step(), Step(before="unfreeze"), Step(before="freeze"), Step())
+    ),
+    "a block whose output is not used": row(around("ignored", "feed"), *FEEDS),
+    "a block that changes its input in place": row("in place", "feed", "in place"),
+    "each block checkpointed": row(around("each checkpointed", *FEEDS), steps=MICROS),
+    "each block checkpointed with a graph of its own": row(around("reentrant", "feed"), around("reentrant", "feed")),
+    "checkpointed inside of blocks": row(around("checkpointed", "feed"), around("checkpointed", "feed"), steps=MICROS),
+    "checkpointed on top of one another": row(
+        around("checkpointed", around("each checkpointed", "feed", "feed")), steps=MICROS
+    ),
+    "fewer elements than ranks": row("tiny", "tiny"),
+    "groups with hyperparameters of their own": row(*FEEDS, groups=3, steps=(Step(before="lower rate"),) * 3),
+    "recurrent layers that keep a list of their weights": row("recurrent", "feed", "recurrent"),
+    "batch normalisation whose statistics stay each rank's own": row(
+        "batch norm", "feed", "batch norm", broadcast_buffers=False, steps=(Step(), Step(before="evaluate"), Step())
+    ),
+    "buffers of the first rank, also with no_sync and evaluation": row(
+        "counts",
+        "batch norm",
+        steps=(Step((Micro(sync=False), Micro())), Step(before="evaluate"), Step(before="forward alone"), Step()),
+    ),
+    "units of a single layer": row(*FEEDS, units="layers"),
+    "units around units that hold nothing themselves": row(
+        *(around("list", around("sequence", "feed", around("sequence", "feed"))),) * 2, units="blocks"
+    ),
+    "dropout": row("feed", "drop", "feed", "drop"),
+}
+AT: dict[str, dict[str, Any]] = {
+    "2 in small buckets": {"stage": 2, "bucket": 20, "units": "default"},
+    "3": {},
+    "3 kept": {"strategy": "SHARD_GRAD_OP"},
+}
+
+
+def chosen(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Every name at two stages, and in the suite some at the third."""
+    return [
+        (name, at) for number, name in enumerate(names) for at in [*AT][: 3 if matrix.WHOLE or number % 3 == 0 else 2]
+    ]
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("name", "stage"), CASES)
+@pytest.mark.parametrize(("name", "stage"), chosen(ROWS))
+def test_training_is_that_of_torch_alone(name, stage):
+    ranks.run(train, args=(dataclasses.replace(ROWS[name], **AT[stage]),), timeout=20)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "stage"), chosen(SCENARIOS))
 def test_numbers_are_those_of_the_reference(name, stage):
     ranks.run(SCENARIOS[name], args=(stage,), timeout=20)

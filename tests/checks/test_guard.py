@@ -235,26 +235,6 @@ def test_state_of_whole_parameters_is_refused_with_the_remedy(function):
     ranks.expect_error(function, 2, RuntimeError, *words, timeout=15)
 
 
-@ranks.on(2)
-def test_state_of_the_same_parts_loads(rank, world):
-    runs = []
-    for reloads in (False, True):
-        model = zero.FSDP(Net())
-        optimizer: Optimizer = Adam(model.parameters(), lr=1e-3)
-        for step in range(4):
-            optimizer.zero_grad()
-            backward(model, rank, step)
-            optimizer.step()
-            if reloads and step == 1:
-                weights, state = model.state_dict(), optimizer.state_dict()
-                model = zero.FSDP(Net())
-                optimizer = Adam(model.parameters(), lr=1e-3)
-                model.load_state_dict(weights)
-                optimizer.load_state_dict(state)
-        runs.append(model.state_dict())
-    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
-
-
 # ---------------------------------------------------------------------------------------- steps at the wrong moment
 
 

@@ -1,18 +1,13 @@
-"""Which blocks become units without a policy, in lists and in nn.Sequential; and that such units train as DDP does."""
+"""Which blocks become units without a policy, in lists and in nn.Sequential. No rank is started."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint_sequential
+from torch import nn
 
-import ranks
-import zero
 from models import Block, FeedForward
-from sidebyside import data, sgd
 from zero.fsdp.units import unit_modules
 
 
@@ -117,46 +112,3 @@ def test_modules_without_parameters_and_single_modules_are_no_units():
 def test_a_block_in_several_places_is_one_unit():
     shared = Block(8)
     assert units(nn.Sequential(shared, shared)) == ["", "0"]
-
-
-class Trained(nn.Module):
-    """Blocks in an nn.Sequential, which is called as one, block by block, or under checkpoints."""
-
-    def __init__(self, how: str, width: int = 12) -> None:
-        super().__init__()
-        self.how, self.first = how, nn.Linear(width, width)
-        self.blocks = nn.Sequential(*(FeedForward(width, 7 + number) for number in range(3)))
-        self.mlp = nn.Sequential(nn.Linear(width, 640), nn.GELU(), nn.Linear(640, 640), nn.Linear(640, 5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        if self.how == "checkpointed":
-            x = checkpoint_sequential(self.blocks, 2, x, use_reentrant=False)
-        elif self.how == "by hand":
-            for block in self.blocks:
-                x = block(x)
-        else:
-            x = self.blocks(x)
-        return self.mlp(x)
-
-
-@pytest.mark.parametrize("how", ["as one", "by hand", "checkpointed"])
-@ranks.on(2)
-def test_units_of_a_sequential_train_bit_for_bit_as_ddp(rank, world, how):
-    losses, weights = [], []
-    for stage in (0, 3):
-        torch.manual_seed(0)
-        model, optimizer = zero.setup(Trained(how), sgd, stage=stage)
-        if stage:
-            assert [unit.name for unit in model._units] == ["", "blocks.0", "blocks.1", "blocks.2", "mlp.2"]
-        found = []
-        for step in range(3):
-            optimizer.zero_grad()
-            loss = model(data(4, 12, rank=rank, step=step)).square().mean()
-            loss.backward()
-            optimizer.step()
-            found.append(loss.detach())
-        losses.append(torch.stack(found))
-        weights.append(zero.full_state_dict(model))
-    assert torch.equal(*losses)
-    assert all(torch.equal(weights[1][name], full) for name, full in weights[0].items())

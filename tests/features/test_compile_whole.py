@@ -6,14 +6,12 @@ once. The first forward runs uncompiled, to find what modules read of other unit
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from compiling import WIDTH, Block, Net, gpt2_trained, needs_gpt2, plain_names
+from compiling import WIDTH, Block, Net, plain_names
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -24,7 +22,6 @@ import ranks
 import zero
 from matrix import WHOLE
 from models import OPTIMIZERS
-from reference import same
 from sidebyside import data
 
 # Raised by Dynamo itself as it looks at the tensors that a module is given.
@@ -154,22 +151,6 @@ def test_it_trains_as_uncompiled_with_all_options(build, options):
     ranks.run(as_uncompiled, args=(build, Net, "adamw", OPTIONS[options]))
 
 
-class Unrolled(Net):
-    """Without a loop, which torch.compile leaves uncompiled where graphs break in it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[1](self.blocks[0](torch.tanh(self.first(x))))
-        return 2 * self.last(torch.tanh(x))
-
-
-@pytest.mark.skipif(not WHOLE, reason="runs under make matrix; from torch 2.13 on loops are compiled alike")
-@around_and_inside(inside)
-def test_what_lies_between_units_is_compiled_together(build):
-    for graphs in ranks.run(as_uncompiled, args=(build, Unrolled)):
-        before, blocks, after = 1, 1, 1
-        assert graphs == [before + blocks + after] * 3
-
-
 def of_one_unit() -> nn.Module:
     """Of a class of its own: torch 2.11 compiles those of torch.nn only together with what calls them."""
     torch.manual_seed(0)
@@ -215,16 +196,6 @@ class Checkpointing(Net):
 @around_and_inside(inside)
 def test_activation_checkpointing_goes_together_with_it(build):
     ranks.run(as_uncompiled, args=(build, Checkpointing))
-
-
-@pytest.mark.skipif(not WHOLE, reason="runs under make matrix; test_compile has blocks compiled to machine code")
-@pytest.mark.filterwarnings("ignore")  # inductor, while it is imported and compiles
-@pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
-@around_and_inside(around)
-@ranks.on(2, timeout=100)
-def test_compiled_to_machine_code_it_trains_as_uncompiled(rank, world, build):
-    expected = Run(rank, uncompiled, Net, "eager", "sgd", {})
-    Run(rank, build, Net, "inductor", "sgd", {}).assert_same(expected, tolerance=1e-6)
 
 
 class Encoder(Net):
@@ -314,12 +285,3 @@ def test_compiling_leaves_gradients_that_are_there_alone(options, reset, graphs)
     expected = ranks.run(uncompiled_throughout, args=(OPTIONS[options],))
     found = ranks.run(compiled_late, args=(OPTIONS[options], reset))
     assert found == [(numbers, graphs) for numbers, _ in expected]
-
-
-@needs_gpt2
-@pytest.mark.skipif(not WHOLE, reason="runs under make matrix; test_compile has GPT-2 with its blocks compiled")
-@ranks.on(2)
-def test_gpt2_trains_as_uncompiled(rank, world):
-    (expected, none), (found, graphs) = (gpt2_trained(rank, partial(how, options={})) for how in (uncompiled, around))
-    assert none == 0 < graphs
-    same(found, expected)

@@ -18,7 +18,6 @@ import zero
 from simulated.memory import AN_OPERATOR, FROM_CPU, NUMBERS, TO_CPU
 from simulated.scenarios import HALF, RANK, WORLD, sgd, step
 from simulated.world import Simulated, simulated
-from zero.fsdp.fsdp import running_model
 from zero.oss.optimizer import set_bucket_size
 
 WIDTH = 64
@@ -88,15 +87,14 @@ def test_gradients_go_to_the_cpu_and_stepped_shards_come_back_in_the_dtype_of_th
     [
         ({}, {}, 2 * 2 + 2, 4, WORLD),  # the block that ran last, and the root unit, stay unsharded for backward
         ({"mixed_precision": HALF}, {}, 2 * 2 + 2, 4, WORLD),
-        ({"mixed_precision": HALF}, {"overlap": True}, (2 * 2 + 2) / 2, 4, WORLD),
-        ({"mixed_precision": HALF}, {"overlap": True}, (2 * 3 + 1) / 2, 2, 1),  # the block that ran last does not
+        ({"mixed_precision": HALF}, {}, 2 * 3 + 1, 2, 1),  # the block that ran last does not
         ({"reshard_after_forward": False}, {}, 4, 4, WORLD),
         ({}, {"ratio": 0.5}, 2 + 1, 4, WORLD),  # of two units, of which one stays unsharded for backward
     ],
-    ids=["float32", "16 bits", "16 bits, overlapping", "one rank", "kept", "half"],
+    ids=["float32", "16 bits", "one rank", "kept", "half"],
 )
 def test_at_stage_3_shards_go_to_the_device_for_forward_and_for_backward(options, offload, gathered, leaving, world):
-    """In float32 also where the device computes in 16 bits, unless a thread has rounded what it stepped.
+    """In float32 also where the device computes in 16 bits.
 
     gathered: units, some of them twice, in multiples of float32's bytes.
     """
@@ -111,11 +109,10 @@ def test_at_stage_3_shards_go_to_the_device_for_forward_and_for_backward(options
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("overlap", [False, True])
-def test_gradients_that_left_in_16_bits_train_to_the_same_bits(stage, overlap):
+def test_gradients_that_left_in_16_bits_train_to_the_same_bits(stage):
     """Of a rank by itself they are what they were. They add up over two backwards in float32, as on the device."""
     trained = []
-    for offload in (None, zero.CPUOffload(overlap=overlap)):
+    for offload in (None, zero.CPUOffload()):
         torch.manual_seed(0)
         module = Net()
         with simulated() as there:
@@ -136,26 +133,6 @@ def test_gradients_that_left_in_16_bits_train_to_the_same_bits(stage, overlap):
             trained.append([param.detach().clone() for param in model.parameters()])
     for ours, plain in zip(*trained, strict=True):
         assert torch.equal(ours, plain)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_steps_in_backward_that_overlap_keep_nothing_of_gradients_that_have_arrived(stage):
-    with simulated() as there:
-        comm = there.comm(0, 1)
-        if stage == 3:
-            model: Any = zero.FSDP(Net(), comm, mixed_precision=HALF, offload=zero.CPUOffload(overlap=True))
-            optimizer: Any = sgd(model.parameters())
-            groups = running_model(model).index.groups
-        else:
-            module = Net().to(torch.bfloat16)
-            optimizer = zero.OSS(module.parameters(), sgd, comm, offload=zero.CPUOffload(overlap=True))
-            model, groups = zero.ShardedDDP(module, optimizer), optimizer.shards.shard_groups
-        zero.step_in_backward(model, optimizer)
-        for _ in range(3):
-            model(torch.ones(2, 8, dtype=torch.bfloat16)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            assert not any(group.departures for group in groups)
 
 
 def test_an_operator_on_both_is_noticed():

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam
 import zero
 from simulated.scenarios import RANK, WORLD
 from simulated.world import simulated
-from zero.features.offload import beside
+from zero.features.offload import pieces
 from zero.features.offload.pieces import Piece
 from zero.measure.kinds import ELEMENTWISE
 from zero.oss.optimizer import set_bucket_size
@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 @pytest.fixture(autouse=True)
 def _small_pieces():
-    with mock.patch.object(beside, "in_the_cache", return_value=PIECE):
+    with mock.patch.multiple(pieces, _OF_A_THREAD=PIECE, _LEAST=PIECE):
         yield
 
 

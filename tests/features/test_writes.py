@@ -111,6 +111,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "kept": {"reshard_after_forward": False},
     "no shard": {"sharding_strategy": "NO_SHARD"},
+    "offloaded": {"offload": zero.CPUOffload()},
 }
 
 

@@ -23,18 +23,17 @@ def odd_batch(rank: int, step: int) -> tuple[Tensor, bool]:
     return data(5, 13, rank=rank, step=step), bool((rank + step) % 2)
 
 
-def side_by_side(rank: int, world: int, partition: str = "even") -> SideBySide:
+def side_by_side(rank: int, world: int, **options: Any) -> SideBySide:
     torch.manual_seed(0)
-    build = partial(stage_3, partition=partition)
-    both = SideBySide(OddMLP(), build, tolerance=0.0 if world == 2 else 1e-5)
+    both = SideBySide(OddMLP(), partial(stage_3, **options), tolerance=0.0 if world == 2 else 1e-5)
     both.step(lambda model: model(*odd_batch(rank, 0)).square().mean())
     both.zero_grad()
     both.backward(lambda model: model(*odd_batch(rank, 1)).square().mean())
     return both
 
 
-def with_grads(rank: int, world: int, partition: str) -> None:
-    both = side_by_side(rank, world, partition)
+def with_grads(rank: int, world: int, options: dict[str, Any]) -> None:
+    both = side_by_side(rank, world, **options)
     inner, plain = both.each()
     with both.model.summon_full_params(with_grads=True):
         for param, expected in zip(inner.parameters(), plain.parameters(), strict=True):
@@ -49,9 +48,9 @@ def with_grads(rank: int, world: int, partition: str) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("partition", ["even", "whole"])
-def test_gradients_are_whole_too_and_what_is_written_is_stepped(world, partition):
-    ranks.run(with_grads, world, args=(partition,))
+@pytest.mark.parametrize("options", [{"partition": "even"}, {"partition": "whole"}, {"offload": zero.CPUOffload()}])
+def test_gradients_are_whole_too_and_what_is_written_is_stepped(world, options):
+    ranks.run(with_grads, world, args=(options,))
 
 
 @ranks.on(2)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, AdamW
-from torch.utils.checkpoint import checkpoint
 
 import gpus
 import ranks
@@ -48,18 +47,17 @@ class Block(nn.Module):
 class Net(nn.Module):
     """All frozen but the adapters and the head."""
 
-    def __init__(self, checkpointed: bool | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.tokens = nn.Embedding(19, WIDTH).requires_grad_(False)
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(WIDTH, 5)
-        self.reentrant = checkpointed
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens)
         for block in self.blocks:
-            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+            x = block(x)
         return self.head(x)
 
 
@@ -98,34 +96,6 @@ def test_adapters_train_and_what_they_adapt_stays(rank, world, stage):
     both = side_by_side(Net(), stage)
     for step in range(2):
         both.step(*(loss_on(rank, 3 * step + number) for number in range(3)), unsent=2)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@ranks.on(2)
-def test_adapters_under_activation_checkpointing(rank, world, reentrant):
-    """The embedding is frozen, so the first block's input needs no gradient: what re-entrant checkpointing needs."""
-    net = Net(checkpointed=reentrant)
-    net.tokens.requires_grad_(reentrant)
-    both = side_by_side(net, "resharded")
-    for step in range(3):
-        both.step(loss_on(rank, step))
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@ranks.on(2)
-def test_blocks_unfrozen_one_by_one_and_frozen_again(rank, world, stage):
-    """From the head down one block more is trained every other step, by the optimizer that has all parameters."""
-    both = side_by_side(Net(), stage)
-    for step in range(6):
-        if step % 2:
-            for inner in both.each():
-                inner.blocks[2 - step // 2].requires_grad_(True)
-        both.step(loss_on(rank, step))
-    for inner in both.each():
-        inner.requires_grad_(False)
-        inner.tokens.requires_grad_(True)
-    for step in range(6, 8):
-        both.step(loss_on(rank, step))
 
 
 @ranks.on(2)

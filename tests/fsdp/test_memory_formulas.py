@@ -23,7 +23,7 @@ import ranks
 import zero
 from models import FeedForward, unit_bytes
 from sidebyside import on_mesh
-from transports import overlapping
+from transports import READS, overlapping
 from zero.plan.meter import Meter
 
 WIDTH, INNER, BLOCKS = 192, 512, 8  # 0.75 MiB a block; 6 MiB in all
@@ -84,6 +84,8 @@ KINDS: dict[str, tuple[dict[str, Any], int, Callable[[int], tuple[float, float]]
     "bf16": ({"mixed_precision": BF16}, 0, lambda world: (4 / world, 5)),
     "bf16, float32 sent": ({"mixed_precision": BF16_SENT_WIDE}, 0, lambda world: (4 / world, 6)),
     "bf16 kept": ({"mixed_precision": BF16, "reshard_after_forward": False}, 0, lambda world: (0.5 + 4 / world, 2)),
+    "memory first": ({"prefetch": zero.MEMORY_FIRST}, 0, lambda world: (4 / world, 2)),
+    "speed first": ({"prefetch": zero.SPEED_FIRST}, 0, lambda world: (4 / world, 4 if READS else 5)),
     "no_sync": ({}, 2, lambda world: (1 + 3 / world, 3)),
 }
 

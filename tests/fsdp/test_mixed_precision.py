@@ -492,38 +492,6 @@ def test_an_overflow_in_one_element_skips_the_step_on_all_with_torchs_own_scaler
     assert scaled(rank, world, torch.amp.GradScaler, "one element", "sgd") == expected
 
 
-def under_autocast(rank: int, world: int) -> list[float]:
-    """The scale is too large at first; the gradients of the layer that overflows lie with the last rank."""
-    torch.manual_seed(0)
-    model = zero.FSDP(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler(gpus.DEVICE, init_scale=2.0**24)
-    before, scales = zero.full_state_dict(model), []
-    while scaler.get_scale() not in scales:  # until a step is taken
-        assert same(zero.full_state_dict(model), before)
-        scales.append(scaler.get_scale())
-        with torch.autocast(gpus.DEVICE, FP16):
-            loss = (model(0.01 * data(4, 32, rank=rank)).float() - 1).square().mean()
-        optimizer.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    after = zero.full_state_dict(model)
-    assert all(value.isfinite().all() for value in after.values())
-    assert not same(after, before)
-    return scales
-
-
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def test_an_overflow_under_autocast_skips_the_step_on_all_with_torchs_own_scaler():
-    first, second = ranks.run(under_autocast, timeout=15)
-    assert first == second
-    assert len(first) > 1
-
-
 @ranks.on(2)
 def test_a_sum_over_ranks_does_not_overflow_what_travelled_in_float16(rank, world):
     """Sums of gradients that float16 holds, but not their sum over the ranks."""

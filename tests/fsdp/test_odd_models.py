@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
-from torch.optim import SGD
 
 import gpus
 import ranks
@@ -25,38 +23,6 @@ SCENARIOS = scenario = Scenarios()
 
 
 @scenario
-def fewer_elements_than_ranks(rank, world, options):
-    class Tiny(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale, self.shift = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.zeros(1, 1))
-
-        def forward(self, x):
-            return x * self.scale + self.shift
-
-    both = side_by_side(Stack(block=lambda: nn.Sequential(Tiny())), options)
-    steps(both, rank)
-    both = side_by_side(Tiny(), options)
-    steps(both, rank)
-
-
-@scenario
-def groups_of_parameters_with_hyperparameters_of_their_own(rank, world, options):
-    def groups(model):
-        named = dict(model.named_parameters())
-        own = [{"params": [param], "lr": 0.01 * (1 + number % 5)} for number, param in enumerate(named.values())]
-        return SGD(own, momentum=0.9, weight_decay=0.1)
-
-    both = side_by_side(Stack(), options)
-    both.optimizer, both.plain_optimizer = groups(both.model), groups(both.plain)
-    for step in range(4):
-        both.step(loss_on(rank, step))
-        for optimizer in (both.optimizer, both.plain_optimizer):  # as a scheduler does
-            for number, group in enumerate(optimizer.param_groups):
-                group["lr"] *= 0.5 + 0.1 * (number % 3)
-
-
-@scenario
 def weights_that_are_computed_from_parameters(rank, world, options):
     class Normed(Block):
         def __init__(self):
@@ -64,19 +30,6 @@ def weights_that_are_computed_from_parameters(rank, world, options):
             self.up, self.down = weight_norm(self.up), spectral_norm(self.down)
 
     steps(side_by_side(Stack(block=Normed), options), rank)
-
-
-@scenario
-def recurrent_layers_that_keep_a_list_of_their_weights(rank, world, options):
-    class Recurrent(Block):
-        def __init__(self):
-            super().__init__()
-            self.recurrent = nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True)
-
-        def forward(self, x):
-            return x + self.inner(self.recurrent(x[:, None])[0][:, 0])
-
-    steps(side_by_side(Stack(block=Recurrent), options), rank)
 
 
 @scenario
@@ -95,43 +48,6 @@ def attention_that_reads_weights_of_a_layer_inside_it(rank, world, options):
         model.eval()
     with torch.no_grad():
         assert torch.equal(both.model(batch(rank, 9)), both.plain(batch(rank, 9)))
-
-
-@scenario
-def batch_normalisation(rank, world, options):
-    class Normalised(Block):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(WIDTH)
-
-        def forward(self, x):
-            return x + self.inner(self.norm(x))
-
-    both = side_by_side(Stack(block=Normalised), {**options, "broadcast_buffers": False})
-    for step in range(4):  # statistics stay each rank's own, and are compared with the weights
-        for model in (both.model, both.plain):
-            model.train(step != 2)
-        both.step(loss_on(rank, step))
-
-
-@scenario
-def units_of_a_single_layer(rank, world, options):
-    policy = ModuleWrapPolicy({nn.Linear, nn.Tanh})
-    steps(side_by_side(Stack(), {**options, "auto_wrap_policy": policy}), rank)
-
-
-@scenario
-def units_around_units_that_hold_nothing_themselves(rank, world, options):
-    class Holder(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inside = nn.Sequential(Block(), nn.Sequential(Block()))
-
-        def forward(self, x):
-            return self.inside(x)
-
-    policy = CustomPolicy(lambda module: isinstance(module, (Holder, nn.Sequential, Block)))
-    steps(side_by_side(Stack(block=Holder), {**options, "auto_wrap_policy": policy}), rank)
 
 
 @scenario
@@ -174,18 +90,6 @@ def under_autocast(rank, world, options):
         with torch.autocast(gpus.DEVICE, torch.bfloat16):
             output = model(batch(rank, step))
         return output.float().square().mean()
-
-    for step in range(3):
-        both.step(partial(loss, step=step))
-
-
-@scenario
-def dropout_takes_the_same_numbers(rank, world, options):
-    both = side_by_side(Stack(block=lambda: nn.Sequential(Block(), nn.Dropout(0.5))), options)
-
-    def loss(model, step):
-        torch.manual_seed(100 * rank + step)
-        return model(batch(rank, step)).square().mean()
 
     for step in range(3):
         both.step(partial(loss, step=step))

@@ -169,14 +169,6 @@ def test_training_is_exact_where_units_run_in_another_order_than_the_last_time(r
         assert all(group.full.untyped_storage().nbytes() == 0 for group in running_model(both.model).index.groups)
 
 
-@pytest.mark.parametrize("prefetch", [zero.SPEED_FIRST, zero.MEMORY_FIRST], ids=["speed first", "memory first"])
-@ranks.on(2)
-def test_gradients_accumulate_exactly(rank, world, prefetch):
-    both = SideBySide(Net(), lambda model, optim: stage_3(model, optim, prefetch=prefetch))
-    for step in range(3):
-        both.step(*(loss(rank, 3 * step + number) for number in range(3)), unsent=1)
-
-
 def test_names_of_pytorch_are_understood_and_others_refused():
     assert zero.Prefetch(BackwardPrefetch.BACKWARD_PRE) == zero.Prefetch("BACKWARD_PRE")
     with pytest.raises(ValueError, match=r"'EARLY' is unknown\. Choose one of BACKWARD_PRE, BACKWARD_POST, 'auto', or"):

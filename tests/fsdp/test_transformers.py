@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 import matrix
 import ranks
 import zero
-from models import OPTIMIZERS, take_step
+from models import OPTIMIZERS
 from sidebyside import SideBySide, stage_2, stage_3
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
-from families import FAMILIES, VOCABULARY, Family, digits, mixtral
+from families import FAMILIES, VOCABULARY, Family, mixtral
 
 CAUSAL = ["gpt2", "llama", "mixtral"]
 
@@ -165,24 +165,3 @@ def test_whole_weights_load_into_the_plain_model_and_back(rank, world):
 
         wrapped.load_state_dict(family.model(5).state_dict(), strict=True)
         assert family.loss(rank, 0)(wrapped).item() == family.loss(rank, 0)(family.model(5).eval()).item(), name
-
-
-def learnt(rank: int, world: int, stage: int) -> tuple[list[float], float]:
-    """Losses of a classifier of digits, and how many of those held back it reads right."""
-    family = FAMILIES["vit"]
-    model, optimizer = zero.setup(family.model(), torch.optim.AdamW, stage=stage, lr=3e-3)
-    losses = []
-    for step in range(80):
-        losses.append(take_step(optimizer, family.loss(rank, step)(model)))
-    images, labels = digits()
-    model.eval()
-    with torch.no_grad():
-        right = model(pixel_values=images[-500:]).logits.argmax(-1) == labels[-500:]
-    return losses, right.float().mean().item()
-
-
-def test_a_transformer_learns_to_read_digits():
-    plain, sharded = (ranks.run(learnt, args=(stage,)) for stage in (0, 3))
-    assert sharded == plain
-    for _, right in sharded:
-        assert right > 0.5

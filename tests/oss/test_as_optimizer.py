@@ -23,23 +23,6 @@ def linear() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 40), nn.Tanh(), nn.Linear(40, FEATURES))
 
 
-@by_stage
-@ranks.on(2)
-def test_a_step_without_gradients_changes_nothing(rank, world, stage):
-    finals = []
-    for at in (0, stage):
-        model, optimizer = at_stage(at, built(), Adam, lr=0.01)
-        optimizer.step()  # as schedulers ask for before the first epoch
-        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
-        losses = train(model, optimizer, rank, range(1))
-        optimizer.zero_grad()
-        optimizer.step()  # a batch that was skipped
-        scheduler.step()
-        losses += train(model, optimizer, rank, range(1, 3))
-        finals.append((losses, weights(model)))
-    same(finals[1], finals[0], "losses and weights")
-
-
 @ranks.on(2)
 def test_steps_that_never_find_a_gradient_warn_once(rank, world):
     optimizer = zero.OSS(built().parameters(), SGD, lr=0.1)

@@ -59,25 +59,6 @@ def test_frozen_and_unfrozen_between_steps_trains_as_the_plain_optimizer(rank, w
     same(finals[1], finals[0], "losses and weights")
 
 
-@by_cut
-@by_stage
-@ranks.on(2)
-def test_unfrozen_later_is_trained_on_every_rank(rank, world, stage, cut):
-    finals = []
-    for at in (0, stage):
-        net = built()
-        net.middle.requires_grad_(False)
-        net.conv.requires_grad_(False)
-        model, optimizer = at_stage(at, net, Adam, partition=cut, lr=0.01)
-        losses = train(model, optimizer, rank, range(2))
-        net.middle.requires_grad_(True)
-        net.conv.requires_grad_(True)
-        model = DistributedDataParallel(net) if at < 2 else model
-        losses += train(model, optimizer, rank, range(2, 5))
-        finals.append((losses, weights(model)))
-    same(finals[1], finals[0], "losses and weights")
-
-
 @by_stage
 @ranks.on(2)
 def test_frozen_between_backward_and_step_is_stepped_once_more(rank, world, stage):

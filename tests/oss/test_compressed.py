@@ -10,7 +10,7 @@ import matrix
 import ranks
 import zero
 from models import take_step
-from reference import FEATURES, MOMENTUM, Net, at_stage, batch, built, loss_of, own_elements, same
+from reference import MOMENTUM, Net, at_stage, built, loss_of, own_elements, same
 from zero.oss.optimizer import set_bucket_size
 from zero.plan.meter import Meter
 
@@ -219,118 +219,6 @@ def test_both_together_stay_close_to_plain_training(rank, world):
     for (what, param), other in zip(model.named_parameters(), plain[0].module.parameters(), strict=True):
         if param.numel():
             assert (param - other).abs().max() <= 2e-3 * other.abs().max() + 1e-4, what
-
-
-# ------------------------------------------------- Int8: tests/features/test_codec.py tells how far off a block may be
-
-
-def layers(dtype=torch.float32):
-    """Large gradients, small ones and odd lengths; padding takes little of what is sent."""
-    return built(lambda: nn.Sequential(nn.Linear(FEATURES, 300), nn.Tanh(), nn.Linear(300, 301), nn.Linear(301, 7))).to(
-        dtype
-    )
-
-
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("stage", [1, 2])
-@ranks.on(2)
-def test_parameters_are_quantised_for_others_in_a_quarter_of_the_bytes(rank, world, stage, cut):
-    sent, finals = [], []
-    for option, dtype in [(zero.Int8(), torch.float32), (False, torch.float32), (torch.bfloat16, torch.float32)]:
-        model, optimizer = at_stage(stage, layers(dtype), SGD, partition=cut, broadcast_fp16=option, **MOMENTUM)
-        loss_of(model, rank, 0).backward()
-        before = zero.traffic()
-        optimizer.step()
-        sent.append((zero.traffic() - before).gather)
-        finals.append(dict(model.module.named_parameters()))
-    for what, param in finals[0].items():
-        precise = finals[1][what].detach()
-        own = own_elements(optimizer, finals[2][what])  # of the last, which is cut like all
-        same(param.detach()[own], precise[own], what)
-        off = (param.detach() - precise).abs()
-        assert off[~own].any() or own.all(), what
-        assert off.max() <= max(other.abs().max() for other in finals[1].values()) / 254 * (1 + 2**-14), what
-    int8, float32, bfloat16 = sent
-    assert 0 < int8 <= 0.27 * float32
-    assert int8 <= 0.53 * bfloat16
-
-
-@pytest.mark.parametrize(("dtype", "bytes_left"), [(torch.float32, 0.27), (torch.bfloat16, 0.53)], ids=str)
-@pytest.mark.parametrize("world", [2, 3])
-@ranks.on("world")
-def test_gradients_are_quantised_and_averaged_in_float32(rank, world, dtype, bytes_left):
-    found, sent = [], []
-    for option in (zero.Int8(), False):
-        model = layers(dtype)
-        optimizer = zero.OSS(model.parameters(), SGD, lr=0.1)
-        wrapped = zero.ShardedDDP(model, optimizer, reduce_fp16=option)
-        before = zero.traffic()
-        wrapped(batch(rank, 0).to(dtype)).float().square().mean().backward()
-        sent.append((zero.traffic() - before).reduce)
-        found.append([optimizer.part(param).grad for param in model.parameters()])
-    (quantised, exact), (few, many) = found, sent
-    assert 0 < few <= bytes_left * many
-    largest = max(other.abs().max() for other in exact if other is not None and other.numel())
-    pairs = [pair for pair in zip(quantised, exact, strict=True) if pair[1] is not None]
-    assert any(not torch.equal(*pair) for pair in pairs)
-    for its, other in pairs:
-        assert its.dtype == other.dtype
-        assert ((its - other).abs() <= world * largest / 254 + largest * torch.finfo(dtype).eps).all()
-
-
-@ranks.on(2)
-def test_an_overflow_survives_quantising_and_skips_the_step(rank, world):
-    model = layers()
-    optimizer = zero.OSS(model.parameters(), SGD, lr=0.1, broadcast_fp16=zero.Int8())
-    wrapped = zero.ShardedDDP(model, optimizer, reduce_fp16=zero.Int8())
-    scaler = zero.GradScaler(gpus.DEVICE, init_scale=4.0)
-    before = [param.detach().clone() for param in model.parameters()]
-    scaler.scale(loss_of(wrapped, rank, 0) * (torch.inf if rank == 1 else 1)).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    same([param.detach() for param in model.parameters()], before, "a parameter")
-    assert scaler.get_scale() == 2.0
-
-
-@ranks.on(2)
-def test_training_with_both_stays_close_to_plain_training(rank, world):
-    plain, model = at_stage(0, layers(), Adam, lr=1e-3), layers()
-    optimizer = zero.OSS(model.parameters(), Adam, lr=1e-3, broadcast_fp16=zero.Int8())
-    sharded = zero.ShardedDDP(model, optimizer, reduce_fp16=zero.Int8()), optimizer
-    losses = []
-    for step in range(10):
-        losses.append([])
-        for each, its in (plain, sharded):
-            losses[-1].append(take_step(its, loss_of(each, rank, step)))
-    for plain, quantised in losses:
-        assert quantised == pytest.approx(plain, rel=0.02)
-
-
-def _oss_as_int8(model):
-    zero.OSS(model.named_parameters(), SGD, broadcast_fp16=zero.Int8(), lr=0.1)
-
-
-def _group_added_as_int8(model):
-    optimizer = zero.OSS(model[0].named_parameters(), SGD, broadcast_fp16=zero.Int8(), lr=0.1)
-    optimizer.add_param_group({"params": [(f"1.{name}", param) for name, param in model[1].named_parameters()]})
-
-
-def _sharded_as_int8(model):
-    zero.ShardedDDP(model, zero.OSS(model.parameters(), SGD, lr=0.1), reduce_fp16=zero.Int8())
-
-
-INT8 = [(_oss_as_int8, "broadcast_fp16"), (_group_added_as_int8, "broadcast_fp16"), (_sharded_as_int8, "reduce_fp16")]
-
-
-@pytest.mark.parametrize(("build", "words"), INT8)
-@ranks.raises(2, ValueError, r"1\.weight is torch.float64")
-def test_parameters_of_64_bits_are_refused_by_name(rank, world, build, words):
-    build(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3).double()))
-
-
-@ranks.raises(2, ValueError, r"Int8\(block=64\)", r"Int8\(block=128\)")
-def test_blocks_that_differ_between_ranks_are_refused(rank, world):
-    zero.OSS(layers().parameters(), SGD, broadcast_fp16=zero.Int8(64 * (1 + rank)), lr=0.1)
 
 
 # ------------------------------------------------------------------------------------------------- What cannot be sent

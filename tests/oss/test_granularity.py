@@ -13,7 +13,6 @@ import zero
 from models import take_step
 from optimizers import ByParameter
 from reference import FEATURES, built, loss_of, refusal, same
-from zero.shards import layout
 
 BLOCK = 256
 CASES = [(stage, world) for stage in (1, 2) for world in (2, 3)]
@@ -191,57 +190,3 @@ def test_parameters_added_later_are_cut_at_multiples(rank, world):
             loss_of(each, 0, step).backward()
             its.step()
     same([p.detach() for p in model.parameters()], [p.detach() for p in plain.parameters()], "weights")
-
-
-# -------------------------------------------------------------------------------- Balance: shapes only, no rank starts
-
-
-def gpt2():
-    """The 124M parameters of the smallest GPT-2, in the order of its module."""
-    width = 768
-    shapes = [(50257, width), (1024, width)]
-    for _ in range(12):
-        shapes += [(width,), (width,), (width, 3 * width), (3 * width,), (width, width), (width,)]
-        shapes += [(width,), (width,), (width, 4 * width), (4 * width,), (4 * width, width), (width,)]
-    return [*shapes, (width,), (width,)]
-
-
-def llama3_8b():
-    width, hidden, kv = 4096, 14336, 1024
-    shapes = [(128256, width)]
-    for _ in range(32):
-        shapes += [(width, width), (kv, width), (kv, width), (width, width)]
-        shapes += [(hidden, width), (hidden, width), (width, hidden), (width,), (width,)]
-    return [*shapes, (width,), (128256, width)]
-
-
-MODELS = {"gpt2": gpt2, "llama3 8b": llama3_8b}
-WORLDS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
-
-
-def owned(shapes, world, granularity, itemsize):
-    """Elements that each rank owns, with buckets as OSS makes them: backwards, of up to 32 MiB."""
-    numels = [torch.Size(shape).numel() for shape in shapes][::-1]
-    limit = min(sum(numels) * itemsize // 16, 1 << 25)
-    totals = [0] * world
-    for run in layout.runs([numel * itemsize for numel in numels], limit):
-        bucket = layout.even(
-            [numels[i] for i in run], world, align=layout.ALIGNMENT // itemsize, granularity=granularity
-        )
-        for rank in range(world):
-            for span in bucket.spans(rank):
-                assert granularity is None or span.start % granularity == 0
-                totals[rank] += span.numel
-    assert sum(totals) == sum(numels)
-    return totals
-
-
-@pytest.mark.parametrize("itemsize", [4, 2])
-@pytest.mark.parametrize("granularity", [None, 256, 2048])
-@pytest.mark.parametrize("model", MODELS)
-def test_ranks_own_equally_much_within_two_percent(model, granularity, itemsize):
-    found = {}
-    for world in WORLDS:
-        totals = owned(MODELS[model](), world, granularity, itemsize)
-        found[world] = round(max(totals) * world / sum(totals), 4)
-    assert all(ratio <= 1.02 for ratio in found.values()), f"max / mean by ranks: {found}"

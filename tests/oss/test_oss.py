@@ -245,54 +245,6 @@ def test_options_that_the_optimizer_itself_changes_are_seen(rank, world):
     assert rates[0] == rates[1] == [0.1 * 0.5 ** (step + 1) for step in range(5)]
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-@ranks.on(2)
-def test_both_forms_of_zero_grad(rank, world, set_to_none):
-    plain, sharded = pair(SGD, **MOMENTUM)
-    assert_equal_training(rank, plain, sharded, set_to_none=set_to_none)
-    sharded[1].zero_grad(set_to_none)
-    gradients = [param.grad for param in sharded[0].parameters() if param.requires_grad]
-    assert all(gradient is None for gradient in gradients) if set_to_none else not any(g.any() for g in gradients)
-
-
-@ranks.on(2)
-def test_a_parameter_without_gradient_is_left_alone(rank, world):
-    plain, sharded = pair(SGD, **MOMENTUM)
-    for model, optimizer in (plain, sharded):
-        for step in range(4):
-            model.zero_grad()  # not the optimizer's: it must see by itself that gradients have gone
-            loss_of(model, rank, step).backward()
-            if step % 2:
-                model.module.first.weight.grad = None
-                model.module.scale.grad = None
-            optimizer.step()
-        model.zero_grad()
-        model.module.scale.grad = torch.ones(())
-        optimizer.step()  # momentum must not move the others
-    same_weights(sharded[0], plain[0])
-
-
-@ranks.on(2)
-def test_a_closure_is_called_and_its_loss_returned(rank, world):
-    plain, sharded = pair(SGD, **MOMENTUM)
-    losses = []
-    for model, optimizer in (plain, sharded):
-        for step in range(4):
-
-            def closure(model=model, optimizer=optimizer, step=step):
-                optimizer.zero_grad()
-                loss = loss_of(model, rank, step)
-                loss.backward()
-                return loss
-
-            loss = optimizer.step(closure)
-            assert loss.requires_grad, "the closure ran without autograd"
-            losses.append(loss.item())
-        assert optimizer.step() is None
-    assert losses[:4] == losses[4:]
-    same_weights(sharded[0], plain[0])
-
-
 @pytest.mark.parametrize("partition", ["even", "whole"])
 @ranks.on(2)
 def test_parameters_may_be_added_after_some_steps(rank, world, partition):

@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
@@ -229,32 +228,6 @@ def test_two_optimizers_step_each_their_own(rank, world, size, every_other):
             assert_same(wrapped, plain, f"step {step}:")
 
 
-class Recurrent(nn.Module):
-    """Runs the same cell once more at every step, and one weight both in a module and by itself."""
-
-    def __init__(self):
-        super().__init__()
-        self.cell = nn.GRUCell(WIDTH, WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.times = 1
-
-    def forward(self, inputs):
-        hidden = torch.zeros_like(inputs)
-        for _ in range(self.times):
-            hidden = self.cell(inputs, hidden)
-        return F.linear(self.out(hidden), self.out.weight.t())
-
-
-@pytest.mark.parametrize("size", [None, 0])
-@ranks.on(2)
-def test_modules_may_be_used_several_times_in_one_forward(rank, world, size):
-    side = SideBySide(built(Recurrent), partial(sharded, reduce_buffer_size=size), OPTIMIZERS["sgd"])
-    for step in range(4):
-        for each in side.each():
-            each.times = 1 + step
-        side.step(lambda each, step=step: squares(each, rank, step))
-
-
 def critic():
     return nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, 16), nn.Softplus(), nn.Linear(16, 1))
 
@@ -345,17 +318,3 @@ def test_complex_parameters_are_trained_or_refused_with_the_remedy(rank, world, 
 
     told = ranks.refusal(train)
     assert not told or ("ValueError" in told and "complex" in told and "view_as_real" in told), told
-
-
-@ranks.on(2)
-def test_sync_batch_norm_on_the_cpu_gets_torchs_own_message(rank, world):
-    messages = []
-    for wrap in (nn.Sequential, lambda model: sharded(model, OPTIMIZERS["sgd"])[0]):
-        try:
-            squares(wrap(nn.SyncBatchNorm.convert_sync_batchnorm(built(normed))), rank, 0)
-        except (ValueError, RuntimeError) as error:
-            messages.append((type(error), str(error)))
-    assert len(messages) == 2
-    assert messages[0] == messages[1]
-    message = messages[1][1]
-    assert "SyncBatchNorm expected input tensor to be on" in message

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import zero
-from models import CASES, GPT, OddMLP, take_step
-from sidebyside import SideBySide, close, data, ddp_sends_buffers, sgd, stage_2
+from models import CASES, GPT, take_step
+from sidebyside import close, data, sgd, stage_2
 from transports import overlapping
 from zero.oss.gradients import full_gradient
 
@@ -97,14 +97,6 @@ def test_what_no_rank_used_has_no_gradient_and_does_not_decay(rank, world, bucke
     assert changed == {f"layers.{number}.{kind}" for number in (0, 2, 3) for kind in ("weight", "bias")}
 
 
-@ranks.on(2)
-def test_what_some_ranks_used_gets_the_average_with_zeros(rank, world):
-    both = SideBySide(Net(), "2")
-    for step in range(3):
-        skip = tuple(number for number in range(4) if number % world != rank)
-        both.step(lambda model: model(batch(rank, step), skip=skip).square().mean())  # noqa: B023
-
-
 def sent_in_a_step(rank: int, world: int, options: dict[str, Any]) -> tuple[int, int]:
     torch.manual_seed(0)
     net = GPT(width=64, layers=4)
@@ -169,39 +161,6 @@ def test_the_module_its_names_and_its_weights_are_the_plain_ones(rank, world):
     assert not torch.equal(model.layers[0].weight, plain.layers[0].weight)
     assert (model.layers[0].weight - plain.layers[0].weight).abs().max() < 0.1
     assert not model.eval().module.training and model.train().module.training
-
-
-@ranks.on(2)
-def test_buffers_are_those_of_rank_0_when_ddps_are(rank, world):
-    """As of DistributedDataParallel: those of rank 0 before each forward that follows a reduced one."""
-    for options in ({}, {"broadcast_buffers": False}):
-        net, other = Net(), Net()
-        model = zero.ShardedDDP(net, zero.OSS(net.parameters(), sgd), **options)
-        ddp = DistributedDataParallel(other, find_unused_parameters=True, **ddp_sends_buffers(not options))
-        for step, context in enumerate([None, "no_grad", None, "no_sync", "no_sync", None, None]):
-            for each in (model, ddp):
-                each.module.shift += rank + step
-                if context == "no_grad":
-                    with torch.no_grad():
-                        each(batch(rank))
-                elif context == "no_sync":
-                    with each.no_sync():
-                        each(batch(rank)).mean().backward()
-                else:
-                    each(batch(rank)).mean().backward()
-            assert torch.equal(net.shift, other.shift), f"step {step}, {options}"
-        gathered = [torch.empty_like(net.shift) for _ in range(world)]
-        dist.all_gather(gathered, net.shift)
-        assert torch.equal(*gathered) == (not options)
-
-
-@pytest.mark.parametrize("bucket", [0, 1 << 30], ids=["each alone", "one bucket"])
-@ranks.on(2)
-def test_any_bucket_size_gives_the_same_numbers(rank, world, bucket):
-    torch.manual_seed(0)
-    both = SideBySide(OddMLP(), lambda model, optim: stage_2(model, optim, bucket=bucket))
-    for step in range(3):
-        both.step(lambda model: model(*CASES["mlp"].batch(rank, step).inputs).square().mean())  # noqa: B023
 
 
 def out_of_step(rank: int, world: int) -> None:

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import gpus
-import matrix
 import ranks
-from models import OPTIMIZERS
-from reference import at_stage, weights
+from reference import at_stage
 from sidebyside import data, sgd
 
 WIDTH = 6
@@ -96,63 +94,3 @@ def test_it_is_there_on_every_rank_if_any_rank_used_the_parameter(rank, world):
     for name, param in plain.named_parameters():
         expected = None if "unused" in name else (param.shape, param.dtype, param.device, False)
         assert found[name] == expected, name
-
-
-def clear_by_hand(model: nn.Module, optimizer: Any, step: int) -> None:
-    for param in model.parameters():
-        param.grad = None
-
-
-def clear_module(model: nn.Module, optimizer: Any, step: int) -> None:
-    model.module.zero_grad()
-
-
-def zero_by_hand(model: nn.Module, optimizer: Any, step: int) -> None:
-    for param in model.parameters():
-        if param.grad is not None:
-            param.grad.zero_()
-
-
-def keep_zeros(model: nn.Module, optimizer: Any, step: int) -> None:
-    optimizer.zero_grad(set_to_none=False)
-
-
-def clear_one_layer(model: nn.Module, optimizer: Any, step: int) -> None:
-    """Between backward and step, as self-distillation does with its last layer in the first epoch."""
-    if step % 2:
-        for param in model.module.last.parameters():
-            param.grad = None
-
-
-def accumulate_after(model: nn.Module, optimizer: Any, step: int) -> None:
-    """A backward under no_sync comes after one that was reduced, and another that is reduced after it."""
-    if step % 2 == 0:
-        with model.no_sync():
-            backward(model, 0, 100 + step)
-        backward(model, 1, 200 + step)
-
-
-WAYS = [clear_by_hand, clear_module, zero_by_hand, keep_zeros, clear_one_layer, accumulate_after]
-
-
-@matrix.combined("way, name", WAYS, OPTIMIZERS)
-@ranks.on(2)
-def test_clearing_it_by_hand_clears_the_shards_as_with_ddp(rank, world, way, name):
-    nets = [built() for _ in range(2)]
-    for net in nets:
-        for part in (net.unused, net.spare):  # DistributedDataParallel would wait for these
-            part.requires_grad_(False)
-    pairs = [at_stage(stage, net, OPTIMIZERS[name]) for stage, net in zip((0, 2), nets, strict=True)]
-    for step in range(4):
-        for model, optimizer in pairs:
-            backward(model, rank, step)
-            way(model, optimizer, step)
-            if way not in (clear_one_layer, accumulate_after):
-                backward(model, rank, 10 + step)
-            optimizer.step()
-            if way in (clear_one_layer, accumulate_after):
-                optimizer.zero_grad()
-        expected, found = (weights(model) for model, _ in pairs)
-        off = 1e-6 if way is accumulate_after else 0.0  # where DDP averages a second time what it has averaged
-        different = [name for name in expected if (expected[name] - found[name]).abs().max() > off]
-        assert not different, f"step {step}: {different}"

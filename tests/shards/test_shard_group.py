@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import ranks
-from zero.comm import Comm, Handle, traffic
-from zero.comm.wire import as_wire
+from zero.comm import Comm, Handle
 from zero.measure.shapes import shard_shape
 from zero.plan.meter import Meter
 from zero.shards import layout
@@ -97,15 +96,6 @@ def test_bound_parameters_start_on_multiples_of_64_bytes_of_the_buffer():
     params = odd_parameters(torch.bfloat16)
     start = group_of(params).full.data_ptr()
     assert all((param.data_ptr() - start) % 64 == 0 for param in params.values() if param.numel())
-
-
-def test_gradients_of_bound_parameters_are_those_of_the_unbound():
-    free, bound = odd_parameters(), odd_parameters()
-    group_of(bound)
-    for params in (free, bound):
-        sum((param * param).sum() for param in params.values()).backward()
-    for name in free:
-        assert torch.equal(bound[name].grad, free[name].grad), name
 
 
 @pytest.mark.parametrize("cut", ["even", "whole"])
@@ -230,56 +220,6 @@ def test_a_rank_alone_frees_nothing_and_copies_nothing():
             group.reshard()
         assert meter.peak() <= group.full.nbytes
         assert group.state is GroupState.SHARDED
-
-
-@ranks.on(2)
-def test_whole_in_another_dtype_the_part_keeps_its_precision(rank, world):
-    params = odd_parameters()
-    values = [param.detach().clone() for param in params.values()]
-    group = group_of(params, own_shard=True, compute_dtype=torch.bfloat16, shard_in_full=True)
-    for _ in range(2):
-        assert_is_part(group, values)
-        gathered(group)
-        assert group.full.dtype == torch.bfloat16
-        for param, value in zip(group.params, values, strict=True):
-            assert torch.equal(param, value.bfloat16())
-        group.reshard()
-    assert_is_part(group, values)
-
-
-@ranks.on(3)
-def test_sent_in_fewer_bytes_the_owners_own_keeps_its_precision(rank, world):
-    params = odd_parameters()
-    values = [param.detach().clone() for param in params.values()]
-    group = group_of(params)
-    before = traffic()
-    group.launch_unshard(wire=as_wire(torch.bfloat16))
-    group.finish_unshard()
-    sent = (traffic() - before).gather
-    for index, (param, value) in enumerate(zip(group.params, values, strict=True)):
-        expected = group.shapes.in_memory_order(index, value.bfloat16().float())
-        if index in group.spans:
-            span = group.spans[index]
-            expected[span.start : span.stop] = group.shapes.in_memory_order(index, value)[span.start : span.stop]
-        assert torch.equal(group.shapes.in_memory_order(index, param.detach()), expected)
-    assert sent == 2 * group.shard.nbytes // 2
-
-
-def _more_ranks_than_parameters(rank, world):
-    params = {"one": nn.Parameter(torch.arange(3.0)), "two": nn.Parameter(torch.tensor(7.0))}
-    group = group_of(params, cut="whole", own_shard=True)
-    held = {name: param.tolist() for name, param in params.items()}
-    gathered(group)
-    assert params["one"].tolist() == [0, 1, 2]
-    assert params["two"].tolist() == 7
-    return held
-
-
-def test_a_rank_that_owns_nothing_holds_nothing_and_gathers_all():
-    held = ranks.run(_more_ranks_than_parameters, 4)
-    assert sorted(map(str, held)) == sorted(
-        ["{'one': [0.0, 1.0, 2.0], 'two': []}", "{'one': [], 'two': 7.0}"] + ["{'one': [], 'two': []}"] * 2
-    )
 
 
 @pytest.mark.parametrize("own_shard", [False, True])

@@ -98,14 +98,15 @@ class Stream:
 class Device:
     """In the place of torch.cuda.
 
-    waited: whether the package did anywhere. removed: where nothing does, as if the line were not there.
+    waited: where the package did, and the calls that led there. removed: where nothing does, as if the line were not
+    there.
     stalls: of the computing stream. recording: whether a CUDA graph is.
     """
 
     def __init__(self) -> None:
         self.host = Stream(self, "host")
         self.computing = self._current = Stream(self, "computing")
-        self.waited = False
+        self.waited: set[Site] = set()
         self.removed: Site | None = None
         self.stalls: list[Stall] = []
         self.recording = False
@@ -136,5 +137,5 @@ class Device:
             if frame.f_code.co_filename.startswith(PACKAGE):
                 here.add(Site(frame.f_code.co_filename[len(PACKAGE) + 1 :], frame.f_code.co_name, frame.f_lineno))
             frame = frame.f_back
-        self.waited = self.waited or bool(here)
+        self.waited |= here
         return self.removed not in here

@@ -17,7 +17,6 @@ import zero
 from models import FeedForward, Stack
 from simulated.world import Simulated
 from zero.fsdp import MixedPrecision
-from zero.shards.steps import stepped_by
 
 WIDTH, BLOCKS, RANK, WORLD = 8, 3, 1, 4
 
@@ -58,9 +57,6 @@ def stage_3(*, net: Callable[[], nn.Module] = net, take: Step = step, world: int
     return run
 
 
-OF_DDP = "overlap_param_gather", "reduce_fp16"
-
-
 def stage_2(
     *,
     bucket: int | None = None,
@@ -69,7 +65,7 @@ def stage_2(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> Any:
-    of_ddp = {name: options.pop(name) for name in OF_DDP if name in options}
+    of_ddp = {name: options.pop(name) for name in ("reduce_fp16",) if name in options}
 
     def run(there: Simulated) -> None:
         module = net().to(dtype)
@@ -95,7 +91,7 @@ def in_small_chunks(run: Any) -> Any:
     """Masters are stepped and sent in more pieces than there are buffers to round them in."""
 
     def chunked(there: Simulated) -> None:
-        stepped = mock.patch("zero.features.offload.beside.in_the_cache", return_value=16)
+        stepped = mock.patch.multiple("zero.features.offload.pieces", _OF_A_THREAD=16, _LEAST=16)
         with mock.patch("zero.features.streams._PIECE", 16), stepped:
             run(there)
 
@@ -113,18 +109,6 @@ def with_other_strides(model: nn.Module, optimizer: Any) -> None:
     for param in model.parameters():
         if param.dim() == 2:
             param.grad = param.grad.t().contiguous().t()
-    optimizer.step()
-
-
-def with_a_penalty(model: nn.Module, optimizer: Any) -> None:
-    """autograd adds the gradients of a penalty on shards while those of the units are brought to the CPU. On a GPU it
-    has a thread for each device; here that of a block that is complete begins where the other one ends."""
-    optimizer.zero_grad()
-    inputs = ones(model).requires_grad_()
-    loss = model(inputs).sum()
-    penalty = sum(param.square().sum() for name, param in model.named_parameters() if "blocks.1" in name)
-    inputs.register_hook(lambda _: penalty.backward())
-    loss.backward()
     optimizer.step()
 
 
@@ -199,12 +183,6 @@ def masters_written(model: nn.Module, optimizer: Any) -> None:
         optimizer.part(param).data.mul_(0.9)
 
 
-def stepped_in_backward(model: nn.Module, optimizer: Any) -> None:
-    if optimizer not in stepped_by:
-        zero.step_in_backward(model, optimizer)
-    step(model, optimizer)
-
-
 class Sparing(FeedForward):
     """With a parameter that other ranks use."""
 
@@ -235,9 +213,8 @@ class Averaging(nn.Sequential):
         return x
 
 
-INT8 = zero.Int8(block=8)
 HALF = MixedPrecision(param_dtype=torch.bfloat16)
-OVERLAP = zero.CPUOffload(overlap=True)
+OFFLOAD = zero.CPUOffload()
 
 SCENARIOS: dict[str, Any] = {
     "3": stage_3(),
@@ -248,8 +225,6 @@ SCENARIOS: dict[str, Any] = {
     "3, two units in flight": stage_3(prefetch=zero.Prefetch("BACKWARD_PRE", limit=2)),
     "3 kept": stage_3(reshard_after_forward=False),
     "3 hybrid": stage_3(sharding_strategy="HYBRID_SHARD"),
-    "3 at two levels": stage_3(sharding_strategy="HYBRID_SHARD", optimizer_sharding="all"),
-    "3 in 8 bits": stage_3(mixed_precision=MixedPrecision(param_wire=INT8, reduce_dtype=INT8)),
     "3 replicated": stage_3(sharding_strategy="NO_SHARD"),
     "3 in 16 bits": stage_3(mixed_precision=HALF),
     "3 full parameters": stage_3(partition="whole"),
@@ -258,62 +233,39 @@ SCENARIOS: dict[str, Any] = {
     "3 written before backward": stage_3(take=written_before_backward),
     "3 written in forward": stage_3(net=lambda: Averaging(*blocks())),
     "3 evaluated": stage_3(take=evaluated_and_written),
-    "3 offloaded": stage_3(offload=zero.CPUOffload()),
-    "3 offloaded, overlapping": stage_3(offload=OVERLAP),
-    "3 offloaded, overlapping in 16 bits": stage_3(offload=OVERLAP, mixed_precision=HALF),
-    "3 offloaded, overlapping, clipped": stage_3(offload=OVERLAP, take=with_clipping),
-    "3 offloaded, overlapping, accumulated": stage_3(offload=OVERLAP, take=in_two_backwards),
-    "3 offloaded, overlapping, evaluated": stage_3(offload=OVERLAP, take=evaluated_and_written),
-    "3 offloaded, overlapping, stepped in backward": stage_3(take=stepped_in_backward, offload=OVERLAP),
-    "3 offloaded, one rank": stage_3(offload=zero.CPUOffload(), world=1),
-    "3 offloaded in 16 bits": stage_3(offload=zero.CPUOffload(), mixed_precision=HALF),
-    "3 offloaded in 16 bits, one rank": stage_3(offload=zero.CPUOffload(), mixed_precision=HALF, world=1),
-    "3 overlapping in 16 bits, one rank, clipped": stage_3(
-        offload=OVERLAP, mixed_precision=HALF, world=1, take=with_clipping
+    "3 offloaded": stage_3(offload=OFFLOAD),
+    "3 offloaded, one rank": stage_3(offload=OFFLOAD, world=1),
+    "3 offloaded in 16 bits": stage_3(offload=OFFLOAD, mixed_precision=HALF),
+    "3 offloaded in 16 bits, one rank": stage_3(offload=OFFLOAD, mixed_precision=HALF, world=1),
+    "3 offloaded, clipped": stage_3(offload=OFFLOAD, take=with_clipping),
+    "3 offloaded in 16 bits, one rank, clipped": stage_3(
+        offload=OFFLOAD, mixed_precision=HALF, world=1, take=with_clipping
     ),
-    "3 in 16 bits, one rank, stepped in backward": stage_3(
-        offload=OVERLAP, mixed_precision=HALF, world=1, take=stepped_in_backward
-    ),
-    "3 offloaded, accumulated": stage_3(offload=zero.CPUOffload(), take=in_two_backwards),
-    "3 offloaded, evaluated": stage_3(offload=zero.CPUOffload(), take=evaluated_and_written),
-    "3 offloaded, a block by itself": stage_3(offload=zero.CPUOffload(), take=a_block_by_itself),
-    "3 offloaded, interrupted": stage_3(offload=zero.CPUOffload(), take=interrupted),
+    "3 offloaded, accumulated": stage_3(offload=OFFLOAD, take=in_two_backwards),
+    "3 offloaded, evaluated": stage_3(offload=OFFLOAD, take=evaluated_and_written),
+    "3 offloaded, a block by itself": stage_3(offload=OFFLOAD, take=a_block_by_itself),
+    "3 offloaded, interrupted": stage_3(offload=OFFLOAD, take=interrupted),
     "3 offloaded, some unused": stage_3(
-        offload=zero.CPUOffload(), take=of_older_forwards, net=lambda: nn.Sequential(*(Sparing() for _ in range(2)))
+        offload=OFFLOAD, take=of_older_forwards, net=lambda: nn.Sequential(*(Sparing() for _ in range(2)))
     ),
-    "3 offloaded, with a penalty": stage_3(offload=zero.CPUOffload(), take=with_a_penalty),
-    "3 stepped in backward": stage_3(take=stepped_in_backward),
-    "3 offloaded, stepped in backward": stage_3(take=stepped_in_backward, offload=zero.CPUOffload()),
-    "2 stepped in backward": stage_2(bucket=200, take=stepped_in_backward),
-    "2 offloaded": stage_2(bucket=200, offload=zero.CPUOffload()),
-    "2 offloaded, overlapping": stage_2(bucket=200, offload=OVERLAP),
-    "2 offloaded, overlapping, one rank": stage_2(bucket=200, offload=OVERLAP, world=1),
-    "2 offloaded, overlapping in 16 bits": in_small_chunks(stage_2(offload=OVERLAP, dtype=torch.bfloat16)),
-    "2 offloaded, overlapping, clipped": stage_2(bucket=200, offload=OVERLAP, take=with_clipping),
-    "2 offloaded, overlapping, accumulated": stage_2(bucket=200, offload=OVERLAP, take=in_two_backwards),
-    "2 offloaded, overlapping, stepped in backward": stage_2(bucket=200, offload=OVERLAP, take=stepped_in_backward),
-    "2 offloaded, overlapping, written after the step": stage_2(bucket=200, offload=OVERLAP, take=masters_written),
-    "2 offloaded, accumulated": stage_2(bucket=200, offload=zero.CPUOffload(), take=in_two_backwards),
-    "2 offloaded, one rank": stage_2(bucket=200, offload=zero.CPUOffload(), world=1),
-    "2 offloaded in 16 bits, one rank": stage_2(bucket=200, offload=zero.CPUOffload(), dtype=torch.bfloat16, world=1),
-    "2 in 16 bits, one rank, accumulated": stage_2(
-        bucket=200, offload=OVERLAP, dtype=torch.bfloat16, world=1, take=in_two_backwards
+    "2 offloaded": stage_2(bucket=200, offload=OFFLOAD),
+    "2 offloaded, clipped": stage_2(bucket=200, offload=OFFLOAD, take=with_clipping),
+    "2 offloaded, accumulated": stage_2(bucket=200, offload=OFFLOAD, take=in_two_backwards),
+    "2 offloaded, one rank": stage_2(bucket=200, offload=OFFLOAD, world=1),
+    "2 offloaded in 16 bits, one rank": stage_2(bucket=200, offload=OFFLOAD, dtype=torch.bfloat16, world=1),
+    "2 offloaded in 16 bits, one rank, accumulated": stage_2(
+        bucket=200, offload=OFFLOAD, dtype=torch.bfloat16, world=1, take=in_two_backwards
     ),
-    "2 offloaded in 16 bits": in_small_chunks(stage_2(offload=zero.CPUOffload(), dtype=torch.bfloat16)),
-    "2 offloaded, written after the step": stage_2(bucket=200, offload=zero.CPUOffload(), take=masters_written),
+    "2 offloaded in 16 bits": in_small_chunks(stage_2(offload=OFFLOAD, dtype=torch.bfloat16)),
+    "2 offloaded, written after the step": stage_2(bucket=200, offload=OFFLOAD, take=masters_written),
     "2 with master weights": stage_2(master_dtype=torch.float32, dtype=torch.bfloat16),
-    "2 in 8 bits": stage_2(bucket=200, broadcast_fp16=INT8, reduce_fp16=INT8),
-    "1 offloaded, with other strides": stage_1(offload=zero.CPUOffload(), take=with_other_strides),
+    "1 offloaded, with other strides": stage_1(offload=OFFLOAD, take=with_other_strides),
     "1 with master weights": stage_1(master_dtype=torch.float32, dtype=torch.bfloat16),
-    "1 offloaded, overlapping": stage_1(offload=OVERLAP),
-    "1 offloaded, overlapping in 16 bits": in_small_chunks(stage_1(offload=OVERLAP, dtype=torch.bfloat16)),
-    "1 offloaded in 16 bits": in_small_chunks(stage_1(offload=zero.CPUOffload(), dtype=torch.bfloat16)),
-    "1 offloaded": stage_1(offload=zero.CPUOffload()),
+    "1 offloaded in 16 bits": in_small_chunks(stage_1(offload=OFFLOAD, dtype=torch.bfloat16)),
+    "1 offloaded": stage_1(offload=OFFLOAD),
     "2": stage_2(),
     "2 in small buckets": stage_2(bucket=200, take=with_clipping),
-    "2 overlapping": stage_2(bucket=200, overlap_param_gather=True),
     "2 in 16 bits": stage_2(bucket=200, reduce_fp16=True, broadcast_fp16=True),
-    "2 overlapping in 16 bits": stage_2(bucket=200, overlap_param_gather=True, broadcast_fp16=True),
     "2 whole parameters": stage_2(bucket=200, partition="whole"),
     "2 accumulated": stage_2(bucket=200, take=in_two_backwards),
     "1": stage_1(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -12,16 +11,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from simulated.device import Device, Event, Site, Stream
+from simulated.device import Device, Site
 from simulated.group import Group
 from simulated.memory import Memory
-from zero.comm import Comm, Handle
+from zero.comm import Comm
 from zero.comm.link import Link, Transports
 from zero.comm.order import Order
 from zero.comm.process_group import Overlapping
 from zero.comm.transport import Local, Transport
 from zero.features import offload
-from zero.features.offload.beside import Task, Tasks, without_gradients
 from zero.features.streams import Streams
 from zero.plan.transport import Rehearsal
 from zero.shards import masters
@@ -104,43 +102,10 @@ def simulated(
         yield Simulated(device, memory, transfer, own_stream, [])
 
 
-class Thread:
-    """In the place of Worker: the thread is one more host. It runs steps when somebody waits for one, at the times at
-    which it would have."""
-
-    def __init__(self, device: Device) -> None:
-        self._device, self._host, self._tasks = device, Stream(device, "worker"), Tasks()
-        self._begun: deque[tuple[Event, Task, bool]] = deque()
-
-    def start(self, task: Task, *, urgent: bool, **_: object) -> Handle:
-        self._begun.append((Event(self._device.host), task, urgent))
-
-        def wait() -> None:
-            while not task.ended.done():
-                self._run_next()
-            ended: Event = task.ended.result()
-            ended.synchronize()
-
-        return Handle(wait)
-
-    def _run_next(self) -> None:
-        if not self._tasks:
-            self._host.time = max(self._host.time, self._begun[0][0].time)
-        while self._begun and self._begun[0][0].time <= self._host.time:
-            begun, task, urgent = self._begun.popleft()
-            self._host.join(begun.clock)
-            self._tasks.add(task, urgent=urgent)
-        with mock.patch.object(self._device, "host", self._host):
-            task = self._tasks.take()
-            without_gradients(task.step)
-        task.ended.set_result(Event(self._host))
-
-
 def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> None:
     """By where `memory` has noted them to be: all tensors are on one device here."""
     place, refresh, to_host = offload.CPUOffload.place, masters.refresh, Streams.to_host
-    buffer, round_into = Streams.host_buffer, offload.CPUOffload.rounded
-    on_host = memory.is_in_host_memory
+    buffer, on_host = Streams.host_buffer, memory.is_in_host_memory
 
     def host_waits() -> None:
         device.host.join(device.current_stream().clock)
@@ -164,13 +129,6 @@ def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> Non
         memory.in_host_memory(made)
         return made
 
-    def rounded(home: offload.CPUOffload, group: ShardGroup) -> Tensor | None:
-        with memory.paused():  # it has no values yet
-            there = round_into(home, group)
-        if there is not None:
-            memory.in_host_memory(there)
-        return there
-
     def tensor(*args: Any, **kwargs: Any) -> Tensor:
         made = _tensor(*args, **kwargs)
         if kwargs.get("device") == "cpu":
@@ -184,6 +142,4 @@ def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> Non
     stack.enter_context(mock.patch.object(masters, "refresh", refreshed))
     stack.enter_context(mock.patch.object(Streams, "to_host", to_host_memory))
     stack.enter_context(mock.patch.object(Streams, "host_buffer", staticmethod(host_buffer)))
-    stack.enter_context(mock.patch.object(offload.CPUOffload, "rounded", rounded))
     stack.enter_context(mock.patch("torch.tensor", tensor))
-    stack.enter_context(mock.patch("zero.features.offload.beside.WORKER", Thread(device)))
