@@ -1,0 +1,167 @@
+"""Weights that are written between a forward and its backward are found by torch, as under DistributedDataParallel."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+import zero
+from loops import Net, Rows, adam, momentum
+
+row = Rows("B11: weights written between a forward and its backward")
+
+WRITTEN = dict.fromkeys(range(4), "modified by an inplace operation")
+
+
+def between_a_forward_and_its_backward(change, t, i):
+    t.o.zero_grad()
+    t.loss(i).backward()
+    loss = t.loss(10 + i)
+    change(t, i)
+    loss.backward()
+    t.o.step()
+
+
+between = partial(row.within(between_a_forward_and_its_backward), refused=WRITTEN)
+
+
+@between(fails={1, 2, 3})
+def the_optimizer_steps(t, i):
+    t.o.step()
+
+
+@between(fails={1, 2, 3}, optim=adam)
+def adam_steps(t, i):
+    t.o.step()
+
+
+@between(fails={1, 2, 3})
+def the_optimizer_steps_by_nothing(t, i):
+    t.o.param_groups[0]["lr"] = 0.0
+    t.o.step()
+
+
+@between(fails={1, 2, 3})
+def one_layer_is_stepped(t, i):
+    for p in t.n.parameters():
+        if p is not t.n.last.weight:
+            p.grad = None
+    t.o.step()
+
+
+@between(fails={1, 2, 3}, optim=momentum)
+def a_closure_is_stepped(t, i):
+    def closure():
+        t.o.zero_grad()
+        loss = t.loss(20 + i)
+        loss.backward()
+        return loss
+
+    t.o.step(closure)
+
+
+@between(fails={0, 1, 2, 3})
+def a_checkpoint_is_loaded(t, i):
+    zero.checkpoint.save(t.folder, t.m, t.o)
+    zero.checkpoint.load(t.folder, t.m, t.o)
+
+
+@between(fails={0, 1, 2, 3})
+def a_checkpoint_of_the_weights_is_loaded(t, i):
+    zero.checkpoint.save(t.folder, t.m)
+    zero.checkpoint.load(t.folder, t.m)
+
+
+@between()
+def a_full_state_is_loaded(t, i):
+    zero.load_full_state_dict(t.m, zero.full_state_dict(t.m))
+
+
+@between()
+def a_state_dict_is_loaded(t, i):
+    t.m.load_state_dict(t.m.state_dict())
+
+
+@between()
+def weights_are_written_by_hand(t, i):
+    with torch.no_grad():
+        for p in t.n.parameters():
+            p.mul_(0.9)
+
+
+@row(refused=WRITTEN, fails={1, 2, 3})
+def a_step_between_the_backwards_of_two_forwards(t, i):
+    one, two = t.loss(i), t.loss(10 + i)
+    one.backward()
+    t.o.step()
+    two.backward()
+
+
+@row(refused=WRITTEN, fails={1, 2, 3})
+def a_step_between_two_backwards_through_one_graph(t, i):
+    loss = t.loss(i)
+    loss.backward(retain_graph=True)
+    t.o.step()
+    loss.backward()
+
+
+@row(refused=WRITTEN, fails={1, 2, 3})
+def a_step_between_a_forward_under_no_sync_and_its_backward(t, i):
+    t.loss(i).backward()
+    with t.m.no_sync():
+        loss = t.loss(10 + i)
+        t.o.step()
+        loss.backward()
+
+
+# ---------------------------------------------------------------------------------- what no graph reads may be written
+
+
+@row()
+def a_step_follows_a_forward_without_graph(t, i):
+    t.o.zero_grad()
+    t.loss(i).backward()
+    with torch.no_grad():
+        t.loss(10 + i)
+    t.o.step()
+
+
+@row()
+def a_step_follows_a_forward_whose_loss_is_dropped(t, i):
+    t.o.zero_grad()
+    t.loss(i).backward()
+    t.loss(10 + i)
+    t.o.step()
+
+
+@row()
+def a_step_without_gradients_comes_between(t, i):
+    t.o.zero_grad()
+    loss = t.loss(i)
+    t.o.step()
+    loss.backward()
+    t.o.step()
+
+
+class Biases(Net):
+    """No graph keeps a bias for its backward."""
+
+    def __init__(self):
+        super().__init__()
+        for p in self.parameters():
+            p.requires_grad_(p.ndim == 1)
+
+
+@row(net=Biases)
+def a_step_of_biases_alone_comes_between(t, i):
+    t.o.zero_grad()
+    t.loss(i).backward()
+    loss = t.loss(10 + i)
+    t.o.step()
+    t.o.zero_grad()
+    loss.backward()
+    t.o.step()
+
+
+test_rows = row.tests()
