@@ -108,6 +108,11 @@ class Comm:
 
     # ---------------------------------------------------------------------------------- comparing the ranks
 
+    @property
+    def checks_each(self) -> bool:
+        """Whether ZERO_CHECK=each asks for checks in every step that are otherwise made in the first ones."""
+        return self._order.each
+
     def channel(self, name: str, remedy: str = "") -> int:
         """Returns a new number for a kind of operation, `name` in errors. All ranks must call it in the same order.
 

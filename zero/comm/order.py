@@ -41,6 +41,7 @@ class Order:
 
     digest: a digest of the operations since the ranks last compared their logs.
     comparisons: the number of times that they compared them.
+    each: whether every operation is compared, and every forward is searched for reads (ZERO_CHECK=each).
     broken: why nothing more can be sent, or None. After a failed transfer, no transfer that was in flight counts as
         complete, and every later operation raises with the first cause.
     at_failure: functions to call with the error message after a transfer has failed.
@@ -54,7 +55,7 @@ class Order:
         self.broken: str | None = None
         self.at_failure: list[Callable[[str], object]] = []
         self.inquire: Callable[[], object] = lambda: None
-        self._each = _compares_each()
+        self.each = _compares_each()
         self._position = 0
         """The position in the schedule: a digest of the operations since it began."""
         self._agreed, self._unsettled = True, False
@@ -121,7 +122,7 @@ class Order:
         self._length += 1
         self.digest = hash((self.digest, channel, nbytes))
         self._position = hash((self._position, channel, nbytes))
-        compares = self._each or self._unsettled or self._position not in self._settled
+        compares = self.each or self._unsettled or self._position not in self._settled
         self._unsettled = False
         return compares
 

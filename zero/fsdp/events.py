@@ -32,7 +32,8 @@ class ModelEvents:
         """No unit is running: the forward of the model begins, or that of one unit by itself."""
 
     def mode_begins(self) -> None:
-        """A forward of the model begins, the first in training or the first in evaluation (`module.training`)."""
+        """A forward of the model begins, the first in training or the first in evaluation (`module.training`); with
+        ZERO_CHECK=each every one."""
 
     def companions(self, unit: Unit) -> Iterable[Unit]:
         """Returns other units that must be unsharded where this one computes, in forward and in backward."""

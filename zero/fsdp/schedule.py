@@ -108,7 +108,8 @@ class Schedule:
             self._begin_forward()
         self._model.streams.expect_computing("{} of FSDP runs", unit.title)
         mode, in_backward = unit.module.training, self._backward.active
-        if unit is self._root and unit.entry_module is None and mode not in self.modes and not in_backward:
+        first = mode not in self.modes or self._model.comm.checks_each
+        if unit is self._root and unit.entry_module is None and first and not in_backward:
             self.modes.add(mode)
             for begins in events.mode_begins:
                 begins()
