@@ -25,6 +25,7 @@ import matrix
 import ranks
 import zero
 from models import FeedForward, unit_bytes
+from transports import TRANSPORTS, calling
 
 WIDTH, INNER, BLOCKS = 256, 768, 8  # 1.5 MiB a block; 12 MiB in all
 
@@ -97,8 +98,8 @@ def hold(rank: int, world: int, stage: str) -> Held:
 
 
 @cache
-def held(stage: str, world: int) -> list[Held]:
-    return ranks.run(hold, world, args=(stage,))
+def held(stage: str, world: int, transport: str) -> list[Held]:
+    return ranks.run(calling, world, args=(transport, hold, stage))
 
 
 def hold_alone(rank: int, world: int) -> tuple[int, int]:
@@ -125,12 +126,13 @@ AT_REST = {  # parameters, gradients, optimizer, as functions of W
 }
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("stage", AT_REST)
-def test_at_rest_a_stage_holds_what_it_says(stage):
+def test_at_rest_a_stage_holds_what_it_says(stage, transport):
     world = 4
     size, _ = sizes()
     expected = [share * size for share in AT_REST[stage](world)]
-    for here in held(stage, world):
+    for here in held(stage, world, transport):
         assert [here.parameters, here.gradients, here.optimizer] == pytest.approx(expected, rel=0.01)
 
 
@@ -144,11 +146,12 @@ PEAKS = {  # in bytes of the parameters, and how many times B more
 @pytest.mark.matrix
 @pytest.mark.parametrize("world", [2, 4] if matrix.WHOLE else [4])
 @pytest.mark.parametrize("stage", PEAKS)
-def test_the_peak_of_a_step_is_within_the_formula(stage, world):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_peak_of_a_step_is_within_the_formula(stage, world, transport):
     size, activations = sizes()
     assert activations < size / 100
     share, buffers = PEAKS[stage](world)
-    for here in held(stage, world):
+    for here in held(stage, world, transport):
         assert size / 12 < here.largest < size / 6
         formula = share * size + buffers * here.largest + activations
         assert formula / 2 <= here.peak <= formula, f"{here.peak / size:.3f} P where {formula / size:.3f} P are allowed"
@@ -156,5 +159,5 @@ def test_the_peak_of_a_step_is_within_the_formula(stage, world):
 
 def test_the_accounting_sees_what_ddp_holds():
     size, _ = sizes()
-    for here in held("0", 2):
+    for here in held("0", 2, TRANSPORTS[0]):
         assert 4 * size <= here.peak < 4.3 * size

@@ -11,18 +11,20 @@ import re
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis.strategies import sampled_from
 
 import ranks
 from fuzz.cases import Case, Node, Step
 from fuzz.drawing import cases
 from fuzz.training import refusals, train
+from transports import TRANSPORTS, calling
 
 COUNT = int(os.environ.get("ZERO_FUZZ", "25"))
 
 
-def check(case: Case) -> None:
+def check(case: Case, transport: str) -> None:
     try:
-        ranks.run(train, case.world, (case,), timeout=20)
+        ranks.run(calling, case.world, (transport, train, case), timeout=20)
     except ranks.RankError as error:
         patterns = [*refusals(case)]
         if not all(any(re.search(pattern, one.message) for pattern in patterns) for one in error.outcomes):
@@ -42,9 +44,10 @@ FOUND = {
 }
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("name", FOUND)
-def test_what_was_found(name):
-    check(FOUND[name])
+def test_what_was_found(name, transport):
+    check(FOUND[name], transport)
 
 
 @settings(
@@ -55,7 +58,7 @@ def test_what_was_found(name):
     suppress_health_check=[*HealthCheck],
     print_blob=False,
 )
-@given(cases())
+@given(cases(), sampled_from(TRANSPORTS))
 @pytest.mark.timeout(0)
-def test_random_models_train_as_by_torch_alone(case):
-    check(case)
+def test_random_models_train_as_by_torch_alone(case, transport):
+    check(case, transport)

@@ -22,6 +22,7 @@ from fuzz.cases import Case, Micro, Node, Step
 from fuzz.training import train
 from sidebyside import STAGES, SideBySide, sgd
 from stacks import WIDTH, Block, Scenarios, batch
+from transports import TRANSPORTS, calling
 
 SCENARIOS = scenario = Scenarios()
 
@@ -452,20 +453,23 @@ AT: dict[str, dict[str, Any]] = {
 }
 
 
-def chosen(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Every name at two stages, and in the suite some at the third."""
-    return [
+def chosen(names: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Every name at two stages, and in the suite some at the third; by each transport, in the suite in turn."""
+    pairs = [
         (name, at) for number, name in enumerate(names) for at in [*AT][: 3 if matrix.WHOLE or number % 3 == 0 else 2]
     ]
+    if matrix.WHOLE:
+        return [(*pair, transport) for pair in pairs for transport in TRANSPORTS]
+    return [(*pair, TRANSPORTS[number % len(TRANSPORTS)]) for number, pair in enumerate(pairs)]
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("name", "stage"), chosen(ROWS))
-def test_training_is_that_of_torch_alone(name, stage):
-    ranks.run(train, args=(dataclasses.replace(ROWS[name], **AT[stage]),), timeout=20)
+@pytest.mark.parametrize(("name", "stage", "transport"), chosen(ROWS))
+def test_training_is_that_of_torch_alone(name, stage, transport):
+    ranks.run(calling, args=(transport, train, dataclasses.replace(ROWS[name], **AT[stage])), timeout=20)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("name", "stage"), chosen(SCENARIOS))
-def test_numbers_are_those_of_the_reference(name, stage):
-    ranks.run(SCENARIOS[name], args=(stage,), timeout=20)
+@pytest.mark.parametrize(("name", "stage", "transport"), chosen(SCENARIOS))
+def test_numbers_are_those_of_the_reference(name, stage, transport):
+    ranks.run(calling, args=(transport, SCENARIOS[name], stage), timeout=20)

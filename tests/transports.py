@@ -69,3 +69,9 @@ def overlapping(name: str = "nccl", *, returns_work: bool = True) -> Iterator[No
         if not returns_work:
             stack.enter_context(mock.patch("zero.comm.link.Overlapping", without_work))
         yield
+
+
+def calling(rank: int, world: int, transport: str, function: Any, *args: Any) -> Any:
+    """Calls a function of ranks.run over one of TRANSPORTS."""
+    with by(transport):
+        return function(rank, world, *args)
