@@ -75,7 +75,6 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (DDPChecks, "changed", _none),
     (DDPChecks, "gradients", _none),
     (Reducer, "_refuse_replaced", _none),
-    (zero.oss.gradients, "refuse_unreduced", _none),
     (zero.oss.gradients, "refuse_sparse", _none),
     (zero.sdp.bucket, "refuse_sparse", _none),
 ]
