@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,6 +91,12 @@ class Row:
     tolerance: float
     options: Mapping[str, Any]
     ddp: Mapping[str, Any]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Ranks import the module of a row and find it there, as a program may be a lambda."""
+        module = getattr(self.program, "func", self.program).__module__
+        rows = _rows_of(module)
+        return (_row_of, (module, rows.index(self))) if self in rows else super().__reduce_ex__(protocol)
 
     def stages(self) -> list[int]:
         return sorted({0, *self.same, *self.refused})
@@ -174,17 +181,17 @@ class Rows:
 
         return take
 
-    def within(self, frame: Callable[..., object], **always: Any) -> Callable[..., Any]:
-        """Takes programs that differ in one place: frame(change, t, i) calls change(t, i) there."""
+    def within(self, frame: Callable[..., object], **always: Any) -> Callable[..., None]:
+        """Takes programs that differ in one place: frame(change, t, i) calls change(t, i) there.
 
-        def rows(**how: Any) -> Callable[..., Any]:
-            def take(change: Callable[[Loop, int], object]) -> Callable[[Loop, int], object]:
-                self(f"{change.__name__}_{frame.__name__}", **{**always, **how})(partial(frame, change))
-                return change
+        between = row.within(between_forward_and_backward)
+        between("the module is cleared", lambda t, i: t.n.zero_grad(), fails={2})
+        """
 
-            return take
+        def take(name: str, change: Callable[[Loop, int], object], **how: Any) -> None:
+            self(f"{name} {frame.__name__}", **{**always, **how})(partial(frame, change))
 
-        return rows
+        return take
 
     def tests(self) -> Callable[..., None]:
         """A test of every row at every stage by every transport."""
@@ -194,7 +201,7 @@ class Rows:
             for stage in row.stages():
                 marks = [pytest.mark.xfail(strict=True, reason=self.kind)] if stage in row.fails else []
                 for transport in TRANSPORTS if stage else TRANSPORTS[:1]:
-                    words = (row.name, f"stage {stage}", transport)
+                    words = (row.name.replace(" ", "_"), f"stage {stage}", transport)
                     cases.append(pytest.param(row, stage, transport, id="-".join(words), marks=marks))
 
         @pytest.mark.parametrize(("row", "stage", "transport"), cases)
@@ -203,6 +210,14 @@ class Rows:
             row.check(stage, transport, tmp_path)
 
         return test
+
+
+def _rows_of(module: str) -> list[Row]:
+    return [row for rows in vars(import_module(module)).values() if isinstance(rows, Rows) for row in rows.rows]
+
+
+def _row_of(module: str, number: int) -> Row:
+    return _rows_of(module)[number]
 
 
 def train(rank: int, world: int, row: Row, stage: int, transport: str, folder: str) -> Record:

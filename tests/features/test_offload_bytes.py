@@ -63,8 +63,8 @@ def crossed(there: Simulated, model: nn.Module, optimizer: Any, dtype: torch.dty
         (1, torch.float32, WORLD, 4),
         (2, torch.float32, WORLD, 4),
         (1, torch.bfloat16, WORLD, 2),
-        (2, torch.bfloat16, WORLD, 4),  # the sums of several ranks are float32
-        (2, torch.bfloat16, 1, 2),
+        (2, torch.bfloat16, WORLD, 4),
+        (2, torch.bfloat16, 1, 4),
     ],
 )
 def test_gradients_go_to_the_cpu_and_stepped_shards_come_back_in_the_dtype_of_the_parameters(
@@ -87,7 +87,7 @@ def test_gradients_go_to_the_cpu_and_stepped_shards_come_back_in_the_dtype_of_th
     [
         ({}, {}, 2 * 2 + 2, 4, WORLD),  # the block that ran last, and the root unit, stay unsharded for backward
         ({"mixed_precision": HALF}, {}, 2 * 2 + 2, 4, WORLD),
-        ({"mixed_precision": HALF}, {}, 2 * 3 + 1, 2, 1),  # the block that ran last does not
+        ({"mixed_precision": HALF}, {}, 2 * 3 + 1, 4, 1),  # the block that ran last does not
         ({"reshard_after_forward": False}, {}, 4, 4, WORLD),
         ({}, {"ratio": 0.5}, 2 + 1, 4, WORLD),  # of two units, of which one stays unsharded for backward
     ],

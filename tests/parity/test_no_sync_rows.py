@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -23,201 +24,103 @@ def after_a_backward_under_no_sync(change, t, i):
     t.o.step()
 
 
-clears = edited.within(after_a_backward_under_no_sync)
-edits = partial(clears, refused={3: (NAME, "no_sync")}, fails={3})
-
-
 def gradients(t):
     return [p.grad for p in t.n.parameters() if p.grad is not None]
 
 
-@edits()
-def gradients_are_halved(t, i):
-    for grad in gradients(t):
-        grad.mul_(0.5)
-
-
-@edits()
-def gradients_are_clones(t, i):
+def replace(t, by):
     for p in t.n.parameters():
         if p.grad is not None:
-            p.grad = p.grad.clone()
+            p.grad = by(p)
 
 
-@edits(optim=momentum)
-def the_module_zeroes_its_gradients(t, i):
-    t.n.zero_grad(set_to_none=False)
-
-
-@edits(optim=momentum)
-def the_optimizer_zeroes_its_gradients(t, i):
-    t.o.zero_grad(set_to_none=False)
-
-
-@edits()
-def gradients_are_clipped_by_value(t, i):
-    clip_grad_value_(t.n.parameters(), 0.01)
-
-
-@edits()
-def gradients_are_clipped_by_their_own_norm(t, i):
-    clip_grad_norm_(t.n.parameters(), 0.01)
-
-
-@edits()
-def gradients_are_halved_by_foreach(t, i):
-    torch._foreach_mul_(gradients(t), 0.5)
-
-
-@edits()
-def gradients_are_halved_out_of_place(t, i):
-    for p in t.n.parameters():
-        if p.grad is not None:
-            p.grad = p.grad * 0.5
-
-
-@edits()
-def one_gradient_is_halved(t, i):
+def halve_one(t, i):
     if t.n.first.weight.grad is not None:
         t.n.first.weight.grad *= 0.5
 
 
-@edits()
-def their_signs_are_taken(t, i):
-    for grad in gradients(t):
-        grad.sign_()
-
-
-@edits()
-def weight_decay_is_added(t, i):
-    for p in t.n.parameters():
-        if p.grad is not None:
-            p.grad.add_(p.detach(), alpha=0.1)
-
-
-@edits()
-def data_of_gradients_are_halved(t, i):
-    for grad in gradients(t):
-        grad.data.mul_(0.5)
-
-
-@clears()
-def the_module_is_cleared(t, i):
-    t.n.zero_grad()
-
-
-@clears(optim=adam)
-def the_optimizer_clears(t, i):
-    t.o.zero_grad()
-
-
-@clears()
-def one_block_is_cleared(t, i):
-    t.n.blocks[1].zero_grad()
-
-
-@clears()
-def one_parameter_is_set_to_none(t, i):
-    t.n.first.weight.grad = None
-
-
-@clears()
-def the_module_is_cleared_between_forward_and_backward_of_another(t, i):
+def clear_before_another_backward(t, i):
     with t.m.no_sync():
         loss = t.loss(20 + i)
         t.n.zero_grad()
         loss.backward()
 
 
+clears = edited.within(after_a_backward_under_no_sync)
+edits = partial(clears, refused={3: (NAME, "no_sync")}, fails={3})
+
+edits("gradients are halved", lambda t, i: [grad.mul_(0.5) for grad in gradients(t)])
+edits("gradients are halved by foreach", lambda t, i: torch._foreach_mul_(gradients(t), 0.5))
+edits("gradients are halved by their data", lambda t, i: [grad.data.mul_(0.5) for grad in gradients(t)])
+edits("halves of gradients are assigned", lambda t, i: replace(t, lambda p: p.grad * 0.5))
+edits("clones of gradients are assigned", lambda t, i: replace(t, lambda p: p.grad.clone()))
+edits("one gradient is halved", halve_one)
+edits("weight decay is added", lambda t, i: replace(t, lambda p: p.grad + 0.1 * p.detach()))
+edits("the module zeroes", lambda t, i: t.n.zero_grad(set_to_none=False), optim=momentum)
+edits("the optimizer zeroes", lambda t, i: t.o.zero_grad(set_to_none=False), optim=momentum)
+edits("gradients are clipped by value", lambda t, i: clip_grad_value_(t.n.parameters(), 0.01))
+edits("gradients are clipped by their norm", lambda t, i: clip_grad_norm_(t.n.parameters(), 0.01))
+edits("signs are taken", lambda t, i: [grad.sign_() for grad in gradients(t)])
+clears("the module is cleared", lambda t, i: t.n.zero_grad())
+clears("the optimizer clears", lambda t, i: t.o.zero_grad(), optim=adam)
+clears("one block is cleared", lambda t, i: t.n.blocks[1].zero_grad())
+clears("one gradient is set to None", lambda t, i: setattr(t.n.first.weight, "grad", None))
+clears("gradients are cleared between forward and backward of another", clear_before_another_backward)
+
 test_edited = edited.tests()
 
 # --------------------------------------------------------------------------- a backward passes the model while frozen
 
 kept = Rows("B10: at stage 3 what no_sync accumulated survives a backward through a frozen model")
-frozen = kept.within(after_a_backward_under_no_sync)
+frozen = kept.within(after_a_backward_under_no_sync, fails={3})
 
 
-def passed(t, i, *modules):
-    """A backward through the model, of which these modules are frozen. Returns the gradient of its inputs."""
+def passed(t, *modules, through=None, sends=False, i=20):
+    """A backward through the model, of which these modules are frozen."""
     inputs = t.batch(i).requires_grad_()
     for module in modules:
         module.requires_grad_(False)
-    with t.m.no_sync():
-        t.m(inputs).sum().backward()
+    with nullcontext() if sends else t.m.no_sync():
+        (through or t.m)(inputs).sum().backward()
     for module in modules:
         module.requires_grad_(True)
-    return t.note(inputs.grad)
+    t.note(inputs.grad)
 
 
-@frozen(fails={3})
-def the_whole_model_is_frozen(t, i):
-    passed(t, 20 + i, t.n)
+def pass_twice(t, i):
+    passed(t, t.n)
+    passed(t, t.n, i=30)
 
 
-@frozen(fails={3})
-def half_of_the_model_is_frozen(t, i):
-    passed(t, 20 + i, t.n.first, t.n.blocks[0])
-
-
-@frozen(fails={3})
-def one_block_is_frozen(t, i):
-    passed(t, 20 + i, t.n.blocks[1])
-
-
-@frozen(fails={3})
-def the_root_alone_is_frozen(t, i):
-    passed(t, 20 + i, t.n.first, t.n.last)
-
-
-@frozen(fails={3})
-def biases_are_frozen(t, i):
-    passed(t, 20 + i, *(p for p in t.n.parameters() if p.ndim == 1))
-
-
-@frozen(fails={3}, optim=adam)
-def the_whole_model_is_frozen_twice(t, i):
-    passed(t, 20 + i, t.n)
-    passed(t, 30 + i, t.n)
-
-
-@frozen(fails={3})
-def the_model_is_frozen_between_two_accumulated_backwards(t, i):
-    passed(t, 20 + i, t.n)
+def accumulate_after_it(t, i):
+    passed(t, t.n)
     with t.m.no_sync():
         t.loss(30 + i).backward()
 
 
-@frozen(fails={3}, tolerance=1e-6)
-def a_frozen_model_sends(t, i):
-    t.n.requires_grad_(False)
-    inputs = t.batch(20 + i).requires_grad_()
-    t.m(inputs).sum().backward()
-    t.n.requires_grad_(True)
-    t.note(inputs.grad)
-
-
-@frozen(fails={3})
-def a_frozen_model_gives_the_gradient_of_its_inputs_alone(t, i):
+def take_the_gradient_of_inputs(t, i):
     t.n.requires_grad_(False)
     inputs = t.batch(20 + i).requires_grad_()
     t.note(torch.autograd.grad(t.m(inputs).sum(), inputs)[0])
     t.n.requires_grad_(True)
 
 
-@frozen(fails={3})
-def a_frozen_model_in_evaluation_passes_a_backward(t, i):
+def pass_in_evaluation(t, i):
     t.m.eval()
-    passed(t, 20 + i, t.n)
+    passed(t, t.n)
     t.m.train()
 
 
-@frozen(fails={3})
-def the_module_inside_passes_a_backward_while_frozen(t, i):
-    t.n.requires_grad_(False)
-    inputs = t.batch(20 + i).requires_grad_()
-    t.n(inputs).sum().backward()
-    t.n.requires_grad_(True)
-    t.note(inputs.grad)
-
+frozen("the model is frozen", lambda t, i: passed(t, t.n))
+frozen("half of the model is frozen", lambda t, i: passed(t, t.n.first, t.n.blocks[0]))
+frozen("one block is frozen", lambda t, i: passed(t, t.n.blocks[1]))
+frozen("the root alone is frozen", lambda t, i: passed(t, t.n.first, t.n.last))
+frozen("biases are frozen", lambda t, i: passed(t, *(p for p in t.n.parameters() if p.ndim == 1)))
+frozen("the model is frozen and sends", lambda t, i: passed(t, t.n, sends=True), tolerance=1e-6)
+frozen("the model is frozen twice", pass_twice, optim=adam)
+frozen("the model is frozen before another backward", accumulate_after_it)
+frozen("the model is frozen for the gradient of its inputs", take_the_gradient_of_inputs)
+frozen("the model is frozen in evaluation mode", pass_in_evaluation)
+frozen("the module inside is frozen and called", lambda t, i: passed(t, t.n, through=t.n, sends=True), tolerance=1e-6)
 
 test_kept = kept.tests()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 
 import torch
@@ -15,6 +14,32 @@ row = Rows("B1: what stands in param.grad is the truth")
 NAME = r"(first|last|blocks\.\d\.\w+)\.(weight|bias)"
 
 
+def each(module, change):
+    """change: of a parameter, which has a gradient."""
+    for p in module.parameters():
+        if p.grad is not None:
+            change(p)
+
+
+def put(p, grad):
+    p.grad = grad
+
+
+def drop(p):
+    p.grad = None
+
+
+def delete(p):
+    del p.grad
+
+
+def zero(p):
+    p.grad.zero_()
+
+
+# ------------------------------------------------------------------------------ cleared between forward and backward
+
+
 def between_forward_and_backward(change, t, i):
     loss = t.loss(i)
     change(t, i)
@@ -22,94 +47,48 @@ def between_forward_and_backward(change, t, i):
     t.o.step()
 
 
-def between_backward_and_step(change, t, i):
-    t.o.zero_grad()
-    t.loss(i).backward()
-    change(t, i)
-    t.o.step()
-
-
-between = row.within(between_forward_and_backward)
-after = row.within(between_backward_and_step)
-refused = partial(row.within(between_backward_and_step), same={1})
-
-
-# ------------------------------------------------------------------------------ cleared between forward and backward
-
-
-@between(fails={2})
-def the_module_is_cleared(t, i):
-    t.n.zero_grad()
-
-
-@between(fails={2}, optim=momentum)
-def the_module_is_zeroed(t, i):
-    t.n.zero_grad(set_to_none=False)
-
-
-@between()
-def the_wrapper_is_cleared(t, i):
-    t.m.zero_grad()
-
-
-@between()
-def the_optimizer_clears(t, i):
-    t.o.zero_grad()
-
-
-@between(fails={2}, optim=adam)
-def every_gradient_is_set_to_none(t, i):
-    for p in t.n.parameters():
-        p.grad = None
-
-
-@between(fails={2})
-def every_gradient_is_deleted(t, i):
-    for p in t.n.parameters():
-        del p.grad
-
-
-@between(fails={2}, optim=momentum)
-def every_gradient_is_zeroed(t, i):
-    for p in t.n.parameters():
-        if p.grad is not None:
-            p.grad.zero_()
-
-
-@between(fails={2, 3})
-def every_gradient_is_set_to_zeros(t, i):
+def zeros_for_all(t, i):
     for p in t.n.parameters():
         p.grad = torch.zeros_like(p)
 
 
-@between(fails={2}, tolerance=1e-6)
-def one_block_alone_is_cleared(t, i):
-    t.n.blocks[0].zero_grad()
+between = row.within(between_forward_and_backward)
+
+between("the module is cleared", lambda t, i: t.n.zero_grad(), fails={2})
+between("the module is zeroed", lambda t, i: t.n.zero_grad(set_to_none=False), optim=momentum, fails={2})
+between("the wrapper is cleared", lambda t, i: t.m.zero_grad())
+between("the optimizer clears", lambda t, i: t.o.zero_grad())
+between("the optimizer zeroes", lambda t, i: t.o.zero_grad(set_to_none=False))
+between("every gradient is set to None", lambda t, i: each(t.n, drop), optim=adam, fails={2})
+between("every gradient is deleted", lambda t, i: each(t.n, delete), fails={2})
+between("every gradient is zeroed", lambda t, i: each(t.n, zero), optim=momentum, fails={2})
+between("every gradient is set to zeros", zeros_for_all, fails={2, 3})
+between("one block is cleared", lambda t, i: t.n.blocks[0].zero_grad(), tolerance=1e-6, fails={2})
+between(
+    "the root alone is cleared", lambda t, i: each(t.n.first, drop) or each(t.n.last, drop), tolerance=1e-6, fails={2}
+)
 
 
 @row()
-def gradients_are_allocated_as_zeros_before_training(t, i):
+def zeros_are_allocated_before_training(t, i):
     if i == 0:
-        for p in t.n.parameters():
-            p.grad = torch.zeros_like(p)
+        zeros_for_all(t, i)
     t.loss(i).backward()
     t.o.step()
     t.o.zero_grad(set_to_none=False)
 
 
-def clear(t, *_):
-    t.n.zero_grad()
-
-
-def register_once(register, t, i):
+def cleared_by_a_hook(change, t, i):
     if i == 0:
-        getattr(t.n, register)(partial(clear, t))
+        change(t, lambda *_: t.n.zero_grad())
     t.loss(i).backward()
     t.o.step()
 
 
-for register in ("register_forward_pre_hook", "register_forward_hook"):
-    row(f"gradients_are_cleared_by_{register}", fails={2})(partial(register_once, register))
+by_hook = row.within(cleared_by_a_hook, fails={2})
+by_hook("before forward", lambda t, clear: t.n.register_forward_pre_hook(clear))
+by_hook("after forward", lambda t, clear: t.n.register_forward_hook(clear))
+by_hook("before the last layer", lambda t, clear: t.n.last.register_forward_pre_hook(clear))
 
 
 @row(fails={2})
@@ -133,7 +112,7 @@ def one_parameter_is_cleared_after_a_second_forward(t, i):
     t.o.zero_grad()
     t.loss(i).backward()
     loss = t.loss(10 + i)
-    t.n.first.weight.grad = None
+    drop(t.n.first.weight)
     loss.backward()
     t.o.step()
 
@@ -149,69 +128,47 @@ def a_closure_clears_after_its_forward(t, i):
     t.o.step(closure)
 
 
-def clears_with_zeros(t, i):
+def with_zeros(change, t, i):
     loss = t.loss(i)
     t.n.zero_grad(set_to_none=False)
     loss.backward()
+    change(t, i)
     t.o.step()
     t.o.zero_grad(set_to_none=False)
 
 
-def steps_on_zeros(t, i):
-    t.loss(i).backward()
+def step_on_zeros(t, i):
     if i == 1:
         t.o.zero_grad(set_to_none=False)
-    t.o.step()
-    t.o.zero_grad()
 
 
+zeroing = row.within(with_zeros, fails={2})
 for how in ({"fused": True}, {"foreach": True}):
-    for kind in (partial(SGD, lr=0.1, momentum=0.9), partial(Adam, lr=0.01)):
-        for program in (clears_with_zeros, steps_on_zeros):
-            name = "_".join([*how, kind.func.__name__, program.__name__])
-            row(name, optim=partial(kind, **how), fails={2})(program)
+    for kind in (partial(SGD, lr=0.1, momentum=0.9, **how), partial(Adam, lr=0.01, **how)):
+        title = " ".join([*how, kind.func.__name__])
+        zeroing(f"{title} clears", lambda t, i: None, optim=kind)
+        zeroing(f"{title} clears and steps", step_on_zeros, optim=kind)
 
 
 # ------------------------------------------------------------------------- dropped, or nothing, after the backward
 
 
-@after(optim=momentum)
-def one_layer_is_cleared_every_other_time(t, i):
-    if i % 2:
-        t.n.last.zero_grad()
-
-
-@after(optim=momentum)
-def one_layer_is_zeroed(t, i):
-    for p in t.n.last.parameters():
-        if p.grad is not None:
-            p.grad.zero_()
-
-
-@after()
-def every_gradient_is_dropped_after_a_bad_batch(t, i):
-    if i == 1:
-        for p in t.n.parameters():
-            p.grad = None
-
-
-@after(optim=momentum)
-def one_block_is_cleared_beside_a_forward_without_graph(t, i):
-    with torch.no_grad():
-        t.loss(10 + i)
-        t.n.blocks[1].zero_grad()
-
-
-@after(optim=momentum)
-def another_step_comes(t, i):
+def between_backward_and_step(change, t, i):
+    t.o.zero_grad()
+    t.loss(i).backward()
+    change(t, i)
     t.o.step()
 
 
-@after()
-def a_detached_gradient_is_put_in_its_place(t, i):
-    for p in t.n.parameters():
-        if p.grad is not None:
-            p.grad = p.grad.detach()
+after = row.within(between_backward_and_step, optim=momentum)
+
+after("one layer is cleared every other time", lambda t, i: each(t.n.last, drop if i % 2 else zero))
+after("one layer is zeroed", lambda t, i: each(t.n.last, zero))
+after("every gradient of a bad batch is dropped", lambda t, i: i == 1 and each(t.n, drop))
+after("the optimizer zeroes", lambda t, i: i == 1 and t.o.zero_grad(set_to_none=False))
+after("a validation clears one block", lambda t, i: torch.no_grad()(t.loss)(10 + i) and t.n.blocks[1].zero_grad())
+after("another step comes", lambda t, i: t.o.step())
+after("a detached gradient is put in its place", lambda t, i: each(t.n, lambda p: put(p, p.grad.detach())))
 
 
 @row(tolerance=1e-6)
@@ -223,131 +180,92 @@ def gradients_are_never_cleared(t, i):
 # ------------------------------------------------------------------------------------------- kept, and put back
 
 
-@after()
-def gradients_are_kept_and_cleared_and_put_back(t, i):
-    params = [*t.n.parameters()]
-    saved = [p.grad for p in params]
-    t.n.zero_grad()
-    for p, grad in zip(params, saved, strict=True):
+def put_back(meanwhile, t, i):
+    saved = [(p, p.grad) for p in t.n.parameters()]
+    meanwhile(t, i)
+    for p, grad in saved:
         p.grad = grad
 
 
-@after(fails={2}, optim=momentum)
-def gradients_are_put_back_after_a_validation(t, i):
-    saved = {p: p.grad for p in t.n.parameters()}
+def put_back_before_the_step(change, t, i):
+    between_backward_and_step(partial(put_back, change), t, i)
+
+
+def step_and_clear(t, i):
+    t.o.step()
+    t.n.zero_grad()
+
+
+def validate(t, i):
     t.o.zero_grad()
     with torch.no_grad():
         t.loss(10 + i)
-    for p in saved:
-        p.grad = saved[p]
 
 
-@after(fails={2}, optim=momentum)
-def one_gradient_is_hidden_from_a_step_and_put_back_for_the_next(t, i):
-    bias, t.n.last.bias.grad = t.n.last.bias.grad, None
+def hide_one_from_a_step(t, i):
+    drop(t.n.last.bias)
     t.o.step()
-    t.n.last.bias.grad = bias
 
 
-@after(optim=momentum)
-def gradients_are_cleared_after_a_step_and_put_back_for_another(t, i):
-    saved = [(p, p.grad) for p in t.n.parameters()]
-    t.o.step()
-    t.n.zero_grad()
-    for p, grad in saved:
-        p.grad = grad
-
-
-@refused(refused={2: NAME}, fails={1, 2})
-def gradients_are_put_back_after_another_backward(t, i):
-    saved = [(p, p.grad) for p in t.n.parameters()]
+def pass_another_batch(t, i):
     t.n.zero_grad()
     t.loss(10 + i).backward()
-    for p, grad in saved:
-        p.grad = grad
 
 
-# ----------------------------------------------------------------------------------- something else put there
+kept = row.within(put_back_before_the_step, optim=momentum)
+
+kept("gradients cleared by the module are", lambda t, i: t.n.zero_grad())
+kept("gradients cleared by the optimizer are", lambda t, i: t.o.zero_grad(), fails={2})
+kept("gradients cleared for a validation are", validate, fails={2})
+kept("gradients cleared after a step are", step_and_clear)
+kept("a gradient hidden from a step is", hide_one_from_a_step, fails={2})
+kept("gradients of the batch before are", pass_another_batch, same={1}, refused={2: NAME}, fails={1, 2})
 
 
-@refused(refused={2: r"blocks\.\d\.up\.weight"}, fails={2})
-def two_gradients_are_swapped(t, i):
-    one, two = (block.up.weight for block in t.n.blocks)
+# ------------------------------------------------------------------------ something else put there, or computed with
+
+
+def swap(one, two):
     one.grad, two.grad = two.grad, one.grad
 
 
-@refused(refused={2: r"blocks\.1\.down\.bias"}, fails={2})
-def one_gradient_is_given_to_another_parameter_too(t, i):
-    t.n.blocks[1].down.bias.grad = t.n.blocks[0].down.bias.grad
+def noise(p):
+    p.grad = torch.randn_like(p)
 
 
-@refused(refused={2: r"blocks\.1\.down\.bias"}, fails={2})
-def a_gradient_moves_to_another_parameter(t, i):
-    one, two = (block.down.bias for block in t.n.blocks)
-    one.grad, two.grad = None, one.grad
+def one_without_backward(t, i):
+    t.n.zero_grad()
+    t.n.last.bias.grad = torch.full_like(t.n.last.bias, 0.1)
 
 
-@refused(refused={2: NAME})
-def zeros_are_put_there(t, i):
-    for p in t.n.parameters():
-        p.grad = torch.zeros_like(p)
+refused = row.within(between_backward_and_step, same={1})
+DOWN = r"blocks\.\d\.down\.bias"
 
-
-@refused(refused={2: r"last\.weight"})
-def noise_is_put_there(t, i):
-    t.n.last.weight.grad = torch.randn_like(t.n.last.weight)
-
-
-@refused(refused={2: r"last\.bias"})
-def weight_decay_by_hand_is_put_there(t, i):
-    t.n.last.bias.grad = 0.1 * t.n.last.bias.detach()
-
-
-@row(same={1}, refused={2: NAME})
-def gradients_are_made_without_any_backward(t, i):
-    for p in t.n.parameters():
-        p.grad = torch.full_like(p, 0.1)
-    t.o.step()
-
-
-# ------------------------------------------------------------------------------------------- computing with it
+refused(
+    "two gradients are swapped", lambda t, i: swap(*(b.down.bias for b in t.n.blocks)), refused={2: DOWN}, fails={2}
+)
+refused(
+    "one gradient is given to another parameter too",
+    lambda t, i: put(t.n.blocks[1].down.bias, t.n.blocks[0].down.bias.grad),
+    refused={2: DOWN},
+    fails={2},
+)
+refused(
+    "a gradient takes the place of one that was dropped",
+    lambda t, i: drop(t.n.blocks[1].down.bias) or swap(*(block.down.bias for block in t.n.blocks)),
+    refused={2: DOWN},
+    fails={2},
+)
+refused("zeros are put there", zeros_for_all, refused={2: NAME})
+refused("noise is put there", lambda t, i: noise(t.n.last.weight), refused={2: r"last\.weight"})
+refused("one comes without a backward", one_without_backward, refused={2: r"last\.bias"})
 
 computed = partial(refused, refused={2: (r"first\.weight", r"optimizer\.part\(param\)\.grad")})
 
-
-@computed()
-def a_gradient_is_scaled(t, i):
-    t.n.first.weight.grad.mul_(0.5)
-
-
-@computed()
-def all_gradients_are_scaled(t, i):
-    torch._foreach_mul_([p.grad for p in t.n.parameters()], 0.5)
-
-
-@computed()
-def the_weight_is_added(t, i):
-    t.n.first.weight.grad.add_(t.n.first.weight.detach(), alpha=0.1)
-
-
-@computed()
-def a_row_is_masked(t, i):
-    t.n.first.weight.grad[0] = 0
-
-
-@computed()
-def a_gradient_is_cloned(t, i):
-    t.n.first.weight.grad = t.n.first.weight.grad.clone()
-
-
-@computed()
-def a_gradient_is_copied_to_be_kept(t, i):
-    t.kept.grad = copy.deepcopy(t.n.first.weight.grad)
-
-
-@computed()
-def a_norm_is_taken(t, i):
-    t.note(t.n.first.weight.grad.norm())
-
+computed("a gradient is scaled", lambda t, i: t.n.first.weight.grad.mul_(0.5))
+computed("all gradients are scaled", lambda t, i: torch._foreach_mul_([p.grad for p in t.n.parameters()], 0.5))
+computed("a row is masked", lambda t, i: t.n.first.weight.grad[0].zero_())
+computed("a gradient is cloned", lambda t, i: put(t.n.first.weight, t.n.first.weight.grad.clone()))
+computed("a norm is taken", lambda t, i: t.n.first.weight.grad.norm())
 
 test_rows = row.tests()

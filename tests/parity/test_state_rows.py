@@ -23,84 +23,33 @@ def between_steps(change, t, i):
     change(t, i)
 
 
-between = row.within(between_steps, optim=momentum)
-lost = partial(between, fails={1, 2})
-
-
-@lost()
-def all_state_is_cleared(t, i):
-    t.o.state.clear()
-
-
-@lost(optim=adam)
-def the_state_of_one_parameter_is_popped(t, i):
-    t.o.state.pop(t.n.first.weight, None)
-
-
-@lost()
-def the_state_of_every_bias_is_deleted(t, i):
+def delete_biases(t, i):
     for p in t.n.parameters():
         if p.ndim == 1 and p in t.o.state:
             del t.o.state[p]
 
 
-@lost()
-def entries_are_popped_one_by_one(t, i):
-    for _ in [*t.o.state]:
-        t.o.state.popitem()
-
-
-@lost()
-def state_is_assigned_anew(t, i):
-    t.o.state = defaultdict(dict)
-
-
-@lost(optim=adam)
-def state_without_one_layer_is_assigned(t, i):
+def assign_without_one_layer(t, i):
     last = {*t.n.last.parameters()}
     t.o.state = defaultdict(dict, {p: kept for p, kept in t.o.state.items() if p not in last})
 
 
-@lost()
-def state_is_assigned_by_setstate(t, i):
-    t.o.__setstate__({"state": defaultdict(dict), "param_groups": t.o.param_groups})
-
-
-@lost()
-def one_parameter_gets_an_empty_state(t, i):
-    t.o.state[t.n.blocks[0].up.weight] = {}
-
-
-@lost()
-def half_of_every_buffer_is_assigned(t, i):
+def assign_halves(t, i):
     for p in t.n.parameters():
         t.o.state[p] = {key: value / 2 for key, value in t.o.state.get(p, {}).items()}
 
 
-@lost(optim=adam)
-def every_first_moment_is_assigned_zeros(t, i):
+def assign_no_first_moment(t, i):
     for p, kept in [*t.o.state.items()]:
         t.o.state[p] = {key: value * 0 if key == "exp_avg" else value for key, value in kept.items()}
 
 
-@lost()
-def one_layer_is_updated_with_empty_states(t, i):
-    t.o.state.update({p: {} for p in t.n.last.parameters()})
-
-
-@lost()
-def a_reference_taken_before_training_is_cleared(t, i):
-    t.kept.state.clear()
-
-
-@lost()
-def a_reference_taken_before_training_shows_one_entry_less(t, i):
+def show_one_entry_less(t, i):
     t.kept.state.pop(t.n.last.weight, None)
     assert t.n.last.weight not in t.o.state
 
 
-@lost()
-def states_are_kept_from_one_step_and_put_back_after_the_next(t, i):
+def put_back(t, i):
     if i == 0:
         t.kept.first = {p: {key: value.clone() for key, value in kept.items()} for p, kept in t.o.state.items()}
     elif i == 1:
@@ -108,24 +57,55 @@ def states_are_kept_from_one_step_and_put_back_after_the_next(t, i):
         t.o.state.update(t.kept.first)
 
 
-@lost(same={1, 2})
-def every_parameter_has_an_entry(t, i):
+def have_an_entry_each(t, i):
     assert [p for p in t.n.parameters() if p in t.kept.state] == [*t.n.parameters()]
     assert {*t.o.state} == {*t.n.parameters()}
     assert len(t.o.state) == len([*t.n.parameters()])
 
 
-@lost()
-def every_entry_is_read(t, i):
-    for p in t.n.parameters():
-        t.o.state[p].get("momentum_buffer")
-
-
-@lost()
-def a_number_of_the_users_own_is_kept_there(t, i):
+def keep_a_number(t, i):
     for p in t.n.parameters():
         t.o.state[p]["steps"] = t.o.state[p].get("steps", 0) + 1
     t.note(torch.tensor([t.o.state[p]["steps"] for p in t.n.parameters()]))
+
+
+def replace_buffers(t, i):
+    for kept in t.o.state.values():
+        if "momentum_buffer" in kept:
+            kept["momentum_buffer"] = kept["momentum_buffer"] / 2
+
+
+def assign_full_buffers(t, i):
+    for p in t.n.parameters():
+        t.o.state[p] = {"momentum_buffer": torch.zeros_like(p)}
+
+
+between = row.within(between_steps, optim=momentum)
+lost = partial(between, fails={1, 2})
+
+lost("state is cleared", lambda t, i: t.o.state.clear())
+lost("a reference taken before training is cleared", lambda t, i: t.kept.state.clear())
+lost("the state of one parameter is popped", lambda t, i: t.o.state.pop(t.n.first.weight, None), optim=adam)
+lost("entries are popped one by one", lambda t, i: [t.o.state.popitem() for _ in [*t.o.state]])
+lost("the state of biases is deleted", delete_biases)
+lost("an empty state is assigned", lambda t, i: setattr(t.o, "state", defaultdict(dict)))
+lost("a state without one layer is assigned", assign_without_one_layer, optim=adam)
+lost(
+    "an empty state is set by setstate",
+    lambda t, i: t.o.__setstate__({"state": defaultdict(dict), "param_groups": t.o.param_groups}),
+)
+lost("one entry is assigned", lambda t, i: t.o.state.__setitem__(t.n.first.weight, {}))
+lost("halves of buffers are assigned", assign_halves)
+lost("entries without first moments are assigned", assign_no_first_moment, optim=adam)
+lost("entries are updated", lambda t, i: t.o.state.update({p: {} for p in t.n.last.parameters()}))
+lost("a reference taken before training shows one entry less", show_one_entry_less)
+lost("entries of the first step are put back", put_back)
+lost("all parameters have an entry", have_an_entry_each, same={1, 2})
+lost("every entry is read", lambda t, i: [t.o.state[p].get("momentum_buffer") for p in t.n.parameters()])
+lost("a number of the user's own is kept", keep_a_number)
+lost("buffers of full shape are assigned", assign_full_buffers, same={3}, refused={1: NAME, 2: NAME})
+between("buffers are halved", lambda t, i: [kept["momentum_buffer"].mul_(0.5) for kept in t.o.state.values() if kept])
+between("buffers are replaced within their entries", replace_buffers)
 
 
 @row(optim=momentum, fails={1, 2})
@@ -134,34 +114,6 @@ def every_entry_is_read_before_training(t, i):
     t.o.zero_grad()
     t.loss(i).backward()
     t.o.step()
-
-
-@between()
-def every_buffer_is_halved_in_place(t, i):
-    for kept in t.o.state.values():
-        for value in kept.values():
-            value.mul_(0.5)
-
-
-@between()
-def every_buffer_is_replaced_within_its_entry(t, i):
-    for kept in t.o.state.values():
-        if "momentum_buffer" in kept:
-            kept["momentum_buffer"] = kept["momentum_buffer"] / 2
-
-
-@between(optim=adam)
-def a_moment_is_zeroed_within_the_entries_that_have_one(t, i):
-    for p in t.n.parameters():
-        moment = t.o.state.get(p, {}).get("exp_avg")
-        if moment is not None:
-            moment.zero_()
-
-
-@lost(same={3}, refused={1: NAME, 2: NAME})
-def buffers_of_full_shape_are_assigned(t, i):
-    for p in t.n.parameters():
-        t.o.state[p] = {"momentum_buffer": torch.zeros_like(p)}
 
 
 test_rows = row.tests()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from loops import Rows, momentum
@@ -29,77 +27,45 @@ def before_a_forward(change, t, i):
     t.o.step()
 
 
-def between_a_forward_and_its_backward(change, t, i):
-    t.o.zero_grad()
-    loss = t.loss(i)
-    change(t, i)
-    loss.backward()
-    t.o.step()
+def initialise(t, i):
+    for part in parts(t) if i == 0 else ():
+        torch.nn.init.constant_(part, 0.1)
 
 
-told = {"refused": {2: r"optimizer\.part"}, "same": (), "fails": {2}}
-before = partial(row.within(before_a_forward), **told)
-
-
-@before()
-def every_part_is_written(t, i):
-    climb(t, 0.01)
-
-
-@before(optim=momentum)
-def one_part_is_written(t, i):
-    with torch.no_grad():
-        parts(t)[0].mul_(0.99)
-
-
-@before()
-def one_rank_writes_into_its_parts(t, i):
-    if t.rank == 1:
-        climb(t, 0.01)
-
-
-@before()
-def parts_are_written_after_the_first_steps(t, i):
-    if i == 2:
-        climb(t, 0.01)
-
-
-@before()
-def parts_are_written_by_foreach(t, i):
-    with torch.no_grad():
-        torch._foreach_mul_(parts(t), 0.99)
-
-
-@before()
-def parts_are_initialised(t, i):
-    if i == 0:
-        for part in parts(t):
-            torch.nn.init.constant_(part, 0.1)
-
-
-@before()
-def parts_kept_from_before_training_are_written(t, i):
+@torch.no_grad()
+def clamp_those_kept(t, i):
     if i == 0:
         t.kept.parts = parts(t)
-    with torch.no_grad():
-        for part in t.kept.parts:
-            part.clamp_(-0.1, 0.1)
+    for part in t.kept.parts:
+        part.clamp_(-0.1, 0.1)
 
 
-@before()
-def parts_are_written_and_written_back_around_a_validation(t, i):
+def climb_for_a_validation(t, i):
     climb(t, 0.01)
     with torch.no_grad():
         t.loss(10 + i)
     climb(t, -0.01)
 
 
-@before()
-def sharpness_is_looked_for_between_two_backwards(t, i):
+def climb_for_a_backward(t, i):
     t.loss(i).backward()
     climb(t, 0.01)
     t.loss(i).backward()
     climb(t, -0.01)
+
+
+told = {"refused": {2: r"optimizer\.part"}, "same": (), "fails": {2}}
+before = row.within(before_a_forward, **told)
+
+before("all parts are written", lambda t, i: climb(t, 0.01))
+before("one part is written", lambda t, i: parts(t)[0].detach().mul_(0.99), optim=momentum)
+before("one rank writes parts", lambda t, i: t.rank == 1 and climb(t, 0.01))
+before("parts are written at the third step", lambda t, i: i == 2 and climb(t, 0.01))
+before("parts are written by foreach", lambda t, i: torch.no_grad()(torch._foreach_mul_)(parts(t), 0.99))
+before("parts are initialised", initialise)
+before("parts kept from before training are written", clamp_those_kept)
+before("parts are written, and written back after a validation,", climb_for_a_validation)
+before("parts are written, and written back after a backward,", climb_for_a_backward)
 
 
 @row(**told)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 import zero
@@ -23,35 +21,19 @@ def between_a_forward_and_its_backward(change, t, i):
     t.o.step()
 
 
-between = partial(row.within(between_a_forward_and_its_backward), refused=WRITTEN)
-
-
-@between(fails={1, 2, 3})
-def the_optimizer_steps(t, i):
-    t.o.step()
-
-
-@between(fails={1, 2, 3}, optim=adam)
-def adam_steps(t, i):
-    t.o.step()
-
-
-@between(fails={1, 2, 3})
-def the_optimizer_steps_by_nothing(t, i):
-    t.o.param_groups[0]["lr"] = 0.0
-    t.o.step()
-
-
-@between(fails={1, 2, 3})
-def one_layer_is_stepped(t, i):
+def step_one_layer(t, i):
     for p in t.n.parameters():
         if p is not t.n.last.weight:
             p.grad = None
     t.o.step()
 
 
-@between(fails={1, 2, 3}, optim=momentum)
-def a_closure_is_stepped(t, i):
+def step_by_nothing(t, i):
+    t.o.param_groups[0]["lr"] = 0.0
+    t.o.step()
+
+
+def step_a_closure(t, i):
     def closure():
         t.o.zero_grad()
         loss = t.loss(20 + i)
@@ -61,33 +43,23 @@ def a_closure_is_stepped(t, i):
     t.o.step(closure)
 
 
-@between(fails={0, 1, 2, 3})
-def a_checkpoint_is_loaded(t, i):
-    zero.checkpoint.save(t.folder, t.m, t.o)
-    zero.checkpoint.load(t.folder, t.m, t.o)
+def load(t, *optimizers):
+    zero.checkpoint.save(t.folder, t.m, *optimizers)
+    zero.checkpoint.load(t.folder, t.m, *optimizers)
 
 
-@between(fails={0, 1, 2, 3})
-def a_checkpoint_of_the_weights_is_loaded(t, i):
-    zero.checkpoint.save(t.folder, t.m)
-    zero.checkpoint.load(t.folder, t.m)
+between = row.within(between_a_forward_and_its_backward, refused=WRITTEN)
 
-
-@between()
-def a_full_state_is_loaded(t, i):
-    zero.load_full_state_dict(t.m, zero.full_state_dict(t.m))
-
-
-@between()
-def a_state_dict_is_loaded(t, i):
-    t.m.load_state_dict(t.m.state_dict())
-
-
-@between()
-def weights_are_written_by_hand(t, i):
-    with torch.no_grad():
-        for p in t.n.parameters():
-            p.mul_(0.9)
+between("the optimizer steps", lambda t, i: t.o.step(), fails={1, 2, 3})
+between("adam steps", lambda t, i: t.o.step(), optim=adam, fails={1, 2, 3})
+between("the optimizer steps by nothing", step_by_nothing, fails={1, 2, 3})
+between("one layer is stepped", step_one_layer, fails={1, 2, 3})
+between("a closure is stepped", step_a_closure, optim=momentum, fails={1, 2, 3})
+between("a checkpoint is loaded", lambda t, i: load(t, t.o), fails={0, 1, 2, 3})
+between("a checkpoint of weights is loaded", lambda t, i: load(t), fails={0, 1, 2, 3})
+between("a full state is loaded", lambda t, i: zero.load_full_state_dict(t.m, zero.full_state_dict(t.m)))
+between("a state dict is loaded", lambda t, i: t.m.load_state_dict(t.m.state_dict()))
+between("weights are written by hand", lambda t, i: [p.detach().mul_(0.9) for p in t.n.parameters()])
 
 
 @row(refused=WRITTEN, fails={1, 2, 3})

@@ -17,7 +17,7 @@ from unittest import mock
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simulated.device import Device, Stream
@@ -121,6 +121,8 @@ class Memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if not all(kind in (Tensor, nn.Parameter) for kind in types):
+            return NotImplemented  # it has no memory, and takes what is done with it itself
         if self._paused or func.name().startswith("prim::"):
             return func(*args, **kwargs)
         name = func.name().split("::")[1].split(".")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,11 @@ def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """A context in which torch counts no writes into the tensors, as DistributedDataParallel uses it for its buffers.
     It has no public name."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def outside_function_modes() -> AbstractContextManager[Any]:
+    """A context in which no TorchFunctionMode sees calls of torch. It has no public name."""
+    return torch._C.DisableTorchFunction()
 
 
 def writes_so_far(tensors: Iterable[Tensor]) -> int:

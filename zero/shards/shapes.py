@@ -110,7 +110,8 @@ def shared_memory(named: Iterable[tuple[str, Any]]) -> str | None:
     side by side in one storage, as cuDNN's weights do, are none."""
     ranges = []
     for name, param in named:
-        if isinstance(param, Tensor) and param.layout == torch.strided and not param.is_meta and param.numel():
+        dense = isinstance(param, Tensor) and param.layout == torch.strided and not wraps_others(param)
+        if dense and has_values(param) and not param.is_meta and param.numel():
             last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
             begin = param.data_ptr()
             ranges.append((str(param.device), begin, begin + (last + 1) * param.element_size(), name))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero._torch import writes_into
+from zero._torch import has_values, writes_into
 from zero.fsdp.events import ModelEvents, model_events
 from zero.fsdp.model import Model
 from zero.shards.group_state import GroupState
@@ -28,7 +28,9 @@ class ReadsAtRest(ModelEvents):
         self._groups = [
             group
             for group in model.index.groups
-            if group.comm.world > 1 and (group.full.dtype, group.full.device) != (group.shard.dtype, group.shard.device)
+            if group.comm.world > 1
+            and has_values(group.full)
+            and (group.full.dtype, group.full.device) != (group.shard.dtype, group.shard.device)
         ]
 
     def backward_begins(self) -> None:
@@ -54,7 +56,7 @@ class _Leaves(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *params: Tensor) -> Tensor:
-        return torch.empty(0)
+        return params[0].new_empty(0)
 
 
 model_events.append(ReadsAtRest)

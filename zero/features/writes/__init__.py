@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from zero._torch import has_values, writes_so_far
+from zero._torch import has_values, outside_function_modes, writes_so_far
 from zero.fsdp.events import ModelEvents, model_events
 from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
@@ -74,9 +74,13 @@ class Writes(ModelEvents):
 
     def resharding(self, group: ShardGroup) -> None:
         """Raises RuntimeError on every rank if a parameter was given other data, which all would lose."""
-        if group in self._of and group.moved() is not None:
+        if group not in self._of:
+            return
+        with outside_function_modes():  # which the search for reads is: an address is none
+            moved = group.moved()
+        if moved is not None:
             self.model.refuse_moved([group])
-        if group in self._of and not group.shard_in_full and self._of[group].any():
+        if not group.shard_in_full and self._of[group].any():
             self._of[group].take_over()
 
 
