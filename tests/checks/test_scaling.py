@@ -75,7 +75,17 @@ def add_noise(model: zero.FSDP, rank: int) -> None:
             param.grad += 0.01 * torch.randn_like(param.grad)
 
 
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize("change", [clip_all, scale_alike, clip_values, normalise_each, replace, add_noise])
+OWN = [clip_all, scale_alike, clip_values, add_noise]
+
+
+@pytest.mark.parametrize(
+    ("change", "partition"),
+    [*((change, "even") for change in OWN), *((change, "whole") for change in (*OWN, normalise_each, replace))],
+)
 def test_other_changes_are_the_users_own(change, partition):
     ranks.run(train, args=(change, partition))
+
+
+@pytest.mark.parametrize("change", [normalise_each, replace])
+def test_a_parameter_that_is_cut_must_be_scaled_by_one_number(change):
+    ranks.expect_error(train, 2, RuntimeError, "scaled differently", args=(change, "even"), timeout=15)

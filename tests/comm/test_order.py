@@ -28,9 +28,9 @@ def counted() -> Iterator[list[int]]:
     seen: list[int] = []
     compare = ProcessGroupTransport.compare
 
-    def counting(self: ProcessGroupTransport, channel: int, *, flag: bool = False) -> bool:
+    def counting(self: ProcessGroupTransport, channel: int, *, flags: int = 0) -> int:
         seen.append(channel)
-        return compare(self, channel, flag=flag)
+        return compare(self, channel, flags=flags)
 
     with mock.patch.object(ProcessGroupTransport, "compare", counting):
         yield seen

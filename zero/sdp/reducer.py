@@ -16,7 +16,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero._torch import at_end_of_backward, in_a_backward, writes_into
 from zero.comm import Comm
 from zero.comm.streams import ModelStreams
-from zero.oss.gradients import OwnedGradients
 from zero.oss.optimizer import OSS
 from zero.sdp.bucket import End, GradBucket
 from zero.sdp.tensors import nearest_leaf, tensors_in
@@ -46,7 +45,7 @@ class Reducer:
         name = f"the end of a backward of ShardedDDP({type(module).__name__})"
         self._end = End([comm], name, f"on another rank, {WRITTEN}")
         self._hooks: dict[Tensor, RemovableHandle] = {}
-        finalize(self, _let_go, self._hooks, [optimizer.gradients for optimizer in optimizers])
+        finalize(self, _remove, self._hooks)  # whoever trains the module without the wrapper has plain parameters
         self._hooks_on_leaves: list[RemovableHandle] = []
         self._trained_in_forward: set[Tensor] = set()
         """Parameters that required gradients in a forward since the last backward; they may be frozen by now."""
@@ -247,13 +246,6 @@ _REPLACED = (
 
 _reducers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The Reducer that takes the gradients of a parameter, by parameter."""
-
-
-def _let_go(hooks: dict[Tensor, RemovableHandle], shown: Sequence[OwnedGradients]) -> None:
-    """Leaves plain parameters, for whoever trains the module without the wrapper."""
-    _remove(hooks)
-    for gradients in shown:
-        gradients.hide()
 
 
 def _remove(hooks: dict[Tensor, RemovableHandle]) -> None:
