@@ -13,6 +13,7 @@ from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -91,8 +92,11 @@ class Guard(ModelEvents):
     def after_step(self, optimizer: Optimizer) -> None:
         """Collective, if the optimizer is not torch's own. Raises RuntimeError on every rank if it has written numbers
         that differ between ranks."""
-        for home, params in self._by_home(self._sharded_params(optimizer)).items():
-            home.stepped(optimizer, params)
+        params = self._sharded_params(optimizer)
+        for home, own in self._by_home(params).items():
+            home.stepped(optimizer, own)
+        # Graphs that saved a parameter before the step are refused in backward, on every rank at the same place.
+        increment_version(self._stepped(params))
         before = self._before.pop(optimizer, None)
         if before is not None:
             written = before.as_tensor(optimizer)
@@ -100,6 +104,21 @@ class Guard(ModelEvents):
             problem = differs(written, optimizer)
             if problem is not None:
                 raise RuntimeError(problem)
+
+    def _stepped(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Returns the parameters that were stepped on any rank: those with gradients; and those of which this rank owns
+        nothing, if they got gradients on other ranks, and no gradient of their group has been cleared here."""
+        held = {*params}
+        stepped: list[nn.Parameter] = []
+        for unit in self.model.units:
+            for bucket in unit.gradients.buckets:
+                reduced = [index for index in bucket.reduced if bucket.group.params[index] in held]
+                own = [bucket.group.params[index] for index in reduced if index in bucket.group.spans]
+                if all(param.grad is not None for param in own):
+                    stepped += [bucket.group.params[index] for index in reduced]
+                else:
+                    stepped += [param for param in own if param.grad is not None]
+        return stepped
 
     def _sharded_params(self, optimizer: Optimizer) -> list[nn.Parameter]:
         return [param for param in params_of(optimizer) if param in self._index]

@@ -208,9 +208,8 @@ class Comm:
 
     # ------------------------------------------------------------------------------------- other tensors
 
-    def broadcast(self, tensors: Sequence[Tensor], source: int = 0, *, only_differing: bool = False) -> None:
-        """Collective. Overwrites the tensors with those of rank `source` of the group. only_differing: writes only into
-        those that have other values."""
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Collective. Overwrites the tensors with those of rank `source` of the group."""
         if self.world == 1:
             return
         for batch in batches(tensors):
@@ -219,7 +218,7 @@ class Comm:
             if self.rank == source:
                 sent["other"] += flat.nbytes * (self.world - 1)
             else:
-                copy_into(batch, flat, only_differing=only_differing)
+                copy_into(batch, flat)
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False, channel: int = SUM) -> None:
         """Collective. Overwrites a contiguous tensor with its sum, or maximum, over the ranks. channel: number of the

@@ -53,12 +53,10 @@ def empty_flat(batch: Sequence[Tensor]) -> Tensor:
     return batch[0].detach().new_empty(sum(tensor.numel() for tensor in batch))
 
 
-def copy_into(batch: Sequence[Tensor], flat: Tensor, *, only_differing: bool = False) -> None:
-    """Overwrites the tensors with the values of the flattened batch. only_differing: those that have other values."""
+def copy_into(batch: Sequence[Tensor], flat: Tensor) -> None:
+    """Overwrites the tensors with the values of the flattened batch."""
     for tensor, values in zip(batch, flat.split([tensor.numel() for tensor in batch]), strict=True):
-        shaped = values.view(tensor.shape)
-        if not only_differing or not torch.equal(tensor, shaped):
-            tensor.detach().copy_(shaped)
+        tensor.detach().copy_(values.view(tensor.shape))
 
 
 def sum_in_rank_order(received: Sequence[Tensor], times: float = 1) -> Tensor:

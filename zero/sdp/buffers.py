@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -36,12 +35,11 @@ class BufferSync:
         if shapes != self._known:
             self._compare()
             self._known = shapes
-        # A graph may have saved them. In training none computes with what is saved so, as batch normalisation takes the
-        # batch's own statistics; else only what differs is written, and backward raises for a graph that read it.
-        counted = [buffer for buffer in buffers if not buffer.is_inference()]
-        with keeping_versions(counted) if self._module.training else nullcontext():
+        # As with DistributedDataParallel, a graph that has saved buffers may still be gone through: batch normalisation
+        # saves its statistics in training, too, where backward does not compute with them.
+        with keeping_versions([buffer for buffer in buffers if not buffer.is_inference()]):
             for comm in self._comms:
-                comm.broadcast(buffers, only_differing=not self._module.training)
+                comm.broadcast(buffers)
 
     def _compare(self) -> None:
         """Collective over the ranks on which shapes have changed. Ranks that broadcast meanwhile raise."""
