@@ -1,10 +1,7 @@
-"""Rows of one call each: a sentence, a program, and what is expected (loops.py).
+"""Rows of one call each: a sentence, a program, and what is expected (loops.py). Options of Sentences hold for all.
 
-    row = Sentences("B5: p.data = ... inside forward", __name__, net=Net)
-    row("a weight is clamped", lambda t, i: update(t, t.loss(i)), or_refused="body.weight", fails={3})
-
-Options of Sentences hold for all its rows. or_refused: instead of the numbers of stage 0 there may be an error on every
-rank, with this pattern in it; no rank may wait, and ranks may not find themselves out of step.
+or_refused: instead of the numbers of stage 0 there may be an error on every rank, with this pattern in it; no rank may
+wait, and ranks may not find themselves out of step.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 import ranks
 from loops import Loop, Row, Rows
@@ -24,17 +21,22 @@ from loops import Loop, Row, Rows
 KINDS: dict[str, Sentences] = {}
 
 
-def update(t: Loop, loss: Tensor, act: Callable[[Loop], object] | None = None) -> None:
-    """act: what is done between backward and step."""
-    loss.backward()
-    if act is not None:
-        act(t)
+def update(t: Loop, loss: Tensor | None, act: Callable[[Loop], object] = id) -> None:
+    """loss: if its backward was not called yet. act: what is done between backward and step."""
+    if loss is not None:
+        loss.backward()
+    act(t)
     t.o.step()
     t.o.zero_grad()
 
 
 def trains(t: Loop, i: int) -> None:
     update(t, t.loss(i))
+
+
+def changed(net: nn.Module, change: Callable[[Any], object]) -> nn.Module:
+    change(net)
+    return net
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,6 +49,10 @@ class Sentence(Row):
     def __reduce__(self) -> Any:
         return _find, self.found
 
+    def stages(self) -> list[int]:
+        """Stage 0 runs where something is compared with it."""
+        return sorted({*([0] if self.same else []), *self.same, *self.refused})
+
     def check(self, stage: int, transport: str, folder: Path) -> None:
         __tracebackhide__ = True
         try:
@@ -55,9 +61,9 @@ class Sentence(Row):
             if stage == 0 or self.or_refused is None or not all(map(self._refuses, error.outcomes)):
                 raise
 
-    def _refuses(self, outcome: ranks.Outcome) -> bool:
-        refused = {"RuntimeError", "ValueError"} & {*outcome.types} and "out of step" not in outcome.message
-        return bool(refused and re.search(self.or_refused or "", outcome.message))
+    def _refuses(self, one: ranks.Outcome) -> bool:
+        refused = {"RuntimeError", "ValueError"} & {*one.types} and "out of step" not in one.message
+        return bool(refused and re.search(self.or_refused or "", one.message))
 
 
 class Sentences(Rows):
@@ -66,15 +72,10 @@ class Sentences(Rows):
         self._module, self._always = module, always
         KINDS[kind] = self
 
-    def __call__(  # type: ignore[override]
-        self,
-        sentence: str,
-        program: Callable[[Loop, int], object] = trains,
-        *,
-        or_refused: str | None = None,
-        **how: Any,
-    ) -> None:
-        super().__call__(sentence, **{**self._always, **how})(program)
+    def __call__(self, sentence, program=trains, **how):  # type: ignore[no-untyped-def]
+        how = self._always | how
+        or_refused = how.pop("or_refused", None)
+        super().__call__(sentence, **how)(program)
         found = (self._module, self.kind, len(self.rows) - 1)
         self.rows[-1] = Sentence(**vars(self.rows[-1]), found=found, or_refused=or_refused)
 

@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from sentences import Sentences, trains
+from sentences import Sentences, changed
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import ranks
 import zero
-from loops import WIDTH, Loop, adam, sgd
+from loops import WIDTH, adam
 
 UNITS = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
+Change = Callable[["Net"], object]
 
 
 class Net(nn.Module):
     """An embedding, layers, and an output layer, in the shapes of ties.
 
-    change: what is done to it before it is wrapped. act: what it does to itself in the forwards that `when` says: a
-    number, "before" or "after" its layers in each, or the mode.
+    change: what is done to it before it is wrapped. act: what it does to itself "before" or "after" its layers in each
+    forward, or in the one that has the number `when`.
     """
 
-    def __init__(
-        self, change: Callable[[Net], object] = id, act: Callable[[Net], object] = id, when: object = "before"
-    ) -> None:
+    def __init__(self, change: Change = id, act: Change = id, when: object = "before") -> None:
         super().__init__()
         self.emb, self.out = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, 7, bias=False)
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
@@ -39,7 +38,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
-        if self.when in ("before", self.count, "training" if self.training else "evaluation"):
+        if self.when in ("before", self.count):
             self.act(self)
         x = self.emb(x.argmax(1)) + sum((buffer.mean() for buffer in self.buffers()), torch.zeros(()))
         for block in self.blocks:
@@ -59,13 +58,11 @@ def slices(net: Net, start: int) -> None:
     net.emb.weight.data, net.out.weight.data = both[:size].view(7, -1), both[start : start + size].view(7, -1)
 
 
-# ----------------------------------------------------------------------------------------------------------------- B4
-
 B4 = "B4: parameters that share memory"
 TIED = ("out.weight", "emb.weight", "out.weight = emb.weight")
 BLOCKS = ("blocks.0.weight", "blocks.1.weight")
 
-SHARING: dict[str, tuple[Callable[[Net], object], tuple[str, ...]]] = {
+SHARING: dict[str, tuple[Change, tuple[str, ...]]] = {
     "an output layer has the data of the embedding": (lambda n: give(n.out.weight, n.emb.weight.data), TIED),
     "a new parameter has it": (lambda n: setattr(n.out, "weight", nn.Parameter(n.emb.weight.data)), TIED),
     "it is loaded with assign": (lambda n: n.out.load_state_dict(n.emb.state_dict(), assign=True), TIED),
@@ -84,44 +81,35 @@ SHARING: dict[str, tuple[Callable[[Net], object], tuple[str, ...]]] = {
 FAILS = {*SHARING}
 """Those of which the sentence does not hold yet."""
 
-BY: dict[str, Callable[[Net], object]] = {
-    "OSS": lambda net: zero.OSS(net.named_parameters(), sgd),
-    "OSS without names": lambda net: zero.OSS(net.parameters(), sgd),
-    "FSDP": zero.FSDP,
-    **{f"stage {stage}": partial(zero.setup, optim=adam, stage=stage) for stage in (1, 2, 3)},
-}
+
+def wrapped(rank: int, world: int, share: str, by: object) -> None:
+    net = Net(SHARING[share][0])
+    zero.setup(net, adam, stage=by) if by in (1, 2, 3) else zero.OSS(net.parameters(), adam)
 
 
-def wrapped(rank: int, world: int, share: str, by: str) -> None:
-    BY[by](Net(SHARING[share][0]))
-
-
-@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("by", [1, 2, 3, "OSS without names"])
 @pytest.mark.parametrize(
     "share", [pytest.param(one, marks=[pytest.mark.xfail(strict=True, reason=B4)] * (one in FAILS)) for one in SHARING]
 )
 def test_parameters_that_share_memory_are_refused_on_every_rank(share, by):
+    """by: a stage, or the class."""
     told = ranks.expect_error(wrapped, 2, ValueError, args=(share, by), timeout=15)
-    facts = SHARING[share][1] if by != "OSS without names" else ("parameter ", "of group 0")
+    facts = SHARING[share][1] if by in (1, 2, 3) else ("parameter ", "of group 0")
     assert all(fact in text for fact in facts for text in told), told
 
 
 class Recurrent(nn.LSTM):
-    """Its weights lie side by side in one storage, as those that are fused for a GPU."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, 5, 2, bidirectional=True)
-        params = [*self.parameters()]
-        flat = torch.cat([param.detach().flatten() for param in params])
-        for param, part in zip(params, flat.split([param.numel() for param in params]), strict=True):
-            param.data = part.view_as(param)
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)[0]
 
 
+def fuse(net: nn.Module) -> None:
+    """Weights come to lie side by side in one storage, as those of recurrent layers on a GPU."""
+    vector_to_parameters(parameters_to_vector(net.parameters()).detach(), net.parameters())
+
+
 row = Sentences(B4, __name__)
-row("weights lie side by side in one storage", net=Recurrent)
+row("weights are fused", net=lambda: changed(Recurrent(WIDTH, 5, 2, bidirectional=True), fuse))
 row("slices of one tensor touch", net=lambda: Net(lambda n: slices(n, 7 * WIDTH)))
 row("a weight is tied as a parameter", net=lambda: Net(lambda n: setattr(n.out, "weight", n.emb.weight)), optim=adam)
 row("a layer is a shallow copy", net=lambda: Net(lambda n: n.blocks.append(copy.copy(n.blocks[0]))))
@@ -135,10 +123,8 @@ row(
 
 test_memory = row.tests()
 
-# ----------------------------------------------------------------------------------------------------------------- B5
-
 NAME = r"blocks\.\d\.weight"
-row = Sentences("B5: p.data = ... inside forward", __name__)
+row = Sentences("B5: p.data = ... inside forward", __name__, options=UNITS)
 LOST = {"same": {3}, "refused": {1: NAME, 2: NAME}, "or_refused": NAME, "fails": {3}}
 """Refused at stages 1 and 2. At stage 3 so, too, or it counts; not yet."""
 
@@ -156,58 +142,20 @@ def clamp(net: Net) -> None:
     give(net.blocks[0].weight, net.blocks[0].weight.data.clamp(-0.1, 0.1))
 
 
-def exchange(net: Net) -> None:
-    one, two = net.blocks[0].weight, net.blocks[1].weight
-    one.data, two.data = two.data, one.data
-
-
-def lend(layer: nn.Module, *_: object) -> None:
-    layer.weight.data, layer.kept = layer.kept, layer.weight.data
-
-
-def hooked(register: str) -> Callable[[Loop, int], None]:
-    def program(t: Loop, i: int) -> None:
-        if i == 0:
-            getattr(t.n.blocks[0], register)(halve)
-        trains(t, i)
-
-    return program
-
-
-def for_a_while(t, i):
-    layer, t.n.blocks[0].kept = t.n.blocks[0], torch.ones(WIDTH, WIDTH)
-    hooks = [layer.register_forward_pre_hook(lend), layer.register_forward_hook(lend)]
-    trains(t, i)
-    for hook in hooks:
-        hook.remove()
-
-
-def evaluates(t, i):
-    trains(t, i)
-    t.m.eval()
-    with torch.no_grad():
-        t.loss(10 + i)
-    t.m.train()
-
-
 TEACHER = {**LOST, "refused": dict.fromkeys((1, 2), "teacher"), "or_refused": "teacher"}
-row("a teacher is a moving average", net=lambda: Net(act=average, when="training"), **TEACHER)
-row("a teacher is one of another unit", net=lambda: Net(act=average, when="training"), options=UNITS, **TEACHER)
+row("a teacher is a moving average", net=lambda: Net(act=average), **TEACHER)
+row("so it is within one unit", net=lambda: Net(act=average), options={}, **TEACHER)
 row("a teacher follows at the end of forward", net=lambda: Net(act=average, when="after"), optim=adam, **TEACHER)
 row("a weight is clamped before its use", net=lambda: Net(act=clamp), **LOST)
-row("a weight is clamped after its use", net=lambda: Net(act=clamp, when="after"), options=UNITS, **LOST)
-row("two weights are exchanged", net=lambda: Net(act=exchange), **LOST)
+row("a weight is clamped after its use", net=lambda: Net(act=clamp, when="after"), **LOST)
 row("the second forward alone writes", net=lambda: Net(act=lambda n: halve(n.blocks[0]), when=2), **LOST)
-row("evaluation writes", evaluates, net=lambda: Net(act=lambda n: halve(n.blocks[0]), when="evaluation"), **LOST)
-row("a hook after the layer writes", hooked("register_forward_hook"), net=Net, **LOST)
-row("a hook before the unit writes", hooked("register_forward_pre_hook"), net=Net, options=UNITS, **LOST)
-row("a backward hook writes", hooked("register_full_backward_hook"), net=Net, **LOST)
-row("a weight has other data for a while", for_a_while, net=Net)
-row("a weight is halved in place", net=lambda: Net(act=lambda n: n.out.weight.data.mul_(0.5)), options=UNITS)
+row("a hook after the layer writes", net=lambda: Net(lambda n: n.blocks[0].register_forward_hook(halve)), **LOST)
+row("a hook before the unit writes", net=lambda: Net(lambda n: n.blocks[0].register_forward_pre_hook(halve)), **LOST)
+row("a backward hook writes", net=lambda: Net(lambda n: n.blocks[1].register_full_backward_hook(halve)), **LOST)
+row("a weight is halved in place", net=lambda: Net(act=lambda n: n.out.weight.data.mul_(0.5)))
 row(
     "one rank alone gives its weight a copy",
     net=lambda: Net(act=lambda n: give(n.out.weight, n.out.weight.data.clone()) if dist.get_rank() else None),
-    options=UNITS,
     or_refused="out.weight",
     fails={3},
 )

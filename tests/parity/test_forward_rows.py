@@ -1,0 +1,173 @@
+"""Parameters that are read outside their units, and several forwards of a model with buffers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sentences import Sentences, update
+from torch import Tensor, func, nn
+from torch.autograd import forward_ad
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
+
+import ranks
+import zero
+from loops import WIDTH, adam
+from sidebyside import SideBySide, data
+
+UNITS = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
+LATER = {"or_refused": r"gain|body|head", "fails": {3}}
+
+
+class Net(nn.Module):
+    """Two units, and a parameter of the root, which forward reads if `inside`. Between the units is read(x, weight of
+    `of`), from forward number `since` on."""
+
+    def __init__(self, read=lambda x, w: x, of: str = "head", since: int = 0, inside: bool = True) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.gain = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.read, self.of, self.since, self.inside, self.count = read, of, since, inside, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.body(x) @ self.gain if self.inside else self.body(x))
+        x = self.read(x, getattr(self, self.of).weight) if self.count >= self.since else x
+        self.count += 1
+        return self.head(torch.tanh(x))
+
+
+# ------------------------------------------------------------------------------ C1: a root's parameters outside forward
+
+
+def outside(read):
+    """A loss of read(outputs, the module)."""
+    return lambda t, i: update(t, t.note(read(t.m(t.batch(i)), t.n).square().mean()))
+
+
+row = Sentences("C1: a parameter of the root outside forward", __name__, net=lambda: Net(inside=False), options=UNITS)
+row("outputs are multiplied by it", outside(lambda y, n: y @ n.gain.t()), **LATER)
+row("it is given to linear", outside(lambda y, n: nn.functional.linear(y, n.gain)), optim=adam, **LATER)
+row("its mean is a factor", outside(lambda y, n: y * n.gain.mean()), **LATER)
+row("a penalty is on it", lambda t, i: update(t, t.loss(i) + t.n.gain.square().mean()), **LATER)
+row("outputs are multiplied by it, as in forward", outside(lambda y, n: y @ n.gain), net=Net, or_refused="gain")
+row("outputs are multiplied by it, detached", outside(lambda y, n: y @ n.gain.detach()), net=Net, or_refused="gain")
+row("inputs are multiplied by it", lambda t, i: update(t, t.m(t.batch(i) @ t.n.gain).square().mean()), **LATER)
+row("outputs are multiplied by a unit's weight", outside(lambda y, n: y @ n.body.weight), net=Net, **LATER)
+row("outputs go through a unit again", outside(lambda y, n: n.body(y)), net=Net)
+test_outside = row.tests()
+
+# ------------------------------------------------------------------------------------ C2 and C7: readers of other units
+
+
+def function(forward, backward):
+    of = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("Function", (torch.autograd.Function,), of).apply
+
+
+product = function(
+    lambda ctx, x, w: ctx.save_for_backward(x, w) or x @ w.t(),
+    lambda ctx, g: (lambda x, w: (g @ w, g.t() @ x))(*ctx.saved_tensors),
+)
+decay = function(lambda ctx, x, w: ctx.save_for_backward(w) or x.view_as(x), lambda ctx, g: (g, ctx.saved_tensors[0]))
+
+
+def kept(look, hook="register_forward_hook"):
+    """What a hook of the body keeps of its weight is read after the step."""
+
+    def program(t, i):
+        seen = []
+        handle = getattr(t.n.body, hook)(lambda layer, *_: seen.append(look(layer.weight.detach())))
+        update(t, t.m(t.batch(i).requires_grad_()).square().mean())
+        handle.remove()
+        t.note(torch.as_tensor(seen[0]).clone())
+
+    return program
+
+
+def dual(t, i):
+    with forward_ad.dual_level():
+        t.note(forward_ad.unpack_dual(t.m(forward_ad.make_dual(t.batch(i), t.batch(9)))).tangent)
+
+
+CLONE, WORDS = {"or_refused": "clone", "fails": {3}}, {"or_refused": "FSDP", "fails": {3}}
+row = Sentences("C2: a Function, an array or a transform reads a parameter", __name__, net=Net, options=UNITS)
+row("a product reads the unit that follows", net=lambda: Net(product), **LATER)
+row("backward alone reads the unit that follows", net=lambda: Net(decay), **LATER)
+row("backward alone reads the unit before", net=lambda: Net(decay, "body"), **LATER)
+row("a checkpoint reads", net=lambda: Net(lambda x, w: checkpoint(product, x, w, use_reentrant=False)), **LATER)
+row("a product reads the unit before", net=lambda: Net(product, "body"))
+row("a plain product reads the unit that follows", net=lambda: Net(lambda x, w: x @ w.t()))
+row("forward has an array", net=lambda: Net(lambda x, w: x * float(w.detach().numpy().mean()), "body"), **CLONE)
+row("a hook keeps an array", kept(lambda w: w.numpy()), **CLONE)
+row("a hook keeps an array of a clone", kept(lambda w: w.clone().numpy()))
+row("a backward hook keeps an array", kept(lambda w: w.numpy(), "register_full_backward_hook"), **CLONE)
+row("a hook keeps what has no gradient", kept(lambda w: w), **CLONE)
+row("a hook keeps a view by DLPack", kept(torch.from_dlpack), **CLONE)
+row("jvp", lambda t, i: t.note(func.jvp(t.m, (t.batch(i),), (t.batch(9),))[1]), **WORDS)
+row("dual tensors", dual)
+row("func.grad", lambda t, i: t.note(func.grad(lambda x: t.m(x).sum())(t.batch(i))), **WORDS)
+row("jacrev", lambda t, i: t.note(func.jacrev(t.m)(t.batch(i))), **WORDS)
+row("vmap", lambda t, i: t.note(func.vmap(t.m)(t.batch(i))))
+test_readers = row.tests()
+
+row = Sentences("C7: a forward that begins later to read another unit", __name__, options=UNITS, **LATER)
+row("a product, in the second forward", net=lambda: Net(lambda x, w: x @ w.t(), since=1))
+row("a product, in the third forward", net=lambda: Net(lambda x, w: x @ w.t(), "body", since=2), optim=adam)
+row("a mean", net=lambda: Net(lambda x, w: x * w.mean(), since=1))
+row("a norm", net=lambda: Net(lambda x, w: x / w.norm(), "body", since=1))
+row("a spread without gradient", net=lambda: Net(lambda x, w: x * w.detach().std(), "body", since=1))
+row("a number", net=lambda: Net(lambda x, w: x * w.mean().item(), since=1))
+row("a Function", net=lambda: Net(product, since=1))
+test_later = row.tests()
+
+# ------------------------------------------------------------------- C3: two forwards and one backward with buffers
+
+
+class Norm(nn.Sequential):
+    def __init__(self, middle=nn.BatchNorm1d, **how) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), middle(WIDTH, **how), nn.Tanh(), nn.Linear(WIDTH, 3))
+
+
+def forwards(*training, act=lambda t, i: None):
+    """A forward in each of these modes; None is an evaluation without gradients. Then one backward."""
+
+    def program(t, i):
+        act(t, i)
+        loss = 0.0
+        for k, mode in enumerate(training):
+            t.m.train(bool(mode))
+            with torch.set_grad_enabled(mode is not None):
+                one = t.loss(10 * k + i)
+            loss = loss if mode is None else loss + one
+        update(t, loss)
+
+    return program
+
+
+FAILS = {"fails": {2, 3}}
+row = Sentences("C3: two forwards and one backward of a model with buffers", __name__, net=Norm)
+row("two in training", forwards(True, True), **FAILS)
+row("three in training", forwards(True, True, True), net=lambda: Norm(momentum=None), optim=adam, **FAILS)
+row("two with a spectral norm", forwards(True, True), net=lambda: Norm(lambda w: spectral_norm(nn.Linear(w, w))))
+row("an evaluation without gradients is between", forwards(True, None), **FAILS)
+row("training, then evaluation", forwards(True, False), **FAILS)
+row("evaluation, then training", forwards(False, True), **FAILS)
+row("two in evaluation", forwards(False, False), **FAILS)
+row("buffers of one rank differ", forwards(False, act=lambda t, i: t.n[1].running_mean.data.add_(t.rank)))
+row("they differ before two", forwards(False, False, act=lambda t, i: t.n[1].running_var.data.add_(t.rank)), **FAILS)
+test_buffers = row.tests()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2, timeout=15)
+def test_buffers_that_are_not_sent_are_read_by_two_forwards(rank, world, stage):
+    def build(net, optim):
+        optimizer = zero.OSS(net.parameters(), optim) if stage == 2 else None
+        how = {"broadcast_buffers": False}
+        model = zero.FSDP(net, **how) if stage == 3 else zero.ShardedDDP(net, optimizer, **how)
+        return model, optimizer or optim(model.parameters())
+
+    both = SideBySide(Norm(), build)
+    for i in range(3):
+        both.step(lambda m: sum(m(data(4, WIDTH, rank=rank, step=k + i)).square().mean() for k in (0, 10)))  # noqa: B023

@@ -1,0 +1,225 @@
+"""Gradients of parameters that are asked for, looped over, and clipped."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from sentences import Sentences, changed, trains, update
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+import ranks
+import zero
+from loops import WIDTH, Net, adam, momentum
+from sidebyside import data
+
+# ----------------------------------------------------------------------------------------- B7: those that are asked for
+
+OWN = r"(?i)shard|unit|FSDP"  # of zero's own errors, not of torch's
+LATER = {"or_refused": OWN, "fails": {3}}
+
+
+UNITS = {
+    "net": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3)),
+    "options": {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})},
+}
+"""Of units alone: the root has no parameters."""
+
+
+def asked(t, i):
+    update(t, t.loss(i).backward(inputs=list(t.m.parameters())))
+
+
+def asked_under_no_sync(t, i):
+    with t.m.no_sync():
+        t.loss(i).backward(inputs=list(t.m.parameters()))
+    asked(t, 10 + i)
+
+
+def asked_of_two(t, i):
+    losses = [t.loss(i), t.loss(10 + i)]
+    update(t, torch.autograd.backward(losses, inputs=list(t.m.parameters())))
+
+
+def listed_before(t, i):
+    params = list(t.m.parameters())
+    update(t, t.loss(i).backward(inputs=params))
+
+
+def gradients(unused: bool):
+    def noted(t, i):
+        for gradient in torch.autograd.grad(t.loss(i), [*t.m.parameters()], allow_unused=unused):
+            t.note(torch.tensor(torch.nan) if gradient is None else gradient)
+
+    return noted
+
+
+def weighed(t, i):
+    loss = t.loss(i)
+    update(t, loss / t.note(torch.autograd.grad(loss, t.n.last.weight, retain_graph=True)[0].norm()))
+
+
+def seen(t, i):
+    hook = register_multi_grad_hook([*t.m.parameters()], lambda all: [t.note(one.norm()) for one in all])
+    trains(t, i)
+    hook.remove()
+
+
+def scaled_by_hooks(t, i):
+    for p in t.m.parameters() if i == 0 else ():
+        p.register_hook(lambda gradient: 0.5 * gradient)
+    trains(t, i)
+
+
+row = Sentences("B7: gradients of parameters that are asked for", __name__)
+row("backward is given all parameters of units", asked, **UNITS, **LATER)
+row("backward is given those of units and the root", asked, or_refused=OWN)
+row("backward under no_sync is given all parameters", asked_under_no_sync, **UNITS, **LATER)
+row("one backward of two losses is given all parameters", asked_of_two, **UNITS, tolerance=1e-6, **LATER)
+row("backward is given what was listed before the forward", listed_before, **UNITS, or_refused=OWN)
+row("gradients of units are asked for, unused or not", gradients(unused=True), **UNITS, steps=1, **LATER)
+row("gradients of units and root are asked for, unused or not", gradients(unused=True), steps=1, **LATER)
+row("gradients of all parameters are asked for", gradients(unused=False), steps=1, **LATER)
+row("a loss is weighed by the last layer's gradient", weighed, or_refused=OWN)
+row("a hook sees the gradients of units", seen, **UNITS, **LATER)
+row("a hook sees those of units and root", seen, **LATER)
+row("hooks of parameters scale their gradients", scaled_by_hooks, **UNITS)
+test_asked = row.tests()
+
+# ------------------------------------------------------------------------------- C4: None where a rank owns no element
+
+
+def every(act):
+    """What is done with each parameter after backward."""
+    return lambda t, i: update(t, t.loss(i), lambda t: [act(p) for p in t.m.parameters()])
+
+
+def each(act, params=lambda t: t.m.parameters()):
+    """What is done after backward with the gradients that are on this rank."""
+    return lambda t, i: update(t, t.loss(i), lambda t: act(t, [p for p in params(t) if p.grad is not None]))
+
+
+ONE = {"same": {1, 3}, "fails": {3}}  # at stage 2 gradients are with their owners: tests of B1
+row = Sentences("C4: p.grad is None where a rank owns nothing of a parameter", __name__)
+row("every gradient is halved", every(lambda p: p.grad.mul_(0.5)), **ONE)
+row("every gradient's data is clamped", every(lambda p: p.grad.data.clamp_(-0.01, 0.01)), **ONE, optim=momentum)
+row("weight decay is added by hand", every(lambda p: p.grad.add_(p.detach(), alpha=0.1)), **ONE)
+row("what is not a number is replaced", every(lambda p: torch.nan_to_num_(p.grad)), **ONE, optim=adam)
+row("every gradient is replaced by half a copy", every(lambda p: setattr(p, "grad", 0.5 * p.grad.clone())), **ONE)
+row("every gradient has its parameter's shape", every(lambda p: p.grad.reshape(p.shape)), **ONE)
+row("norms are logged", every(lambda p: p.grad.norm().item()), **ONE)
+row("the share of zeros is logged", every(lambda p: (p.grad == 0).sum().item()), **ONE)
+row("all are halved at once", each(lambda t, _: torch._foreach_mul_([p.grad for p in t.m.parameters()], 0.5)), **ONE)
+row(
+    "what nobody uses has no gradient",
+    each(lambda t, _: t.note(torch.tensor([p.grad is None for p in t.m.parameters()]))),
+    net=lambda: changed(Net(), lambda n: setattr(n, "unused", nn.Linear(2, 2))),
+    ddp={"find_unused_parameters": True},
+    **ONE,
+)
+test_none = row.tests()
+
+# ------------------------------------------------------------------------------------------ B9: torch's clip_grad_norm_
+
+B9 = "B9: torch's clip_grad_norm_ at stage 3"
+
+
+class Small(nn.Sequential):
+    """By default of the shape of the README's own first script: a rank has a slice of one parameter alone."""
+
+    def __init__(self, *widths: int, bias: bool = True) -> None:
+        layers = [nn.Linear(*pair, bias=bias) for pair in pairwise((WIDTH, *(widths or (32, 3))))]
+        super().__init__(*(each for layer in layers for each in (layer, nn.Tanh())))
+
+
+NETS = {
+    "units": Net,
+    "small": Small,
+    "one matrix": lambda: Small(12, bias=False),
+    "one output": lambda: Small(1),
+    "biases": lambda: changed(Small(), lambda n: [n[k].weight.requires_grad_(False) for k in (0, 2)]),
+    "half is frozen": lambda: changed(Small(32, 3, 3), lambda n: n[0].requires_grad_(False)),
+    "one is unused": lambda: changed(Small(), lambda n: n.register_parameter("unused", nn.Parameter(torch.zeros(20)))),
+    "wide": lambda: Small(256, 6),
+    "two alike": lambda: Small(WIDTH, WIDTH),
+}
+FAILS = {
+    **dict.fromkeys(["small", "one is unused"], ("2 even", "2 whole", "3 whole")),
+    "one matrix": ("2 even", "3 even"),
+    **dict.fromkeys(["one output", "biases", "half is frozen"], ("2 even", "2 whole", "3 even", "3 whole")),
+    "wide": ("3 whole",),
+    "two alike": ("3 whole",),
+}
+"""Where each rank still scales by a norm of its own, without a word."""
+
+
+def clipped(rank, world, net, norm, partition="auto", stage=3):
+    """norm: None for torch's clip_grad_norm_."""
+    torch.manual_seed(0)
+    model, optimizer = zero.setup(NETS[net](), momentum, stage=stage, partition=partition)
+    for i in range(6):
+        model(data(4, WIDTH, rank=rank, step=i)).square().sum().backward()
+        if norm is None:
+            clip_grad_norm_(model.parameters(), 0.01)
+        else:
+            assert zero.clip_grad_norm_(model, optimizer, 0.01, norm) > 0.01
+        optimizer.step()
+        optimizer.zero_grad()
+    return zero.full_state_dict(model)
+
+
+@pytest.mark.parametrize("how", ["2 even", "2 whole", "3 even", "3 whole"])
+@pytest.mark.parametrize("net", NETS)
+def test_torchs_clip_grad_norm_is_refused_on_every_rank(net, how, request):
+    """But where one rank has all: its norm is the whole one."""
+    if how in FAILS.get(net, ()):
+        request.applymarker(pytest.mark.xfail(strict=True, reason=B9))
+    world, partition = how.split()
+    args = (net, None, partition)
+    if (net, partition) == ("one matrix", "whole"):
+        ranks.run(clipped, int(world), args=args, timeout=15)
+    else:
+        ranks.expect_error(clipped, int(world), RuntimeError, "clip_grad_norm_", args=args, timeout=15)
+
+
+def by(factor):
+    """Each gradient is multiplied by factor(t, its number)."""
+    return lambda t, params: [p.grad.mul_(factor(t, k)) for k, p in enumerate(params)]
+
+
+SAME, REFUSED = {"net": Small, "same": {1, 3}}, {"net": Small, "same": {1}, "refused": {3: "clip_grad_norm_"}}
+FIRST = lambda t: t.n[0].parameters()  # noqa: E731
+row = Sentences(B9, __name__)
+row("the norm is below the limit", each(lambda t, params: clip_grad_norm_(params, 1e9)), **SAME)
+row("every gradient is clipped by value", each(lambda t, params: clip_grad_value_(params, 0.01)), **SAME)
+row("all gradients are halved", each(by(lambda t, k: 0.5)), **SAME, optim=adam)
+row("all gradients but their signs are dropped", each(lambda t, params: [p.grad.sign_() for p in params]), **SAME)
+row("one layer is scaled by hand", each(by(lambda t, k: 0.1), FIRST), **SAME)
+row(
+    "each parameter has its factor",
+    each(lambda t, _: [p.grad.mul_(1 / (2 + k)) for k, p in enumerate(t.m.parameters()) if p.grad is not None]),
+    **SAME,
+)
+row("one of two layers is scaled", each(by(lambda t, k: 0.1), FIRST), **SAME | {"net": NETS["two alike"]}, fails={3})
+row("the norm is of one layer", each(lambda t, params: clip_grad_norm_(params, 0.01), FIRST), **REFUSED, fails={3})
+row("each has its norm", each(lambda t, params: [clip_grad_norm_(p, 0.01) for p in params]), **REFUSED, fails={3})
+row("the largest is the norm", each(lambda t, params: clip_grad_norm_(params, 0.01, torch.inf)), **REFUSED, fails={3})
+row("it runs foreach", each(lambda t, params: clip_grad_norm_(params, 0.01, foreach=True)), **REFUSED, fails={3})
+row("ranks scale by numbers of their own", each(by(lambda t, k: 1 + t.rank)), **REFUSED | {"same": ()}, fails={3})
+row("one rank alone scales", each(by(lambda t, k: 0.5 if t.rank else 1)), **REFUSED | {"same": ()}, fails={3})
+test_scaled = row.tests()
+
+
+@pytest.mark.parametrize("norm", [1.0, 2.0, torch.inf])
+@pytest.mark.parametrize("net", ["units", "small", "one output", "wide", "half is frozen"])
+def test_clipped_weights_are_within_rounding_of_those_of_stage_0(net, norm):
+    """A norm is summed in the order of the shards."""
+    expected = ranks.run(clipped, args=(net, norm, "auto", 0))[0]
+    largest = max(value.abs().max() for value in expected.values())
+    for stage in (1, 2, 3):
+        for found in ranks.run(clipped, args=(net, norm, "auto", stage)):
+            assert all((found[name] - value).abs().max() <= 2e-7 * largest for name, value in expected.items()), stage

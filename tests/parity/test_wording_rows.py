@@ -1,0 +1,154 @@
+"""What errors call the things that went wrong, and the remedy that they name."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+import pytest
+import torch
+from sentences import Sentences, trains, update
+from torch import nn
+
+import ranks
+import zero
+from loops import WIDTH, Net, sgd
+from sidebyside import data
+from transports import TRANSPORTS, by
+
+KIND = "C5: words of errors"
+row = Sentences(KIND, __name__)
+
+
+def two(params):
+    """A second OSS has params(the module)."""
+
+    def program(t, i):
+        if i == 0:
+            t.kept.other = zero.OSS(params(t.n), sgd)
+        trains(t, i)
+        t.loss(i).backward()
+        t.kept.other.step()
+
+    return program
+
+
+HELD = {"or_refused": r"(?i)other (OSS|wrapper|optimizer)|held by|two OSS|FSDP", "fails": {1, 2, 3}}
+row("two OSS have all parameters", two(lambda n: n.named_parameters()), **HELD)
+row("two OSS have all parameters without names", two(lambda n: n.parameters()), **HELD)
+row("a second OSS has one layer", two(lambda n: n.last.named_parameters()), **HELD)
+
+
+class Head(nn.Sequential):
+    """Its last layer is called from outside."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
+
+    def forward(self, x):
+        return self[0](x)
+
+
+def pieces(t, i):
+    x = t.m(t.batch(i))
+    h = x.detach().requires_grad_()
+    for one in h.split(1):
+        t.n[1](one).square().sum().backward()
+    update(t, x.backward(h.grad))
+
+
+def whole(t, i):
+    x = t.m(t.batch(i))
+    for one in x.split(1):
+        t.n[1](one).square().sum().backward(retain_graph=True)
+    update(t, None)
+
+
+def penalty(t, i):
+    t.loss(i).backward()
+    update(t, t.n.last.weight.square().sum())
+
+
+ADDED = {"same": (), "refused": {2: "no_sync"}, "fails": {2}}
+row("rows go back through the head, then all through the body", pieces, net=Head, **ADDED)
+row("rows go back through head and body", whole, net=Head, **ADDED)
+row("a penalty has a backward of its own", penalty, **ADDED)
+
+DO = {
+    "step": lambda t: t.o.step(),
+    "forward": lambda t: t.loss(9),
+    "norm": lambda t: zero.grad_norm(t.m, t.o),
+    "clipping by the norm": lambda t: zero.clip_grad_norm_(t.m, t.o, 1.0),
+    "state": lambda t: zero.full_optimizer_state_dict(t.m, t.o),
+}
+
+
+def apart(zeroth, first, fails=(2, 3)):
+    """What rank 0 does where the other does something else."""
+
+    def program(t, i):
+        if i == 2:
+            t.loss(i).backward()
+            DO[first if t.rank else zeroth](t)
+        trains(t, i)
+
+    words = ("(?s)^(?!.*a sum over the ranks)", "out of step", zeroth.split()[-1])
+    row(f"{zeroth} beside {first}", program, steps=4, same=(), refused={2: words, 3: words}, fails=fails)
+
+
+apart("step", "forward", fails={3})
+apart("step", "state", fails={3})
+apart("norm", "forward")
+apart("norm", "step")
+apart("clipping by the norm", "forward")
+apart("clipping by the norm", "state")
+
+
+def replaced(replace, on=(0, 1)):
+    """replace(the module, that of another FSDP) on these ranks."""
+
+    def program(t, i):
+        if i == 0:
+            t.kept.other = zero.FSDP(Net())
+            replace(t.n, t.kept.other.module) if t.rank in on else None
+        trains(t, i)
+
+    return program
+
+
+LOST = {"same": (), "refused": {3: r"(last|blocks\.\d\.up)\.weight"}}
+row("a weight is another FSDP's", replaced(lambda n, o: setattr(n.last, "weight", o.last.weight)), **LOST, fails={3})
+row("on one rank alone", replaced(lambda n, o: setattr(n.last, "weight", o.last.weight), on=[1]), **LOST)
+row("a layer is another FSDP's", replaced(lambda n, o: setattr(n, "last", o.last)), **LOST)
+row("a layer is another one", replaced(lambda n, _: setattr(n.blocks[0], "up", n.blocks[1].up)), **LOST, fails={3})
+test_words = row.tests()
+
+ENDS = {
+    "it ends": lambda model, optimizer: None,
+    "it evaluates": lambda model, optimizer: model.eval()(torch.ones(1, WIDTH)),
+    "it leaves the group": lambda model, optimizer: torch.distributed.destroy_process_group(),
+    "it collects state": zero.full_optimizer_state_dict,
+    "it saves": lambda model, optimizer: zero.checkpoint.save(tempfile.mkdtemp(), model, optimizer),
+}
+
+
+def ended(rank, world, stage, end, transport):
+    with by(transport):
+        model, optimizer = zero.setup(Net(), sgd, stage=stage)
+        for i in range(4 if rank else 2):
+            model(data(4, WIDTH, rank=rank, step=i)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            ENDS[end](model, optimizer)
+        os._exit(0)
+
+
+@pytest.mark.xfail(strict=True, reason=KIND)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("end", ENDS)
+def test_where_a_rank_ends_early_the_other_is_told_of_join(end, stage, transport):
+    with pytest.raises(ranks.RankError) as raised:
+        ranks.run(ended, args=(stage, end, transport), timeout=20)
+    assert "zero.join" in raised.value.outcomes[1].message
