@@ -1,10 +1,10 @@
 """Gradients that ranks scaled by different numbers between backward and step, and gradients that overflowed.
 
 torch.nn.utils.clip_grad_norm_ does so with sharded gradients: it computes the norm of this rank's shards only. A few
-elements of the gradients are copied after backward. If all of them were multiplied by one number since, that number
-must be the same on every rank. So must the number by which one parameter was multiplied that is cut between ranks: a
-few of these are chosen alike on all ranks. torch counts writes into a tensor, except through `.data`; only after a
-write are elements compared, for which the host waits for a GPU.
+elements of the gradients are copied after backward. If all of a rank's were multiplied by one number since, that number
+must be the same on every rank where that is so. So must be the number by which one parameter was multiplied that is cut
+between ranks: a few of these are chosen alike on all ranks. torch counts writes into a tensor, except through `.data`;
+only after a write are elements compared, for which the host waits for a GPU.
 
 Loss scaling skips a step whose gradients are not finite (P. Micikevicius et al., Mixed Precision Training, 2018,
 section 3.2). With DistributedDataParallel all ranks see the same gradients and skip the same steps. With shards only
@@ -28,8 +28,8 @@ from zero.fsdp.model import Model
 from zero.shards.parts import others_of
 from zero.shards.shard_group import ShardGroup
 
-_GRADIENTS, _ELEMENTS, _NEEDED = 12, 64, 2
-"""Gradients that are sampled, elements of each, and the number of samples that are needed to find a common factor."""
+_GRADIENTS, _ELEMENTS = 12, 64
+"""Gradients that are sampled, and elements of each."""
 
 
 @dataclass(eq=False)
@@ -111,16 +111,12 @@ class Scaling:
     def _factor(self) -> float | None:
         """The number that all samples were multiplied by; None if they were not, or if it cannot be known."""
         here = [(sample, now) for sample in self._samples if (now := sample.current) is not None]
-        if self._comm.world == 1 or len(here) < _NEEDED:
-            return None
-        if not any(sample.touched for sample, _ in here):
-            return 1.0
+        if self._comm.world == 1 or not here or not all(sample.touched for sample, _ in here):
+            return None  # torch's clip_grad_norm_ writes into all; one layer may be scaled by hand
         factors = [_first(now).double() / sample.values.double() for sample, now in here]  # not finite if not known
         of_each = torch.cat(factors).cpu().split([len(sample.values) for sample, _ in here])
         known = [finite for factors in of_each if len(finite := factors[factors.isfinite()])]
-        if len(known) < _NEEDED:
-            return None
-        return _one_number(torch.cat(known))
+        return _one_number(torch.cat(known)) if known else None
 
 
 def _sample(param: nn.Parameter, gradient: Tensor) -> _Sample:

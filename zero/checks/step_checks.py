@@ -23,13 +23,15 @@ class Moved(StepCheck):
 
     def changed(self) -> str | None:
         for group in self.optimizer.shards.shard_groups:
-            name = group.reclaim()
-            taken = None if name is None else self.optimizer.shards.taken_by_another()
+            if group.moved() is None:
+                continue
+            taken = self.optimizer.shards.taken_by_another()
             if taken is not None:
                 return (
                     f"{taken} was given to another OSS since, which shards and steps it now. Give each parameter to "
                     "one OSS, drop the one that you do not step, and wrap the model again."
                 )
+            name = group.reclaim()
             if name is not None:
                 return (
                     f"{name} was moved, cast or given other data after OSS was built, and would no longer be trained. "

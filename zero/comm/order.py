@@ -203,7 +203,8 @@ class Order:
         remedies = {self._remedies.get(channel, "") for channel in channels.values()}
         return (
             f"ranks are out of step: {difference}. Each of these is collective: call it on every rank, in the same "
-            f"order. {remedies.pop() if len(remedies) == 1 else ''}"
+            f"order; with fewer batches on one rank than on others take them from zero.join. "
+            f"{remedies.pop() if len(remedies) == 1 else ''}"
         ).rstrip()
 
     def missing(self, rank: int, how: str) -> str:

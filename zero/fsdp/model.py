@@ -102,20 +102,22 @@ class Model:
         """Returns an error message if a module holds another sharded parameter than when it was wrapped."""
         for held, name, param in self._holders:
             now = held.get(name)
-            if now is not None and now is not param and now in self.index:
+            if now is None or now is param:
+                continue
+            other = next((model.index[now] for model in models() if now in model.index), None)
+            if other is not None:
                 return (
-                    f"{self.index[param].name!r} was replaced by {self.index[now].name!r} since the model was wrapped: "
-                    "units gather the parameters that they were built with. Tie parameters first, then wrap the model."
+                    f"{self.index[param].name!r} was replaced by the sharded {other.name!r} since the model was "
+                    "wrapped: units gather the parameters that they were built with. Tie parameters first, then wrap the model."
                 )
         return None
 
-    def refuse_moved(self, groups: Sequence[ShardGroup] | None = None) -> None:
-        """Raises RuntimeError if parameters were moved, cast or given other data. Call it before a collective. groups:
-        as of `moved_problem`.
+    def refuse_moved(self) -> None:
+        """Raises RuntimeError if parameters were moved, cast or given other data. Call it before a collective.
 
         Communicates only to raise. The ranks without a problem raise in their next operation.
         """
-        problem = self.moved_problem(groups)
+        problem = self.moved_problem()
         if problem is not None:
             self.refuse(problem)
 

@@ -278,6 +278,10 @@ class ShardGroup:
         for param, view in zip(self.params, views, strict=True):
             param.data = view
 
+    def rebind(self) -> None:
+        """Binds the parameters again to where they were bound; other data that they were given is lost."""
+        self._bind(self._bound)
+
     def moved(self) -> str | None:
         """Returns the name of a parameter that lies elsewhere than where it was bound, if there is one."""
         for param, view, name in zip(self.params, self._bound, self.names, strict=True):

@@ -68,6 +68,20 @@ class Writes(ModelEvents):
             for writes in self._of.values():
                 writes.looks = True
 
+    def unsharding(self, unit: Unit) -> None:
+        """Raises RuntimeError on every rank if a parameter was given other data, which all would lose."""
+        for group in unit.groups:
+            if group in self._of:
+                self._refuse_moved(group)
+
+    def _refuse_moved(self, group: ShardGroup) -> None:
+        with outside_function_modes():  # which the search for reads is: an address is none
+            moved = group.moved()
+        problem = None if moved is None else self.model.moved_problem([group])
+        if problem is not None:
+            group.rebind()  # what ends this forward reshards it
+            self.model.refuse(problem)
+
     def unsharded(self, group: ShardGroup) -> None:
         if group in self._of:
             self._of[group].when_gathered = writes_so_far(group.params)
@@ -76,10 +90,7 @@ class Writes(ModelEvents):
         """Raises RuntimeError on every rank if a parameter was given other data, which all would lose."""
         if group not in self._of:
             return
-        with outside_function_modes():  # which the search for reads is: an address is none
-            moved = group.moved()
-        if moved is not None:
-            self.model.refuse_moved([group])
+        self._refuse_moved(group)
         if not group.shard_in_full and self._of[group].any():
             self._of[group].take_over()
 
