@@ -112,28 +112,22 @@ def drop(t, i):
     t.loss(10 + i)
 
 
-OPEN = []
-"""The rows of which units still stay open."""
-
-
-def dropped(name, change, frame=before_a_step, *, opens=False):
+def dropped(name, change, frame=before_a_step):
     row.within(frame, net=Deep, optim=momentum)(name, change)
-    if opens:
-        OPEN.append(row.rows[-1])
 
 
-dropped("a validation is dropped", drop, opens=True)
-dropped("a validation in evaluation mode is dropped", in_evaluation_mode, opens=True)
-dropped("two forwards are dropped", lambda t, i: [t.loss(10 + i), t.loss(20 + i)], opens=True)
-dropped("a loss that is not finite is skipped", lambda t, i: bool(t.loss(10 + i).mul(math.nan).isfinite()), opens=True)
-dropped("the score of another batch is logged", lambda t, i: t.note(t.loss(10 + i).detach()), opens=True)
-dropped("a forward under no_sync is dropped", under_no_sync, opens=True)
-dropped("a forward breaks off", break_off, opens=True)
-dropped("a dead graph is freed by the collector", free_by_the_collector, opens=True)
+dropped("a validation is dropped", drop)
+dropped("a validation in evaluation mode is dropped", in_evaluation_mode)
+dropped("two forwards are dropped", lambda t, i: [t.loss(10 + i), t.loss(20 + i)])
+dropped("a loss that is not finite is skipped", lambda t, i: bool(t.loss(10 + i).mul(math.nan).isfinite()))
+dropped("the score of another batch is logged", lambda t, i: t.note(t.loss(10 + i).detach()))
+dropped("a forward under no_sync is dropped", under_no_sync)
+dropped("a forward breaks off", break_off)
+dropped("a dead graph is freed by the collector", free_by_the_collector)
 dropped("a loss is kept for one step", keep_for_one_step)
 dropped("a forward is dropped", drop, between_forward_and_backward)
-dropped("a forward is dropped", drop, between_backward_and_step, opens=True)
-dropped("a forward is dropped", drop, in_an_accumulation, opens=True)
+dropped("a forward is dropped", drop, between_backward_and_step)
+dropped("a forward is dropped", drop, in_an_accumulation)
 
 test_rows = row.tests()
 
@@ -172,12 +166,8 @@ def dropping(rank, world, row, transport):
     return units_more(rank, world, row, transport, row.program, partial(row.program, drops=False))
 
 
-FAILS = pytest.mark.xfail(strict=True, reason=row.kind)
-CASES = [pytest.param(each, id=each.name, marks=[FAILS] if each in OPEN else []) for each in row.rows]
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("row", CASES)
+@pytest.mark.parametrize("row", row.rows, ids=lambda each: each.name)
 def test_the_peak_is_that_of_a_step_that_drops_nothing(row, transport):
     assert max(ranks.run(dropping, 2, args=(row, transport))) < 0.1
 

@@ -20,7 +20,7 @@ from sidebyside import data
 # ----------------------------------------------------------------------------------------- B7: those that are asked for
 
 OWN = r"(?i)shard|unit|FSDP"  # of zero's own errors, not of torch's
-LATER = {"or_refused": OWN, "fails": {3}}
+LATER = {"or_refused": OWN}
 
 
 UNITS = {
@@ -85,8 +85,8 @@ row("gradients of units are asked for, unused or not", gradients(unused=True), *
 row("gradients of units and root are asked for, unused or not", gradients(unused=True), steps=1, **LATER)
 row("gradients of all parameters are asked for", gradients(unused=False), steps=1, **LATER)
 row("a loss is weighed by the last layer's gradient", weighed, or_refused=OWN)
-row("a hook sees the gradients of units", seen, **UNITS, **LATER)
-row("a hook sees those of units and root", seen, **LATER)
+row("a hook sees the gradients of units", seen, **UNITS, **LATER, fails={3})
+row("a hook sees those of units and root", seen, **LATER, fails={3})
 row("hooks of parameters scale their gradients", scaled_by_hooks, **UNITS)
 test_asked = row.tests()
 
@@ -147,14 +147,6 @@ NETS = {
     "wide": lambda: Small(256, 6),
     "two alike": lambda: Small(WIDTH, WIDTH),
 }
-FAILS = {
-    **dict.fromkeys(["small", "one is unused"], ("2 even", "2 whole", "3 whole")),
-    "one matrix": ("2 even", "3 even"),
-    **dict.fromkeys(["one output", "biases", "half is frozen"], ("2 even", "2 whole", "3 even", "3 whole")),
-    "wide": ("3 whole",),
-    "two alike": ("3 whole",),
-}
-"""Where each rank still scales by a norm of its own, without a word."""
 
 
 def clipped(rank, world, net, norm, partition="auto", stage=3):
@@ -174,10 +166,8 @@ def clipped(rank, world, net, norm, partition="auto", stage=3):
 
 @pytest.mark.parametrize("how", ["2 even", "2 whole", "3 even", "3 whole"])
 @pytest.mark.parametrize("net", NETS)
-def test_torchs_clip_grad_norm_is_refused_on_every_rank(net, how, request):
+def test_torchs_clip_grad_norm_is_refused_on_every_rank(net, how):
     """But where one rank has all: its norm is the whole one."""
-    if how in FAILS.get(net, ()):
-        request.applymarker(pytest.mark.xfail(strict=True, reason=B9))
     world, partition = how.split()
     args = (net, None, partition)
     if (net, partition) == ("one matrix", "whole"):
@@ -204,13 +194,13 @@ row(
     each(lambda t, _: [p.grad.mul_(1 / (2 + k)) for k, p in enumerate(t.m.parameters()) if p.grad is not None]),
     **SAME,
 )
-row("one of two layers is scaled", each(by(lambda t, k: 0.1), FIRST), **SAME | {"net": NETS["two alike"]}, fails={3})
-row("the norm is of one layer", each(lambda t, params: clip_grad_norm_(params, 0.01), FIRST), **REFUSED, fails={3})
-row("each has its norm", each(lambda t, params: [clip_grad_norm_(p, 0.01) for p in params]), **REFUSED, fails={3})
-row("the largest is the norm", each(lambda t, params: clip_grad_norm_(params, 0.01, torch.inf)), **REFUSED, fails={3})
-row("it runs foreach", each(lambda t, params: clip_grad_norm_(params, 0.01, foreach=True)), **REFUSED, fails={3})
-row("ranks scale by numbers of their own", each(by(lambda t, k: 1 + t.rank)), **REFUSED | {"same": ()}, fails={3})
-row("one rank alone scales", each(by(lambda t, k: 0.5 if t.rank else 1)), **REFUSED | {"same": ()}, fails={3})
+row("one of two layers is scaled", each(by(lambda t, k: 0.1), FIRST), **SAME | {"net": NETS["two alike"]})
+row("the norm is of one layer", each(lambda t, params: clip_grad_norm_(params, 0.01), FIRST), **REFUSED)
+row("each has its norm", each(lambda t, params: [clip_grad_norm_(p, 0.01) for p in params]), **REFUSED)
+row("the largest is the norm", each(lambda t, params: clip_grad_norm_(params, 0.01, torch.inf)), **REFUSED)
+row("it runs foreach", each(lambda t, params: clip_grad_norm_(params, 0.01, foreach=True)), **REFUSED)
+row("ranks scale by numbers of their own", each(by(lambda t, k: 1 + t.rank)), **REFUSED | {"same": ()})
+row("one rank alone scales", each(by(lambda t, k: 0.5 if t.rank else 1)), **REFUSED | {"same": ()})
 test_scaled = row.tests()
 
 

@@ -54,7 +54,7 @@ def climb_for_a_backward(t, i):
     climb(t, -0.01)
 
 
-told = {"refused": {2: r"optimizer\.part"}, "same": (), "fails": {2}}
+told = {"refused": {2: r"optimizer\.part"}, "same": ()}
 before = row.within(before_a_forward, **told)
 
 before("all parts are written", lambda t, i: climb(t, 0.01))

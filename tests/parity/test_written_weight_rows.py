@@ -50,19 +50,19 @@ def load(t, *optimizers):
 
 between = row.within(between_a_forward_and_its_backward, refused=WRITTEN)
 
-between("the optimizer steps", lambda t, i: t.o.step(), fails={1, 2, 3})
-between("adam steps", lambda t, i: t.o.step(), optim=adam, fails={1, 2, 3})
-between("the optimizer steps by nothing", step_by_nothing, fails={1, 2, 3})
-between("one layer is stepped", step_one_layer, fails={1, 2, 3})
-between("a closure is stepped", step_a_closure, optim=momentum, fails={1, 2, 3})
-between("a checkpoint is loaded", lambda t, i: load(t, t.o), fails={0, 1, 2, 3})
-between("a checkpoint of weights is loaded", lambda t, i: load(t), fails={0, 1, 2, 3})
+between("the optimizer steps", lambda t, i: t.o.step())
+between("adam steps", lambda t, i: t.o.step(), optim=adam)
+between("the optimizer steps by nothing", step_by_nothing)
+between("one layer is stepped", step_one_layer, fails={3})  # C4: no gradient where a rank owns nothing of it
+between("a closure is stepped", step_a_closure, optim=momentum)
+between("a checkpoint is loaded", lambda t, i: load(t, t.o))
+between("a checkpoint of weights is loaded", lambda t, i: load(t))
 between("a full state is loaded", lambda t, i: zero.load_full_state_dict(t.m, zero.full_state_dict(t.m)))
 between("a state dict is loaded", lambda t, i: t.m.load_state_dict(t.m.state_dict()))
 between("weights are written by hand", lambda t, i: [p.detach().mul_(0.9) for p in t.n.parameters()])
 
 
-@row(refused=WRITTEN, fails={1, 2, 3})
+@row(refused=WRITTEN)
 def a_step_between_the_backwards_of_two_forwards(t, i):
     one, two = t.loss(i), t.loss(10 + i)
     one.backward()
@@ -70,7 +70,7 @@ def a_step_between_the_backwards_of_two_forwards(t, i):
     two.backward()
 
 
-@row(refused=WRITTEN, fails={1, 2, 3})
+@row(refused=WRITTEN)
 def a_step_between_two_backwards_through_one_graph(t, i):
     loss = t.loss(i)
     loss.backward(retain_graph=True)
@@ -78,7 +78,7 @@ def a_step_between_two_backwards_through_one_graph(t, i):
     loss.backward()
 
 
-@row(refused=WRITTEN, fails={1, 2, 3})
+@row(refused=WRITTEN)
 def a_step_between_a_forward_under_no_sync_and_its_backward(t, i):
     t.loss(i).backward()
     with t.m.no_sync():

@@ -107,8 +107,8 @@ class Model:
             other = next((model.index[now] for model in models() if now in model.index), None)
             if other is not None:
                 return (
-                    f"{self.index[param].name!r} was replaced by the sharded {other.name!r} since the model was wrapped, "
-                    "but units gather what they were built with. Tie parameters first, then wrap the model."
+                    f"{self.index[param].name!r} was replaced by the sharded {other.name!r} since the model was "
+                    "wrapped, but units gather what they were built with. Tie parameters first, then wrap the model."
                 )
         return None
 
