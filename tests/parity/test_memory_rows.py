@@ -78,8 +78,6 @@ SHARING: dict[str, tuple[Change, tuple[str, ...]]] = {
         ("emb.weight", "c"),
     ),
 }
-FAILS = {*SHARING}
-"""Those of which the sentence does not hold yet."""
 
 
 def wrapped(rank: int, world: int, share: str, by: object) -> None:
@@ -88,9 +86,7 @@ def wrapped(rank: int, world: int, share: str, by: object) -> None:
 
 
 @pytest.mark.parametrize("by", [1, 2, 3, "OSS without names"])
-@pytest.mark.parametrize(
-    "share", [pytest.param(one, marks=[pytest.mark.xfail(strict=True, reason=B4)] * (one in FAILS)) for one in SHARING]
-)
+@pytest.mark.parametrize("share", SHARING)
 def test_parameters_that_share_memory_are_refused_on_every_rank(share, by):
     """by: a stage, or the class."""
     told = ranks.expect_error(wrapped, 2, ValueError, args=(share, by), timeout=15)
