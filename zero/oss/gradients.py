@@ -203,16 +203,12 @@ class OwnedGradients:
                 )
         return None
 
-    def hide(self) -> None:
-        """Takes all OwnedGradients out of `param.grad`: whoever trains from here on has plain parameters."""
-        for param in [*self._counting]:
-            if isinstance(param.grad, OwnedGradient):
-                param.grad = None
-            self._let_go(param)
-
     def forget(self) -> None:
         """Drops all gradients: the parameters were laid out again."""
-        self.hide()
+        for param in self._counting:
+            if isinstance(param.grad, OwnedGradient):
+                param.grad = None
+        self._counting.clear()
         self._made.clear()
         self._keys.clear()
 
