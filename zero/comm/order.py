@@ -201,11 +201,11 @@ class Order:
             operations = ", ".join(f"rank {rank} in {self.name(channels[rank])}" for rank in others)
             difference = f"rank {first} is in {self.name(channels[first])}, but {operations}"
         remedies = {self._remedies.get(channel, "") for channel in channels.values()}
+        alike = remedies.pop() if len(remedies) == 1 else ""
         return (
             f"ranks are out of step: {difference}. Each of these is collective: call it on every rank, in the same "
-            f"order; with fewer batches on one rank than on others take them from zero.join. "
-            f"{remedies.pop() if len(remedies) == 1 else ''}"
-        ).rstrip()
+            f"order. {alike or 'With fewer batches on one rank than on others take them from zero.join.'}"
+        )
 
     def missing(self, rank: int, how: str) -> str:
         """Returns an error for a rank without which this one cannot go on. how: such as "has stopped"."""

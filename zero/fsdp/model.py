@@ -68,7 +68,9 @@ class Model:
         self.prefetch = options.prefetch.where(overlaps=any(unit.overlaps for unit in units))
         self.streams = ModelStreams(group.streams for group in self.index.groups)
         self.events = Events()
-        self._refusal = self.comm.channel("a refusal of FSDP, of which the error of that rank tells")
+        self._refusal = self.comm.channel(
+            "a refusal of FSDP, of parameters that were given other data or read outside of forward"
+        )
         self.norm_channel = self.comm.channel("the norm of all gradients")
         self._holders = [
             (params_of(holder), name, param)
