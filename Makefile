@@ -37,7 +37,7 @@ faults: $(READY)  ## Every way in which a rank or a link may fail, 30 kills unde
 hosts: $(READY)  ## Parity, faults and checkpoints as between hosts: no rank reads another's memory
 	@ZERO_HOST_MEMORY=0 $(BIN)/pytest -q -n 2 --dist worksteal tests/test_parity.py tests/test_training.py \
 		tests/test_faults.py tests/test_resume.py tests/test_memory.py tests/test_random_models.py tests/test_bad_values.py \
-		tests/test_independent_weights.py tests/checkpoint tests/shards tests/oss tests/sdp tests/fsdp tests/checks tests/state \
+		tests/checkpoint tests/shards tests/oss tests/sdp tests/fsdp tests/checks tests/state \
 		tests/interop tests/features --ignore tests/features/test_host_memory.py --ignore tests/features/test_attach.py \
 		$(ARGS)
 

@@ -151,39 +151,7 @@ def a_batch_of_no_rows_on_one_rank(training):
         yield training.step(training.batch(step, rows=0 if training.rank == step % 2 else 4))
 
 
-@scenario
-def a_batch_of_no_rows_on_every_rank(training):
-    yield training.step(training.batch(0))
-    yield training.step(training.batch(1, rows=0))
-
-
 # ------------------------------------------------------------------------------------------------------ orders of calls
-
-
-@scenario
-def a_loss_that_needs_no_gradient(training):
-    yield training.step(training.batch(0))
-    training.optimizer.zero_grad()
-    with torch.no_grad():
-        loss = training.model(training.batch(1)).sum()
-    for one in (loss, training.model(training.batch(1)).detach().sum()):
-        with pytest.raises(RuntimeError, match="does not require grad"):
-            one.backward()
-    training.optimizer.step()
-    yield training.step(training.batch(2))
-
-
-@scenario
-def backward_twice(training):
-    yield training.step(training.batch(0))
-    training.optimizer.zero_grad()
-    loss = training.model(training.batch(1)).square().sum()
-    loss.backward()
-    with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()
-    training.optimizer.zero_grad()
-    for step in range(2, 4):
-        yield training.step(training.batch(step))
 
 
 @scenario
@@ -195,16 +163,6 @@ def backward_twice_and_then_a_step(training):
         loss.backward()
     training.optimizer.step()
     yield training.step(training.batch(2))
-
-
-@scenario
-def steps_before_any_backward(training):
-    """Of two in a row without gradients OSS warns: tests/oss/test_oss_errors.py."""
-    training.optimizer.step()
-    for step in range(2):
-        yield training.step(training.batch(step))
-        training.optimizer.zero_grad()
-        training.optimizer.step()
 
 
 @scenario
@@ -225,21 +183,6 @@ def the_process_group_is_gone_between_steps(training):
     dist.destroy_process_group()
     for step in range(1, 3):
         yield training.step(training.batch(step))
-
-
-@scenario
-def evaluation_in_a_thread_between_steps(training):
-    def evaluate() -> None:
-        with torch.no_grad():
-            found.append(training.model(training.batch(9)).sum().item())
-
-    found: list[float] = []
-    for step in range(3):
-        yield training.step(training.batch(step))
-        thread = threading.Thread(target=evaluate)
-        thread.start()
-        thread.join()
-    yield found
 
 
 @scenario

@@ -183,15 +183,6 @@ def test_refusals_are_on_every_rank_whatever_it_has_itself(rank, world, optim, w
     (before if optim is Adam else optim(model.parameters())).step()
 
 
-@pytest.mark.parametrize(
-    "options", [{"partition": "whole"}, {"sharding_strategy": "NO_SHARD"}], ids=["whole", "not sharded"]
-)
-@pytest.mark.parametrize("optim", [Muon, partial(Adafactor, lr=0.1)], ids=["Muon", "Adafactor"])
-def test_they_step_where_parameters_are_whole(optim, options):
-    """That the numbers are right is tested in test_partition_whole.py."""
-    ranks.run(stepped, args=(optim, options))
-
-
 @ranks.on(2)
 def test_what_is_not_cut_is_stepped(rank, world):
     """An even cut that happens to fall between parameters is none."""

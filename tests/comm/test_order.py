@@ -195,11 +195,12 @@ def test_a_remedy_is_told_where_all_operations_out_of_step_have_it():
     first, second = order.channel("expert 1", "Do this."), order.channel("expert 2", "Do this.")
     other, another = order.channel("expert 3", "Do that."), order.channel("a step")
     step = "Each of these is collective: call it on every rank, in the same order."
+    batches = f"{step} With fewer batches on one rank than on others take them from zero.join."
     for channels, end in [
         ((first, second), f"{step} Do this."),
-        ((first, other), step),
-        ((first, another), step),
-        ((another, first), step),
+        ((first, other), batches),
+        ((first, another), batches),
+        ((another, first), batches),
     ]:
         text = refusal(lambda here=channels[0], there=channels[1]: order.refuse_differing(here, {0: here, 1: there}))
         assert text.endswith(end), text

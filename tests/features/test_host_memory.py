@@ -81,25 +81,6 @@ def test_where_one_rank_cannot_read_another_all_use_collectives(hindered, target
     assert found == [(False, [0.0, 1.0, 2.0], [3.0])] * 3
 
 
-@ranks.on(4)
-def test_several_groups_transfer_at_once(rank, world):
-    groups = [dist.new_group(members) for members in ([0, 1], [2, 3], [0, 2], [1, 3])]
-    comms = [Comm()] + [Comm(group) for group in groups if dist.get_rank(group) >= 0]
-    handles, fulls = [], []
-    for start, comm in enumerate([*comms, *comms]):
-        full = torch.zeros(comm.world * LENGTH)
-        full[comm.rank * LENGTH : (comm.rank + 1) * LENGTH] = 10.0 * start + rank
-        fulls.append(full)
-        handles.append(comm.gather(full, range(0, comm.world * LENGTH + 1, LENGTH), comm.channel("a test")))
-    for handle in handles:
-        handle.wait()
-    assert all(comm.reads(torch.device("cpu")) for comm in comms)
-    found = [full[::LENGTH].tolist() for full in fulls]
-    row, column = [rank // 2 * 2, rank // 2 * 2 + 1], [rank % 2, rank % 2 + 2]
-    expected = [[10.0 * start + peer for peer in peers] for start, peers in enumerate([range(4), row, column] * 2)]
-    assert found == expected
-
-
 def open_sockets():
     gc.collect()
     with_type = [socket_type(int(name)) for name in os.listdir("/proc/self/fd")]
@@ -173,17 +154,6 @@ def test_any_number_of_operations_may_be_in_flight(rank, world):
     for handle in handles:
         handle.wait()
     assert all(full.tolist() == [10.0 * which, 10.0 * which + 1] for which, full in enumerate(fulls))
-
-
-def _unlike(rank, world):
-    comm, _ = together(rank, world)
-    return refusal((lambda: gathered(comm)) if rank else comm.reduce([(torch.zeros(world), [1] * world)]).wait)
-
-
-def test_what_is_not_compared_by_collectives_is_compared_all_the_same():
-    reduces, gathers = ranks.run(_unlike, 2, timeout=20)
-    assert reduces.startswith("RuntimeError: ranks are out of step: rank 0 is in a reduction, but rank 1 in a gather")
-    assert gathers.startswith("RuntimeError: ranks are out of step: rank 1 is in a gather, but rank 0 in a reduction")
 
 
 # ---------------------------------------------------------------------------------------------------- A rank that ends

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import ranks
 import zero
 from models import Stack
-from sidebyside import SideBySide, close, data, on_mesh, stage_3
+from sidebyside import SideBySide, data, on_mesh, stage_3
 
 WIDTH = 9
 NORMS = (1.0, 2.0, 3.0, math.inf)
@@ -132,30 +132,3 @@ def test_of_two_dtypes_where_not_every_rank_has_parts_of_both(rank, world):
         both.backward(loss_on(rank, step))
         assert clip(both, 0.05, norm_type) > 0.1
         both.update()
-
-
-def torchs_own(rank: int, world: int, options: dict[str, Any]) -> str:
-    """What comes of torch's clip_grad_norm_ on the model's parameters: right, noticed, or how far off it is."""
-    both = side_by_side(Net(), **options)
-    both.backward(loss_on(rank, 0))
-    both.give_averages()
-    expected = torch.nn.utils.clip_grad_norm_(both.plain.parameters(), 0.05)
-    try:
-        norm = torch.nn.utils.clip_grad_norm_(both.model.parameters(), 0.05)
-        both.optimizer.step()
-    except RuntimeError as error:
-        return "noticed" if "clip_grad_norm_" in str(error) else str(error)
-    both.plain_optimizer.step()
-    weights, right = both.model.state_dict(), both.plain.state_dict()
-    same = all(close(weights[name], right[name], 2e-6) for name in right)
-    return "right" if same else f"norm {norm.item():.2f} instead of {expected.item():.2f}"
-
-
-def test_torchs_own_is_right_where_parameters_are_whole():
-    assert ranks.run(torchs_own, args=({"sharding_strategy": "NO_SHARD"},)) == ["right"] * 2
-
-
-@pytest.mark.parametrize("options", ["even", "whole"])
-def test_torchs_own_is_noticed_on_parts(options):
-    """It would scale each rank's shards by their own norm."""
-    assert ranks.run(torchs_own, args=(OPTIONS[options],), timeout=15) == ["noticed"] * 2

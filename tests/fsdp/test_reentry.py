@@ -38,13 +38,6 @@ def adversarial(rank: int, step: int) -> Callable[[nn.Module], Tensor]:
 
 
 @scenario
-def a_graph_that_autograd_grad_has_gone_through_and_a_newer_one(rank, world, options):
-    both = side_by_side(Stack(), options)
-    for step in range(3):
-        both.step(adversarial(rank, step))
-
-
-@scenario
 def such_graphs_with_accumulation_and_no_sync(rank, world, options):
     both = side_by_side(Stack(), options)
     for step in range(3):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -88,15 +87,16 @@ def test_hooks_on_state_dicts_are_called(rank, world):
 
 
 class Extragradient(Optimizer):
-    """Asks for gradients twice a step, the second time half a step ahead, and wants its closure."""
+    """Asks for gradients twice a step, the second time half a step ahead, and notes in its group how far it is."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float], *, scale: float = 1.0) -> float:
-        closure = torch.enable_grad()(closure)
+        closure, group = torch.enable_grad()(closure), self.param_groups[0]
         loss = closure()
+        group["calls"] = group.get("calls", 0) + 1
         params = [param for group in self.param_groups for param in group["params"]]
         before = [param.clone() for param in params]
         for param in params:
@@ -105,17 +105,6 @@ class Extragradient(Optimizer):
         for param, old in zip(params, before, strict=True):
             param.copy_(old - scale * self.param_groups[0]["lr"] * param.grad)
         return loss
-
-
-class Counting(Extragradient):
-    """Notes in its group how far it is, between the two."""
-
-    def step(self, closure: Callable[[], float], **options: Any) -> float:
-        def counted() -> float:
-            self.param_groups[0]["calls"] = self.param_groups[0].get("calls", 0) + 1
-            return closure()
-
-        return super().step(counted, **options)
 
 
 class Ignoring(Optimizer):
@@ -132,21 +121,6 @@ class Ignoring(Optimizer):
 
 
 @ranks.on(2)
-def test_numbers_that_are_written_between_two_calls_of_the_closure_stay(rank, world):
-    model, optimizer = at_stage(1, built(linear), Counting, lr=0.1, partition="even")
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model, rank, 0)
-        loss.backward()
-        return loss.item()
-
-    for _ in range(2):
-        optimizer.step(closure)
-    assert optimizer.param_groups[0]["calls"] == 4
-
-
-@ranks.on(2)
 def test_a_closure_that_the_optimizer_ignores_is_not_called(rank, world):
     model, optimizer = at_stage(1, built(linear), Ignoring, partition="even")
     before = weights(model)
@@ -154,18 +128,13 @@ def test_a_closure_that_the_optimizer_ignores_is_not_called(rank, world):
     same(weights(model), before, "weights")
 
 
-INNER = {"sgd": (partial(SGD, **MOMENTUM), {}), "extragradient": (partial(Extragradient, lr=0.1), {"scale": 0.7})}
-
-
-@pytest.mark.parametrize("inner", INNER)
 @by_stage
 @ranks.on(2)
-def test_closures_and_arguments_of_step_reach_the_inner_optimizer(rank, world, stage, inner):
-    optim, given = INNER[inner]
+def test_closures_and_arguments_of_step_reach_the_inner_optimizer(rank, world, stage):
     finals = []
     for at in (0, stage):
         partition = {"partition": "even"} if at else {}
-        model, optimizer = at_stage(at, built(linear), optim, **partition)
+        model, optimizer = at_stage(at, built(linear), Extragradient, lr=0.1, **partition)
         losses = []
         for step in range(3):
 
@@ -175,9 +144,9 @@ def test_closures_and_arguments_of_step_reach_the_inner_optimizer(rank, world, s
                 loss.backward()
                 return loss.item()
 
-            losses.append(optimizer.step(closure, **given))
-        finals.append((losses, weights(model)))
-    same(finals[1], finals[0], "losses and weights")
+            losses.append(optimizer.step(closure, scale=0.7))
+        finals.append((losses, weights(model), optimizer.param_groups[0]["calls"]))
+    same(finals[1], finals[0], "losses, weights and calls")
 
 
 class Averaged(Optimizer):

@@ -7,11 +7,8 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adagrad, Adam
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import matrix
 import ranks
 import zero
 from models import take_step
@@ -37,26 +34,6 @@ by_cut = pytest.mark.parametrize("cut", CUTS)
 
 
 # ------------------------------------------------------------------------------------------------- Frozen and unfrozen
-
-
-FROZEN = [{"first"}, {"middle", "norm"}, set(), {"conv", "tied", "first"}]  # children of Net, in turn
-
-
-@matrix.combined("stage, cut, set_to_none", [1, 2], CUTS, [True, False])
-@ranks.on(2)
-def test_frozen_and_unfrozen_between_steps_trains_as_the_plain_optimizer(rank, world, stage, cut, set_to_none):
-    finals = []
-    for at in (0, stage):
-        model, optimizer = at_stage(at, built(), SGD, partition=cut, **MOMENTUM)
-        losses = []
-        for phase, frozen in enumerate(FROZEN):
-            for name, module in model.module.named_children():
-                module.requires_grad_(name not in frozen)
-            if at < 2:  # DistributedDataParallel knows what was trained when it was built
-                model = DistributedDataParallel(model.module)
-            losses += train(model, optimizer, rank, range(2 * phase, 2 * phase + 2), set_to_none=set_to_none)
-        finals.append((losses, weights(model)))
-    same(finals[1], finals[0], "losses and weights")
 
 
 @by_stage
@@ -111,15 +88,6 @@ def test_parameters_moved_or_cast_are_refused_with_the_remedy(rank, world, stage
     loss_of(model, rank, 1).backward()
     CHANGES[change](model.module)
     optimizer.step()
-
-
-@ranks.raises(2, RuntimeError, "cast", "build OSS")
-def test_a_model_cast_before_forward_is_refused_at_stage_2(rank, world):
-    """Also where forward and backward come between. (DistributedDataParallel itself does not survive the cast.)"""
-    model, optimizer = at_stage(2, built(), SGD, **MOMENTUM)
-    train(model, optimizer, rank, range(1))
-    model.module.double()
-    take_step(optimizer, model(batch(rank, 1).double()).square().mean())
 
 
 @by_stage
@@ -178,52 +146,7 @@ def test_assigning_through_sharded_ddp_is_refused_at_once(rank, world):
 # ----------------------------------------------------------------------------------------------------- Loaded in place
 
 
-@by_cut
-@by_stage
-@ranks.on(2)
-def test_weights_written_in_place_are_trained_on(rank, world, stage, cut):
-    finals = []
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(11)
-        other = type(built())().state_dict()
-    for at in (0, stage):
-        model, optimizer = at_stage(at, built(), SGD, partition=cut, **MOMENTUM)
-        losses = train(model, optimizer, rank, range(2))
-        if at == 2:
-            model.load_state_dict(other)
-        else:
-            model.module.load_state_dict(other)
-        losses += train(model, optimizer, rank, range(2, 4))
-        with torch.no_grad():
-            for param in model.module.parameters():
-                param.mul_(0.5)
-        losses += train(model, optimizer, rank, range(4, 6))
-        finals.append((losses, weights(model)))
-    same(finals[1], finals[0], "losses and weights")
-
-
 # -------------------------------------------------------------------------------------------------- Copied and pickled
-
-
-@by_stage
-@ranks.on(2)
-def test_averages_in_a_deep_copy_of_the_model_are_those_of_plain_training(rank, world, stage):
-    """Exponential averages in a deep copy of the model that was made while its parameters lay in flat buffers."""
-    finals = []
-    for at in (0, stage):
-        model, optimizer = at_stage(at, built(), Adam, lr=0.01)
-        train(model, optimizer, rank, range(1))
-        average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        before = [param.detach().clone() for param in average.parameters()]
-        for step in range(1, 4):
-            train(model, optimizer, rank, [step])
-            average.update_parameters(model.module)
-        moved = [not torch.equal(a, b) for a, b in zip(before, average.parameters(), strict=True)]
-        assert sum(moved) == sum(param.numel() > 0 and param.requires_grad for param in average.parameters())
-        shared = {param.untyped_storage().data_ptr() for param in model.module.parameters() if param.numel()}
-        assert shared.isdisjoint(param.untyped_storage().data_ptr() for param in average.parameters() if param.numel())
-        finals.append([[param.detach().clone() for param in each.parameters()] for each in (model.module, average)])
-    same(finals[1], finals[0], "weights and averages")
 
 
 class Deep(nn.Module):

@@ -67,36 +67,6 @@ def test_norm_and_step_are_those_of_torch(world, stage, partition):
 
 @by_case
 @ranks.on(2)
-def test_gradients_within_the_limit_stay_as_they_are(rank, world, stage, partition):
-    plain = at_stage(0, built(), SGD, **MOMENTUM)
-    sharded = at_stage(stage, built(), SGD, partition=partition, **MOMENTUM)
-    for model, optimizer in (plain, sharded):
-        optimizer.zero_grad()
-        loss_of(model, rank, 0).backward()
-        clip(model, optimizer, 1000.0)
-        optimizer.step()
-    for name, value in weights(plain[0]).items():
-        assert torch.equal(weights(sharded[0])[name], value), name
-
-
-@by_case
-@ranks.on(2)
-def test_frozen_parameters_do_not_count(rank, world, stage, partition):
-    plain = at_stage(0, built(), SGD, **MOMENTUM)
-    sharded = at_stage(stage, built(), SGD, partition=partition, **MOMENTUM)
-    for frozen in ("first", "middle"):
-        for each in (plain, sharded):
-            model = each[0].module
-            for name, module in model.named_children():
-                module.requires_grad_(name != frozen)
-        # DistributedDataParallel knows what was trained when it was built.
-        wrapped = DistributedDataParallel(sharded[0].module) if stage == 1 else sharded[0]
-        pairs = (DistributedDataParallel(plain[0].module), plain[1]), (wrapped, sharded[1])
-        clipped_steps(*pairs, rank, range(1), (1.0, 2.0))
-
-
-@by_case
-@ranks.on(2)
 def test_parameters_added_later_count(rank, world, stage, partition):
     models = built(), built()
     first = [[*model.first.parameters(), model.scale] for model in models]
@@ -130,23 +100,6 @@ def _subgroup(rank, world, stage, partition):
 def test_norm_is_that_of_the_group_not_of_the_job(stage, partition):
     told = ranks.run(_subgroup, 3, args=(stage, partition))
     assert told[0] == told[2]
-
-
-def one():
-    """One parameter, which a whole cut gives to rank 0, and of which an even cut leaves nothing for a third rank."""
-    return nn.Linear(FEATURES, 1, bias=False)
-
-
-def _idle(rank, world, stage, partition):
-    plain = at_stage(0, built(one), SGD, **MOMENTUM)
-    sharded = at_stage(stage, built(one), SGD, partition=partition, **MOMENTUM)
-    clipped_steps(plain, sharded, rank, range(2))
-    return sharded[1].part(sharded[0].module.weight).numel()
-
-
-@by_case
-def test_a_rank_that_owns_nothing_takes_part(stage, partition):
-    assert 0 in ranks.run(_idle, 3, args=(stage, partition))
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam
 
 import ranks
 from optimizers import Lamb
-from reference import MOMENTUM, Net, built, distributed, loss_of, refusal
+from reference import MOMENTUM, Net, built, loss_of, refusal
 from zero import OSS, ShardedDDP
 
 
@@ -310,18 +310,6 @@ def test_edited_groups_are_refused_at_the_step_and_none_waits(rank, world, name,
         assert "rank 1 in a step of OSS that it refuses" in text
 
 
-@ranks.on(2, timeout=8)
-def test_a_model_whose_parameters_were_replaced_is_not_trained_in_silence(rank, world):
-    model = built()
-    optimizer = OSS(model.parameters(), SGD, lr=0.1)
-    wrapped = distributed(model)
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-    loss_of(wrapped, rank, 0).backward()
-    told = refusal(optimizer.step)
-    assert told.startswith("RuntimeError: OSS found no gradient."), told or "it stepped"
-    assert "assign=False" in told
-
-
 @pytest.mark.parametrize("where", ["first", "last"])
 @ranks.on(2, timeout=8)
 def test_sparse_gradients_are_refused_on_every_rank(rank, world, where):
@@ -334,34 +322,6 @@ def test_sparse_gradients_are_refused_on_every_rank(rank, world, where):
     assert told.startswith("RuntimeError: parameter "), told
     assert "has a sparse gradient" in told
     assert "sparse=False" in told
-
-
-def _out_of_step(rank, world, others):
-    """Rank 0 takes a step; rank 1 does something else that it should not."""
-    model = built()
-    optimizer = OSS(model.parameters(), SGD, lr=0.1, momentum=0.9)
-    second = OSS(good(), SGD, lr=0.1)
-    loss_of(model, 0, 0).backward()  # alike on both ranks
-    for group in second.param_groups:
-        for param in group["params"]:
-            param.grad = torch.ones_like(param)
-    optimizer.step()
-    second.step()
-    other = {
-        "step another optimizer": second.step,
-        "consolidate": lambda: optimizer.consolidate_state_dict(to=None),
-        "add parameters": lambda: optimizer.add_param_group({"params": good()}),
-        "build another": lambda: OSS(good(), SGD, lr=0.1),
-        "clip": lambda: optimizer.clip_grad_norm(1.0),
-    }[others]
-    return refusal(other if rank else optimizer.step)
-
-
-@pytest.mark.parametrize("others", ["step another optimizer", "consolidate", "add parameters", "build another", "clip"])
-def test_ranks_that_do_different_things_are_told_and_none_waits(others):
-    first, second = ranks.run(_out_of_step, 2, args=(others,), timeout=8)
-    assert first.startswith("RuntimeError: ranks are out of step: rank 0 is in the step of OSS"), first
-    assert second.startswith("RuntimeError: ranks are out of step: rank 1 is in "), second
 
 
 def _failing_factory(rank, world):

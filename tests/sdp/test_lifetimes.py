@@ -150,34 +150,6 @@ def test_a_rank_that_trains_other_parameters_is_noticed(rank, world):
     train(wrapped, optimizer, rank)
 
 
-class Ends(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, inputs, at):
-        return self.first(inputs) if at == "first" else self.last(inputs)
-
-
-class Branched(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.always, self.sometimes = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, inputs, use):
-        hidden = self.always(inputs)
-        return self.sometimes(hidden) if use else hidden
-
-
-@ranks.raises(2, RuntimeError, "out of step", "reduction of a bucket")
-def test_gradients_of_two_wrappers_are_not_mixed(rank, world):
-    """Buckets of one wrapper are sent between those of another, on the ranks in another order."""
-    ends, _ = sharded(Ends(), reduce_buffer_size=WIDTH * (WIDTH + 1))
-    branched, _ = sharded(Branched(), reduce_buffer_size=WIDTH * (WIDTH + 1))
-    hidden = branched(ends(data(5, WIDTH, rank=rank), "first"), rank == 1)
-    ends(hidden, "last").square().mean().backward()
-
-
 class Conjugating(nn.Module):
     def __init__(self):
         super().__init__()
