@@ -11,8 +11,7 @@ import ranks
 import zero
 from sidebyside import SideBySide, data, sgd
 
-WIDTH = 6
-POLICY = ModuleWrapPolicy({nn.Linear})
+WIDTH, POLICY = 6, ModuleWrapPolicy({nn.Linear})
 
 
 class Net(nn.Sequential):
@@ -41,12 +40,10 @@ def before(rank: int, world: int, options: dict[str, object]) -> None:
     (model(data(4, WIDTH, rank=rank)).square().mean() + found).backward()
 
 
-NARROW = {"mixed_precision": zero.MixedPrecision(param_dtype=torch.bfloat16)}
-
-
 def test_where_full_parameters_have_another_dtype_the_error_names_parameter_and_remedy():
+    options = {"mixed_precision": zero.MixedPrecision(param_dtype=torch.bfloat16)}
     words = [r"[02]\.(weight|bias)", "inside forward", "summon_full_params"]
-    ranks.expect_error(after, 2, RuntimeError, *words, args=(NARROW,), timeout=15)
+    ranks.expect_error(after, 2, RuntimeError, *words, args=(options,), timeout=15)
 
 
 @pytest.mark.parametrize("when", [after, before])
