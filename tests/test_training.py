@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 import matrix
@@ -114,19 +113,6 @@ def exception_inside_no_sync(rank, world, stage):
 
 
 # -------------------------------------------------------------------------------------------- parameters of all kinds
-
-
-@scenario
-def weights_tied_within_a_block(rank, world, stage):
-    class Tied(Block):
-        def inner(self, x):
-            return linear(torch.tanh(self.up(x)), self.up.weight.t(), self.down.bias)
-
-    model = Stack(block=Tied)
-    for block in model.blocks:
-        block.down.weight = nn.Parameter(block.up.weight.detach()[:WIDTH].clone())  # without use
-        block.again = block.up
-    steps(SideBySide(model, stage), rank)
 
 
 @scenario

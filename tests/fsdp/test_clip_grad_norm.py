@@ -132,3 +132,15 @@ def test_of_two_dtypes_where_not_every_rank_has_parts_of_both(rank, world):
         both.backward(loss_on(rank, step))
         assert clip(both, 0.05, norm_type) > 0.1
         both.update()
+
+
+@ranks.on(2)
+def test_torchs_own_is_right_where_parameters_are_whole(rank, world):
+    both = side_by_side(Net(), sharding_strategy="NO_SHARD")
+    both.backward(loss_on(rank, 0))
+    both.give_averages()
+    norms = [torch.nn.utils.clip_grad_norm_(each.parameters(), 0.05) for each in (both.model, both.plain)]
+    assert norms[0].item() == pytest.approx(norms[1].item(), rel=2e-6) and norms[0] > 0.1
+    both.optimizer.step()
+    both.plain_optimizer.step()
+    both.compare()

@@ -40,10 +40,10 @@ def sharded(model, optim, **options):
     return zero.ShardedDDP(model, optimizer, **options), optimizer
 
 
-def pair(make, optim, ddp=None, **options):
+def pair(make, optim):
     """DistributedDataParallel with the plain optimizer, and ShardedDDP with OSS."""
-    plain = DistributedDataParallel(built(make), **(ddp or {}))
-    return (plain, optim(plain.parameters())), sharded(built(make), optim, **options)
+    plain = DistributedDataParallel(built(make))
+    return (plain, optim(plain.parameters())), sharded(built(make), optim)
 
 
 def assert_same(got, expected, what=""):
