@@ -35,7 +35,7 @@ faults: $(READY)  ## Every way in which a rank or a link may fail, 30 kills unde
 		tests/features/test_replicas.py tests/checkpoint/test_checkpoint_hostile.py $(ARGS)
 
 hosts: $(READY)  ## Parity, faults and checkpoints as between hosts: no rank reads another's memory
-	@ZERO_HOST_MEMORY=0 $(BIN)/pytest -q -n 2 --dist worksteal tests/test_parity.py tests/test_training.py \
+	@ZERO_HOST_MEMORY=0 $(BIN)/pytest -q -n 2 --dist worksteal tests/parity tests/test_parity.py tests/test_training.py \
 		tests/test_faults.py tests/test_resume.py tests/test_memory.py tests/test_random_models.py tests/test_bad_values.py \
 		tests/checkpoint tests/shards tests/oss tests/sdp tests/fsdp tests/checks tests/state \
 		tests/interop tests/features --ignore tests/features/test_host_memory.py --ignore tests/features/test_attach.py \
@@ -43,7 +43,7 @@ hosts: $(READY)  ## Parity, faults and checkpoints as between hosts: no rank rea
 
 # What a GPU may tell something about that the CPU does not, about 1,000 tests. READY= BIN=/usr/bin takes an installed
 # Python with torch and pytest-xdist instead of .venv.
-ON_GPUS := tests/comm/test_comm.py tests/test_parity.py tests/test_training.py tests/test_faults.py \
+ON_GPUS := tests/comm/test_comm.py tests/parity tests/test_parity.py tests/test_training.py tests/test_faults.py \
 	$(patsubst %,tests/oss/test_%.py,oss clip compressed scaler) \
 	$(patsubst %,tests/sdp/test_%.py,sharded_ddp sdp_options sdp_errors buffers indexed lifetimes) \
 	$(patsubst %,tests/fsdp/test_%.py,fsdp clip_grad_norm edges full_params mixed_precision prefetch reentry strategies \
