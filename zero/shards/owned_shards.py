@@ -100,8 +100,8 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
 
     def taken_by_another(self) -> str | None:
         """Returns the name of a parameter of which another optimizer's shards were made since, if there is one."""
-        for place in self.places.values():
-            holder = _holders[place.group.params[place.position]]()
+        for param, place in self.places.items():
+            holder = _holders[param]()
             if holder is not None and holder is not self:
                 return place.name
         return None
