@@ -2,6 +2,7 @@
 # runs with that torch instead, in an environment of its own; without a CPU build that is a download of gigabytes.
 
 VENV  := .venv$(addprefix -torch-,$(TORCH))
+CORE  := $(VENV)/.core
 READY := $(VENV)/.ready
 BIN   := $(VENV)/bin
 
@@ -9,54 +10,61 @@ export PIP_QUIET := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Empty: hundreds of processes need not compile zero and the tests again, whatever the user's own setting is.
 export PYTHONDONTWRITEBYTECODE :=
+# Tests run in two processes at once, each with ranks of its own: with a thread for each core of the machine in every
+# process, they would wait for one another.
+export OMP_NUM_THREADS := 1
 
-.PHONY: help check test faults hosts gpu fuzz matrix soak stages bench peers api clean
+.PHONY: help check test test-quick mutants nightly faults hosts gpu fuzz matrix soak stages bench peers api clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
 
-check: $(READY)  ## Lint, formatting, types
+check: $(READY)  ## Lint, formatting, types of zero/ and of the code in the documentation
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check --quiet
-	@$(BIN)/mypy --no-error-summary zero
+	@$(BIN)/python tests/docs/typed.py .mypy_cache/documented
+	@MYPYPATH=.mypy_cache $(BIN)/mypy --no-error-summary zero .mypy_cache/documented
 
 test: $(READY)  ## Run the tests; ARGS="-k name" chooses, TORCH=2.15.0 takes another torch
 	@$(BIN)/pytest -q -n 2 --dist worksteal $(ARGS)
 
+test-quick: $(READY)  ## The tests that take less than a third of a second each; ARGS="tests/oss" chooses
+	@$(BIN)/pytest -q -n 2 --dist worksteal -m "not slow" $(ARGS)
+
+nightly: $(READY)  ## All that the suite has no time for: mutants, matrix, faults, hosts, fuzz, soak; ends with a table
+	@$(BIN)/python tests/nightly.py
+
+mutants: $(READY)  ## Put errors into zero one by one: which test catches each; ARGS="old-master late-gather" chooses
+	@$(BIN)/python tests/mutants.py $(ARGS)
+
 fuzz: $(READY)  ## Random models at every stage beside torch alone; CASES=2000 tries more than 500
-	@ZERO_FUZZ=$(or $(CASES),500) $(BIN)/pytest -q -p no:xdist tests/test_random_models.py $(ARGS)
+	@ZERO_FUZZ=$(or $(CASES),500) $(BIN)/pytest -q -p no:xdist tests/parity/test_random_models.py $(ARGS)
 
 matrix: $(READY)  ## Checkpoints of every stage to every other, 50 kills, all steps beside plans
 	@ZERO_MATRIX=1 $(BIN)/pytest -q -m matrix $(ARGS)
 
 faults: $(READY)  ## Every way in which a rank or a link may fail, 30 kills under torchrun, 2,000 altered checkpoints
-	@ZERO_FAULTS=1 $(BIN)/pytest -q tests/test_faults.py tests/test_resume.py tests/test_two_hosts.py \
-		tests/features/test_replicas.py tests/checkpoint/test_checkpoint_hostile.py $(ARGS)
+	@ZERO_FAULTS=1 $(BIN)/pytest -q -m faults $(ARGS)
 
-hosts: $(READY)  ## Parity, faults and checkpoints as between hosts: no rank reads another's memory
-	@ZERO_HOST_MEMORY=0 $(BIN)/pytest -q -n 2 --dist worksteal tests/parity tests/test_parity.py tests/test_training.py \
-		tests/test_faults.py tests/test_resume.py tests/test_memory.py tests/test_random_models.py tests/test_bad_values.py \
-		tests/checkpoint tests/shards tests/oss tests/sdp tests/fsdp tests/checks tests/state \
-		tests/interop tests/features --ignore tests/features/test_host_memory.py --ignore tests/features/test_attach.py \
-		$(ARGS)
+# Not what sends nothing, or what host memory alone has.
+hosts: $(READY)  ## All that sends as between hosts: no rank reads another's memory
+	@ZERO_HOST_MEMORY=0 $(BIN)/pytest -q -n 2 --dist worksteal \
+		$(patsubst %,--ignore tests/%,docs harness integrations measure plan comm/test_host_memory.py comm/test_attach.py) \
+		tests $(ARGS)
 
 # What a GPU may tell something about that the CPU does not, about 1,000 tests. READY= BIN=/usr/bin takes an installed
 # Python with torch and pytest-xdist instead of .venv.
-ON_GPUS := tests/comm/test_comm.py tests/parity tests/test_parity.py tests/test_training.py tests/test_faults.py \
-	$(patsubst %,tests/oss/test_%.py,oss clip compressed scaler) \
-	$(patsubst %,tests/sdp/test_%.py,sharded_ddp sdp_options sdp_errors buffers indexed lifetimes) \
-	$(patsubst %,tests/fsdp/test_%.py,fsdp clip_grad_norm edges full_params mixed_precision prefetch reentry strategies \
-		summation) \
-	$(patsubst %,tests/features/test_%.py,offload oss_offload reads writes autocast watchdog)
+ON_GPUS := tests/comm/test_comm.py tests/parity tests/faults/test_faults.py tests/oss tests/sdp tests/offload \
+	$(patsubst %,tests/fsdp/test_%.py,fsdp full_params mixed_precision prefetch reentry strategies)
 
 gpu: $(READY)  ## The tests to which a GPU matters, on the GPUs of this machine, over NCCL; WORKERS=8 runs more at once
 	@ZERO_TEST_DEVICE=cuda $(BIN)/python -m pytest -q -n $(or $(WORKERS),5) --dist worksteal $(ON_GPUS) $(ARGS)
 
 soak: $(READY)  ## 3,000 steps at every stage and transport: nothing grows; STEPS=10000 takes more
-	@ZERO_SOAK=$(or $(STEPS),3000) $(BIN)/pytest -q -s -p no:xdist tests/test_soak.py $(ARGS)
+	@ZERO_SOAK=$(or $(STEPS),3000) $(BIN)/pytest -q -s -p no:xdist tests/harness/test_soak.py $(ARGS)
 
-stages: $(READY)  ## Train at every stage and compare; ARGS="--steps 5" is passed on
+stages: $(CORE)  ## Train at every stage and compare; ARGS="--steps 5" is passed on
 	@$(BIN)/python benchmarks/stages.py $(ARGS)
 
 bench: $(READY)  ## CPU time of every operation; ARGS="-k oss" chooses; benchmarks/compare.py compares two runs
@@ -66,20 +74,27 @@ bench: $(READY)  ## CPU time of every operation; ARGS="-k oss" chooses; benchmar
 peers: $(VENV)/.peers  ## Train beside DDP, FSDP, FairScale and DeepSpeed; ARGS="--world 4" is passed on
 	@$(BIN)/python benchmarks/peers.py $(ARGS)
 
-api: $(READY)  ## Write docs/api.md from the docstrings
+api: $(CORE)  ## Write docs/api.md from the docstrings
 	@$(BIN)/python docs/api.py
 
 clean:  ## Remove the environment, caches and build products
 	@rm -rf .venv .venv-torch-* build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find zero tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
-# torch first and by its exact version alone: where that names a CPU build, nothing after it replaces it.
-$(READY): setup.cfg constraints.txt
+# What zero itself and benchmarks/stages.py need. torch first and by its exact version alone: where that names a CPU
+# build, nothing after it replaces it.
+$(CORE): setup.cfg constraints.txt
 	@echo "Preparing $(VENV) (once)"
 	@python3 -m venv $(VENV)
 	@sed 's/^torch==.*/torch==$(or $(TORCH),2.13.0)/' constraints.txt > $(VENV)/constraints.txt
 	@$(BIN)/pip install torch==$(or $(TORCH),2.13.0)
-	@$(BIN)/pip install -c $(VENV)/constraints.txt -e .[test,bench,check,checkpoint]
+	@$(BIN)/pip install -c $(VENV)/constraints.txt -e .[bench]
+	@touch $@
+
+# Beside it the tests' libraries and integrations, pytest-benchmark, mypy and ruff.
+$(READY): $(CORE)
+	@echo "Preparing $(VENV) for tests and checks (once)"
+	@$(BIN)/pip install -c $(VENV)/constraints.txt -e .[test,bench,check]
 	@touch $@
 
 # The peers are built from source. One that does not build is left out; the benchmark says which.

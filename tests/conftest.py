@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 import gpus
+import mutants
 import ranks
 
 FOR_ALL = ["transformers.trainer", "peft", "accelerate", "lightning.pytorch", "sklearn.datasets"]
@@ -15,6 +16,9 @@ FOR_ALL += ["torch._inductor.compile_fx"]
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "matrix: has more cases under `make matrix`, see matrix.py")
+    config.addinivalue_line("markers", "slow: takes 0.3 s or more; `make test-quick` leaves it out")
+    config.addinivalue_line("markers", "faults: has more cases under `make faults`, see matrix.py")
+    mutants.put_in()
     if gpus.problem():
         raise pytest.UsageError(gpus.problem())
     if config.getoption("dist", "no") == "no":  # else xdist's workers run the tests

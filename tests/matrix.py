@@ -1,4 +1,7 @@
-"""Tests of which `make matrix` (ZERO_MATRIX=1) runs every case, and the suite those that say what the others would."""
+"""Tests of which `make matrix` (ZERO_MATRIX=1) runs every case, and the suite those that say what the others would.
+
+Of those that are marked `faults` it is `make faults` (ZERO_FAULTS=1) that runs every case.
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,20 @@ from typing import Any
 import pytest
 
 WHOLE = bool(os.environ.get("ZERO_MATRIX"))
+FAULTS = bool(os.environ.get("ZERO_FAULTS"))
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def combined(names: str, *values: Iterable[Any], each: int = 1) -> Decorator:
+def combined(
+    names: str, *values: Iterable[Any], each: int = 1, slow: Callable[..., bool] = lambda *case: False
+) -> Decorator:
     """Every combination; in the suite the last argument's values take turns over the combinations of the others.
 
     Of three arguments, each value so meets each value of the others as long as there are enough of these.
 
-    each: how many of the last argument's values meet a combination of the others in the suite.
+    each: how many of the last argument's values meet a combination of the others in the suite. slow: of which cases it
+    is true the quick subset leaves out.
     """
     every = [list(of) for of in values]
     numbers = [range(len(of)) for of in every]
@@ -31,6 +38,7 @@ def combined(names: str, *values: Iterable[Any], each: int = 1) -> Decorator:
     assert {turn[-1] for turn in turns} == {*numbers[-1]}, "each value has to have its turn"
     chosen = itertools.product(*numbers) if WHOLE else turns
     cases = [tuple(of[number] for of, number in zip(every, case, strict=True)) for case in chosen]
+    cases = [pytest.param(*case, marks=[pytest.mark.slow] if slow(*case) else []) for case in cases]
 
     def mark(function: Callable[..., Any]) -> Callable[..., Any]:
         return pytest.mark.matrix(pytest.mark.parametrize(names, cases)(function))

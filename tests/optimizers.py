@@ -1,14 +1,39 @@
-"""Optimizers that are not torch's, as people bring along: of every kind that matters to who shards them."""
+"""Optimizers: torch's that treat each element by itself, and those that people bring along: of every kind that
+matters to who shards them."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.testing._internal.two_tensor import TwoTensor
+
+MOMENTUM = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}
+ELEMENTWISE: dict[str, tuple[Callable[..., Optimizer], dict[str, Any]]] = {
+    "SGD": (SGD, {"lr": 0.1}),
+    "SGD momentum": (SGD, MOMENTUM),
+    "SGD nesterov": (SGD, {**MOMENTUM, "nesterov": True}),
+    "Adam": (Adam, {"lr": 0.01}),
+    "Adam maximize": (Adam, {"lr": 0.01, "weight_decay": 0.1, "maximize": True}),
+    "AdamW amsgrad": (AdamW, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.9, "centered": True}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.1, "t0": 2}),
+    "Adadelta": (torch.optim.Adadelta, {"weight_decay": 0.1}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01, "decoupled_weight_decay": True, "weight_decay": 0.1}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.01}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
+}
+"""All of torch's that treat each element by itself, with options; on the CPU they step one parameter after another."""
+
+
+class MyAdam(torch.optim.Adam):
+    """A subclass may do anything with the tensors that it gets."""
 
 
 class ByParameter(Optimizer):

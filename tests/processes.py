@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+import mutants
 import ranks
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +46,7 @@ def _as_python(arguments: list[str], cwd: str, environment: dict[str, str], file
     torch.set_num_threads(1)
     for name in [name for name in sys.modules if name.split(".")[0] == "zero"]:
         del sys.modules[name]  # to be imported with these settings
+    mutants.put_in()
     subprocess.Popen._execute_child = _execute_child  # type: ignore[attr-defined]
     try:
         _run(arguments)

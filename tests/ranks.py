@@ -60,6 +60,7 @@ import torch
 import torch.distributed as dist
 
 import gpus
+import mutants
 
 SEED = 0
 COLLECTIVE_TIMEOUT = timedelta(seconds=30)  # below a run's default timeout, so that Gloo gets to say whom it waited for
@@ -341,6 +342,7 @@ def _scratch_folder() -> Path:
 
 
 def _serve(pipe: Connection, stack_file: str, poses: bool) -> None:
+    mutants.put_in()
     if poses:
         gpus.pose_as_a_host()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends its ranks itself

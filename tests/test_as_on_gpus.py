@@ -24,9 +24,9 @@ from torch.optim import AdamW
 import matrix
 import ranks
 import zero
-from models import CASES, GPT
-from sidebyside import SideBySide, sgd, stage_1, stage_2, stage_3
+from runs import SideBySide, sgd, stage_1, stage_2, stage_3
 from transports import overlapping
+from zoo import CASES, GPT
 
 PACKAGE = Path(zero.__file__).parent
 STAGES: dict[str, Callable[..., Any]] = {

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 import ranks
 import zero
 from logs import Heard
-from reference import at_stage
+from runs import at_stage
 
 
 def built(stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:

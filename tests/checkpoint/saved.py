@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import resource
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,34 +22,45 @@ from torch.optim import Optimizer
 
 import plainly
 import zero
-from models import CASES, OPTIMIZERS, Batch, take_step, train_step
-from zero.fsdp.fsdp import running_model
+import zoo
+from optimizers import Moments
+from runs import on_mesh, stage_2, stage_3, take_step, train_step
+from zoo import CASES, Batch
 
 CASE = CASES["mlp"]  # frozen, tied, unused, empty, 0-dim and non-contiguous parameters
 
 
+OPTIMIZERS = zoo.OPTIMIZERS | {"moments": partial(Moments, dtype=torch.bfloat16)}
+
+
 @dataclass(frozen=True)
 class Config:
-    """How a run trains, at whatever stage. masters: 16-bit parameters and float32 masters, however a stage has them."""
+    """How a run trains, at whatever stage. masters: 16-bit parameters and float32 masters, however a stage has them.
+    offload, replicas: where a stage has them."""
 
     optim: str = "adamw"
     cut: str = "even"
     masters: bool = False
+    offload: bool = False
+    replicas: int = 1
 
-    def build(self, stage: int, seed: int = 0) -> tuple[nn.Module, Optimizer]:
-        model, optim = CASE.model(seed), OPTIMIZERS[self.optim]
+    def build(self, stage: int, seed: int = 0) -> tuple[nn.Module, Any]:
+        model, options = CASE.model(seed), {"partition": self.cut} if stage else {}
+        if self.masters and stage == 3:
+            options["mixed_precision"] = zero.MixedPrecision(param_dtype=torch.bfloat16)
+        elif self.masters:
+            model = model.bfloat16()
+            options |= {"master_dtype": torch.float32} if stage else {}
+        if self.offload and stage:
+            options["offload"] = zero.CPUOffload(pin_memory=False)
+        optim = OPTIMIZERS[self.optim]
         if stage == 3:
-            precision = zero.MixedPrecision(param_dtype=torch.bfloat16) if self.masters else None
-            model = zero.FSDP(model, partition=self.cut, mixed_precision=precision)
-            return model, optim(model.parameters())
-        if stage == 0:
-            wrapped = DistributedDataParallel(model, **CASE.ddp) if dist.is_initialized() else model
-            return wrapped, optim(model.parameters())
-        model = model.bfloat16() if self.masters else model
-        master_dtype = torch.float32 if self.masters else None
-        optimizer = zero.OSS(model.parameters(), optim, partition=self.cut, master_dtype=master_dtype)
+            replicated = self.replicas > 1 and dist.get_world_size() > self.replicas
+            options |= on_mesh(dist.get_world_size(), {"replicas": self.replicas}) if replicated else {}
+            return stage_3(model, optim, **options)
         if stage == 2:
-            return zero.ShardedDDP(model, optimizer), optimizer
+            return stage_2(model, optim, **options)
+        optimizer = zero.OSS(model.parameters(), optim, **options) if stage else optim(model.parameters())
         return DistributedDataParallel(model, **CASE.ddp) if dist.is_initialized() else model, optimizer
 
 
@@ -68,49 +80,17 @@ def steps(model: nn.Module, optimizer: Optimizer, first: int, count: int) -> lis
 
 def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Collective. All that a checkpoint must bring back, as full tensors by name, masters in place of parameters."""
-    inner = model.module if hasattr(model, "module") else model
+    inner = getattr(model, "module", model)
     names = {param: name for name, param in inner.named_parameters()}
+    params = [param for group in optimizer.param_groups for param in group["params"]]
     found: dict[str, Any] = {f"model/{name}": value for name, value in zero.full_state_dict(model).items()}
-    if isinstance(optimizer, zero.OSS):
-        optimizer.consolidate_state_dict(to=None)
-        state = optimizer.state_dict()["state"]
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        by_param = {param: dict(state.get(number, {})) for number, param in enumerate(params)}
-    else:
-        by_param = {param: optimizer.state.get(param, {}) for param in names}
-    if isinstance(model, zero.FSDP):
-        by_param |= gathered_state(model, optimizer)  # what it ignores stays as it is
-    for param, state in by_param.items():
+    for number, state in zero.full_optimizer_state_dict(model, optimizer)["state"].items():
         for key, value in state.items():
-            path = f"model/{names[param]}" if key == "master" else f"{names[param]}/{key}"
+            path = f"model/{names[params[number]]}" if key == "master" else f"{names[params[number]]}/{key}"
             found[path] = value.clone() if isinstance(value, Tensor) else value
     for name, value in inner.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and value in names:  # tied
             found[f"model/{name}"] = found[f"model/{names[value]}"]
-    return found
-
-
-def gathered_state(model: zero.FSDP, optimizer: Optimizer) -> dict[nn.Parameter, dict[str, Any]]:
-    """Collective. The state at stage 3, whole: every rank's shards put where the layout has them."""
-    comm, found = running_model(model).comm, {}
-    for group in running_model(model).index.groups:
-        for index, param in enumerate(group.params):
-            mine = (group.spans.get(index), optimizer.state.get(param, {}))
-            told = [mine] * comm.world
-            if comm.world > 1:
-                dist.all_gather_object(told, mine, group=comm.group)
-            shape, stride = group.shapes.full[index], group.shapes.strides[index]
-            state: dict[str, Any] = {}
-            for span, shard in told:
-                for key, value in shard.items() if span is not None else ():
-                    if not isinstance(value, Tensor) or not value.dim():
-                        state[key] = value
-                        continue
-                    tensor = state.setdefault(key, torch.empty_strided(shape, stride, dtype=value.dtype))
-                    flat = torch.as_strided(tensor, (tensor.numel(),), (1,))
-                    ordered = value if span.numel < tensor.numel() else group.shapes.in_memory_order(index, value)
-                    flat[span.start : span.stop] = ordered.reshape(-1)
-            found[param] = state
     return found
 
 
@@ -205,10 +185,29 @@ def with_adam(model: nn.Module) -> tuple[nn.Module, Optimizer]:
     return model, adam()(model.parameters())
 
 
-def sign(index: dict[str, Any]) -> None:
-    """Gives an index that was altered the checksum that it should have."""
-    index.pop("sha256", None)
-    index["sha256"] = hashlib.sha256(json.dumps(index, sort_keys=True).encode()).hexdigest()
+def change_index(checkpoint: Path, change: Callable[[Any], object], *, resign: bool = True) -> None:
+    """resign: gives it the checksum that it should have."""
+    file = checkpoint / "index.json"
+    told = json.loads(file.read_text())
+    change(told)
+    if resign:
+        told.pop("sha256", None)
+        told["sha256"] = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+    file.write_text(json.dumps(told))
+
+
+def change_header(checkpoint: Path, change: Callable[[Any], object]) -> None:
+    """Of the first rank's file, with its checksum in the index."""
+    file = checkpoint / "rank-00000.safetensors"
+    data = file.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    change(header)
+    written = json.dumps(header).encode()
+    data = len(written).to_bytes(8, "little") + written + data[end:]
+    file.write_bytes(data)
+    identity = {"bytes": len(data), "header_crc32": zlib.crc32(written)}
+    change_index(checkpoint, lambda told: told["files"].update({file.name: identity}))
 
 
 def peak() -> int:

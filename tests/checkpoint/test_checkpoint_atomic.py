@@ -17,15 +17,10 @@ from saved import adam, differences, read_plainly, tiny
 import matrix
 import ranks
 import zero
-from models import take_step
+from runs import take_step
 
 MOMENTS = {"": 50, "objects://": 50} if matrix.WHOLE else {"": 6, "objects://": 3}
 WIDTH = 40_000  # a save takes about 20 ms
-
-
-def build(stage):
-    model = tiny(WIDTH)
-    return zero.setup(model, torch.optim.SGD, stage=stage, lr=0.0)
 
 
 def fill(model, number):
@@ -37,7 +32,7 @@ def fill(model, number):
 
 def save_until_killed(rank, world, path, victim, delay, wait, one_before):
     """one_before: one save is made, whatever time it takes, before the time runs."""
-    model, optimizer = build(3)
+    model, optimizer = zero.setup(tiny(WIDTH), torch.optim.SGD, stage=3, lr=0.0)
     first = zero.checkpoint.load(path, model, optimizer)["step"] + 1
     if one_before:
         fill(model, first)
@@ -50,24 +45,19 @@ def save_until_killed(rank, world, path, victim, delay, wait, one_before):
         zero.checkpoint.save(path, model, optimizer, extra={"step": number}, keep=2, wait=wait)
 
 
-def first_save(rank, world, path):
-    model, optimizer = build(3)
-    fill(model, 0)
-    zero.checkpoint.save(path, model, optimizer, extra={"step": 0})
-
-
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.matrix
 @pytest.mark.parametrize("scheme", MOMENTS)
 def test_a_rank_killed_at_any_moment_leaves_the_latest_whole(scheme, tmp_path):
     path = f"{scheme}{tmp_path}"
-    ranks.run(first_save, 2, (path,))
+    model = tiny(WIDTH)
+    zero.checkpoint.save(path, model, torch.optim.SGD(model.parameters(), lr=0.0), extra={"step": 0})
     moments, last = random.Random(0), 0
     for number in range(MOMENTS[scheme]):
         args = (path, number % 2, moments.uniform(0.02, 0.25), number % 3 != 2, number % 4 < 2)
         with pytest.raises(ranks.RankError, match="died with exit code -9"):
             ranks.run(save_until_killed, 2, args)
-        model = tiny(WIDTH)
         step = zero.checkpoint.load(path, model)["step"]
         assert step >= last + (number % 4 < 2)
         last = step
@@ -107,16 +97,6 @@ def test_a_name_is_given_when_all_that_it_names_is_on_disk(tmp_path):
     assert str(tmp_path) in synced, "the last rename itself is not on disk"
 
 
-def test_keeps_the_last(tmp_path):
-    model = tiny()
-    for step in range(5):
-        saving = zero.checkpoint.save(tmp_path, model, extra={"step": step}, keep=2 if step > 2 else None)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["00000004", "00000005", "latest"]
-    assert saving.path == tmp_path / "00000005"
-    assert zero.checkpoint.load(tmp_path, model) == {"step": 4}
-    assert zero.checkpoint.load(tmp_path / "00000004", model) == {"step": 3}
-
-
 def save_behind(rank, world, path, stage):
     model, optimizer = zero.setup(tiny(500), adam(), stage=stage)
 
@@ -135,12 +115,25 @@ def save_behind(rank, world, path, stage):
     return [handle.path.name, second.path.name]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.slow), 2, 3])
 def test_what_is_written_behind_training_is_what_was_there_when_it_began(stage, tmp_path):
     assert ranks.run(save_behind, 2, (str(tmp_path), stage)) == [["00000001", "00000002"]] * 2
     waiting, behind = (read_plainly(tmp_path / name / "00000001") for name in ("waiting", "behind"))
     assert not differences(waiting, behind)
     assert differences(waiting, read_plainly(tmp_path / "behind" / "00000002"))
+
+
+def test_a_model_is_saved_to_two_runs_at_once(tmp_path):
+    model, other = tiny(2000), tiny(2000)
+    saving = []
+    for number in range(2):
+        with torch.no_grad():
+            model[0].weight.fill_(number)
+        saving.append(zero.checkpoint.save(tmp_path / str(number), model, wait=False))
+    for number, one in enumerate(saving):
+        one.wait()
+        zero.checkpoint.load(tmp_path / str(number), other)
+        assert (other[0].weight == number).all()
 
 
 def never_waited_for(rank, world, path):

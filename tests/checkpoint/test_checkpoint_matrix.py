@@ -1,27 +1,35 @@
-"""Saved at stage s on m ranks, loaded at stage t on n ranks.
+"""Saved at one placement, loaded at another, in every configuration and by every kind of storage.
 
 Here a subset that covers every pair of stages and every pair of numbers of ranks, with every configuration at every
 stage; `make matrix` sets ZERO_MATRIX=1 and runs all 4 x 16 x 16.
 """
 
 from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
-from saved import CONFIGS, differences, load_and_go_on, read_plainly, save_and_go_on
+from saved import CONFIGS, Config, differences, load_and_go_on, read_plainly, save_and_go_on
 
 import ranks
 from matrix import WHOLE
-from transports import between_hosts
+from transports import TRANSPORTS, calling
 
 PLACES = [(stage, world) for stage in range(4) for world in range(1, 5)]
-
 
 NOISE = "model/last"  # added to every logit, so that its gradient is rounding alone, which Adam makes steps of
 
 
-def configurations(stage, world):
-    return CONFIGS if WHOLE else [CONFIGS[(stage + world) % 4]]
+@dataclass(frozen=True)
+class Row:
+    """at, to: a stage and a number of ranks each."""
+
+    config: Config
+    at: tuple[int, int]
+    to: list[tuple[int, int]]
+    transport: str = TRANSPORTS[0]
+    scheme: str = ""
 
 
 def destinations(stage, world):
@@ -31,62 +39,55 @@ def destinations(stage, world):
     return [((stage + k) % 4, (world - 1 + k) % 4 + 1) for k in steps]
 
 
+ROWS = {
+    f"stage {stage} on {world} {number}": Row(config, (stage, world), destinations(stage, world))
+    for stage, world in PLACES
+    for number, config in enumerate(CONFIGS)
+    if WHOLE or number == (stage + world) % 4
+}
+ROWS |= {
+    "between hosts, stage 3": Row(CONFIGS[3], (3, 3), [(2, 2)], TRANSPORTS[-1]),
+    "between hosts, stage 2": Row(CONFIGS[2], (2, 3), [(3, 2)], TRANSPORTS[-1]),
+    "objects": Row(Config(), (3, 3), [(0, 1), (2, 2), (3, 4)], scheme="objects://"),
+    "offloaded, stage 3": Row(Config(offload=True), (3, 2), [(1, 3), (2, 2), (3, 2)]),
+    "offloaded, stage 1": Row(Config(offload=True), (1, 2), [(3, 3), (0, 1)]),
+    "replicated": Row(Config(replicas=2), (3, 4), [(3, 4), (3, 2), (1, 3)]),
+    "moments in 16 bits, stage 1": Row(Config("moments"), (1, 2), [(2, 3), (0, 2)]),
+    "moments in 16 bits, stage 2": Row(Config("moments"), (2, 2), [(3, 3)]),
+    "moments in 16 bits, stage 3": Row(Config("moments"), (3, 2), [(1, 3)]),
+}
+QUICK = ("stage 2 on 2 0", "stage 3 on 3 2", "offloaded, stage 3")
+
+
 @pytest.mark.matrix
 @pytest.mark.timeout(1800 if WHOLE else 120)
-@pytest.mark.parametrize(("stage", "world"), PLACES)
-def test_any_stage_and_world_to_any_other(stage, world, tmp_path):
-    runs = []
-    for number, config in enumerate(configurations(stage, world)):
-        path = str(tmp_path / str(number))
-        results = ranks.run(save_and_go_on, world, (path, stage, config))
-        at_save, in_the_end = results[0]
-        assert not differences(at_save, read_plainly(tmp_path / str(number) / "00000001"))
-        runs.append((path, config, at_save, in_the_end))
-
-    jobs = defaultdict(list)
-    for to_stage, to_world in destinations(stage, world):
-        jobs[to_world] += [(run, to_stage) for run in runs]
-    for to_world, chosen in jobs.items():
-        given = [(path, to_stage, config) for (path, config, _, _), to_stage in chosen]
-        for rank, loaded in enumerate(ranks.run(load_and_go_on, to_world, (given,), timeout=90.0)):
-            for ((_, config, at_save, in_the_end), to_stage), result in zip(chosen, loaded, strict=True):
-                where = f"{config}: stage {stage} on {world} -> stage {to_stage} on {to_world}, rank {rank}"
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=name, marks=[] if name in QUICK else pytest.mark.slow) for name, row in ROWS.items()]
+)
+def test_any_placement_to_any_other(row, tmp_path):
+    path = f"{row.scheme}{tmp_path}"
+    stage, world = row.at
+    at_save, in_the_end = ranks.run(calling, world, (row.transport, save_and_go_on, path, stage, row.config))[0]
+    assert not differences(at_save, read_plainly(Path(tmp_path) / "00000001"))
+    rough = row.config.masters or row.config.optim == "moments"
+    stages = defaultdict(list)
+    for stage, world in row.to:
+        stages[world].append(stage)
+    for world, chosen in stages.items():
+        jobs = [(path, stage, row.config) for stage in chosen]
+        for loaded in ranks.run(calling, world, (row.transport, load_and_go_on, jobs), timeout=90.0):
+            for stage, result in zip(chosen, loaded, strict=True):
                 if result:
-                    then, later = result
-                    assert not differences(at_save, then), where
-                    same = (stage, world) == (to_stage, to_world)
-                    check_end(in_the_end, later, where, same=same, rough=config.masters)
+                    assert not differences(at_save, result[0]), (stage, world)
+                    check_end(in_the_end, result[1], same=(stage, world) == row.at, rough=rough)
 
 
-def save_between_hosts(rank, world, *args):
-    with between_hosts():
-        return save_and_go_on(rank, world, *args)
-
-
-def load_between_hosts(rank, world, *args):
-    with between_hosts():
-        return load_and_go_on(rank, world, *args)
-
-
-@pytest.mark.parametrize(("stage", "to_stage"), [(3, 2), (2, 3)])
-def test_between_hosts_too(stage, to_stage, tmp_path):
-    """Some of what `make hosts` runs in this way."""
-    path, config = str(tmp_path / "0"), CONFIGS[stage]
-    at_save, in_the_end = ranks.run(save_between_hosts, 3, (path, stage, config))[0]
-    for result in ranks.run(load_between_hosts, 2, ([(path, to_stage, config)],)):
-        for then, later in result:
-            assert not differences(at_save, then)
-            check_end(in_the_end, later, "between hosts", same=False, rough=config.masters)
-
-
-def check_end(expected, found, where, *, same, rough):
+def check_end(expected, found, *, same, rough):
     if same:
-        assert not differences(expected, found), where
+        assert not differences(expected, found)
         return
-    assert expected.keys() == found.keys(), where
+    assert expected.keys() == found.keys()
     tolerance = {"rtol": 0.1, "atol": 0.03} if rough else {"rtol": 1e-4, "atol": 1e-6}
     for name, value in expected.items():
         if name.startswith("model/") and name != NOISE:
-            torch.testing.assert_close(
-                found[name], value, check_dtype=False, msg=lambda m, n=name: f"{where}: {n}: {m}", **tolerance
-            )
+            torch.testing.assert_close(found[name], value, check_dtype=False, **tolerance)

@@ -6,27 +6,12 @@ from unittest import mock
 
 import objects
 import pytest
-import torch
 from safetensors.torch import load_file
-from saved import (
-    Config,
-    adam,
-    differences,
-    load_and_go_on,
-    messages_of_failing_saves,
-    read_plainly,
-    save_and_go_on,
-    tiny,
-)
-from torch import nn
+from saved import adam, differences, messages_of_failing_saves, tiny, train
 
 import ranks
 import zero
-from zero.checkpoint.__main__ import main
-from zero.checkpoint.export import export
-from zero.checkpoint.storage import Remote
-
-CONFIG = Config()
+from commands import command
 
 
 @pytest.fixture
@@ -37,26 +22,13 @@ def store(tmp_path):
     return folder, f"objects://{folder}"
 
 
-def test_any_stage_and_world_through_objects(store):
-    folder, url = store
-    at_save, _ = ranks.run(save_and_go_on, 3, (f"{url}/run", 3, CONFIG))[0]
-    assert not differences(at_save, read_plainly(folder / "run" / "00000001"))
-    for stage, world in [(0, 1), (2, 2), (3, 4)]:
-        then, _ = ranks.run(load_and_go_on, world, ([(f"{url}/run", stage, CONFIG)],))[0][0]
-        assert not differences(at_save, then)
-
-
 def several(rank, world, url):
     model, optimizer = zero.setup(tiny(300), adam(), stage=3)
-    told = []
     for step in range(4):
-        model(torch.ones(3, 4)).sum().backward()
-        optimizer.step()
+        train(model, optimizer, 1)
         saving = zero.checkpoint.save(url, model, optimizer, extra={"step": step}, keep=2, wait=step % 2 == 0)
     saving.wait()
-    told.append(saving.path)
-    told.append(zero.checkpoint.load(saving.path, model, optimizer))
-    return told
+    return [saving.path, zero.checkpoint.load(saving.path, model, optimizer)]
 
 
 def test_keeps_the_last_and_writes_behind_training(store):
@@ -75,18 +47,19 @@ def full(rank, world, url, folder, slow):
     zero.checkpoint.save(url, model, optimizer, extra={"step": 1})
     if rank == 0:
         (folder / objects.FULL).write_text("")
-    put = Remote.put
+    close = objects.Upload.close
 
-    def put_late(self, data):
+    def close_late(upload):
         time.sleep(0.3)
-        put(self, data)
+        close(upload)
 
-    with mock.patch.object(Remote, "put", put_late) if rank == slow else nullcontext():
+    with mock.patch.object(objects.Upload, "close", close_late) if rank == slow else nullcontext():
         told = messages_of_failing_saves(url, model, optimizer)
     assert zero.checkpoint.load(url, model, optimizer) == {"step": 1}
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slow", [None, 1])
 def test_a_store_that_takes_no_more(store, slow):
     """Nor does a rank leave anything there that comes to report when the first has removed all."""
@@ -115,35 +88,10 @@ def test_half_a_save_is_no_checkpoint_and_is_removed_by_the_next(store):
     assert zero.checkpoint.load(f"{url}/run", tiny()) == {"step": 2}
 
 
-def test_altered_missing_and_truncated_objects(store):
-    folder, url = store
-    zero.checkpoint.save(f"{url}/run", tiny())
-    file = folder / "run" / "00000001" / "rank-00000.safetensors"
-    data = file.read_bytes()
-    model = tiny()
-    model[0].weight.data.fill_(5.0)
-    for damaged, expected in [
-        (data[:-1] + bytes([data[-1] ^ 1]), "was altered"),
-        (data[:99], "has 99 bytes"),
-        (None, "cannot be read"),
-    ]:
-        file.unlink() if damaged is None else file.write_bytes(damaged)
-        with pytest.raises(zero.checkpoint.CheckpointError, match=expected):
-            zero.checkpoint.load(f"{url}/run", model)
-        assert (model[0].weight == 5).all()
-
-
-def test_nothing_at_a_url(store):
-    _, url = store
-    with pytest.raises(zero.checkpoint.CheckpointError, match=f"{url}/run is not there"):
-        zero.checkpoint.load(f"{url}/run", tiny())
-
-
-@pytest.mark.parametrize("url", ["nothing://run", "s3://bucket/run"])
-def test_a_url_that_cannot_be_served(url):
-    pattern = "Protocol not known" if url.startswith("nothing") else "s3fs"
+@pytest.mark.parametrize(("url", "words"), [("nothing://run", "Protocol not known"), ("s3://bucket/run", "s3fs")])
+def test_a_url_that_cannot_be_served(url, words):
     for work in [zero.checkpoint.save, zero.checkpoint.load]:
-        with pytest.raises(zero.checkpoint.CheckpointError, match=pattern):
+        with pytest.raises(zero.checkpoint.CheckpointError, match=words):
             work(url, tiny())
 
 
@@ -154,12 +102,31 @@ def test_a_file_url_is_a_path(tmp_path):
 
 
 def test_in_and_out_of_memory(tmp_path, capsys):
-    model, other = tiny(), nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    model, other = tiny(), tiny()
+    train(model, adam()(model.parameters()))
     zero.checkpoint.save("memory://run", model)
-    assert main(["inspect", "memory://run", "--check"]) == 0
+    assert command("zero.checkpoint", "inspect", "memory://run", "--check") == 0
     assert "every byte is as it was written" in capsys.readouterr().out
-    export("memory://run", tmp_path / "out")
+    assert command("zero.checkpoint", "export", "memory://run", tmp_path / "out") == 0
     other.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
     assert not differences(dict(model.state_dict()), dict(other.state_dict()))
-    assert main(["export", "memory://run", "memory://out"]) == 1
+    assert command("zero.checkpoint", "export", "memory://run", "memory://out") == 1
     assert "export to a mounted file system" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["inspect", "export"])
+def test_a_url_without_its_driver_is_told_in_a_line(verb, tmp_path, capsys):
+    assert command("zero.checkpoint", verb, "s3://bucket/run", *([tmp_path] if verb == "export" else [])) == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"{verb}: ") and "s3fs" in message and message.count("\n") == 1
+
+
+def test_a_save_that_failed_fails_whenever_it_is_waited_for(store):
+    folder, url = store
+    (folder / objects.FULL).write_text("")
+    saving = zero.checkpoint.save(f"{url}/run", tiny(300), wait=False)
+    for _ in range(2):
+        with pytest.raises(zero.checkpoint.CheckpointError, match="no more room"):
+            saving.wait()
+    with pytest.raises(RuntimeError, match=r"no checkpoint.*no more room"):
+        _ = saving.path

@@ -15,8 +15,9 @@ from torch.optim import LBFGS, SGD, Adafactor, Adam, Muon, Optimizer
 import ranks
 import zero
 from optimizers import Clipping, Curious, Estimating, Lamb, Noisy, Sam, TrainedLion
-from sidebyside import SideBySide, data, sgd
+from runs import SideBySide, sgd
 from zero.checks import guard
+from zoo import data
 
 WIDTH = 9
 

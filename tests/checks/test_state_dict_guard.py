@@ -12,8 +12,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import ranks
 import zero
-from stacks import Stack, batch
 from zero.fsdp.fsdp import running_model
+from zoo import Stack, batch
 
 GIVEN: dict[str, tuple[Callable[[Any], object], list[str]]] = {
     "state_dict": (lambda model: model.module.state_dict(), ["Linear 'first'", "zero.full_state_dict"]),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
+import weakref
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -17,21 +19,15 @@ from torch import nn
 import ranks
 import zero
 from ranks import refusal
-from transports import between_hosts
+from runs import sgd, take_step
+from simulated.world import simulated
+from transports import between_hosts, overlapping
 from zero.comm import Comm, configure
 from zero.comm.link import StoreExchange
 from zero.comm.process_group import Gloo
 from zero.features.host_memory import attach
 from zero.features.host_memory.rendezvous import rendezvous
-
-CPU = torch.device("cpu")
-LENGTH = 20_000
-
-
-def launched(comm: Comm, channel: int) -> tuple[torch.Tensor, Any]:
-    full = torch.full((comm.world * LENGTH,), float(comm.rank))
-    return full, comm.gather(full, range(0, comm.world * LENGTH + 1, LENGTH), channel)
-
+from zoo import Stack, loss_on
 
 # --------------------------------------------------------------------------------------------------- A failed transfer
 
@@ -41,41 +37,49 @@ def within_a_host() -> AbstractContextManager[Any]:
     return mock.patch.dict(os.environ, ZERO_HOST_MEMORY="")
 
 
-def poisoned(rank: int, world: int, way: str) -> list[str]:
+@pytest.mark.parametrize("way", ["reading", "gloo"])
+@ranks.on(2, timeout=20)
+def test_what_was_in_flight_when_a_transfer_failed_has_not_arrived(rank, world, way):
     """The first of two gathers fails while the second is waited for."""
-    of_way = between_hosts() if way == "gloo" else within_a_host()
-    with of_way, mock.patch.object(attach, "read", wraps=attach.read) as read:
+    with between_hosts() if way == "gloo" else within_a_host():
         comm = Comm()
         channel = comm.channel("a test")
         comm.agree(channel)
-        first, second = launched(comm, channel)[1], launched(comm, channel)[1]
+        first, second = (comm.gather(torch.ones(40_000), [0, 20_000, 40_000], channel) for _ in range(2))
+        where = (Gloo, "_await") if way == "gloo" else (attach, "read")
         if rank == 0:
-            if way == "gloo":
-                with mock.patch.object(Gloo, "_await", side_effect=RuntimeError("cut off")):
-                    told = [refusal(second.wait)]
-            else:
-                read.side_effect = OSError("cut off")
+            with mock.patch.object(*where, side_effect=OSError("cut off")):
                 told = [refusal(second.wait)]
-                read.side_effect = None
-            return [*told, refusal(first.wait), refusal(second.wait), refusal(lambda: comm.agree(channel))]
-    return []
+            told += [refusal(first.wait), refusal(second.wait), refusal(lambda: comm.agree(channel))]
+            assert all("cut off" in each for each in told), told
 
 
-@pytest.mark.parametrize("way", ["reading", "gloo"])
-def test_what_was_in_flight_when_a_transfer_failed_has_not_arrived(way):
-    found = ranks.run(poisoned, 2, args=(way,), timeout=20)[0]
-    assert all("cut off" in told for told in found), found
-
-
+@pytest.mark.parametrize("at", ["transfer", "launch"])
 @ranks.on(2, timeout=20)
-def test_a_unit_whose_gather_failed_does_not_compute(rank, world):
-    told = []
+def test_a_unit_whose_gather_failed_does_not_compute(rank, world, at):
     with within_a_host():
-        model = zero.FSDP(nn.Linear(8, 8))
-        for _ in range(2):
-            with mock.patch.object(attach, "read", side_effect=OSError("cut off")):
-                told.append(refusal(lambda: model(torch.ones(1, 8))))
-    assert all(one.startswith("RuntimeError") for one in told), told
+        model = zero.FSDP(Stack())
+        where = (attach, "read") if at == "transfer" else (Comm, "gather")
+        with mock.patch.object(*where, side_effect=OSError("cut off")):
+            assert "cut off" in refusal(lambda: loss_on(rank, 0)(model))
+        text = refusal(lambda: loss_on(rank, 0)(model))
+    assert all(fact in text for fact in ("RuntimeError: ", "root unit", "have not arrived", "first error")), text
+
+
+def test_buffers_of_what_was_launched_before_ranks_were_out_of_step_are_kept():
+    """On a GPU, where a kernel that still runs would write into memory of others."""
+    with simulated() as there:
+        comm = there.comm(1, 4)
+        full = torch.ones(64)
+        handle, kept = comm.gather(full, range(0, 65, 16)), weakref.ref(full)
+        assert not there.aborted
+        order = comm._order
+        told = [refusal(lambda: order.out_of_step({})), refusal(handle.wait)]
+        assert there.aborted == [1]
+        assert all("different numbers of bytes" in each for each in told), told
+        del comm, full, handle
+        gc.collect()
+        assert kept() is not None
 
 
 # ----------------------------------------------------------------------------------------------- The user's own groups
@@ -85,8 +89,7 @@ def test_a_unit_whose_gather_failed_does_not_compute(rank, world):
 def test_other_threads_may_use_the_default_group_meanwhile(rank, world):
     """Operations on the default group from another thread, as torch's asynchronous checkpoints have them."""
     with between_hosts():
-        model = zero.FSDP(nn.Sequential(*(nn.Linear(16, 16) for _ in range(3))))
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        model, optimizer = zero.setup(Stack(), sgd, stage=3)
         ended: list[int] = []
 
         def talk() -> None:
@@ -96,95 +99,90 @@ def test_other_threads_may_use_the_default_group_meanwhile(rank, world):
 
         thread = threading.Thread(target=talk)
         thread.start()
-        for _ in range(20):
-            model(torch.ones(2, 16)).sum().backward()
-            optimizer.step()
+        for step in range(20):
+            take_step(optimizer, loss_on(rank, step)(model))
         thread.join()
         assert ended == [1]
-
-
-def in_different_numbers_of_groups(rank: int, world: int) -> list[float]:
-    """A group that has no backend for the CPU, whose ranks are in different numbers of groups."""
-    dist.new_group([0])
-    group = dist.new_group([0, 1], backend="cuda:gloo")
-    comm = Comm(group)
-    told = torch.tensor([1.0 + rank])
-    comm.all_reduce(told)
-    return told.tolist()
-
-
-@pytest.mark.parametrize("memory", ["", "0"])
-def test_ranks_may_be_in_different_numbers_of_groups(memory, monkeypatch):
-    assert ranks.run(with_memory, 2, args=(memory, in_different_numbers_of_groups), timeout=20) == [[3.0]] * 2
-
-
-def with_memory(rank: int, world: int, memory: str, function: Any) -> Any:
-    with mock.patch.dict(os.environ, ZERO_HOST_MEMORY=memory):
-        return function(rank, world)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 @ranks.raises(2, ValueError, "parameters are on cpu", "set_device", r"model\.to\(device\)", timeout=15)
 def test_a_model_left_on_the_cpu_under_a_group_for_gpus_alone_is_refused(rank, world, stage):
     group = dist.new_group([0, 1], backend="cuda:gloo", timeout=timedelta(seconds=5))
-    model = nn.Linear(4, 4)
+    model = nn.Linear(4, 4, device="cpu")
     if stage == 3:
         zero.FSDP(model, process_group=group)
     else:
-        zero.OSS(model.parameters(), torch.optim.SGD, group, lr=0.1)
+        zero.OSS(model.parameters(), sgd, group)
+
+
+LACKED = [torch.int16, torch.uint16, torch.uint32, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["gloo", "overlapping"])
+@ranks.on(2)
+def test_dtypes_that_backends_lack_move_as_bytes(rank, world, beside):
+    for dtype in LACKED:
+        with overlapping() if beside else between_hosts():
+            comm = Comm()
+            buffer = torch.full((3,), 5 * (1 - rank), dtype=torch.int32).to(dtype)
+            comm.broadcast([buffer])
+            full = torch.full((4,), rank + 1, dtype=torch.int32).to(dtype)
+            comm.gather(full, [0, 2, 4]).wait()
+        assert buffer.to(torch.int32).tolist() == [5, 5, 5]
+        assert full.to(torch.int32).tolist() == [1, 1, 2, 2]
 
 
 # -------------------------------------------------------------------------------------------------- What the user says
 
 
-def transport(rank: int, world: int) -> str:
-    return Comm().transport_name(CPU)
-
-
-@pytest.mark.parametrize(("memory", "name"), [("0", "gloo"), ("", "host memory"), ("ptracer", "host memory")])
-def test_the_environment_says_whether_ranks_read_one_anothers_memory(memory, name):
-    assert ranks.run(with_memory, 2, args=(memory, transport)) == [name] * 2
-
-
-def configured(rank: int, world: int) -> str:
-    configure(host_memory="off" if rank == 1 else None)
+def transport(rank: int, world: int, memory: str = "", said: str | None = None) -> tuple[str, int]:
+    """The name of what the group gets, and how often reading was permitted to others. said: to rank 1 alone."""
+    configure(host_memory=said if rank == 1 else None)
     try:
-        return Comm().transport_name(CPU)
+        with (
+            mock.patch.dict(os.environ, ZERO_HOST_MEMORY=memory),
+            mock.patch.object(attach, "permit_siblings") as permit,
+        ):
+            return Comm().transport_name(torch.device("cpu")), permit.call_count
     finally:
         configure(host_memory=None)
 
 
-def test_one_rank_that_says_no_is_enough():
-    assert ranks.run(configured, 3) == ["gloo"] * 3
+@pytest.mark.parametrize(
+    ("memory", "said", "expected"),
+    [
+        ("0", None, ("gloo", 0)),
+        ("", None, ("host memory", 0)),
+        ("ptracer", None, ("host memory", 1)),
+        ("", "off", ("gloo", 0)),
+    ],
+)
+def test_ranks_read_one_anothers_memory_where_nobody_says_no_and_permit_it_where_asked_to(memory, said, expected):
+    assert ranks.run(transport, 3, args=(memory, said)) == [expected] * 3
 
 
-def permitted(rank: int, world: int) -> int:
-    with mock.patch.object(attach, "permit_siblings") as permit:
-        transport(rank, world)
-    return permit.call_count
-
-
-@pytest.mark.parametrize(("memory", "count"), [("", 0), ("ptracer", 1)])
-def test_reading_is_permitted_to_others_only_when_asked_for(memory, count):
-    assert ranks.run(with_memory, 2, args=(memory, permitted)) == [count] * 2
-
-
-def test_what_is_not_known_is_refused():
-    with pytest.raises(ValueError, match="'auto', 'off', 'ptracer'"):
-        configure(host_memory="on")  # type: ignore[arg-type]
-    with mock.patch.dict(os.environ, ZERO_HOST_MEMORY="yes"), pytest.raises(ValueError, match="choose 0, ptracer"):
-        Comm()
+@pytest.mark.parametrize(
+    ("option", "wrong", "choices", "variable", "choices_there"),
+    [
+        ("host_memory", "on", "'auto', 'off', 'ptracer'", "ZERO_HOST_MEMORY", "choose 0, ptracer"),
+        ("second_communicator", "no", "choose True, False", "ZERO_SECOND_COMMUNICATOR", "choose 0, 1"),
+    ],
+)
+@ranks.on(2)
+def test_what_is_not_known_is_refused(rank, world, option, wrong, choices, variable, choices_there):
+    assert choices in refusal(lambda: configure(**{option: wrong}))
+    with mock.patch.dict(os.environ, {variable: "yes"}):
+        assert choices_there in refusal(Comm)
 
 
 @ranks.on(2, timeout=20)
 def test_ranks_may_meet_again_on_the_same_store(rank, world):
     """By another group on the same store, once the first is gone."""
     store = dist.PrefixStore("again", dist.distributed_c10d._get_default_store())
-    found = []
     for _ in range(3):
         with StoreExchange(store, rank, world, timedelta(seconds=10)) as exchange:
-            found.append(rendezvous(exchange, "auto") is not None)
+            assert rendezvous(exchange, "auto") is not None
         nonces: list[str] = [""] * world
         dist.all_gather_object(nonces, exchange.nonce)
         assert nonces == [exchange.nonce] * world
-    assert found == [True] * 3

@@ -11,15 +11,18 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+import gpus
 import ranks
 import zero
 from ranks import refusal
-from stacks import WIDTH, Stack
-from transports import between_hosts
+from runs import sgd, take_step
+from transports import TRANSPORTS, between_hosts, by, overlapping
 from zero.comm import Comm
-from zero.comm.order import Order
 from zero.comm.process_group import Gloo, ProcessGroupTransport
+from zoo import Stack, batch, loss_on
 
 
 @contextmanager
@@ -36,196 +39,132 @@ def counted() -> Iterator[list[int]]:
         yield seen
 
 
-class Steps:
-    """Gathers of some lengths one after another, and an agreement at the end of each step."""
-
-    def __init__(self) -> None:
-        self.comm = Comm()
-        self._end = self.comm.channel("the end of a step")
-        self._gathers = [self.comm.channel(f"gather {number}") for number in range(4)]
-
-    def gather(self, number: int, length: int = 5) -> None:
-        world = self.comm.world
-        full = torch.full((world * length,), float(self.comm.rank))
-        self.comm.gather(full, range(0, world * length + 1, length), self._gathers[number]).wait()
-        assert full.view(world, length)[:, 0].tolist() == [*range(world)]
-
-    def step(self, *numbers: int) -> None:
-        for number in numbers:
-            self.gather(number)
-        self.comm.agree(self._end)
-
-
-def comparisons_of_each_step(rank: int, world: int) -> list[int]:
-    with between_hosts(), counted() as seen:
-        steps = Steps()
-        found = []
-        for numbers in [(0, 1, 2), (0, 1, 2), (0, 2, 1), (0, 2, 1), (0, 1, 2)]:
-            seen.clear()
-            steps.step(*numbers)
-            found.append(len(seen))
-    return found
-
-
-def test_operations_are_compared_one_by_one_only_where_the_schedule_is_new():
-    assert ranks.run(comparisons_of_each_step, 2) == [[4, 1, 3, 1, 1]] * 2
-
-
-@pytest.mark.parametrize(("together", "of_the_first_operation"), [(False, 0), (True, 3)])
-@ranks.on(2)
-def test_schedules_settle_without_agreements_too(rank, world, together, of_the_first_operation):
-    """If ranks begin them together, one that begins another schedule alone must not send it into others' backward.
-
-    As of an evaluation, which has forwards alone.
-    """
-    with between_hosts(), counted() as seen:
-        steps = Steps()
-        for _ in range(4):
-            steps.comm.begin_schedule(together=together)
-            steps.gather(0)
-            steps.gather(1)
-    assert len(seen) == 2 + of_the_first_operation
-
-
-def test_each_operation_is_compared_where_the_environment_says_so():
-    assert ranks.run(with_check, 2, args=("each",)) == [[4, 4, 4, 4, 4]] * 2
-
-
-def with_check(rank: int, world: int, how: str) -> list[int]:
-    with mock.patch.dict(os.environ, ZERO_CHECK=how):
-        return comparisons_of_each_step(rank, world)
-
-
 @ranks.on(2)
 def test_what_the_environment_must_not_say_is_refused(rank, world):
     with mock.patch.dict(os.environ, ZERO_CHECK="always"):
-        told = refusal(Comm)
-    assert "ZERO_CHECK='always'" in told
+        assert "ZERO_CHECK='always'" in refusal(Comm)
 
 
-# ----------------------------------------------------------------------------------- Out of step in a settled schedule
+def evaluate(model: nn.Module, rank: int, number: int) -> None:
+    with torch.no_grad():
+        model(batch(rank, number))
 
 
-def settled() -> Steps:
-    """Two schedules that ranks have seen together."""
-    steps = Steps()
-    for numbers in [(0, 1, 2), (0, 2, 1)] * 2:
-        steps.step(*numbers)
-    return steps
+@pytest.mark.parametrize("check", ["", "each"])
+@pytest.mark.parametrize(("stage", "trains", "most"), [(1, True, 1), (2, True, 2), (3, True, 2), (3, False, 1)])
+@ranks.on(2)
+def test_what_is_settled_has_few_comparisons_whatever_the_number_of_units(rank, world, stage, trains, most, check):
+    """What waits for all ranks without bringing anything: comparisons, and sums of a few numbers. At an evaluation the
+    first operation is compared, lest a rank that begins it alone sends it into others' backward."""
+    found = []
+    with mock.patch.dict(os.environ, ZERO_CHECK=check), between_hosts(), counted() as seen:
+        model, optimizer = zero.setup(Stack(blocks=6), sgd, stage=stage)
+        for number in range(3):
+            seen.clear()
+            with mock.patch.object(Comm, "all_reduce", autospec=True, side_effect=Comm.all_reduce) as summed:
+                if trains:
+                    take_step(optimizer, loss_on(rank, number)(model))
+                else:
+                    evaluate(model, rank, number)
+            found.append(len(seen) + summed.call_count)
+    assert found[1:] == [most if check == "" else found[0]] * 2
+    assert found[0] > most
+
+
+# ---------------------------------------------------------------------------------------------------- ranks out of step
+
+
+class Steps:
+    """Operations one after another: gathers by their number, and agreements by their name."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.comm = Comm(group)
+        self._channels = {
+            operation: self.comm.channel(f"gather {operation}" if isinstance(operation, int) else f"the {operation}")
+            for operation in (0, 1, 2, "end", "pause")
+        }
+
+    def run(self, *operations: int | str) -> None:
+        for operation in operations:
+            if isinstance(operation, int):
+                world = self.comm.world
+                full = torch.full((5 * world,), float(self.comm.rank))
+                self.comm.gather(full, range(0, 5 * world + 1, 5), self._channels[operation]).wait()
+                assert full.view(world, 5)[:, 0].tolist() == [*range(world)]
+            else:
+                self.comm.agree(self._channels[operation])
+
+
+ONE, OTHER = (0, 1, 2, "end"), (0, 2, 1, "end")
+OUT_OF_STEP = {  # what each rank does, and where it is told to be: once the schedule is settled, or in a new one
+    "two agreements": (False, [("end",), ("pause",)], ["the end", "the pause"]),
+    "a gather and agreements": (False, [("end",), (0,), ("pause",)], ["the end", "gather 0", "the pause"]),
+    "gathers of one size": (True, [OTHER, ONE, ONE], ["gather 2", "gather 1", "gather 1"]),
+    "one waits in vain": (True, [ONE, (0, 1, "end"), ONE], ["gather 2", "the end", "gather 2"]),
+}
+
+
+WAYS = TRANSPORTS if gpus.ON else [*TRANSPORTS, "other"]
+"""The last: by collectives of another backend, which here runs over Gloo all the same, as long as lengths are equal."""
+
+CASES = [(name, way) for name, (settled, *_) in OUT_OF_STEP.items() for way in (TRANSPORTS if settled else WAYS)]
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_ranks_out_of_step_are_told_where_each_is_and_the_group_refuses_to_go_on(name, way):
+    """In a settled schedule transfers of one size arrive in the place of another. The timeout is not waited for."""
+    _, each, places = OUT_OF_STEP[name]
+    for first, second in ranks.run(out_of_step, len(each), (name, way), timeout=20):
+        assert "ranks are out of step: rank " in first
+        named = {int(peer): place for peer, place in re.findall(r"rank (\d) (?:is )?in (.+?)(?=, |\.|$)", first)}
+        assert named.items() <= dict(enumerate(places)).items(), first
+        assert len({*named.values()}) == len({*places}), first
+        assert "nitialise the process group again" in second
+
+
+def out_of_step(rank: int, world: int, name: str, way: str) -> tuple[str, str]:
+    settled, each, _ = OUT_OF_STEP[name]
+    with overlapping(way, returns_work=False) if way == "other" else by(way):
+        steps = Steps()
+        for operations in [ONE, OTHER] * 2 if settled else [("end",)]:
+            steps.run(*operations)
+        return refusal(lambda: steps.run(*each[rank])), refusal(lambda: steps.run("end"))
 
 
 @ranks.on(3, timeout=20)
-def test_the_log_tells_of_another_order_where_nothing_else_does(rank, world):
-    """Transfers of one size arrive, one in the place of another."""
+def test_ranks_that_wait_are_told_that_another_has_failed(rank, world):
+    """Its process and connections live on."""
     with between_hosts():
-        steps = settled()
-        told = refusal(lambda: steps.step(*((0, 1, 2) if rank else (0, 2, 1))))
-        first, second = told, refusal(lambda: steps.step(0, 1, 2))
-    assert "out of step: rank 0 is in gather 2, but rank 1 in gather 1, rank 2 in gather 1" in first
-    assert "nitialise the process group again" in second
-
-
-@ranks.on(3, timeout=20)
-def test_ranks_that_wait_for_one_another_in_vain_are_told_which_is_where(rank, world):
-    """The timeout of the group, half an hour, is not waited for."""
-    with between_hosts():
-        steps = settled()
-        told = refusal(lambda: steps.step(*((0, 1) if rank == 1 else (0, 1, 2))))
-    assert "RuntimeError" in told
-    ours, theirs = r"rank [02] (is )?in gather 2", "rank 1 (is )?in the end of a step"
-    assert re.search(f"({ours}, but {theirs}|{theirs}, but {ours})", told), told
-
-
-def one_fails(rank: int, world: int) -> str:
-    """One rank has failed, but its process and connections live on."""
-    with between_hosts():
-        steps = settled()
+        steps = Steps()
+        steps.run("end")
         if rank == 1:
             with mock.patch.object(Gloo, "_broadcast", side_effect=RuntimeError("cut off")):
-                return refusal(lambda: steps.step(0, 1, 2))
-        return refusal(lambda: steps.step(0, 1, 2))
-
-
-def test_ranks_that_wait_are_told_that_another_has_failed():
-    for told in ranks.run(one_fails, 3, timeout=20):
-        assert "rank 1 failed in gather 0" in told
-        assert "cut off" in told
+                told = refusal(lambda: steps.run(*ONE))
+        else:
+            told = refusal(lambda: steps.run(*ONE))
+    assert "rank 1 failed in gather 0" in told
+    assert "cut off" in told
 
 
 def never_comes(rank: int, world: int) -> str:
     with between_hosts():
-        group = torch.distributed.new_group([0, 1, 2], timeout=timedelta(seconds=2))
-        comm = Comm(group)
-        end = comm.channel("the end of a step")
-        comm.agree(end)
-        return "" if rank == 2 else refusal(lambda: comm.agree(end))
+        steps = Steps(dist.new_group([0, 1, 2], timeout=timedelta(seconds=2)))
+        steps.run("end")
+        return "" if rank == 2 else refusal(lambda: steps.run("end"))
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_named_after_the_timeout():
     for told in ranks.run(never_comes, 3, timeout=30)[:2]:
-        assert "failed in the end of a step" in told
+        assert "failed in the end" in told
         assert "rank 2 of the group of 3 has not reached the next operation" in told
 
 
-class CompleteJustAfterwards:
-    """A transfer that is there when the time to wait for it has just passed."""
-
-    def wait(self, *timeout: timedelta) -> None:
-        if timeout:
-            raise RuntimeError("Operation timed out!")
-
-    def is_completed(self) -> bool:
-        return True
-
-
-def test_a_transfer_that_is_complete_just_after_the_time_is_up_has_arrived():
-    ProcessGroupTransport._await(mock.Mock(), [CompleteJustAfterwards()])  # type: ignore[arg-type]
-
-
-def test_logs_are_compared_where_both_have_entries():
-    order = Order(0, 2)
-    names = [order.channel(name) for name in ("a", "b", "c")]
-    a, b, c = names
-    assert order.difference({0: (2, [a, b]), 1: (3, [a, b, c])}) == {}
-    assert order.difference({0: (3, [b, c]), 1: (2, [a, c])}) == {0: b, 1: c}
-
-
-def test_a_remedy_is_told_where_all_operations_out_of_step_have_it():
-    order = Order(0, 2)
-    first, second = order.channel("expert 1", "Do this."), order.channel("expert 2", "Do this.")
-    other, another = order.channel("expert 3", "Do that."), order.channel("a step")
-    step = "Each of these is collective: call it on every rank, in the same order."
-    batches = f"{step} With fewer batches on one rank than on others take them from zero.join."
-    for channels, end in [
-        ((first, second), f"{step} Do this."),
-        ((first, other), batches),
-        ((first, another), batches),
-        ((another, first), batches),
-    ]:
-        text = refusal(lambda here=channels[0], there=channels[1]: order.refuse_differing(here, {0: here, 1: there}))
-        assert text.endswith(end), text
-        order.broken = None
-    assert "moved different numbers of bytes. Each of these" in refusal(lambda: order.out_of_step({}))
-
-
-# --------------------------------------------------------------------------------------------------------- Whole steps
-
-
-@pytest.mark.parametrize(("stage", "most"), [(1, 1), (2, 2), (3, 2)])
-@ranks.on(2)
-def test_a_settled_step_has_few_comparisons_whatever_the_number_of_units(rank, world, stage, most):
-    """What waits for all ranks without bringing anything: comparisons, and sums of a few numbers."""
-    found = []
-    with between_hosts(), counted() as seen:
-        sums = mock.patch.object(Comm, "all_reduce", autospec=True, side_effect=Comm.all_reduce)
-        model, optimizer = zero.setup(Stack(blocks=6), torch.optim.Adam, stage=stage, lr=0.01)
-        for step in range(3):
-            seen.clear()
-            optimizer.zero_grad()
-            with sums as summed:
-                model(torch.full((2, WIDTH), float(rank + step))).square().mean().backward()
-                optimizer.step()
-            found.append(len(seen) + summed.call_count)
-    first, *settled_ones = found
-    assert settled_ones == [most, most]
-    assert first > most
+@pytest.mark.parametrize(("there", "told"), [("Do this.", True), ("Do that.", False), ("", False)])
+@ranks.on(2, timeout=20)
+def test_a_remedy_is_told_where_all_operations_out_of_step_have_it(rank, world, there, told):
+    comm = Comm()
+    channels = [comm.channel("expert 1", "Do this."), comm.channel("expert 2", there)]
+    text = refusal(lambda: comm.agree(channels[rank]))
+    assert "collective: call it on every rank" in text
+    assert ("Do this." in text, "zero.join" in text) == (told, not told)

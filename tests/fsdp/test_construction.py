@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from torch.optim import AdamW
 
 import ranks
 import zero
-from sidebyside import SideBySide, data, sgd
-from zero.fsdp.fsdp import running_model
-from zero.shards.placement import Placement
+from assertions import same
+from inner import before_broadcasts, unit_names, unit_params
+from runs import SideBySide, sgd
+from zoo import data
 
 WIDTH, BLOCKS = 8, 3
 
@@ -53,15 +54,6 @@ class Line(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = Line(WIDTH, 13), Line(13, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
 class Scale(nn.Module):
     """A parameter and a buffer that forward reads."""
 
@@ -80,13 +72,21 @@ class Scale(nn.Module):
         return x * self.gain * self.fixed
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Line(WIDTH, 13), Line(13, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
 class Net(nn.Module):
     """With tied weights, buffers, frozen parameters, and one that does not fill its memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = Line(WIDTH, WIDTH)
-        self.scale = Scale()
+        self.first, self.scale = Line(WIDTH, WIDTH), Scale()
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.blocks[2].down = self.blocks[0].down
         self.frozen = Line(WIDTH, WIDTH).requires_grad_(False)
@@ -123,32 +123,28 @@ class Before:
     """A model as it is now, to be compared with what becomes of it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.modules = model, dict(model.named_modules())
-        self.tensors = self._tensors()
+        self.model, self.modules, self.tensors = model, dict(model.named_modules()), tensors_of(model)
         self.values = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
-        self.strides = {name: tensor.stride() for name, tensor in self.tensors.items()}
-
-    def _tensors(self) -> dict[str, Tensor]:
-        named = [*self.model.named_parameters(remove_duplicate=False), *self.model.named_buffers()]
-        return dict(named)
 
     def is_plain_again(self) -> None:
         """The same objects in the same places; what had values has these or the first rank's, what had none is on the
         meta device."""
         first = dict(Net().named_parameters(remove_duplicate=False))
         assert dict(self.model.named_modules()) == self.modules
-        now = self._tensors()
+        now = tensors_of(self.model)
         assert list(now) == list(self.tensors)
         for name, tensor in now.items():
-            assert tensor is self.tensors[name], name
-            assert tensor.is_meta == self.values[name].is_meta, name
-            assert tensor.shape == self.values[name].shape, name
-            assert tensor.stride() == self.strides[name] or name == "strided"
-            if isinstance(tensor, nn.Parameter) and not tensor.is_meta:
-                assert torch.equal(tensor, self.values[name]) or torch.equal(tensor, first[name]), name
+            old = self.values[name]
+            assert tensor is self.tensors[name] and tensor.is_meta == old.is_meta and tensor.shape == old.shape, name
+            if name in first and not tensor.is_meta:
+                assert torch.equal(tensor, old) or torch.equal(tensor, first[name]), name
             assert tensor.grad is None
         for module in self.modules.values():
             assert not module._forward_pre_hooks and not module._forward_hooks
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
 
 
 @contextmanager
@@ -170,18 +166,8 @@ def full_disk(rank: int, path: Path) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def failing_function(rank: int, path: Path) -> Iterator[dict[str, Any]]:
-    left = 4
-
-    def initialise(module: Any) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise KeyError("as told")
-        module.reset_parameters()
-        for buffer in module.buffers(recurse=False):
-            buffer += 3
-
-    yield {"param_init_fn": initialise}
+    with mock.patch.object(Line, "calls_left", 3):
+        yield {"param_init_fn": lambda module: module.reset_parameters()}
 
 
 @contextmanager
@@ -199,15 +185,14 @@ def missing_reset(rank: int, path: Path) -> Iterator[dict[str, Any]]:
 
 Failure = Callable[[int, Path], Any]
 
+ROOM = ["no room for the shards of unit 'blocks", "No space left", "on rank 1"]
+FIRST = ["could not be initialised", "KeyError: 'as told'", "on rank 0"]
+RESET = ["Line has no reset_parameters", "param_init_fn", "on rank 0"]
 CASES: list[tuple[Failure, str, list[str]]] = [
-    (full_disk, "real", ["no room for the shards of unit 'blocks", "DiskOffload", "No space left", "on rank 1"]),
-    (full_disk, "meta", ["no room for the shards of unit 'blocks", "on rank 1"]),
-    (full_disk, "partly meta", ["no room for the shards of unit 'blocks", "on rank 1"]),
-    (failing_function, "meta", ["could not be initialised: KeyError: 'as told'", "on rank 0"]),
-    (failing_reset, "meta", ["could not be initialised: KeyError: 'as told'", "on rank 0"]),
-    (failing_reset, "meta on rank 0", ["could not be initialised: KeyError: 'as told'", "on rank 0"]),
-    (missing_reset, "meta", ["Line has no reset_parameters", "param_init_fn", "on rank 0"]),
-    (missing_reset, "partly meta", ["Line has no reset_parameters", "param_init_fn", "on rank 0"]),
+    *((full_disk, how, ROOM) for how in ("real", "meta", "partly meta")),
+    (failing_function, "meta", FIRST),
+    *((failing_reset, how, FIRST) for how in ("meta", "meta on rank 0")),
+    *((missing_reset, how, RESET) for how in ("meta", "partly meta")),
 ]
 
 
@@ -261,17 +246,8 @@ def test_where_one_rank_fails_all_replicas_are_told(rank, world, tmp_path):
 @ranks.raises(2, ValueError, "an error ended an earlier FSDP", "Build the model again")
 def test_a_model_that_an_error_left_half_sharded_is_not_wrapped_as_if_its_shards_were_full(rank, world):
     """Not one that ranks compare: nothing is gathered again, and some parameters are shards."""
-    model = built("real", rank)
-    broadcast, left = Placement.broadcast, 2
-
-    def fail_later(self: Placement, tensors: Sequence[Tensor]) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise RuntimeError("the link is down")
-        broadcast(self, tensors)
-
-    with mock.patch.object(Placement, "broadcast", fail_later), pytest.raises(RuntimeError, match="the link is down"):
+    model, left = built("real", rank), iter(range(2))
+    with before_broadcasts(lambda: next(left)), pytest.raises((StopIteration, RuntimeError)):
         zero.FSDP(model)
     zero.FSDP(model)
 
@@ -283,16 +259,16 @@ def test_an_fsdp_inside_goes_on_where_the_one_around_it_failed_late(rank, world,
     with full_disk(rank, tmp_path) as given, pytest.raises(ValueError, match=r"no room .* unit 'blocks\.2'"):
         zero.FSDP(model, **given)
     assert model.blocks[1] is inner
-    assert [unit.name for unit in inner._units] == [""]
+    assert unit_names(inner) == [""]
     for block in (inner, plain.blocks[1]):
         block(data(5, WIDTH, rank=0)).square().mean().backward()
     with inner.summon_full_params(writeback=False, with_grads=True):
         for (name, param), expected in zip(inner.named_parameters(), plain.blocks[1].parameters(), strict=True):
-            assert torch.equal(param, expected) and torch.equal(param.grad, expected.grad), name
+            same([param.detach(), param.grad], [expected.detach(), expected.grad], name)
     model.zero_grad()
     plain.zero_grad()
     wrapped = trains_as(plain, rank, model, sgd)
-    assert [unit.name for unit in wrapped._units] == ["", "blocks.0", "blocks.2", "blocks.1"]
+    assert unit_names(wrapped) == ["", "blocks.0", "blocks.2", "blocks.1"]
     assert model.blocks[1] is inner.module
 
 
@@ -300,8 +276,7 @@ def test_an_fsdp_inside_goes_on_where_the_one_around_it_failed_late(rank, world,
 def test_what_an_fsdp_inside_ignores_is_known_by_its_own_name(rank, world):
     model = Net()
     model.blocks[1] = zero.FSDP(model.blocks[1], ignored_modules=[model.blocks[1].up])
-    wrapped = trains_as(Net(), rank, model, sgd)
-    names = [name for unit in wrapped._units for group in unit.groups for name in group.names]
+    names = [name for names in unit_params(trains_as(Net(), rank, model, sgd)).values() for name in names]
     assert sorted(names) == sorted(name for name, _ in Net().named_parameters())
 
 
@@ -337,15 +312,13 @@ def test_values_go_unit_by_unit_and_all_are_gone_at_the_end(rank, world, tmp_pat
         values.append(ref(own))
         del own
     found = []
-    broadcast = Placement.broadcast
-
-    def count_and_broadcast(self: Placement, tensors: Sequence[Tensor]) -> None:
-        found.append(sum(value() is not None for value in values))
-        broadcast(self, tensors)
-
-    with mock.patch.object(Placement, "broadcast", count_and_broadcast):
+    with before_broadcasts(lambda: found.append(alive(values))):
         wrapped = zero.FSDP(model, **({"offload": zero.DiskOffload(tmp_path)} if offloads else {}))
-    assert running_model(wrapped).index.groups
-    found.append(sum(value() is not None for value in values))
+    assert len(unit_names(wrapped)) == 1 + BLOCKS
+    found.append(alive(values))
     assert found == sorted(found, reverse=True)
     assert found[0] > found[1] > found[2] > found[3] == 2 and found[-1] == 0
+
+
+def alive(values: list[ref[Any]]) -> int:
+    return sum(value() is not None for value in values)

@@ -1,23 +1,22 @@
-"""A mixture of experts of which each rank runs others, gathered as one unit: exact against one process on all data."""
+"""A mixture of experts of which each rank runs others, gathered as one unit: training is that of torch, bit for bit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
-import gpus
 import ranks
 import zero
-from models import OPTIMIZERS, take_step
-from sidebyside import close, data
+from inner import unit_names
+from runs import SideBySide, on_mesh, side_by_side
+from zoo import OPTIMIZERS, data
 
 WIDTH, EXPERTS, TOKENS = 10, 6, 8
 
@@ -69,10 +68,8 @@ class Model(nn.Module):
     def forward(self, x: Tensor, allowed: Tensor) -> Tensor:
         x = self.first(x)
         for layer in self.layers:
-            if self.checkpointed:
-                x = checkpoint(layer, x, allowed, use_reentrant=self.checkpointed == "re-entrant")
-            else:
-                x = layer(x, allowed)
+            again = partial(checkpoint, layer, use_reentrant=self.checkpointed == "re-entrant")
+            x = (again if self.checkpointed else layer)(x, allowed)
         return x
 
 
@@ -84,89 +81,36 @@ def batch(rank: int, step: int) -> tuple[Tensor, Tensor]:
     return data(TOKENS, WIDTH, rank=rank, step=step), allowed
 
 
-def loss_on(model: nn.Module, inputs: tuple[Tensor, Tensor]) -> Tensor:
-    return (model(*inputs) - 1).square().mean()
+def loss_on(rank: int, step: int) -> Callable[[nn.Module], Tensor]:
+    return lambda model: (model(*batch(rank, step)) - 1).square().mean()
 
 
-def as_one_process(world: int, optim: str, steps: int, micro: int) -> tuple[list[list[float]], dict[str, Tensor]]:
-    """Trains on the batches of all ranks. The losses of each rank's, and the weights."""
-    model = Model()
-    optimizer = OPTIMIZERS[optim](model.parameters())
-    losses: list[list[float]] = [[] for _ in range(world)]
-    for step in range(steps):
-        optimizer.zero_grad()
-        for rank in range(world):
-            for number in range(micro):
-                loss = loss_on(model, batch(rank, step * micro + number))
-                loss.backward()
-                losses[rank].append(loss.item())
-        for param in model.parameters():
-            if param.grad is not None:
-                param.grad /= world
-        optimizer.step()
-    return losses, model.state_dict()
+def trains(
+    rank: int, options: dict[str, Any], optim: str = "sgd", *, model: Any = Model, micro: int = 1, **how: Any
+) -> SideBySide:
+    """With all but the last of a step's micro-batches under no_sync."""
+    both = side_by_side(model(), options, OPTIMIZERS[optim], **how)
+    for step in range(4):
+        both.step(*(loss_on(rank, micro * step + number) for number in range(micro)), unsent=micro - 1)
+    return both
 
 
-def on_the_whole_batch(world: int, steps: int) -> dict[str, Tensor]:
-    """The same, by one forward on all tokens at once."""
-    model = Model()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    for step in range(steps):
-        optimizer.zero_grad()
-        inputs = zip(*(batch(rank, step) for rank in range(world)), strict=True)
-        loss_on(model, tuple(torch.cat(one) for one in inputs)).backward()
-        optimizer.step()
-    return model.state_dict()
-
-
-def assert_weights(model: nn.Module, expected: dict[str, Tensor], tolerance: float) -> None:
-    found = zero.full_state_dict(model)
-    assert list(found) == list(expected)
-    assert [name for name, value in expected.items() if not close(found[name], value, tolerance)] == []
-
-
-def train(
-    rank: int, world: int, model: nn.Module, optim: str = "sgd", *, steps: int = 4, micro: int = 1, tolerance: float
-) -> None:
-    """Trains, and compares with one process; its own micro-batches under no_sync but for the last."""
-    optimizer = OPTIMIZERS[optim](model.parameters())
-    losses = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        for number in range(micro):
-            with nullcontext() if number == micro - 1 else model.no_sync():
-                loss = loss_on(model, batch(rank, step * micro + number))
-                loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-    expected, weights = as_one_process(world, optim, steps, micro)
-    assert losses == (pytest.approx(expected[rank], rel=tolerance, abs=0) if tolerance else expected[rank])
-    assert_weights(model, weights, tolerance)
-
-
-UNITS: dict[str, Callable[[Model], dict[str, Any]]] = {
-    "by_class": lambda _: {"as_one_unit": [Mixture]},
-    "by_instance": lambda model: {"as_one_unit": [layer.mixture for layer in model.layers]},
-    "whole_layers": lambda _: {"as_one_unit": [Layer]},
-    "beside_a_policy": lambda _: {
-        "auto_wrap_policy": ModuleWrapPolicy({Layer, Expert, nn.Linear}),
-        "as_one_unit": [Mixture],
-    },
-    "kept": lambda _: {"as_one_unit": [Mixture], "reshard_after_forward": False},
-    "in_whole_parts": lambda _: {"as_one_unit": [Mixture], "partition": "whole"},
+UNITS: dict[str, dict[str, Any]] = {
+    "by class": {"as_one_unit": [Mixture]},
+    "whole layers": {"as_one_unit": [Layer]},
+    "beside a policy": {"auto_wrap_policy": ModuleWrapPolicy({Layer, Expert, nn.Linear}), "as_one_unit": [Mixture]},
+    "kept": {"as_one_unit": [Mixture], "reshard_after_forward": False},
+    "in whole parts": {"as_one_unit": [Mixture], "partition": "whole"},
 }
 
 
+@pytest.mark.parametrize("optim", OPTIMIZERS)
 @pytest.mark.parametrize("units", UNITS)
 @ranks.on(2)
-def test_each_rank_runs_other_experts_and_training_is_that_of_one_process(rank, world, units):
-    for optim in OPTIMIZERS:
-        inner = Model()
-        model = zero.FSDP(inner, **UNITS[units](inner))
-        names = [unit.name for unit in model._units]
-        assert not any("experts" in name for name in names)
-        assert units == "whole_layers" or {"layers.0.mixture", "layers.1.mixture"} <= set(names)
-        train(rank, world, model, optim, tolerance=0.0)
+def test_each_rank_runs_other_experts_and_training_is_that_of_torch(rank, world, units, optim):
+    names = unit_names(trains(rank, UNITS[units], optim).model)
+    assert not any("experts" in name for name in names)
+    assert units == "whole layers" or {"layers.0.mixture", "layers.1.mixture"} <= set(names)
 
 
 def test_the_batches_send_each_rank_to_other_experts_and_leave_one_alone():
@@ -177,40 +121,32 @@ def test_the_batches_send_each_rank_to_other_experts_and_leave_one_alone():
         assert EXPERTS - 1 not in by_rank[0] | by_rank[1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "HYBRID_SHARD", "replicas": 2}], ids=str)
 @ranks.on(4)
-def test_four_ranks_agree_with_one_process_on_the_whole_batch(rank, world):
-    train(rank, world, zero.FSDP(Model(), as_one_unit=[Mixture]), tolerance=2e-6)
-    model = zero.FSDP(Model(), as_one_unit=[Mixture])
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    for step in range(4):
-        take_step(optimizer, loss_on(model, batch(rank, step)))
-    assert_weights(model, on_the_whole_batch(world, 4), 5e-6)
-    mesh = init_device_mesh(gpus.DEVICE, (2, 2))
-    hybrid = zero.FSDP(Model(), as_one_unit=[Mixture], sharding_strategy="HYBRID_SHARD", device_mesh=mesh)
-    train(rank, world, hybrid, tolerance=2e-6)
+def test_four_ranks_agree_within_rounding(rank, world, options):
+    trains(rank, on_mesh(world, {"as_one_unit": [Mixture], **options}), tolerance=5e-6)
 
 
+@pytest.mark.parametrize("units", ["by class", "kept"])
 @ranks.on(2)
-def test_micro_batches_under_no_sync_use_experts_of_their_own(rank, world):
-    for options in ({}, {"reshard_after_forward": False}):
-        model = zero.FSDP(Model(), as_one_unit=[Mixture], **options)
-        train(rank, world, model, steps=2, micro=3, tolerance=1e-6)  # the sums of one process run on through all
+def test_micro_batches_under_no_sync_use_experts_of_their_own(rank, world, units):
+    trains(rank, UNITS[units], micro=3)
 
 
+@pytest.mark.parametrize("kind", ["re-entrant", "not re-entrant"])
+@pytest.mark.parametrize("units", ["by class", "whole layers"])
 @ranks.on(2)
-def test_experts_under_activation_checkpointing(rank, world):
-    for kind in ("re-entrant", "not re-entrant"):
-        train(rank, world, zero.FSDP(Model(kind), as_one_unit=[Mixture]), tolerance=0.0)
-        train(rank, world, zero.FSDP(Model(kind), as_one_unit=[Layer]), tolerance=0.0)
+def test_experts_under_activation_checkpointing(rank, world, units, kind):
+    trains(rank, UNITS[units], model=partial(Model, kind))
 
 
 @ranks.on(2)
 def test_evaluation_on_experts_of_its_own(rank, world):
-    model, plain = zero.FSDP(Model(), as_one_unit=[Mixture]), Model()
-    for step in range(3):
-        with torch.no_grad():
-            assert torch.equal(model(*batch(rank, 7 + step)), plain(*batch(rank, 7 + step)))
-    train(rank, world, model, tolerance=0.0)
+    both = trains(rank, UNITS["by class"])
+    with torch.no_grad():
+        for step in range(3):
+            assert torch.equal(both.model(*batch(rank, 7 + step)), both.plain(*batch(rank, 7 + step)))
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"as_one_unit": [nn.LayerNorm]}], ids=str)
@@ -218,4 +154,4 @@ def test_evaluation_on_experts_of_its_own(rank, world):
 def test_without_it_every_rank_raises_and_names_the_experts_and_the_remedy(rank, world, options):
     model = zero.FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy({Layer, Expert}), **options)
     for step in range(2):
-        loss_on(model, batch(rank, step)).backward()
+        loss_on(rank, step)(model).backward()

@@ -1,4 +1,4 @@
-"""FSDP: what lies where at rest and while a unit computes, full weights in and out, what is sent, ranks out of step.
+"""FSDP: what lies where at rest and while a unit computes, full weights in and out, ranks out of step.
 
 That it trains right in all kinds of loops is tested in test_parity.py and test_training.py.
 """
@@ -6,7 +6,6 @@ That it trains right in all kinds of loops is tested in test_parity.py and test_
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,17 +13,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import AdamW
 
 import gpus
 import matrix
 import ranks
 import zero
-from models import CASES, GPT, take_step
-from sidebyside import SideBySide, data, sgd, side_by_side
-
-WIDTH = 9
+from assertions import same, same_weights
+from inner import unit_names, unsharded
+from runs import SideBySide, sgd, side_by_side, steps, take_step
+from zoo import WIDTH, Stack, batch
 
 
 class Block(nn.Module):
@@ -38,27 +37,13 @@ class Block(nn.Module):
         return x + self.gain * torch.tanh(self.linear(self.norm(x)))
 
 
-class Net(nn.Module):
-    def __init__(self, blocks: int = 4) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+class Net(Stack):
+    def __init__(self) -> None:
+        super().__init__(Block, blocks=4)
         self.register_buffer("shift", torch.arange(float(WIDTH)))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x) + self.shift
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def loss_on(x: Tensor) -> Callable[[nn.Module], Tensor]:
-    return lambda model: model(x).square().mean()
-
-
-def batch(rank: int, step: int = 0) -> Tensor:
-    return data(3, WIDTH, rank=rank, step=step)
+        return super().forward(x + self.shift)
 
 
 def total(value: float) -> float:
@@ -75,7 +60,7 @@ def assert_in_parts(model: zero.FSDP, whole: nn.Module) -> None:
         assert param.dim() == expected.dim() or (not expected.dim() and not param.numel())  # nothing has a dimension
         assert total(param.numel()) == expected.numel()
         assert param.grad is None or param.grad.shape == param.shape
-    assert all(group.full.untyped_storage().nbytes() == 0 for unit in model._units for group in unit.groups)
+    assert not unsharded(model)
     held = {param.untyped_storage() for param in model.parameters()}
     padding = 64 * (1 + dist.get_world_size()) * sum(1 for _ in model.parameters())
     assert total(sum(one.nbytes() for one in held)) <= sum(param.nbytes for param in whole.parameters()) + padding
@@ -92,9 +77,9 @@ def assert_in_parts(model: zero.FSDP, whole: nn.Module) -> None:
 def test_at_rest_parameters_and_gradients_are_parts(rank, world, options):
     whole, model = Net(), zero.FSDP(Net(), **options)
     assert_in_parts(model, whole)
-    model(batch(rank)).square().mean().backward()
+    model(batch(rank, 0)).square().mean().backward()
     assert_in_parts(model, whole)
-    whole(batch(rank)).square().mean().backward()
+    whole(batch(rank, 0)).square().mean().backward()
     for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
         total_of_all = expected.grad.flatten()  # NCCL sends no tensor that is not contiguous
         dist.all_reduce(total_of_all)
@@ -111,44 +96,28 @@ def test_at_rest_parameters_and_gradients_are_parts(rank, world, options):
 def test_a_forward_that_needs_no_backward_leaves_parts(rank, world, options):
     model = zero.FSDP(Net(), **options)
     with torch.no_grad():
-        model(batch(rank))
+        model(batch(rank, 0))
     assert_in_parts(model, Net())
     model.eval()
     with torch.inference_mode():
-        model(batch(rank))
+        model(batch(rank, 0))
     assert_in_parts(model, Net())
     model.requires_grad_(False)
-    model(batch(rank))
+    model(batch(rank, 0))
     assert_in_parts(model, Net())
-
-
-class Probe(torch.autograd.Function):
-    """Calls a function in forward and again in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, call: Callable[[str], None]) -> Tensor:
-        ctx.call = call
-        call("forward")
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.call("backward")
-        return gradient, None
 
 
 def whole_meanwhile(rank: int, world: int, options: dict[str, Any]) -> dict[str, list[list[str]]]:
     model = zero.FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
     seen: dict[str, list[list[str]]] = {"forward": [], "backward": []}
 
-    def look(phase: str) -> None:
-        seen[phase].append(
-            [unit.name for unit in model._units if any(group.full.untyped_storage().nbytes() for group in unit.groups)]
-        )
+    def look(norm: nn.Module, args: Any, output: Tensor) -> None:
+        seen["forward"].append(unsharded(model))
+        output.register_hook(lambda _: seen["backward"].append(unsharded(model)))
 
     for block in model.blocks:
-        block.norm.register_forward_hook(lambda _, __, output: Probe.apply(output, look))
-    model(batch(rank)).square().mean().backward()
+        block.norm.register_forward_hook(look)
+    model(batch(rank, 0)).square().mean().backward()
     return seen
 
 
@@ -174,7 +143,7 @@ def test_parameters_keep_identity_and_names_and_attributes_are_forwarded(rank, w
     net.blocks[3].linear.weight = net.first.weight
     before = list(net.named_parameters())
     model = zero.FSDP(net)
-    model(batch(rank)).square().mean().backward()
+    model(batch(rank, 0)).square().mean().backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
     after = list(model.module.named_parameters())
     assert [name for name, _ in before] == [name for name, _ in after]
@@ -211,8 +180,7 @@ def test_an_optimizer_with_groups_built_before_or_after_wrapping_trains_the_same
     for optim in (sgd, partial(AdamW, lr=1e-3)):
         both = SideBySide(Net(), build, optim)
         both.plain_optimizer = optim(by_dimensions(both.plain))
-        for step in range(3):
-            both.step(loss_on(batch(rank, step)))
+        steps(both, rank)
 
 
 class OwnsNothing(nn.Module):
@@ -229,33 +197,22 @@ class OwnsNothing(nn.Module):
         return self.trained(torch.tanh(self.norm(self.frozen(x))))
 
 
+@pytest.mark.parametrize(("build", "units"), [(OwnsNothing, 4), (Net, 2 + 3 * 4)])
 @ranks.on(2)
-def test_a_root_without_parameters_and_units_without_trained_ones(rank, world):
-    policy = ModuleWrapPolicy({nn.Linear, nn.BatchNorm1d})
-    both = side_by_side(OwnsNothing(), {"auto_wrap_policy": policy})
-    for step in range(3):
-        both.step(loss_on(batch(rank, step)))
-    assert_in_parts(both.model, OwnsNothing())
+def test_units_within_units_and_a_root_without_parameters(rank, world, build, units):
+    """Among them units without trained parameters, and without any."""
+    policy = ModuleWrapPolicy({Block, nn.Linear, nn.LayerNorm, nn.BatchNorm1d})
+    both = side_by_side(build(), {"auto_wrap_policy": policy})
+    assert len(unit_names(both.model)) == units
+    steps(both, rank)
+    assert_in_parts(both.model, build())
 
 
-@ranks.on(2)
-def test_units_within_units(rank, world):
-    policy = CustomPolicy(lambda module: isinstance(module, (Block, nn.Linear, nn.LayerNorm)))
-    both = side_by_side(Net(), {"auto_wrap_policy": policy})
-    assert len(both.model._units) == 2 + 3 * 4
-    for step in range(3):
-        both.step(loss_on(batch(rank, step)))
-    assert_in_parts(both.model, Net())
+# --------------------------------------------------------------------------------------------------------- full weights
 
 
-# --------------------------------------------------------------------------------------------------------- full weight
-
-
-def other_start(rank: int) -> nn.Module:
-    """Ranks that start from different weights."""
-    torch.manual_seed(rank + 1)
-    net = Net()
-    torch.manual_seed(rank + 1)
+def random(seed: int, net: nn.Module) -> nn.Module:
+    torch.manual_seed(seed)
     for tensor in [*net.parameters(), *net.buffers()]:
         tensor.data.normal_()
     return net
@@ -263,9 +220,7 @@ def other_start(rank: int) -> nn.Module:
 
 @ranks.on(2)
 def test_ranks_start_from_the_weights_of_rank_0(rank, world):
-    expected = other_start(0).state_dict()
-    found = zero.FSDP(other_start(rank)).state_dict()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    same(zero.FSDP(random(rank, Net())).state_dict(), {**random(0, Net()).state_dict()})
 
 
 def tied_net() -> nn.Module:
@@ -277,98 +232,56 @@ def tied_net() -> nn.Module:
 @pytest.mark.parametrize("options", [{}, {"partition": "whole"}], ids=["even", "whole"])
 @ranks.on(3)
 def test_state_dict_is_the_plain_one_and_plain_ones_load(rank, world, options):
-    net = tied_net()
-    expected = copy.deepcopy(net.state_dict())
-    model = zero.FSDP(net, **options)
+    model, plain = zero.FSDP(tied_net(), **options), tied_net()
     found = model.state_dict()
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert list(found) == list(plain.state_dict())
+    same({**found}, {**plain.state_dict()})
     assert not any(tensor.requires_grad for tensor in found.values())
-    assert_in_parts(model, tied_net())
-    for tensor in found.values():  # copies: changing them changes nothing
-        tensor.fill_(7)
-    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert_in_parts(model, plain)
 
-    torch.manual_seed(1)
-    other = {name: torch.randn_like(value) for name, value in expected.items()}
-    other["blocks.3.linear.weight"] = other["first.weight"]
-    given = {name: value.clone() for name, value in other.items()}
-    assert str(model.load_state_dict(other)) == "<All keys matched successfully>"
-    assert all(torch.equal(value, given[name]) for name, value in other.items())
-    assert all(torch.equal(value, given[name]) for name, value in model.state_dict().items())
-    assert all(torch.equal(value, given[name]) for name, value in zero.full_state_dict(model).items())
+    random(1, plain)
+    given, kept = plain.state_dict(), copy.deepcopy(plain).state_dict()
+    assert str(model.load_state_dict(given)) == "<All keys matched successfully>"
+    for weights in (given, model.state_dict(), zero.full_state_dict(model)):
+        same({**weights}, {**kept})
     tied_net().load_state_dict(model.state_dict())
 
     with pytest.raises(RuntimeError, match=r"Missing key.*shift"):
-        model.load_state_dict({name: value for name, value in other.items() if name != "shift"})
+        model.load_state_dict({name: value for name, value in given.items() if name != "shift"})
     with pytest.raises(ValueError, match="assign=False"):
-        model.load_state_dict(other, assign=True)
-    missing = model.load_state_dict({"shift": torch.zeros(WIDTH)}, strict=False).missing_keys
-    assert missing == [name for name in expected if name != "shift"]
-    assert_in_parts(model, tied_net())
-    model.load_state_dict(expected)
-    plain = tied_net()
-    assert torch.equal(model(batch(rank)), plain(batch(rank)))
-
-
-def assert_weights(model: nn.Module, plain: nn.Module) -> None:
-    found, expected = model.state_dict(), plain.state_dict()
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+        model.load_state_dict(given, assign=True)
+    missing = model.load_state_dict({"shift": given["shift"]}, strict=False).missing_keys
+    assert missing == [name for name in given if name != "shift"]
+    assert_in_parts(model, plain)
+    assert torch.equal(model(batch(rank, 0)), plain(batch(rank, 0)))
 
 
 @ranks.on(2)
 def test_summon_full_params_with_and_without_writeback(rank, world):
     model, plain = zero.FSDP(Net()), Net()
-    with model.summon_full_params():
-        assert all(torch.equal(*pair) for pair in zip(model.parameters(), plain.parameters(), strict=True))
-        assert all(one.shape == other.shape for one, other in zip(model.parameters(), plain.parameters(), strict=True))
-        with torch.no_grad():
+
+    def written(factor: float, **how: Any) -> None:
+        with model.summon_full_params(**how), torch.no_grad():
+            same_weights(model.module, plain)
             for param in model.parameters():
-                param.mul_(2)
-    assert_in_parts(model, plain)
+                param.mul_(factor)
+
+    def unchanged() -> None:
+        assert_in_parts(model, plain)
+        same({**model.state_dict()}, {**plain.state_dict()})
+
+    written(2.0)
     for param in plain.parameters():
         param.data.mul_(2)
-    assert_weights(model, plain)
-    with model.summon_full_params(writeback=False), torch.no_grad():
-        for param in model.parameters():
-            param.zero_()
-    assert_weights(model, plain)
+    unchanged()
+    written(3.0, writeback=False)
+    unchanged()
     with pytest.raises(KeyError), model.summon_full_params():
         raise KeyError
-    assert_in_parts(model, plain)
-    assert_weights(model, plain)
-    assert torch.equal(model(batch(rank)), plain(batch(rank)))
-    with model.summon_full_params(), torch.no_grad():  # after a forward whose backward never came
-        model.first.weight.add_(1)
-    plain.first.weight.data.add_(1)
-    assert_weights(model, plain)
-
-
-# --------------------------------------------------------------------------------------------------------- what is sent
-
-
-def sent_in_a_step(rank: int, world: int, options: dict[str, Any]) -> tuple[zero.Traffic, int]:
-    torch.manual_seed(0)
-    case = CASES["gpt"]
-    net = GPT(width=64, layers=4)
-    size = sum(param.nbytes for param in net.parameters())
-    model = zero.FSDP(net, **options)
-    optimizer = AdamW(model.parameters())
-    for step in range(2):
-        before = zero.traffic()
-        inputs = case.batch(rank, step).inputs
-        model(*inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return zero.traffic() - before, size
-
-
-@pytest.mark.parametrize("world", [2, 4])
-def test_a_step_sends_at_most_one_and_a_half_times_what_ddp_sends(world):
-    for options, most in [({}, 1.5), ({"partition": "whole"}, 1.5), ({"reshard_after_forward": False}, 1.02)]:
-        sent = ranks.run(sent_in_a_step, world, args=(options,))
-        all_reduce = 2 * (world - 1) * sent[0][1]  # over all ranks
-        assert 0.98 < sum(traffic.total for traffic, _ in sent) / all_reduce <= most
+    unchanged()
+    assert torch.equal(model(batch(rank, 0)), plain(batch(rank, 0)))
+    written(1.0)  # after a forward whose backward never came
+    unchanged()
 
 
 # ---------------------------------------------------------------------------------------------------- ranks out of step
@@ -402,7 +315,7 @@ def test_units_run_by_some_ranks_only_raise_on_every_rank(rank, world, run, widt
     model = zero.FSDP(Experts(widths), auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}), **options)
     optimizer = sgd(model.parameters())
     for _ in range(3):
-        take_step(optimizer, model(batch(rank), run[rank]).square().mean())
+        take_step(optimizer, model(batch(rank, 0), run[rank]).square().mean())
 
 
 def experts_used_by_rank(rank: int, world: int, use: list[list[int]], options: dict[str, Any]) -> str:
@@ -428,17 +341,8 @@ def test_outputs_of_units_used_by_some_ranks_only_train_right_or_raise_on_every_
     assert ranks.run(experts_used_by_rank, args=(use, options), timeout=15) == [outcome] * 2
 
 
-@ranks.raises(2, RuntimeError, "out of step", "rank 0", "rank 1", timeout=15)
-def test_a_rank_that_takes_another_step_raises_on_every_rank(rank, world):
-    model = zero.FSDP(Net())
-    model(batch(rank)).square().mean().backward()
-    if rank:
-        model(batch(rank)).square().mean().backward()
-    model.state_dict()
-
-
 @ranks.raises(2, RuntimeError, "create_graph=True", "stage 2", timeout=20)
 def test_gradients_of_gradients_are_refused_with_the_remedy(rank, world):
     model = zero.FSDP(Net())
-    inputs = batch(rank).requires_grad_()
+    inputs = batch(rank, 0).requires_grad_()
     torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)

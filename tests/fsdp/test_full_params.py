@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 import ranks
 import zero
-from models import CASES, GPT, OddMLP
-from sidebyside import SideBySide, close, data, stage_3
-from zero.fsdp.fsdp import running_model
+from assertions import close, same, same_weights
+from inner import unsharded
+from runs import SideBySide, stage_3
+from zoo import CASES, GPT, OddMLP, data
 
 
 def odd_batch(rank: int, step: int) -> tuple[Tensor, bool]:
@@ -102,74 +103,66 @@ def test_called_on_the_class_it_takes_any_module(rank, world):
     plain, model = Root(), Root().wrapped()
     shards = shapes(model)
     given = {"recurse": True, "writeback": True, "rank0_only": False, "offload_to_cpu": True, "with_grads": False}
-    with zero.FSDP.summon_full_params(module=model, **given):
-        assert shapes(model) == shapes(plain)
-        assert all(torch.equal(one, other) for one, other in zip(model.parameters(), plain.parameters(), strict=True))
-        with torch.no_grad():
-            assert torch.equal(model.last(torch.ones(2, 8)), plain.last(torch.ones(2, 8)))
-            for param in (*model.parameters(), *plain.parameters()):
-                param.add_(1)
+    with zero.FSDP.summon_full_params(module=model, **given), torch.no_grad():
+        same_weights(model, plain)
+        assert torch.equal(model.last(torch.ones(2, 8)), plain.last(torch.ones(2, 8)))
+        for param in (*model.parameters(), *plain.parameters()):
+            param.add_(1)
     assert shapes(model) == shards
     for module, alike in ((model.first, plain.first), (model.last[2], plain.last[2])):  # an FSDP, a unit inside of one
         with zero.FSDP.summon_full_params(module, writeback=False):
-            assert shapes(module) == shapes(alike)
-            assert all(map(torch.equal, module.parameters(), alike.parameters()))
+            same_weights(module, alike)
     with zero.FSDP.summon_full_params(model, recurse=False):  # which is no FSDP itself
         assert shapes(model) == shards
     with model.last.summon_full_params(recurse=False, writeback=False), torch.no_grad():
         assert shapes(model.last[0]) == shapes(plain.last[0]) and shapes(model.last[2]) == shards[-2:]
         assert torch.equal(model.last(torch.ones(2, 8)), plain.last(torch.ones(2, 8)))
-    with zero.FSDP.summon_full_params(nn.Linear(2, 2)):
-        pass
-
-
-def gradients_on_the_cpu(rank: int, world: int) -> None:
-    with zero.FSDP.summon_full_params(Root().wrapped(), offload_to_cpu=True, with_grads=True):
-        pass
-
-
-def writeback_of_a_plain_root(rank: int, world: int) -> None:
-    with zero.FSDP.summon_full_params(Root().wrapped(), rank0_only=True):
-        pass
-
-
-def writeback_from_rank_0(rank: int, world: int) -> None:
-    with zero.FSDP(GPT()).summon_full_params(rank0_only=True):
-        pass
-
-
-def twice(rank: int, world: int) -> None:
-    model = zero.FSDP(GPT())
-    with model.summon_full_params(), model.summon_full_params():
-        pass
+    summon(nn.Linear(2, 2))
 
 
 class Summoning(nn.Linear):
+    around: Any = ()
+
     def forward(self, x: Tensor) -> Tensor:
-        with self.around[0].summon_full_params():
+        with zero.FSDP.summon_full_params(nn.ModuleList(self.around)):
             return super().forward(x)
 
 
-def within_forward(rank: int, world: int) -> None:
+def summon(module: nn.Module, again: bool = False, **options: Any) -> None:
+    with zero.FSDP.summon_full_params(module, **options):
+        if again:
+            summon(module)
+
+
+def within_forward() -> None:
     inner = Summoning(3, 3)
     model = zero.FSDP(inner)
     inner.around = [model]
     model(torch.ones(2, 3))
 
 
-@pytest.mark.parametrize(
-    ("function", "error", "words"),
-    [
-        (writeback_from_rank_0, ValueError, ["rank0_only=True with writeback=True", "writeback=False"]),
-        (writeback_of_a_plain_root, ValueError, ["rank0_only=True with writeback=True"]),
-        (gradients_on_the_cpu, ValueError, ["offload_to_cpu=True with with_grads=True", "Pass one"]),
-        (twice, RuntimeError, ["another", "between steps"]),
-        (within_forward, RuntimeError, ["within forward", "between steps"]),
-    ],
-    ids=["writeback", "writeback of a plain root", "gradients on the CPU", "twice", "forward"],
-)
-def test_what_cannot_be_done_is_refused_on_every_rank(function, error, words):
-    ranks.expect_error(function, 2, error, *words, timeout=15)
+REFUSED: dict[str, tuple[Callable[[], None], list[str]]] = {
+    "ValueError, writeback from rank 0": (
+        lambda: summon(zero.FSDP(GPT()), rank0_only=True),
+        ["rank0_only=True", "writeback=False"],
+    ),
+    "ValueError, writeback of a plain root": (lambda: summon(Root().wrapped(), rank0_only=True), ["rank0_only=True"]),
+    "ValueError, gradients on the CPU": (
+        lambda: summon(Root().wrapped(), offload_to_cpu=True, with_grads=True),
+        ["offload_to_cpu=True", "with_grads=True"],
+    ),
+    "RuntimeError, twice": (lambda: summon(zero.FSDP(GPT()), again=True), ["another", "between steps"]),
+    "RuntimeError, within forward": (within_forward, ["within forward", "between steps"]),
+}
+
+
+def refused(rank: int, world: int, name: str) -> None:
+    REFUSED[name][0]()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_done_is_refused_on_every_rank(name):
+    ranks.expect_error(refused, 2, name.split(",")[0], *REFUSED[name][1], args=(name,), timeout=15)
 
 
 def initialise(module: nn.Module) -> None:
@@ -186,9 +179,8 @@ def test_apply_sees_whole_parameters_and_leaves_what_it_did_on_rank_0(rank, worl
     assert model.apply(initialise) is model
     torch.manual_seed(5)
     plain.apply(initialise)
-    found = zero.full_state_dict(model)
-    assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
-    assert all(group.full.untyped_storage().nbytes() == 0 for group in running_model(model).index.groups)
+    same(zero.full_state_dict(model), {**plain.state_dict()})
+    assert not unsharded(model)
 
 
 @ranks.on(2)
@@ -203,34 +195,23 @@ def test_a_state_dict_is_made_of_copies_each_by_itself_but_for_tied_ones(rank, w
     for value in weights.values():
         value.zero_()
     assert all(bool(value.any()) for name, value in model.state_dict().items() if "bias" not in name)
-    dist.barrier()
-
-
-class Pair(nn.Module):
-    """A plain module around an FSDP."""
-
-    def __init__(self, wrap: Any = lambda module: module) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.left, self.right = wrap(nn.Sequential(nn.Linear(5, 5), nn.BatchNorm1d(5))), nn.Linear(5, 1)
 
 
 @ranks.on(2)
 def test_a_plain_module_around_it_loads_what_it_saves_and_what_is_plain(rank, world):
-    pair, plain = Pair(zero.FSDP), Pair()
+    model, plain = Root().wrapped(), Root()
     with torch.no_grad():
-        for tensor in plain.state_dict().values():
+        for tensor in plain.parameters():
             tensor.add_(3)
     weights = plain.state_dict()
-    assert str(pair.load_state_dict(weights)) == "<All keys matched successfully>"
-    found = pair.state_dict()
+    assert str(model.load_state_dict(weights)) == "<All keys matched successfully>"
+    found = model.state_dict()
     assert list(found) == list(weights)
-    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    same({**found}, {**weights})
 
-    left = weights.pop("left.0.weight")
-    missing, unexpected = pair.load_state_dict({**weights, "left.more": left}, strict=False)
-    assert (missing, unexpected) == (["left.0.weight"], ["left.more"])
-    with pytest.raises(RuntimeError, match="size mismatch for 0"):
-        pair.load_state_dict({**weights, "left.0.weight": left[1:]})
+    first = weights.pop("first.weight")
+    assert model.load_state_dict({**weights, "first.more": first}, strict=False) == (["first.weight"], ["first.more"])
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        model.load_state_dict({**weights, "first.weight": first[1:]})
     with pytest.raises(RuntimeError, match="assign=False"):
-        pair.load_state_dict({**weights, "left.0.weight": left}, assign=True)
+        model.load_state_dict({**weights, "first.weight": first}, assign=True)

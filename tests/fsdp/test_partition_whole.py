@@ -9,16 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+from torch.optim import Adafactor, AdamW, Muon, Optimizer
 
-import matrix
 import ranks
 import zero
-from models import Stack
 from optimizers import Lamb, Shampoo
-from sidebyside import SideBySide, data, on_mesh, stage_3
-
-WIDTH = 12
+from rows import Rows
+from zoo import WIDTH, Stack
 
 
 class Block(nn.Module):
@@ -32,15 +29,7 @@ class Block(nn.Module):
         return x + self.gain * self.down(torch.tanh(self.up(self.norm(x)))) @ self.transposed.t() @ self.transposed
 
 
-BLOCKS = ModuleWrapPolicy({Block})
-
-
-def net(blocks: int = 3) -> nn.Module:
-    return Stack(Block, WIDTH, 3, blocks=blocks)
-
-
-def loss_on(rank: int, step: int) -> Any:
-    return lambda model: (model(data(4, WIDTH, rank=rank, step=step)) - 1).square().mean()
+net = partial(Stack, Block, classes=3)
 
 
 class Both(Optimizer):
@@ -57,76 +46,37 @@ class Both(Optimizer):
             optimizer.step()
 
 
-OPTIMIZERS: dict[str, Any] = {
-    "Muon and AdamW": Both,
-    "Shampoo-like": Shampoo,
-    "LAMB-like": Lamb,
-    "Adafactor": partial(Adafactor, lr=0.05),
-    "SGD": partial(SGD, lr=0.05, momentum=0.9, weight_decay=0.1),
-}
+WHOLE = {"partition": "whole", "auto_wrap_policy": ModuleWrapPolicy({Block})}
+
+NEAR = {"tolerance": 1e-5}  # matrix products round by where in memory gradients lie
+
+row = Rows("optimizers that read whole parameters", __name__, net=net, same={3})
+row.of("Muon beside AdamW", optim=Both, fsdp=WHOLE)
+row.of("Shampoo with kept units", optim=Shampoo, fsdp=WHOLE | {"reshard_after_forward": False}, **NEAR)
+row.of("LAMB", optim=Lamb, fsdp=WHOLE)
+row.of("Shampoo for which setup chooses the cut", optim=Shampoo, **NEAR)
+row.of("LAMB for which setup chooses the cut", optim=Lamb)
+row.of("Adafactor for which setup chooses the cut", optim=partial(Adafactor, lr=0.05))
+test_rows = row.tests()
 
 
-def trains(rank: int, world: int, optim: str, options: dict[str, Any], tolerance: float) -> None:
-    build = partial(stage_3, partition="whole", auto_wrap_policy=BLOCKS, **on_mesh(world, options))
-    both = SideBySide(net(), build, OPTIMIZERS[optim], tolerance=tolerance)
-    before = both.model.state_dict()
-    for step in range(4):
-        both.step(loss_on(rank, step))
-    after = both.model.state_dict()
-    assert all(not torch.equal(value, before[name]) for name, value in after.items())
-
-
-@matrix.combined("optim, options", OPTIMIZERS, [{}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"replicas": 2}])
-def test_two_ranks_get_the_bits_of_the_unsharded_run(optim, options):
-    ranks.run(trains, args=(optim, options, 0.0))
-
-
-@pytest.mark.parametrize("optim", [one for one in OPTIMIZERS if one != "Adafactor"])
-def test_three_ranks_agree_with_the_unsharded_run_within_rounding(optim):
-    ranks.run(trains, 3, args=(optim, {}, 1e-4))
-
-
-@pytest.mark.parametrize("optim", ["Shampoo-like", "LAMB-like", "Adafactor"])
-@ranks.on(2)
-def test_setup_cuts_for_the_optimizer(rank, world, optim):
-    """zero.setup chooses the whole cut for an optimizer that it does not know to treat each element by itself."""
-    both = SideBySide(
-        net(), lambda model, optim: zero.setup(model, optim, stage=3, auto_wrap_policy=BLOCKS), OPTIMIZERS[optim]
-    )
-    for step in range(3):
-        both.step(loss_on(rank, step))
-
-
-def owned(rank: int, world: int, frozen: bool) -> tuple[int, int]:
-    """Elements that a rank owns, of the trained ones, and all trained ones."""
+def owned(rank: int, world: int, frozen: bool) -> tuple[list[int], list[int]]:
+    """Elements that this rank owns, and all, of every trained parameter."""
     model = net(blocks=8)
-    if frozen:
-        for block in model.blocks[:4]:
-            block.up.requires_grad_(False)
-    whole = sum(param.numel() for param in model.parameters() if param.requires_grad)
-    wrapped = zero.FSDP(model, partition="whole")
-    return sum(param.numel() for param in wrapped.parameters() if param.requires_grad), whole
+    for block in model.blocks[: 4 * frozen]:
+        block.up.requires_grad_(False)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    whole = [param.numel() for param in trained]
+    zero.FSDP(model, partition="whole")
+    return [param.numel() for param in trained], whole
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_own_about_as_much_over_all_units(world, frozen):
+def test_each_parameter_is_with_one_rank_and_ranks_own_about_as_much_over_all_units(world, frozen):
     """Each unit has two large matrices: by itself it could not be cut for three ranks."""
     found = ranks.run(owned, world, args=(frozen,))
-    total = found[0][1]
-    assert sum(own for own, _ in found) == total
-    assert max(own for own, _ in found) <= 1.1 * total / world
-
-
-def every_parameter_with_one_rank(rank: int, world: int) -> list[int]:
-    shapes = [param.shape for param in net().parameters()]
-    model = zero.FSDP(net(), partition="whole")
-    for param, shape in zip(model.parameters(), shapes, strict=True):
-        assert param.shape == shape or param.numel() == 0
-    return [param.numel() for param in model.parameters()]
-
-
-def test_each_parameter_is_whole_with_one_rank():
-    one, other = ranks.run(every_parameter_with_one_rank)
-    expected = [param.numel() for param in net().parameters()]
-    assert all({here, there} == {0, whole} for here, there, whole in zip(one, other, expected, strict=True))
+    whole = found[0][1]
+    for size, *parts in zip(whole, *(own for own, _ in found), strict=True):
+        assert sorted(parts) == [*[0] * (world - 1), size]
+    assert max(sum(own) for own, _ in found) <= 1.1 * sum(whole) / world

@@ -14,12 +14,17 @@ from torch.optim import SGD
 
 import ranks
 import zero
-from sidebyside import SideBySide, average_gradients, data, sgd
+from assertions import same
+from inner import unsharded
+from rows import Rows
+from runs import side_by_side
 from zero import FSDP
-from zero.fsdp.fsdp import running_model
+from zoo import WIDTH, batch, loss_on
 
-WIDTH = 8
 REFUSED = [r"'(body|head)\.\w+' was moved, cast or given other data", r"p\.data\.copy_", "before wrapping"]
+
+
+LAYERS = ModuleWrapPolicy({nn.Linear})
 
 
 class Net(nn.Module):
@@ -33,7 +38,7 @@ class Net(nn.Module):
 
 
 def loss(model: nn.Module, rank: int) -> Tensor:
-    return model(data(4, WIDTH, rank=rank)).square().mean()
+    return loss_on(rank, 0)(model)
 
 
 # ----------------------------------------------------------------------------------------------------- given other data
@@ -116,9 +121,9 @@ def test_whole_parameters_that_were_rebound_are_refused(rank, world):
 @ranks.on(2)
 def test_what_is_written_in_place_counts(rank, world, options):
     """The remedy of the error, and data that comes back, with training in between."""
-    both = SideBySide(Net(), lambda model, optim: ((it := zero.FSDP(model, **options)), optim(it.parameters())))
-    for _ in range(2):
-        both.step(lambda model: loss(model, rank))
+    both = side_by_side(Net(), options)
+    for step in range(2):
+        both.step(loss_on(rank, step))
         for model in (both.model, both.plain):
             for param in model.parameters():
                 before = param.data
@@ -141,7 +146,7 @@ def test_other_data_for_whole_parameters_is_refused_and_nothing_of_it_stays(rank
     before = model.state_dict()
     with pytest.raises(ValueError, match="given other data") as error, model.summon_full_params():
         rebind(model)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    same({**model.state_dict()}, {**before})
     loss(model, rank).backward()  # it can go on
     step(model, rank)
     raise error.value
@@ -171,8 +176,8 @@ def test_without_writeback_other_data_counts_for_a_while(rank, world):
 # --------------------------------------------------------------------------------------------------- replaced and added
 
 
-def stepped(rank: int, world: int, change: Callable[[Net], None], **options: Any) -> None:
-    net = Net()
+def stepped(rank: int, world: int, change: Callable[[Net], object], net: Net | None = None, **options: Any) -> None:
+    net = net or Net()
     model = zero.FSDP(net, **options)
     change(net)
     optimizer = SGD(model.parameters(), 0.1)
@@ -201,19 +206,10 @@ def test_what_came_after_wrapping_is_refused_at_the_step(change):
 
 @ranks.on(2)
 def test_what_is_frozen_or_ignored_may_change(rank, world):
-
-    def frozen(net: Net) -> None:
-        other_head(net)
-        net.head.requires_grad_(False)
-
-    stepped(rank, world, frozen)
+    stepped(rank, world, lambda net: setattr(net, "head", nn.Linear(WIDTH, 2).requires_grad_(False)))
     net = Net()
     net.body = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    model = zero.FSDP(net, ignored_modules=iter([net.body]))
-    optimizer = SGD(model.parameters(), 0.1)
-    net.body[0] = nn.Linear(WIDTH, WIDTH)
-    loss(model, rank).backward()
-    optimizer.step()
+    stepped(rank, world, lambda net: net.body.__setitem__(0, nn.Linear(WIDTH, WIDTH)), net, ignored_modules=[net.body])
 
 
 # --------------------------------------------------------------------------------------------- the user's own pre-hooks
@@ -234,52 +230,21 @@ def spectral_normed() -> nn.Module:
     return nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
 
 
-@pytest.mark.parametrize("units", [1, 3])
-@pytest.mark.parametrize("build", [reading, weight_normed, spectral_normed])
-@ranks.on(2)
-def test_pre_hooks_find_the_parameters_of_their_module_whole(rank, world, build, units):
-    """units: 1, or as many as there are modules with a hook, and the root around them."""
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(build() if units == 1 else nn.Sequential(*(build() for _ in range(units - 1))))
-    plain = models[1]
-    model = zero.FSDP(models[0], auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    assert len(model._units) == units
-    optimizer, plain_optimizer = sgd(model.parameters()), sgd(plain.parameters())
-    for step in range(3):
-        x = data(4, WIDTH, rank=rank, step=step)
-        for one, its in ((model, optimizer), (plain, plain_optimizer)):
-            its.zero_grad()
-            one(x).square().mean().backward()
-        average_gradients(plain)
-        optimizer.step()
-        plain_optimizer.step()
-        found, expected = model.state_dict(), plain.state_dict()
-        assert all(torch.equal(found[name], value) for name, value in expected.items())
-    found = [
-        other for finds in running_model(model).events.companions for unit in model._units for other in finds(unit)
-    ]
-    assert not found, "what a unit's own hook reads is not read by another"
-
-
-class Tied(nn.Module):
-    """Its last module is a unit, and holds a weight of the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.middle, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.last.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.middle(self.first(x)))
+row = Rows("a unit's own pre-hook reads its parameters", __name__, options={"auto_wrap_policy": LAYERS}, same={3})
+for build in (reading, weight_normed, spectral_normed):
+    row.of(f"{build.__name__} in the root", net=build)
+    row.of(f"{build.__name__} in units", net=lambda build=build: nn.Sequential(build(), build()))
+test_pre_hooks_find_the_parameters_of_their_module_whole = row.tests()
 
 
 @ranks.on(2)
-def test_units_around_a_module_are_entered_from_the_outside_in(rank, world):
-    model = zero.FSDP(Tied(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    entered: list[str] = []
-    running_model(model).events.entering.append(lambda unit: entered.append(unit.name))
-    model.last(data(4, WIDTH, rank=rank))
-    assert entered == ["", "last"]
+def test_units_around_a_module_that_is_called_by_itself_are_unsharded_with_it(rank, world):
+    """The last module is a unit, and reads a weight of the root."""
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    net[2].weight = net[0].weight
+    expected = net[2](batch(rank, 0))
+    model = zero.FSDP(net, auto_wrap_policy=LAYERS)
+    seen: list[str] = []
+    net[2].register_forward_pre_hook(lambda *_: seen.extend(unsharded(model)))
+    assert torch.equal(model[2](batch(rank, 0)), expected) or rank
+    assert seen == ["", "2"]

@@ -1,20 +1,16 @@
-"""Sharding strategies: each trains as DistributedDataParallel does, keeps what it says, and sends what it says."""
+"""Sharding strategies: each trains as torch alone does, and keeps what it says. What they send is in test_memory.py."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import cache
+from collections.abc import Callable
+from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -22,15 +18,12 @@ import gpus
 import matrix
 import ranks
 import zero
-from models import CASES, GPT, OPTIMIZERS, Record, reference, train
-from sidebyside import close
-from zero.comm import Comm
-from zero.fsdp.fsdp import running_model
-
-TORCHS = torch.distributed.fsdp.ShardingStrategy
+from runs import case_loss, side_by_side, train_case
+from zoo import CASES, GPT, OPTIMIZERS
 
 ONE_GROUP = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
 HYBRID = ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+TORCHS = torch.distributed.fsdp.ShardingStrategy
 
 
 def mesh(replicas: int, shards: int) -> dict[str, Any]:
@@ -66,61 +59,19 @@ def name_of(placed: Placed) -> str:
     return " ".join([strategy, *([groups, "x".join(map(str, shape))] if groups else [])])
 
 
-HOW: dict[str, dict[str, Any]] = {
-    "plain": {"steps": 3},
-    "no_sync": {"steps": 2, "micro": 3, "sync": False},
-    "accumulated": {"steps": 2, "micro": 3, "sync": True},
-}
-EVERY = [
-    *(("gpt", optim, how) for optim in ("sgd", "adamw") for how in HOW),
-    *(("mlp", "sgd", how) for how in ("plain", "no_sync")),
-    ("convnet", "sgd", "plain"),
-]
-SOME = [
-    ("gpt", "adamw", "plain"),
-    ("gpt", "sgd", "accumulated"),
-    ("mlp", "sgd", "no_sync"),
-    ("convnet", "sgd", "plain"),
-]
-TRAINED = EVERY if matrix.WHOLE else SOME
+TRAINED = [("gpt", "adamw", 1, 0), ("gpt", "sgd", 3, 0), ("mlp", "sgd", 3, 2)]
+"""Case, optimizer, backwards in a step, and how many of them under no_sync."""
 
 
-def trained(rank: int, case: str, optim: str, given: dict[str, Any], **how: Any) -> Record:
-    model = zero.FSDP(CASES[case].model(), **given)
-    losses = train(model, OPTIMIZERS[optim](model.parameters()), CASES[case], rank, **how)
-    return Record(losses, zero.full_state_dict(model))
-
-
-def tolerances(tolerance: float) -> dict[tuple[str, str, str], float]:
-    """Of all that is trained, where ranks are to agree within a tolerance."""
-    # Where each micro-batch is reduced, shards are added to averages.
-    off = {one: max(tolerance, 1e-5) if one[2] == "accumulated" else tolerance for one in TRAINED}
-    # Of a gradient that is nothing but rounding, Adam makes a whole step.
-    return {one: value for one, value in off.items() if not (value and one[1] == "adamw")}
-
-
-def by_ddp(rank: int, world: int, tolerance: float) -> list[Record]:
-    chosen = tolerances(tolerance)
-    return [reference(rank, CASES[case], OPTIMIZERS[optim], **HOW[how]) for case, optim, how in chosen]
-
-
-@cache
-def ddp(world: int, tolerance: float) -> list[list[Record]]:
-    """By rank. The same for all strategies."""
-    return ranks.run(by_ddp, world, args=(tolerance,))
-
-
-def assert_trains_as_ddp(
-    rank: int, world: int, placed: Placed, tolerance: float, expectations: list[list[Record]]
-) -> None:
-    given = options(placed)
-    for ((case, optim, how), off), expected in zip(tolerances(tolerance).items(), expectations[rank], strict=True):
-        found = trained(rank, case, optim, given, **HOW[how])
-        assert all(map(math.isfinite, expected.losses))
-        assert found.losses == (pytest.approx(expected.losses, rel=off, abs=0) if off else expected.losses)
-        assert list(found.weights) == list(expected.weights)
-        for name, value in expected.weights.items():
-            assert close(found.weights[name], value, off), f"{name} of {case}, {optim}, {how}"
+def trains(rank: int, world: int, placed: Placed, tolerance: float = 0.0) -> None:
+    for name, optim, micro, unsent in TRAINED:
+        if tolerance and optim == "adamw":
+            continue  # of a gradient that is nothing but rounding it makes a whole step
+        case = CASES[name]
+        both = side_by_side(case.model(), options(placed), OPTIMIZERS[optim], tolerance=tolerance)
+        for step in range(2):
+            batches = [case.batch(rank, micro * step + number) for number in range(micro)]
+            both.step(*(partial(case_loss, batch=batch) for batch in batches), unsent=unsent)
 
 
 PAIRS = [("mesh", (1, 2)), ("pair", (2, 1)), *([("mesh", (2, 1)), ("pair", (1, 2))] if matrix.WHOLE else [])]
@@ -133,43 +84,36 @@ TWO: list[Placed] = [
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("placed", TWO, ids=name_of)
-def test_two_ranks_get_the_bits_of_ddp(placed):
+def test_two_ranks_get_the_bits_of_torch(placed):
     """Among them groups of one rank: to shard within, or to replicate across."""
-    ranks.run(assert_trains_as_ddp, args=(placed, 0.0, ddp(2, 0.0)))
+    ranks.run(trains, args=(placed,))
 
 
-FOUR: list[Placed] = [
-    ("NO_SHARD", None, ()),
-    ("HYBRID_SHARD", "mesh", (2, 2)),
-    ("HYBRID_SHARD_ZERO2", "pair", (2, 2)),
-]
-
-
+@pytest.mark.slow
 @pytest.mark.matrix
-@pytest.mark.parametrize("placed", FOUR, ids=name_of)
-def test_four_ranks_agree_with_ddp_within_rounding(placed):
-    ranks.run(assert_trains_as_ddp, 4, args=(placed, 2e-6, ddp(4, 2e-6)))
+@pytest.mark.parametrize(
+    "placed",
+    [("NO_SHARD", None, ()), ("HYBRID_SHARD", "mesh", (2, 2)), ("HYBRID_SHARD_ZERO2", "pair", (2, 2))],
+    ids=name_of,
+)
+def test_four_ranks_agree_with_torch_within_rounding(placed):
+    ranks.run(trains, 4, args=(placed, 1e-5))
 
 
-@ranks.on(bare=True)
-def test_one_process_without_a_group_trains_as_a_plain_loop(rank, world):
-    for strategy in ONE_GROUP:
-        for case, optim in (("mlp", "adamw"), ("convnet", "sgd")):
-            found = trained(rank, case, optim, {"sharding_strategy": strategy})
-            expected = reference(rank, CASES[case], OPTIMIZERS[optim])
-            assert found.losses == expected.losses
-            assert all(torch.equal(found.weights[name], value) for name, value in expected.weights.items())
+@pytest.mark.parametrize("strategy", ONE_GROUP)
+def test_one_process_without_a_group_trains_as_a_plain_loop(strategy):
+    ranks.run(trains, args=((strategy, None, ()),), bare=True)
 
 
 @ranks.on(2)
 def test_a_group_of_one_trains_as_a_plain_loop(rank, world):
     """Each rank trains by itself, as if there was no other."""
     own, _ = dist.new_subgroups_by_enumeration([[0], [1]])
+    case, optim = CASES["gpt"], OPTIMIZERS["adamw"]
     for strategy in ONE_GROUP:
-        model = zero.FSDP(CASES["gpt"].model(), process_group=own, sharding_strategy=strategy)
-        losses = train(model, OPTIMIZERS["adamw"](model.parameters()), CASES["gpt"], rank)
-        plain = CASES["gpt"].model()
-        assert losses == train(plain, OPTIMIZERS["adamw"](plain.parameters()), CASES["gpt"], rank)
+        model, plain = zero.FSDP(case.model(), process_group=own, sharding_strategy=strategy), case.model()
+        losses = train_case(model, optim(model.parameters()), case, rank)
+        assert losses == train_case(plain, optim(plain.parameters()), case, rank)
 
 
 def kept(rank: int, world: int, placed: Placed) -> tuple[int, int, int]:
@@ -181,6 +125,7 @@ def kept(rank: int, world: int, placed: Placed) -> tuple[int, int, int]:
     return sum(p.numel() for p in params), sum(p.grad.numel() for p in params if p.grad is not None), whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placed", "shards"),
     [
@@ -190,10 +135,16 @@ def kept(rank: int, world: int, placed: Placed) -> tuple[int, int, int]:
         (("HYBRID_SHARD", "mesh", (2, 2)), 2),
         (("HYBRID_SHARD_ZERO2", "mesh", (1, 4)), 4),
         (("HYBRID_SHARD", "pair", (4, 1)), 1),
+        ((zero.ShardingStrategy.NO_SHARD, None, ()), 1),
+        ((TORCHS.FULL_SHARD, None, ()), 4),
+        ((TORCHS.NO_SHARD, None, ()), 1),
+        ((TORCHS.HYBRID_SHARD, "mesh", (2, 2)), 2),
+        ((TORCHS._HYBRID_SHARD_ZERO2, "mesh", (2, 2)), 2),
     ],
     ids=str,
 )
 def test_at_rest_parameters_and_gradients_are_cut_by_the_group_to_shard_within(placed, shards):
+    """Strategies are given by name, by zero's enum or by PyTorch's."""
     found = ranks.run(kept, 4, args=(placed,))
     copies = 4 // shards
     whole = found[0][2]
@@ -216,30 +167,9 @@ def test_replicas_start_from_the_weights_of_rank_0(rank, world):
         assert all(torch.equal(found[name], expected[name]) for name in expected), strategy
 
 
-@ranks.on(2)
-def test_pytorchs_own_enum_is_understood(rank, world):
-    for strategy in (TORCHS.FULL_SHARD, TORCHS.SHARD_GRAD_OP, TORCHS.NO_SHARD, TORCHS.HYBRID_SHARD):
-        named, enum = (
-            trained(rank, "gpt", "sgd", options((given, groups, (1, 2))))
-            for given in (strategy.name, strategy)
-            for groups in ["mesh" if strategy is TORCHS.HYBRID_SHARD else None]
-        )
-        assert named.losses == enum.losses
-    own = zero.ShardingStrategy.SHARD_GRAD_OP
-    assert trained(rank, "gpt", "sgd", {"sharding_strategy": own}).losses == named.losses
-
-
-@ranks.on(2)
-def test_pytorchs_name_for_the_hybrid_of_zero2_is_understood(rank, world):
-    zero.FSDP(GPT(), sharding_strategy=TORCHS._HYBRID_SHARD_ZERO2, **mesh(1, 2))
-
-
 def wrap(rank: int, world: int, placed: Placed, others: Placed | None = None) -> None:
     """others: what rank 0 is given, if not the same."""
-    given = options(placed)
-    if others is not None:
-        given = options(others) if rank == 0 else given
-    zero.FSDP(GPT(), **given)
+    zero.FSDP(GPT(), **options(others if others and rank == 0 else placed))
 
 
 @pytest.mark.parametrize(
@@ -260,15 +190,13 @@ def test_groups_that_do_not_fit_the_strategy_are_refused(placed, words):
     ranks.expect_error(wrap, 2, ValueError, *words, args=(placed,), timeout=15)
 
 
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD"])
-def test_strategies_that_differ_between_ranks_are_refused_on_every_rank(strategy):
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [("NO_SHARD", "differ between ranks.*NO_SHARD|NO_SHARD.*differ between ranks"), ("ZERO3", "'ZERO3' is unknown")],
+)
+def test_a_strategy_of_one_rank_alone_is_refused_on_every_rank(strategy, words):
     args = ((strategy, None, ()), ("FULL_SHARD", None, ()))
-    ranks.expect_error(wrap, 2, ValueError, "differ between ranks", strategy, args=args, timeout=15)
-
-
-def test_a_strategy_that_one_rank_does_not_know_is_refused_on_every_rank():
-    args = (("ZERO3", None, ()), ("FULL_SHARD", None, ()))
-    ranks.expect_error(wrap, 2, ValueError, "'ZERO3' is unknown", args=args, timeout=15)
+    ranks.expect_error(wrap, 2, ValueError, words, args=args, timeout=15)
 
 
 @pytest.mark.parametrize("kind", ["the same twice", "all twice", "all across", "mesh and group"])
@@ -284,76 +212,6 @@ def test_pairs_of_groups_that_make_up_no_mesh_are_refused(rank, world, kind):
     }[kind]
     extra = mesh(2, 2) if kind == "mesh and group" else {}
     zero.FSDP(GPT(), sharding_strategy="HYBRID_SHARD", process_group=given, **extra)
-
-
-UNITS = 4
-"""Of the GPT: the root and three blocks, of one shard group each."""
-
-
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """How often `zero` gathers, reduces, sums over replicas, and compares where the ranks are."""
-    counts: Counter[str] = Counter()
-
-    def counting(name: str) -> Any:
-        original = getattr(Comm, name)
-
-        def count(self: Comm, *args: Any, **kwargs: Any) -> Any:
-            if self.world > 1:
-                counts[name] += 1
-            return original(self, *args, **kwargs)
-
-        return mock.patch.object(Comm, name, count)
-
-    with counting("gather"), counting("reduce"), counting("all_reduce"), counting("agree"):
-        yield counts
-
-
-def expected_counts(strategy: str, micro: int, sync: bool) -> dict[str, int]:
-    """Forward gathers every unit; backward every unit again but the root, where they are not kept.
-
-    Ranks compare where they are at the end of every backward, in each of their groups. Where parameters are cut, the
-    optimizer's step is a small sum over ranks, by which all refuse it or none.
-    """
-    reduced = micro if sync else 1
-    if strategy == "NO_SHARD":
-        return {"all_reduce": reduced * UNITS, "agree": micro}
-    counts = {"gather": micro * UNITS, "reduce": reduced * UNITS, "agree": micro, "all_reduce": 1}
-    if strategy in ("FULL_SHARD", "HYBRID_SHARD"):
-        counts["gather"] += micro * (UNITS - 1)
-    if strategy in HYBRID:
-        counts["agree"] += micro
-        counts["all_reduce"] += reduced * UNITS
-    return counts
-
-
-COUNTED: list[tuple[Placed, int]] = [
-    *(((strategy, None, ()), 2) for strategy in ONE_GROUP),
-    *(((strategy, "mesh", (2, 2)), 4) for strategy in HYBRID),
-]
-
-
-@gpus.cpu_only("the unit that ran last is kept for backward there, from the second step on")
-@pytest.mark.parametrize(("micro", "sync"), [(1, True), (3, True), (3, False)], ids=["step", "accumulated", "no_sync"])
-@pytest.mark.parametrize(("placed", "world"), COUNTED, ids=[placed[0] for placed, _ in COUNTED])
-@ranks.on("world")
-def test_a_step_gathers_and_reduces_as_often_as_its_strategy_says(rank, world, placed, micro, sync):
-    model = zero.FSDP(CASES["gpt"].model(), **options(placed))
-    assert len(running_model(model).index.groups) == UNITS
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    steps = []
-    for step in range(3):
-        with counted() as counts:
-            optimizer.zero_grad()
-            for number in range(micro):
-                with nullcontext() if sync or number == micro - 1 else model.no_sync():
-                    loss: Tensor = model(*CASES["gpt"].batch(rank, step * micro + number).inputs).square().mean()
-                    loss.backward()
-            optimizer.step()
-        steps.append(dict(counts))
-    assert steps[0] == steps[1] == steps[2]
-    expected = expected_counts(placed[0], micro, sync)
-    assert steps[0] == expected
 
 
 class Chosen(nn.Module):

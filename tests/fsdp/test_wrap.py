@@ -1,7 +1,8 @@
-"""Which modules become units and which parameters each unit has. No rank is started."""
+"""Which modules become units and which parameters each unit has: by FSDP of one process, without a group."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -15,27 +16,29 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
-from models import GPT, Attention, Block, OddMLP
-from zero.fsdp.units import params_by_unit, unit_modules
+import zero
+from inner import unit_modules, unit_names, unit_params
+from zoo import GPT, Attention, DecoderBlock, OddMLP
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2"]
 
 
 def names(root: nn.Module, policy: object, **options: object) -> list[str]:
-    units = unit_modules(root, policy, **options)
-    assert all(root.get_submodule(name) is module for name, module in units.items())
-    return list(units)
+    model = zero.FSDP(root, auto_wrap_policy=policy, **options)
+    found = unit_names(model)
+    assert all(root.get_submodule(name) is module for name, module in zip(found, unit_modules(model), strict=True))
+    return found
 
 
 @pytest.mark.parametrize(
     "policy",
     [
         None,
-        ModuleWrapPolicy({Block}),
-        CustomPolicy(lambda module: isinstance(module, Block)),
-        partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)),
-        partial(transformer_auto_wrap_policy, transformer_layer_cls={Block}),
-        lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, Block),
+        ModuleWrapPolicy({DecoderBlock}),
+        CustomPolicy(lambda module: isinstance(module, DecoderBlock)),
+        partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, DecoderBlock)),
+        partial(transformer_auto_wrap_policy, transformer_layer_cls={DecoderBlock}),
+        lambda module, recurse, nonwrapped_numel: recurse or isinstance(module, DecoderBlock),
     ],
     ids=["none", "by class", "custom", "lambda", "transformer", "function"],
 )
@@ -45,7 +48,7 @@ def test_every_kind_of_policy_makes_the_blocks_units(policy):
 
 def test_units_within_units_come_from_the_outside_in():
     inner = [name for block in BLOCKS for name in (block, f"{block}.attention")]
-    assert names(GPT(), ModuleWrapPolicy({Block, Attention})) == ["", *inner]
+    assert names(GPT(), ModuleWrapPolicy({DecoderBlock, Attention})) == ["", *inner]
 
 
 def test_by_size_a_module_is_a_unit_where_what_no_unit_inside_has_taken_is_large_enough():
@@ -81,7 +84,7 @@ def test_without_a_policy_blocks_that_a_list_repeats_are_units():
     net.once = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])
     net.leaves = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     net.empty = nn.ModuleList([nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU())])
-    net.mixed = nn.ModuleList([Block(2, 1), nn.Sequential(nn.Linear(2, 2)), Block(2, 1)])
+    net.mixed = nn.ModuleList([DecoderBlock(2, 1), nn.Sequential(nn.Linear(2, 2)), DecoderBlock(2, 1)])
     assert names(net, None) == ["", "repeated.0", "repeated.1", "mixed.0", "mixed.2"]
 
 
@@ -113,17 +116,17 @@ class Stack(nn.ModuleList):
         return x
 
 
-def test_a_list_with_a_forward_of_its_own_is_a_module_like_others():
+@pytest.mark.parametrize("policy", [None, ModuleWrapPolicy({Stack})])
+def test_a_list_with_a_forward_of_its_own_is_a_module_like_others(policy):
     net = nn.Module()
     net.stacks = nn.ModuleList(Stack([nn.Linear(2, 2)]) for _ in range(2))
-    assert names(net, None) == ["", "stacks.0", "stacks.1"]
-    assert names(net, ModuleWrapPolicy({Stack})) == ["", "stacks.0", "stacks.1"]
+    assert names(net, policy) == ["", "stacks.0", "stacks.1"]
 
 
 def test_a_list_of_parameters_is_no_unit_however_large():
     net = nn.Module()
     net.params, net.linear = nn.ParameterList([torch.ones(9)]), nn.Linear(2, 2)
-    assert names(net, None, small=True) == ["", "linear"]
+    assert names(net, None, prefetch=zero.MEMORY_FIRST) == ["", "linear"]
 
 
 def test_a_model_without_blocks_is_one_unit():
@@ -133,36 +136,32 @@ def test_a_model_without_blocks_is_one_unit():
 
 
 def test_as_one_unit_leaves_no_units_inside():
-    policy = ModuleWrapPolicy({Block, Attention, nn.LayerNorm})
+    policy = ModuleWrapPolicy({DecoderBlock, Attention, nn.LayerNorm})
+    assert names(GPT(), policy, as_one_unit=[DecoderBlock]) == ["", *BLOCKS, "norm"]
     net = GPT()
-    assert names(net, policy, as_one_unit=[Block]) == ["", *BLOCKS, "norm"]
-    assert "blocks.1.attention" not in names(net, policy, as_one_unit=[net.blocks[1]])
-    assert "blocks.0.attention" in names(net, policy, as_one_unit=[net.blocks[1]])
+    found = names(net, policy, as_one_unit=[net.blocks[1]])
+    assert "blocks.1.attention" not in found and "blocks.0.attention" in found
 
 
-@pytest.mark.parametrize("policy", [3, "Block", {Block}, [Block]])
-def test_what_is_no_policy_is_refused(policy):
-    with pytest.raises(ValueError, match=rf"{type(policy).__name__}.*ModuleWrapPolicy"):
-        unit_modules(GPT(), policy)
-
-
-def test_a_list_has_no_forward_to_be_gathered_for():
-    with pytest.raises(ValueError, match=r"'blocks' is a ModuleList, which has no forward"):
-        unit_modules(GPT(), ModuleWrapPolicy({nn.ModuleList}))
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [(policy, rf"{type(policy).__name__}.*ModuleWrapPolicy") for policy in (3, "DecoderBlock", {DecoderBlock})]
+    + [(ModuleWrapPolicy({nn.ModuleList}), "'blocks' is a ModuleList, which has no forward")],
+)
+def test_what_is_no_policy_is_refused(policy, words):
+    with pytest.raises(ValueError, match=words):
+        zero.FSDP(GPT(), auto_wrap_policy=policy)
 
 
 # ---------------------------------------------------------------------------------------------------------- parameters
 
 
 def owned(root: nn.Module, policy: object, **options: object) -> dict[str, list[str]]:
-    by_unit = params_by_unit(root, unit_modules(root, policy), **options)
-    params = dict(root.named_parameters(remove_duplicate=False))
-    assert all(params[name] is param for pairs in by_unit.values() for name, param in pairs)
-    return {unit: [name for name, _ in pairs] for unit, pairs in by_unit.items()}
+    return unit_params(zero.FSDP(root, auto_wrap_policy=policy, **options))
 
 
 def test_every_parameter_belongs_to_the_innermost_unit_around_it():
-    found = owned(GPT(), ModuleWrapPolicy({Block, Attention}))
+    found = owned(GPT(), ModuleWrapPolicy({DecoderBlock, Attention}))
     assert found[""] == ["tokens.weight", "positions.weight", "norm.weight", "norm.bias"]
     assert found["blocks.1.attention"] == [
         f"blocks.1.attention.{name}" for name in ("mix.weight", "mix.bias", "out.weight", "out.bias")
@@ -181,7 +180,7 @@ def test_tied_weights_belong_to_the_innermost_unit_around_all_their_places():
     net = GPT()
     net.blocks[0].mlp[2].weight = nn.Parameter(net.blocks[0].mlp[0].weight.t().clone())
     net.blocks[0].mlp[0].weight = net.blocks[0].attention.mix.weight  # of other shape, which does not matter here
-    found = owned(net, ModuleWrapPolicy({Block, Attention}))
+    found = owned(net, ModuleWrapPolicy({DecoderBlock, Attention}))
     assert "blocks.0.attention.mix.weight" in found["blocks.0"]
     assert found["blocks.0.attention"] == [
         "blocks.0.attention.mix.bias",
@@ -191,29 +190,22 @@ def test_tied_weights_belong_to_the_innermost_unit_around_all_their_places():
 
 
 def test_a_module_that_stands_in_two_places_keeps_its_parameters_where_it_is_a_unit():
-    net = nn.Module()
-    shared = nn.Sequential(nn.Linear(2, 2))
-    net.left = nn.Sequential(shared)
-    net.right = nn.Sequential(shared)
-    policy = CustomPolicy(lambda module: module in (net.left, net.right))
-    found = owned(net, policy)
-    assert found == {"": ["left.0.0.weight", "left.0.0.bias"], "left": [], "right": []}
-    inside = {"": [], "left.0": ["left.0.0.weight", "left.0.0.bias"]}
-    assert owned(net, CustomPolicy(lambda module: module is shared)) == inside
+    def net() -> nn.Module:
+        shared = nn.Sequential(nn.Linear(2, 2))
+        return nn.Sequential(OrderedDict(left=nn.Sequential(shared), right=nn.Sequential(shared)))
+
+    around = owned(two := net(), CustomPolicy(lambda module: module in (two.left, two.right)))
+    assert around == {"": ["left.0.0.weight", "left.0.0.bias"], "left": [], "right": []}
+    itself = owned(two := net(), CustomPolicy(lambda module: module is two.left[0]))
+    assert itself == {"": [], "left.0": ["left.0.0.weight", "left.0.0.bias"]}
     repeated = nn.Module()
-    repeated.blocks = nn.ModuleList([shared] * 3)
+    repeated.blocks = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))] * 3)
     assert owned(repeated, None) == {"": [], "blocks.0": ["blocks.0.0.weight", "blocks.0.0.bias"]}
 
 
 def test_ignored_parameters_belong_to_no_unit():
     net = GPT()
     ignored = {net.blocks[1].attention.mix.weight, net.norm.bias}
-    found = owned(net, ModuleWrapPolicy({Block}), ignored=ignored)
+    found = owned(net, ModuleWrapPolicy({DecoderBlock}), ignored_parameters=ignored)
     listed = {name for unit in found.values() for name in unit}
     assert {name for name, _ in net.named_parameters()} - listed == {"blocks.1.attention.mix.weight", "norm.bias"}
-
-
-def test_parameters_are_read_not_touched():
-    with torch.device("meta"):
-        net = GPT()
-    assert len(owned(net, None)) == 4

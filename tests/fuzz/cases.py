@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 
 class Shown:
@@ -18,6 +19,10 @@ class Shown:
             elif value != field.default:
                 told.append(f"{field.name}={value!r}")
         return f"{type(self).__name__}({', '.join(told)})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """By this name hypothesis asks how to print."""
+        printer.text(repr(self))
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,26 +44,33 @@ class Node(Shown):
 
 @dataclass(frozen=True, repr=False)
 class Micro(Shown):
-    """One backward, of the summed losses of some forwards."""
+    """One backward, of the summed losses of some forwards, or, with `retained`, two through the same graph.
+
+    cleared: whose gradients are cleared between forward and backward of a step's first, as in Step.
+    """
 
     forwards: int = 1
     sync: bool = True
+    retained: bool = False
+    cleared: str = ""
 
 
 @dataclass(frozen=True, repr=False)
 class Step(Shown):
     """Backwards and a step of the optimizer.
 
-    before: what is done first, a key of fuzz.training.EVENTS.
-    set_to_none: how gradients are cleared; by the model instead of the optimizer with `by_model`.
+    before: what is done first, a key of fuzz.loop.EVENTS.
+    clear: by whom gradients are set to None: "optimizer", "model", "each" (parameter, by hand) or "head", which alone
+    loses them then; or "optimizer to zero" and so on.
     clip: the norm that gradients are clipped to.
+    after: what is done between the last backward, or clipping, and the step, a key of fuzz.loop.WRITES.
     """
 
     micros: tuple[Micro, ...] = (Micro(),)
     before: str = ""
-    set_to_none: bool = True
-    by_model: bool = False
+    clear: str = "optimizer"
     clip: float | None = None
+    after: str = ""
 
 
 @dataclass(frozen=True, repr=False)

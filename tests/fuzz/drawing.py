@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import strategies as st
 
 from fuzz.cases import Case, Micro, Node, Step
 from fuzz.layers import LAYERS
+from fuzz.loop import EVENTS, WRITES
 from fuzz.modules import AROUND
-from fuzz.training import EVENTS, OPTIMIZERS, POLICIES, PREFETCH, WHOLE, kinds
+from fuzz.training import OPTIMIZERS, POLICIES, PREFETCH, WHOLE, kinds
 
 SIZES = st.integers(1, 7)
 often_false = st.sampled_from([False, False, False, True])
@@ -26,35 +28,43 @@ def around(inside: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
 
 nodes = st.recursive(layers, around, max_leaves=6)
 
-micros = st.lists(st.builds(Micro, forwards=st.sampled_from([1, 1, 2]), sync=st.booleans()), max_size=2)
+BY = ["optimizer", "model", "each"]
+CLEARS = [*BY, *(f"{whom} to zero" for whom in BY), "head", "head to zero"]
 
 
-@st.composite
-def steps(draw: Any) -> Step:
-    last = Micro(forwards=draw(st.sampled_from([1, 1, 1, 2])))
-    return Step(
-        micros=(*draw(micros), last),
-        before=draw(st.sampled_from([*EVENTS])),
-        set_to_none=draw(st.sampled_from([True, True, False])),
-        by_model=draw(st.booleans()),
-        clip=draw(st.sampled_from([None, None, None, 0.1, 100.0])),
+def micros(retained: bool) -> st.SearchStrategy[Micro]:
+    forwards, again = st.sampled_from([1, 1, 2]), often_false if retained else st.just(False)
+    return st.builds(
+        Micro, forwards=forwards, sync=st.booleans(), retained=again, cleared=st.sampled_from([*[""] * 8, *CLEARS])
     )
 
 
 @st.composite
-def cases(draw: Any) -> Case:
-    world = draw(st.sampled_from([2, 1, 3, 4]))
-    stage = draw(st.sampled_from([3, 2, 1]))
+def steps(draw: Any, retained: bool) -> Step:
+    one = micros(retained)
+    return Step(
+        micros=(*draw(st.lists(one, max_size=2)), replace(draw(one), sync=True)),
+        before=draw(st.sampled_from([*EVENTS])),
+        clear=draw(st.sampled_from([*BY, *CLEARS])),
+        clip=draw(st.sampled_from([None, None, None, 0.1, 100.0])),
+        after=draw(st.sampled_from(["", "", *WRITES])),
+    )
+
+
+@st.composite
+def cases(draw: Any) -> list[Case]:
+    """The same training at stages 3, 2 and 1, each with options of its own."""
+    world = draw(st.sampled_from([2, 2, 1, 3, 4]))
     body = tuple(draw(st.lists(nodes, min_size=1, max_size=4)))
+    retained = not kinds(body) & {"checkpointed", "each checkpointed", "reentrant"}
     optim = draw(st.sampled_from([*OPTIMIZERS]))
     if optim == "adafactor" and "tiny" in kinds(body):
         optim = "lamb"  # torch's Adafactor divides by the number of elements
     common: dict[str, Any] = {
         "body": body,
         "world": world,
-        "stage": stage,
         "optim": optim,
-        "steps": tuple(draw(st.lists(steps(), min_size=2, max_size=4))),
+        "steps": tuple(draw(st.lists(steps(retained), min_size=2, max_size=4))),
         "width": draw(st.integers(1, 7)),
         "rows": draw(st.integers(2, 4)),
         "groups": draw(st.sampled_from([1, 1, 2, 3])),
@@ -62,8 +72,8 @@ def cases(draw: Any) -> Case:
         "broadcast_buffers": draw(st.booleans()),
         "partition": "whole" if optim in WHOLE else draw(st.sampled_from(["auto", "even", "whole"])),
     }
-    own = {1: _stage_1, 2: _stage_2, 3: _stage_3}[stage]
-    return Case(**common, **own(draw, common))
+    own = {3: _stage_3, 2: _stage_2, 1: _stage_1}
+    return [Case(stage=stage, **common, **options(draw, common)) for stage, options in own.items()]
 
 
 def _stage_1(draw: Any, common: dict[str, Any]) -> dict[str, Any]:

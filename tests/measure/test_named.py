@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import StepLR
 
 import ranks
 import zero
-from models import take_step
 from optimizers import ByParameter
-from sidebyside import data
+from runs import take_step
+from zoo import data
 
 
 class ByName(ByParameter):
@@ -61,16 +61,9 @@ def steps(rank: int, model: nn.Module, optimizer: Optimizer, count: int) -> None
 def trained(rank: int, optim: Any, stage: int, state: Any = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
     model, optimizer = zero.setup(net(), optim, stage=stage, lr=0.2)
     if state is not None:
-        if isinstance(model, zero.FSDP):
-            model.load_optim_state_dict(optimizer, state)
-        else:
-            optimizer.load_state_dict(state)
+        zero.load_full_optimizer_state_dict(model, optimizer, state)
     steps(rank, model, optimizer, 3)
-    if isinstance(model, zero.FSDP):
-        return zero.full_state_dict(model), model.optim_state_dict(optimizer, to=None)
-    if isinstance(optimizer, zero.OSS):
-        optimizer.consolidate_state_dict(to=None)
-    return zero.full_state_dict(model), optimizer.state_dict()
+    return zero.full_state_dict(model), zero.full_optimizer_state_dict(model, optimizer)
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -1,21 +1,18 @@
 """Cuts at multiples of a granularity, for an optimizer that keeps its state in 8 bits, by blocks. It runs beside itself
 unsharded."""
 
-import functools
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import ranks
 import zero
-from models import take_step
+from assertions import same
 from optimizers import ByParameter
-from reference import FEATURES, built, loss_of, refusal, same
+from runs import take_step
+from zoo import FEATURES, built, odd_loss
 
 BLOCK = 256
-CASES = [(stage, world) for stage in (1, 2) for world in (2, 3)]
 
 
 class Blockwise(ByParameter):
@@ -56,137 +53,89 @@ class Odd(nn.Module):
         return self.last(self.norm(torch.relu(self.middle(torch.tanh(self.first(inputs)))))) * self.scale
 
 
-def averaged_in_rank_order(params, world):
-    """Gradients as the owner adds them up."""
-    for param in params:
-        told = [torch.empty_like(param.grad) for _ in range(world)]
-        dist.all_gather(told, param.grad)
-        param.grad = functools.reduce(torch.add, told) * (1 / world)
-
-
-def _blocks(rank, world, stage):
-    model, plain = built(Odd), built(Odd)
-    expected = Blockwise(plain.parameters())
-    optimizer = zero.OSS(model.parameters(), Blockwise, granularity=BLOCK)
-    wrapped = zero.ShardedDDP(model, optimizer) if stage == 2 else model
-    for step in range(6):
-        for each, its in ((wrapped, optimizer), (plain, expected)):
-            its.zero_grad()
-            loss_of(each, rank, step).backward()
-        averaged_in_rank_order(plain.parameters(), world)
-        if stage == 1:
-            averaged_in_rank_order(model.parameters(), world)
-        optimizer.step()
-        expected.step()
-        for (name, param), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-            same(param.detach(), other.detach(), f"{name} in step {step}")
-    cut = [0 < optimizer.part(param).numel() < param.numel() for param in model.parameters()]
-    state = {"code": 0, "scale": 0}
-    for each in optimizer.optim.state.values():
-        for key in state:
-            state[key] += each[key].numel()
-    return any(cut), state
-
-
-@pytest.mark.parametrize(("stage", "world"), CASES)
-def test_an_optimizer_that_works_in_blocks_equals_the_unsharded_one(stage, world):
-    told = ranks.run(_blocks, world, args=(stage,))
-    assert any(cut for cut, _ in told), "nothing was cut"
-    numels = [param.numel() for param in Odd().parameters()]
-    assert sum(state["code"] for _, state in told) == sum(numels)
-    assert sum(state["scale"] for _, state in told) == sum(-(-numel // BLOCK) for numel in numels), "a block was cut"
-
-
-@pytest.mark.parametrize("cut", [{"partition": "even"}, {"granularity": BLOCK // 2}], ids=str)
-@ranks.raises(
-    2, ValueError, r"cuts inside parameters, but Blockwise .* needs each parameter whole", "partition='whole'"
-)
-def test_cuts_that_do_not_respect_blocks_are_refused(rank, world, cut):
-    zero.OSS(built(Odd).parameters(), Blockwise, **cut)
-
-
-def _step(rank, number, *pairs):
+def step(number, *pairs):
+    """On the same batch on every rank, of which averages are the gradients themselves, bit for bit."""
     for model, optimizer in pairs:
-        take_step(optimizer, loss_of(model, rank, number))
+        take_step(optimizer, odd_loss(model, 0, number))
 
 
-def _consolidated(rank, world, blocks):
-    """Scales by block are put together to the unsharded optimizer's, and go on from there under other cuts.
+def assert_same(model, plain):
+    same([param.detach() for param in model.parameters()], [param.detach() for param in plain.parameters()], "weights")
+
+
+def _trained(rank, world, stage, blocks):
+    """State is put together to the unsharded optimizer's, and goes on from there under other cuts.
 
     blocks: of the optimizer in each piece that is not to be cut.
     """
-    ours, plain = built(Odd), built(Odd)
-    optimizer = zero.OSS(ours.parameters(), Blockwise, granularity=blocks * BLOCK)
+    inner, plain = built(Odd), built(Odd)
+    optimizer = zero.OSS(inner.parameters(), Blockwise, granularity=blocks * BLOCK)
     expected = Blockwise(plain.parameters())
-    for step in range(2):
-        _step(0, step, (ours, optimizer), (plain, expected))
-    cut = [0 < optimizer.part(param).numel() < param.numel() for param in ours.parameters()]
+    model = zero.ShardedDDP(inner, optimizer) if stage == 2 else inner
+    for number in range(3):
+        step(number, (model, optimizer), (plain, expected))
+        assert_same(inner, plain)
+    cut = any(0 < optimizer.part(param).numel() < param.numel() for param in inner.parameters())
+    kept = [sum(state[key].numel() for state in optimizer.state.values() if state) for key in ("code", "scale")]
     optimizer.consolidate_state_dict(to=None)
-    state = optimizer.state_dict()
-    same(state["state"], expected.state_dict()["state"], "the state")
+    same(optimizer.state_dict()["state"], expected.state_dict()["state"], "the state")
     again = built(Odd)
-    again.load_state_dict(ours.state_dict())
+    again.load_state_dict(inner.state_dict())
     restarted = zero.OSS(again.parameters(), Blockwise, granularity=(3 - blocks) * BLOCK)
-    restarted.load_state_dict(state)
-    for step in range(2, 4):
-        _step(0, step, (again, restarted), (plain, expected))
-    same([param.detach() for param in again.parameters()], [param.detach() for param in plain.parameters()], "weights")
-    return any(cut)
+    restarted.load_state_dict(optimizer.state_dict())
+    for number in range(3, 5):
+        step(number, (again, restarted), (plain, expected))
+    assert_same(again, plain)
+    return cut, kept
 
 
-@pytest.mark.parametrize("blocks", [1, 2])
-@pytest.mark.parametrize("world", [2, 3])
-def test_state_by_blocks_is_consolidated_and_loads_under_other_cuts(world, blocks):
-    assert any(ranks.run(_consolidated, world, args=(blocks,))), "nothing was cut"
+@pytest.mark.parametrize(("world", "stage", "blocks"), [(2, 1, 1), (2, 2, 2), (3, 1, 2), (4, 2, 1)])
+def test_an_optimizer_that_works_in_blocks_equals_the_unsharded_one(world, stage, blocks):
+    told = ranks.run(_trained, world, args=(stage, blocks))
+    assert any(cut for cut, _ in told), "nothing was cut"
+    numels = [param.numel() for param in Odd().parameters()]
+    expected = [sum(numels), sum(-(-numel // BLOCK) for numel in numels)]
+    assert [sum(of) for of in zip(*(kept for _, kept in told), strict=True)] == expected, "a block was cut"
+
+
+@pytest.mark.parametrize("cut", [{"partition": "even"}, {"granularity": BLOCK // 2}], ids=str)
+@ranks.raises(2, ValueError, "Blockwise .*whole", "partition='whole'")
+def test_cuts_that_do_not_respect_blocks_are_refused(rank, world, cut):
+    zero.OSS(built(Odd).parameters(), Blockwise, **cut)
 
 
 class Uneven(Blockwise):
     """Keeps three numbers a shard, whatever its length: shards of no known layout."""
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        super().step(closure)
-        for state in self.state.values():
-            state["moments"] = torch.ones(3)
+    def step_one(self, param, state, group):
+        super().step_one(param, state, group)
+        state["moments"] = torch.ones(3)
 
 
-@ranks.on(2)
+@ranks.raises(2, ValueError, "'moments'", "partition='whole'")
 def test_state_of_any_other_length_is_refused_where_parameters_are_cut(rank, world):
     ours = built(Odd)
     optimizer = zero.OSS(ours.parameters(), Uneven, granularity=BLOCK)
-    _step(0, 0, (ours, optimizer))
-    told = refusal(lambda: optimizer.consolidate_state_dict(to=None))
-    assert told.startswith("ValueError: the state 'moments' of"), told
-    assert "partition='whole'" in told
-
-
-@ranks.on(2)
-def test_state_by_blocks_of_a_rank_itself_continues_bit_for_bit(rank, world):
-    """Without consolidation each rank's own shard is saved and loaded as it is."""
-    finals = []
-    for restart in (False, True):
-        model = built(Odd)
-        optimizer = zero.OSS(model.parameters(), Blockwise, granularity=BLOCK)
-        for step in range(4):
-            if restart and step == 2:
-                state = optimizer.state_dict()
-                optimizer = zero.OSS(model.parameters(), Blockwise, granularity=BLOCK)
-                optimizer.load_state_dict(state)
-            take_step(optimizer, loss_of(model, 0, step))
-        finals.append([param.detach() for param in model.parameters()])
-    same(finals[1], finals[0], "weights")
+    step(0, (ours, optimizer))
+    optimizer.consolidate_state_dict(to=None)
 
 
 @ranks.on(3)
-def test_parameters_added_later_are_cut_at_multiples(rank, world):
+def test_what_is_added_later_is_cut_at_multiples_and_what_a_rank_saved_is_loaded(rank, world):
+    """Without consolidation each rank's own shard is saved and loaded as it is."""
     model, plain = built(Odd), built(Odd)
-    optimizer = zero.OSS(model.first.parameters(), Blockwise, granularity=BLOCK)
-    expected = Blockwise(plain.first.parameters())
-    for step in range(4):
-        for each, its in ((model, optimizer), (plain, expected)):
-            if step == 2:
-                its.add_param_group({"params": each.middle.parameters(), "lr": 0.01})
-            each.zero_grad()
-            loss_of(each, 0, step).backward()
-            its.step()
-    same([p.detach() for p in model.parameters()], [p.detach() for p in plain.parameters()], "weights")
+    optimizer, expected = (
+        zero.OSS(model.first.parameters(), Blockwise, granularity=BLOCK),
+        Blockwise(plain.first.parameters()),
+    )
+    for number in range(5):
+        if number == 2:
+            for net, its in ((model, optimizer), (plain, expected)):
+                its.add_param_group({"params": net.middle.parameters(), "lr": 0.01})
+                net.zero_grad()
+        if number == 4:
+            state, optimizer = optimizer.state_dict(), zero.OSS(model.first.parameters(), Blockwise, granularity=BLOCK)
+            optimizer.add_param_group({"params": model.middle.parameters()})
+            optimizer.load_state_dict(state)
+        step(number, (model, optimizer), (plain, expected))
+    assert_same(model, plain)

@@ -12,19 +12,14 @@ import pytest
 from torch import Tensor, nn
 
 import ranks
-from loops import WIDTH, Block, Loop, Rows, momentum
+from inner import Meter
+from rows import Loop, Rows, momentum
 from transports import TRANSPORTS, by
-from zero.plan.meter import Meter
+from zoo import WIDTH, Block
 
 INNER, BLOCKS = 48, 6
 
-row = Rows("B6: a dropped forward leaves no unit open")
-
-
-class Wide(Block):
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.up, self.down = nn.Linear(INNER, 4 * INNER), nn.Linear(4 * INNER, INNER)
+row = Rows("B6: a dropped forward leaves no unit open", __name__)
 
 
 class Deep(nn.Module):
@@ -33,7 +28,7 @@ class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, INNER), nn.Linear(INNER, 3)
-        self.blocks = nn.ModuleList(Wide() for _ in range(BLOCKS))
+        self.blocks = nn.ModuleList(Block(INNER, 4 * INNER) for _ in range(BLOCKS))
 
     def forward(self, x: Tensor, breaks: bool = False) -> Tensor:
         x = self.first(x)
@@ -159,7 +154,7 @@ def units_more(rank, world, row, transport, program, without):
     """How much more memory the peak of a program takes than that of another, in units."""
     with by(transport):
         found, expected = (peak(Loop(row, 3, rank, "."), each) for each in (program, without))
-    return (found - expected) / sum(param.nbytes for param in Wide().parameters())
+    return (found - expected) / sum(param.nbytes for param in Block(INNER, 4 * INNER).parameters())
 
 
 def dropping(rank, world, row, transport):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sentences import Sentences, update
 from torch import Tensor, func, nn
 from torch.autograd import forward_ad
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -13,8 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 import ranks
 import zero
-from loops import WIDTH, adam
-from sidebyside import SideBySide, data
+from rows import WIDTH, Rows, adam
+from runs import SideBySide
+from zoo import data
 
 UNITS = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
 LATER = {"or_refused": r"gain|body|head", "fails": {3}}
@@ -42,19 +42,19 @@ class Net(nn.Module):
 
 def outside(read):
     """A loss of read(outputs, the module)."""
-    return lambda t, i: update(t, t.note(read(t.m(t.batch(i)), t.n).square().mean()))
+    return lambda t, i: t.update(t.note(read(t.m(t.batch(i)), t.n).square().mean()))
 
 
-row = Sentences("C1: a parameter of the root outside forward", __name__, net=lambda: Net(inside=False), options=UNITS)
-row("outputs are multiplied by it", outside(lambda y, n: y @ n.gain.t()), **LATER)
-row("it is given to linear", outside(lambda y, n: nn.functional.linear(y, n.gain)), optim=adam, **LATER)
-row("its mean is a factor", outside(lambda y, n: y * n.gain.mean()), **LATER)
-row("a penalty is on it", lambda t, i: update(t, t.loss(i) + t.n.gain.square().mean()), or_refused="gain")
-row("outputs are multiplied by it, as in forward", outside(lambda y, n: y @ n.gain), net=Net, or_refused="gain")
-row("outputs are multiplied by it, detached", outside(lambda y, n: y @ n.gain.detach()), net=Net, or_refused="gain")
-row("inputs are multiplied by it", lambda t, i: update(t, t.m(t.batch(i) @ t.n.gain).square().mean()), **LATER)
-row("outputs are multiplied by a unit's weight", outside(lambda y, n: y @ n.body.weight), net=Net, **LATER)
-row("outputs go through a unit again", outside(lambda y, n: n.body(y)), net=Net)
+row = Rows("C1: a parameter of the root outside forward", __name__, net=lambda: Net(inside=False), options=UNITS)
+row.of("outputs are multiplied by it", outside(lambda y, n: y @ n.gain.t()), **LATER)
+row.of("it is given to linear", outside(lambda y, n: nn.functional.linear(y, n.gain)), optim=adam, **LATER)
+row.of("its mean is a factor", outside(lambda y, n: y * n.gain.mean()), **LATER)
+row.of("a penalty is on it", lambda t, i: t.update(t.loss(i) + t.n.gain.square().mean()), or_refused="gain")
+row.of("outputs are multiplied by it, as in forward", outside(lambda y, n: y @ n.gain), net=Net, or_refused="gain")
+row.of("outputs are multiplied by it, detached", outside(lambda y, n: y @ n.gain.detach()), net=Net, or_refused="gain")
+row.of("inputs are multiplied by it", lambda t, i: t.update(t.m(t.batch(i) @ t.n.gain).square().mean()), **LATER)
+row.of("outputs are multiplied by a unit's weight", outside(lambda y, n: y @ n.body.weight), net=Net, **LATER)
+row.of("outputs go through a unit again", outside(lambda y, n: n.body(y)), net=Net)
 test_outside = row.tests()
 
 # ------------------------------------------------------------------------------------ C2 and C7: readers of other units
@@ -78,7 +78,7 @@ def kept(look, hook="register_forward_hook"):
     def program(t, i):
         seen = []
         handle = getattr(t.n.body, hook)(lambda layer, *_: seen.append(look(layer.weight.detach())))
-        update(t, t.m(t.batch(i).requires_grad_()).square().mean())
+        t.update(t.m(t.batch(i).requires_grad_()).square().mean())
         handle.remove()
         t.note(torch.as_tensor(seen[0]).clone())
 
@@ -91,34 +91,34 @@ def dual(t, i):
 
 
 CLONE, WORDS = {"or_refused": "clone", "fails": {3}}, {"or_refused": "FSDP", "fails": {3}}
-row = Sentences("C2: a Function, an array or a transform reads a parameter", __name__, net=Net, options=UNITS)
-row("a product reads the unit that follows", net=lambda: Net(product), **LATER)
-row("backward alone reads the unit that follows", net=lambda: Net(decay), **LATER)
-row("backward alone reads the unit before", net=lambda: Net(decay, "body"), **LATER)
-row("a checkpoint reads", net=lambda: Net(lambda x, w: checkpoint(product, x, w, use_reentrant=False)), **LATER)
-row("a product reads the unit before", net=lambda: Net(product, "body"))
-row("a plain product reads the unit that follows", net=lambda: Net(lambda x, w: x @ w.t()))
-row("forward has an array", net=lambda: Net(lambda x, w: x * float(w.detach().numpy().mean()), "body"), **CLONE)
-row("a hook keeps an array", kept(lambda w: w.numpy()), **CLONE)
-row("a hook keeps an array of a clone", kept(lambda w: w.clone().numpy()))
-row("a backward hook keeps an array", kept(lambda w: w.numpy(), "register_full_backward_hook"), **CLONE)
-row("a hook keeps what has no gradient", kept(lambda w: w), **CLONE)
-row("a hook keeps a view by DLPack", kept(torch.from_dlpack), **CLONE)
-row("jvp", lambda t, i: t.note(func.jvp(t.m, (t.batch(i),), (t.batch(9),))[1]), **WORDS)
-row("dual tensors", dual)
-row("func.grad", lambda t, i: t.note(func.grad(lambda x: t.m(x).sum())(t.batch(i))), **WORDS)
-row("jacrev", lambda t, i: t.note(func.jacrev(t.m)(t.batch(i))), **WORDS)
-row("vmap", lambda t, i: t.note(func.vmap(t.m)(t.batch(i))))
+row = Rows("C2: a Function, an array or a transform reads a parameter", __name__, net=Net, options=UNITS)
+row.of("a product reads the unit that follows", net=lambda: Net(product), **LATER)
+row.of("backward alone reads the unit that follows", net=lambda: Net(decay), **LATER)
+row.of("backward alone reads the unit before", net=lambda: Net(decay, "body"), **LATER)
+row.of("a checkpoint reads", net=lambda: Net(lambda x, w: checkpoint(product, x, w, use_reentrant=False)), **LATER)
+row.of("a product reads the unit before", net=lambda: Net(product, "body"))
+row.of("a plain product reads the unit that follows", net=lambda: Net(lambda x, w: x @ w.t()))
+row.of("forward has an array", net=lambda: Net(lambda x, w: x * float(w.detach().numpy().mean()), "body"), **CLONE)
+row.of("a hook keeps an array", kept(lambda w: w.numpy()), **CLONE)
+row.of("a hook keeps an array of a clone", kept(lambda w: w.clone().numpy()))
+row.of("a backward hook keeps an array", kept(lambda w: w.numpy(), "register_full_backward_hook"), **CLONE)
+row.of("a hook keeps what has no gradient", kept(lambda w: w), **CLONE)
+row.of("a hook keeps a view by DLPack", kept(torch.from_dlpack), **CLONE)
+row.of("jvp", lambda t, i: t.note(func.jvp(t.m, (t.batch(i),), (t.batch(9),))[1]), **WORDS)
+row.of("dual tensors", dual)
+row.of("func.grad", lambda t, i: t.note(func.grad(lambda x: t.m(x).sum())(t.batch(i))), **WORDS)
+row.of("jacrev", lambda t, i: t.note(func.jacrev(t.m)(t.batch(i))), **WORDS)
+row.of("vmap", lambda t, i: t.note(func.vmap(t.m)(t.batch(i))))
 test_readers = row.tests()
 
-row = Sentences("C7: a forward that begins later to read another unit", __name__, options=UNITS, **LATER)
-row("a product, in the second forward", net=lambda: Net(lambda x, w: x @ w.t(), since=1))
-row("a product, in the third forward", net=lambda: Net(lambda x, w: x @ w.t(), "body", since=2), optim=adam)
-row("a mean", net=lambda: Net(lambda x, w: x * w.mean(), since=1))
-row("a norm", net=lambda: Net(lambda x, w: x / w.norm(), "body", since=1))
-row("a spread without gradient", net=lambda: Net(lambda x, w: x * w.detach().std(), "body", since=1))
-row("a number", net=lambda: Net(lambda x, w: x * w.mean().item(), since=1))
-row("a Function", net=lambda: Net(product, since=1))
+row = Rows("C7: a forward that begins later to read another unit", __name__, options=UNITS, **LATER)
+row.of("a product, in the second forward", net=lambda: Net(lambda x, w: x @ w.t(), since=1))
+row.of("a product, in the third forward", net=lambda: Net(lambda x, w: x @ w.t(), "body", since=2), optim=adam)
+row.of("a mean", net=lambda: Net(lambda x, w: x * w.mean(), since=1))
+row.of("a norm", net=lambda: Net(lambda x, w: x / w.norm(), "body", since=1))
+row.of("a spread without gradient", net=lambda: Net(lambda x, w: x * w.detach().std(), "body", since=1))
+row.of("a number", net=lambda: Net(lambda x, w: x * w.mean().item(), since=1))
+row.of("a Function", net=lambda: Net(product, since=1))
 test_later = row.tests()
 
 # ------------------------------------------------------------------- C3: two forwards and one backward with buffers
@@ -140,21 +140,21 @@ def forwards(*training, act=lambda t, i: None):
             with torch.set_grad_enabled(mode is not None):
                 one = t.loss(10 * k + i)
             loss = loss if mode is None else loss + one
-        update(t, loss)
+        t.update(loss)
 
     return program
 
 
-row = Sentences("C3: two forwards and one backward of a model with buffers", __name__, net=Norm)
-row("two in training", forwards(True, True))
-row("three in training", forwards(True, True, True), net=lambda: Norm(momentum=None), optim=adam)
-row("two with a spectral norm", forwards(True, True), net=lambda: Norm(lambda w: spectral_norm(nn.Linear(w, w))))
-row("an evaluation without gradients is between", forwards(True, None))
-row("training, then evaluation", forwards(True, False))
-row("evaluation, then training", forwards(False, True))
-row("two in evaluation", forwards(False, False))
-row("buffers of one rank differ", forwards(False, act=lambda t, i: t.n[1].running_mean.data.add_(t.rank)))
-row("they differ before two", forwards(False, False, act=lambda t, i: t.n[1].running_var.data.add_(t.rank)))
+row = Rows("C3: two forwards and one backward of a model with buffers", __name__, net=Norm)
+row.of("two in training", forwards(True, True))
+row.of("three in training", forwards(True, True, True), net=lambda: Norm(momentum=None), optim=adam)
+row.of("two with a spectral norm", forwards(True, True), net=lambda: Norm(lambda w: spectral_norm(nn.Linear(w, w))))
+row.of("an evaluation without gradients is between", forwards(True, None))
+row.of("training, then evaluation", forwards(True, False))
+row.of("evaluation, then training", forwards(False, True))
+row.of("two in evaluation", forwards(False, False))
+row.of("buffers of one rank differ", forwards(False, act=lambda t, i: t.n[1].running_mean.data.add_(t.rank)))
+row.of("they differ before two", forwards(False, False, act=lambda t, i: t.n[1].running_var.data.add_(t.rank)))
 test_buffers = row.tests()
 
 

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from sentences import Sentences, changed, trains, update
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -14,8 +13,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import ranks
 import zero
-from loops import WIDTH, Net, adam, momentum
-from sidebyside import data
+from rows import WIDTH, Net, Rows, adam, changed, momentum, trains
+from zoo import data
 
 # ----------------------------------------------------------------------------------------- B7: those that are asked for
 
@@ -31,7 +30,7 @@ UNITS = {
 
 
 def asked(t, i):
-    update(t, t.loss(i).backward(inputs=list(t.m.parameters())))
+    t.update(t.loss(i).backward(inputs=list(t.m.parameters())))
 
 
 def asked_under_no_sync(t, i):
@@ -42,12 +41,12 @@ def asked_under_no_sync(t, i):
 
 def asked_of_two(t, i):
     losses = [t.loss(i), t.loss(10 + i)]
-    update(t, torch.autograd.backward(losses, inputs=list(t.m.parameters())))
+    t.update(torch.autograd.backward(losses, inputs=list(t.m.parameters())))
 
 
 def listed_before(t, i):
     params = list(t.m.parameters())
-    update(t, t.loss(i).backward(inputs=params))
+    t.update(t.loss(i).backward(inputs=params))
 
 
 def gradients(unused: bool):
@@ -60,7 +59,7 @@ def gradients(unused: bool):
 
 def weighed(t, i):
     loss = t.loss(i)
-    update(t, loss / t.note(torch.autograd.grad(loss, t.n.last.weight, retain_graph=True)[0].norm()))
+    t.update(loss / t.note(torch.autograd.grad(loss, t.n.last.weight, retain_graph=True)[0].norm()))
 
 
 def seen(t, i):
@@ -75,19 +74,19 @@ def scaled_by_hooks(t, i):
     trains(t, i)
 
 
-row = Sentences("B7: gradients of parameters that are asked for", __name__)
-row("backward is given all parameters of units", asked, **UNITS, **LATER)
-row("backward is given those of units and the root", asked, or_refused=OWN)
-row("backward under no_sync is given all parameters", asked_under_no_sync, **UNITS, **LATER)
-row("one backward of two losses is given all parameters", asked_of_two, **UNITS, tolerance=1e-6, **LATER)
-row("backward is given what was listed before the forward", listed_before, **UNITS, or_refused=OWN)
-row("gradients of units are asked for, unused or not", gradients(unused=True), **UNITS, steps=1, **LATER)
-row("gradients of units and root are asked for, unused or not", gradients(unused=True), steps=1, **LATER)
-row("gradients of all parameters are asked for", gradients(unused=False), steps=1, **LATER)
-row("a loss is weighed by the last layer's gradient", weighed, or_refused=OWN)
-row("a hook sees the gradients of units", seen, **UNITS, **LATER, fails={3})
-row("a hook sees those of units and root", seen, **LATER, fails={3})
-row("hooks of parameters scale their gradients", scaled_by_hooks, **UNITS)
+row = Rows("B7: gradients of parameters that are asked for", __name__)
+row.of("backward is given all parameters of units", asked, **UNITS, **LATER)
+row.of("backward is given those of units and the root", asked, or_refused=OWN)
+row.of("backward under no_sync is given all parameters", asked_under_no_sync, **UNITS, **LATER)
+row.of("one backward of two losses is given all parameters", asked_of_two, **UNITS, tolerance=1e-6, **LATER)
+row.of("backward is given what was listed before the forward", listed_before, **UNITS, or_refused=OWN)
+row.of("gradients of units are asked for, unused or not", gradients(unused=True), **UNITS, steps=1, **LATER)
+row.of("gradients of units and root are asked for, unused or not", gradients(unused=True), steps=1, **LATER)
+row.of("gradients of all parameters are asked for", gradients(unused=False), steps=1, **LATER)
+row.of("a loss is weighed by the last layer's gradient", weighed, or_refused=OWN)
+row.of("a hook sees the gradients of units", seen, **UNITS, **LATER, fails={3})
+row.of("a hook sees those of units and root", seen, **LATER, fails={3})
+row.of("hooks of parameters scale their gradients", scaled_by_hooks, **UNITS)
 test_asked = row.tests()
 
 # ------------------------------------------------------------------------------- C4: None where a rank owns no element
@@ -95,26 +94,26 @@ test_asked = row.tests()
 
 def every(act):
     """What is done with each parameter after backward."""
-    return lambda t, i: update(t, t.loss(i), lambda t: [act(p) for p in t.m.parameters()])
+    return lambda t, i: t.update(t.loss(i), lambda t: [act(p) for p in t.m.parameters()])
 
 
 def each(act, params=lambda t: t.m.parameters()):
     """What is done after backward with the gradients that are on this rank."""
-    return lambda t, i: update(t, t.loss(i), lambda t: act(t, [p for p in params(t) if p.grad is not None]))
+    return lambda t, i: t.update(t.loss(i), lambda t: act(t, [p for p in params(t) if p.grad is not None]))
 
 
 ONE = {"same": {1, 3}, "fails": {3}}  # at stage 2 gradients are with their owners: tests of B1
-row = Sentences("C4: p.grad is None where a rank owns nothing of a parameter", __name__)
-row("every gradient is halved", every(lambda p: p.grad.mul_(0.5)), **ONE)
-row("every gradient's data is clamped", every(lambda p: p.grad.data.clamp_(-0.01, 0.01)), **ONE, optim=momentum)
-row("weight decay is added by hand", every(lambda p: p.grad.add_(p.detach(), alpha=0.1)), **ONE)
-row("what is not a number is replaced", every(lambda p: torch.nan_to_num_(p.grad)), **ONE, optim=adam)
-row("every gradient is replaced by half a copy", every(lambda p: setattr(p, "grad", 0.5 * p.grad.clone())), **ONE)
-row("every gradient has its parameter's shape", every(lambda p: p.grad.reshape(p.shape)), **ONE)
-row("norms are logged", every(lambda p: p.grad.norm().item()), **ONE)
-row("the share of zeros is logged", every(lambda p: (p.grad == 0).sum().item()), **ONE)
-row("all are halved at once", each(lambda t, _: torch._foreach_mul_([p.grad for p in t.m.parameters()], 0.5)), **ONE)
-row(
+row = Rows("C4: p.grad is None where a rank owns nothing of a parameter", __name__)
+row.of("every gradient is halved", every(lambda p: p.grad.mul_(0.5)), **ONE)
+row.of("every gradient's data is clamped", every(lambda p: p.grad.data.clamp_(-0.01, 0.01)), **ONE, optim=momentum)
+row.of("weight decay is added by hand", every(lambda p: p.grad.add_(p.detach(), alpha=0.1)), **ONE)
+row.of("what is not a number is replaced", every(lambda p: torch.nan_to_num_(p.grad)), **ONE, optim=adam)
+row.of("every gradient is replaced by half a copy", every(lambda p: setattr(p, "grad", 0.5 * p.grad.clone())), **ONE)
+row.of("every gradient has its parameter's shape", every(lambda p: p.grad.reshape(p.shape)), **ONE)
+row.of("norms are logged", every(lambda p: p.grad.norm().item()), **ONE)
+row.of("the share of zeros is logged", every(lambda p: (p.grad == 0).sum().item()), **ONE)
+row.of("all are halved at once", each(lambda t, _: torch._foreach_mul_([p.grad for p in t.m.parameters()], 0.5)), **ONE)
+row.of(
     "what nobody uses has no gradient",
     each(lambda t, _: t.note(torch.tensor([p.grad is None for p in t.m.parameters()]))),
     net=lambda: changed(Net(), lambda n: setattr(n, "unused", nn.Linear(2, 2))),
@@ -183,24 +182,24 @@ def by(factor):
 
 SAME, REFUSED = {"net": Small, "same": {1, 3}}, {"net": Small, "same": {1}, "refused": {3: "clip_grad_norm_"}}
 FIRST = lambda t: t.n[0].parameters()  # noqa: E731
-row = Sentences(B9, __name__)
-row("the norm is below the limit", each(lambda t, params: clip_grad_norm_(params, 1e9)), **SAME)
-row("every gradient is clipped by value", each(lambda t, params: clip_grad_value_(params, 0.01)), **SAME)
-row("all gradients are halved", each(by(lambda t, k: 0.5)), **SAME, optim=adam)
-row("all gradients but their signs are dropped", each(lambda t, params: [p.grad.sign_() for p in params]), **SAME)
-row("one layer is scaled by hand", each(by(lambda t, k: 0.1), FIRST), **SAME)
-row(
+row = Rows(B9, __name__)
+row.of("the norm is below the limit", each(lambda t, params: clip_grad_norm_(params, 1e9)), **SAME)
+row.of("every gradient is clipped by value", each(lambda t, params: clip_grad_value_(params, 0.01)), **SAME)
+row.of("all gradients are halved", each(by(lambda t, k: 0.5)), **SAME, optim=adam)
+row.of("all gradients but their signs are dropped", each(lambda t, params: [p.grad.sign_() for p in params]), **SAME)
+row.of("one layer is scaled by hand", each(by(lambda t, k: 0.1), FIRST), **SAME)
+row.of(
     "each parameter has its factor",
     each(lambda t, _: [p.grad.mul_(1 / (2 + k)) for k, p in enumerate(t.m.parameters()) if p.grad is not None]),
     **SAME,
 )
-row("one of two layers is scaled", each(by(lambda t, k: 0.1), FIRST), **SAME | {"net": NETS["two alike"]})
-row("the norm is of one layer", each(lambda t, params: clip_grad_norm_(params, 0.01), FIRST), **REFUSED)
-row("each has its norm", each(lambda t, params: [clip_grad_norm_(p, 0.01) for p in params]), **REFUSED)
-row("the largest is the norm", each(lambda t, params: clip_grad_norm_(params, 0.01, torch.inf)), **REFUSED)
-row("it runs foreach", each(lambda t, params: clip_grad_norm_(params, 0.01, foreach=True)), **REFUSED)
-row("ranks scale by numbers of their own", each(by(lambda t, k: 1 + t.rank)), **REFUSED | {"same": ()})
-row("one rank alone scales", each(by(lambda t, k: 0.5 if t.rank else 1)), **REFUSED | {"same": ()})
+row.of("one of two layers is scaled", each(by(lambda t, k: 0.1), FIRST), **SAME | {"net": NETS["two alike"]})
+row.of("the norm is of one layer", each(lambda t, params: clip_grad_norm_(params, 0.01), FIRST), **REFUSED)
+row.of("each has its norm", each(lambda t, params: [clip_grad_norm_(p, 0.01) for p in params]), **REFUSED)
+row.of("the largest is the norm", each(lambda t, params: clip_grad_norm_(params, 0.01, torch.inf)), **REFUSED)
+row.of("it runs foreach", each(lambda t, params: clip_grad_norm_(params, 0.01, foreach=True)), **REFUSED)
+row.of("ranks scale by numbers of their own", each(by(lambda t, k: 1 + t.rank)), **REFUSED | {"same": ()})
+row.of("one rank alone scales", each(by(lambda t, k: 0.5 if t.rank else 1)), **REFUSED | {"same": ()})
 test_scaled = row.tests()
 
 

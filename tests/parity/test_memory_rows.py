@@ -8,14 +8,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from sentences import Sentences, changed
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import ranks
 import zero
-from loops import WIDTH, adam
+from rows import WIDTH, Rows, adam, changed
 
 UNITS = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
 Change = Callable[["Net"], object]
@@ -40,7 +39,7 @@ class Net(nn.Module):
         self.count += 1
         if self.when in ("before", self.count):
             self.act(self)
-        x = self.emb(x.argmax(1)) + sum((buffer.mean() for buffer in self.buffers()), torch.zeros(()))
+        x = self.emb(x.argmax(1) % 7) + sum((buffer.mean() for buffer in self.buffers()), torch.zeros(()))
         for block in self.blocks:
             x = torch.tanh(block(x))
         y = self.out(x + self.teacher(x))
@@ -104,13 +103,15 @@ def fuse(net: nn.Module) -> None:
     vector_to_parameters(parameters_to_vector(net.parameters()).detach(), net.parameters())
 
 
-row = Sentences(B4, __name__)
-row("weights are fused", net=lambda: changed(Recurrent(WIDTH, 5, 2, bidirectional=True), fuse))
-row("slices of one tensor touch", net=lambda: Net(lambda n: slices(n, 7 * WIDTH)))
-row("a weight is tied as a parameter", net=lambda: Net(lambda n: setattr(n.out, "weight", n.emb.weight)), optim=adam)
-row("a layer is a shallow copy", net=lambda: Net(lambda n: n.blocks.append(copy.copy(n.blocks[0]))))
-row("one is empty", net=lambda: Net(lambda n: n.register_parameter("no", nn.Parameter(n.out.weight.data[2:2], False))))
-row(
+row = Rows(B4, __name__)
+row.of("weights are fused", net=lambda: changed(Recurrent(WIDTH, 5, 2, bidirectional=True), fuse))
+row.of("slices of one tensor touch", net=lambda: Net(lambda n: slices(n, 7 * WIDTH)))
+row.of("a weight is tied as a parameter", net=lambda: Net(lambda n: setattr(n.out, "weight", n.emb.weight)), optim=adam)
+row.of("a layer is a shallow copy", net=lambda: Net(lambda n: n.blocks.append(copy.copy(n.blocks[0]))))
+row.of(
+    "one is empty", net=lambda: Net(lambda n: n.register_parameter("no", nn.Parameter(n.out.weight.data[2:2], False)))
+)
+row.of(
     "a buffer has the data of a weight",
     net=lambda: Net(lambda n: n.register_buffer("kept", n.out.weight.data)),
     or_refused="out.weight",
@@ -120,7 +121,7 @@ row(
 test_memory = row.tests()
 
 NAME = r"blocks\.\d\.weight"
-row = Sentences("B5: p.data = ... inside forward", __name__, options=UNITS)
+row = Rows("B5: p.data = ... inside forward", __name__, options=UNITS)
 LOST = {"same": {3}, "refused": {1: NAME, 2: NAME}, "or_refused": NAME}
 """Refused at stages 1 and 2. At stage 3 so, too, or it counts."""
 
@@ -139,17 +140,17 @@ def clamp(net: Net) -> None:
 
 
 TEACHER = {**LOST, "refused": dict.fromkeys((1, 2), "teacher"), "or_refused": "teacher"}
-row("a teacher is a moving average", net=lambda: Net(act=average), **TEACHER)
-row("so it is within one unit", net=lambda: Net(act=average), options={}, **TEACHER)
-row("a teacher follows at the end of forward", net=lambda: Net(act=average, when="after"), optim=adam, **TEACHER)
-row("a weight is clamped before its use", net=lambda: Net(act=clamp), **LOST)
-row("a weight is clamped after its use", net=lambda: Net(act=clamp, when="after"), **LOST)
-row("the second forward alone writes", net=lambda: Net(act=lambda n: halve(n.blocks[0]), when=2), **LOST)
-row("a hook after the layer writes", net=lambda: Net(lambda n: n.blocks[0].register_forward_hook(halve)), **LOST)
-row("a hook before the unit writes", net=lambda: Net(lambda n: n.blocks[0].register_forward_pre_hook(halve)), **LOST)
-row("a backward hook writes", net=lambda: Net(lambda n: n.blocks[1].register_full_backward_hook(halve)), **LOST)
-row("a weight is halved in place", net=lambda: Net(act=lambda n: n.out.weight.data.mul_(0.5)))
-row(
+row.of("a teacher is a moving average", net=lambda: Net(act=average), **TEACHER)
+row.of("so it is within one unit", net=lambda: Net(act=average), options={}, **TEACHER)
+row.of("a teacher follows at the end of forward", net=lambda: Net(act=average, when="after"), optim=adam, **TEACHER)
+row.of("a weight is clamped before its use", net=lambda: Net(act=clamp), **LOST)
+row.of("a weight is clamped after its use", net=lambda: Net(act=clamp, when="after"), **LOST)
+row.of("the second forward alone writes", net=lambda: Net(act=lambda n: halve(n.blocks[0]), when=2), **LOST)
+row.of("a hook after the layer writes", net=lambda: Net(lambda n: n.blocks[0].register_forward_hook(halve)), **LOST)
+row.of("a hook before the unit writes", net=lambda: Net(lambda n: n.blocks[0].register_forward_pre_hook(halve)), **LOST)
+row.of("a backward hook writes", net=lambda: Net(lambda n: n.blocks[1].register_full_backward_hook(halve)), **LOST)
+row.of("a weight is halved in place", net=lambda: Net(act=lambda n: n.out.weight.data.mul_(0.5)))
+row.of(
     "one rank alone gives its weight a copy",
     net=lambda: Net(act=lambda n: give(n.out.weight, n.out.weight.data.clone()) if dist.get_rank() else None),
     or_refused="out.weight",

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from loops import Rows, adam, momentum
+from rows import Rows, adam, momentum
 
-edited = Rows("B3: at stage 3 gradients under no_sync are cleared, or edits raise")
+edited = Rows("B3: at stage 3 gradients under no_sync are cleared, or edits raise", __name__)
 
 NAME = r"(first|last|blocks\.\d\.\w+)\.(weight|bias)"
 
@@ -71,7 +71,7 @@ test_edited = edited.tests()
 
 # --------------------------------------------------------------------------- a backward passes the model while frozen
 
-kept = Rows("B10: at stage 3 what no_sync accumulated survives a backward through a frozen model")
+kept = Rows("B10: at stage 3 what no_sync accumulated survives a backward through a frozen model", __name__)
 frozen = kept.within(after_a_backward_under_no_sync)
 
 

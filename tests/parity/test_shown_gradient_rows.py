@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch.optim import SGD, Adam
 
-from loops import Rows, adam, momentum
+from rows import Rows, adam, momentum
 
-row = Rows("B1: what stands in param.grad is the truth")
+row = Rows("B1: what stands in param.grad is the truth", __name__)
 
 NAME = r"(first|last|blocks\.\d\.\w+)\.(weight|bias)"
 

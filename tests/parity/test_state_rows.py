@@ -6,9 +6,9 @@ from collections import defaultdict
 
 import torch
 
-from loops import Rows, adam, momentum
+from rows import Rows, adam, momentum
 
-row = Rows("B2: writes into optimizer.state count")
+row = Rows("B2: writes into optimizer.state count", __name__)
 
 NAME = r"(first|last|blocks\.\d\.\w+)\.(weight|bias)"
 

@@ -7,16 +7,15 @@ import tempfile
 
 import pytest
 import torch
-from sentences import Sentences, trains
 
 import ranks
 import zero
-from loops import WIDTH, Net, sgd
-from sidebyside import data
+from rows import WIDTH, Net, Rows, sgd, trains
 from transports import TRANSPORTS, by
+from zoo import data
 
 KIND = "C5: words of errors"
-row = Sentences(KIND, __name__)
+row = Rows(KIND, __name__)
 
 
 def two(params):
@@ -33,9 +32,9 @@ def two(params):
 
 
 HELD = {"or_refused": r"(?i)other (OSS|wrapper|optimizer)|held by|two OSS|FSDP", "fails": {3}}
-row("two OSS have all parameters", two(lambda n: n.named_parameters()), **HELD)
-row("two OSS have all parameters without names", two(lambda n: n.parameters()), **HELD)
-row("a second OSS has one layer", two(lambda n: n.last.named_parameters()), **HELD)
+row.of("two OSS have all parameters", two(lambda n: n.named_parameters()), **HELD)
+row.of("two OSS have all parameters without names", two(lambda n: n.parameters()), **HELD)
+row.of("a second OSS has one layer", two(lambda n: n.last.named_parameters()), **HELD)
 
 
 DO = {
@@ -57,7 +56,7 @@ def apart(zeroth, first):
         trains(t, i)
 
     words = ("(?s)^(?!.*a sum over the ranks)", f"(?<!out of ){zeroth.split()[-1]}")
-    row(f"{zeroth} beside {first}", program, steps=4, same=(), refused={2: words, 3: words})
+    row.of(f"{zeroth} beside {first}", program, steps=4, same=(), refused={2: words, 3: words})
 
 
 apart("step", "forward")
@@ -81,10 +80,10 @@ def replaced(replace, on=(0, 1)):
 
 
 LOST = {"same": (), "refused": {3: r"(last|blocks\.\d\.up)\.weight"}}
-row("a weight is another FSDP's", replaced(lambda n, o: setattr(n.last, "weight", o.last.weight)), **LOST)
-row("on one rank alone", replaced(lambda n, o: setattr(n.last, "weight", o.last.weight), on=[1]), **LOST, fails={3})
-row("a layer is another FSDP's", replaced(lambda n, o: setattr(n, "last", o.last)), **LOST)
-row("a layer is another one", replaced(lambda n, _: setattr(n.blocks[0], "up", n.blocks[1].up)), **LOST, fails={3})
+row.of("a weight is another FSDP's", replaced(lambda n, o: setattr(n.last, "weight", o.last.weight)), **LOST)
+row.of("on one rank alone", replaced(lambda n, o: setattr(n.last, "weight", o.last.weight), on=[1]), **LOST, fails={3})
+row.of("a layer is another FSDP's", replaced(lambda n, o: setattr(n, "last", o.last)), **LOST)
+row.of("a layer is another one", replaced(lambda n, _: setattr(n.blocks[0], "up", n.blocks[1].up)), **LOST, fails={3})
 test_words = row.tests()
 
 ENDS = {

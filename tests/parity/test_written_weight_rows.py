@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 import zero
-from loops import Net, Rows, adam, momentum
+from rows import Net, Rows, adam, changed, momentum
 
-row = Rows("B11: weights written between a forward and its backward")
+row = Rows("B11: weights written between a forward and its backward", __name__)
 
 WRITTEN = dict.fromkeys(range(4), "modified by an inplace operation")
 
@@ -116,17 +116,9 @@ def a_step_without_gradients_comes_between(t, i):
     t.o.step()
 
 
-class Biases(Net):
-    """No graph keeps a bias for its backward."""
-
-    def __init__(self):
-        super().__init__()
-        for p in self.parameters():
-            p.requires_grad_(p.ndim == 1)
-
-
-@row(net=Biases)
+@row(net=lambda: changed(Net(), lambda net: [p.requires_grad_(p.ndim == 1) for p in net.parameters()]))
 def a_step_of_biases_alone_comes_between(t, i):
+    """No graph keeps a bias for its backward."""
     t.o.zero_grad()
     t.loss(i).backward()
     loss = t.loss(10 + i)

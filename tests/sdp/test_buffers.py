@@ -1,8 +1,8 @@
-"""Buffers that become others after wrapping, such as caches that grow with the batch."""
+"""What wrapping and forwards send of a model: its weights at the start, and buffers, also those that become others
+after wrapping, such as caches that grow with the batch."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -13,7 +13,9 @@ from torch.optim import SGD
 import matrix
 import ranks
 import zero
-from transports import between_hosts
+from runs import sgd
+from transports import TRANSPORTS, by
+from zoo import WIDTH, batch, built
 
 LENGTH = 4
 
@@ -34,18 +36,18 @@ class Cached(nn.Module):
         return self.line(x) * self.table[: len(x), None]
 
 
-def grown(rank: int, world: int, stage: int, lengths: list[int], collectives: bool) -> list[float]:
-    with between_hosts() if collectives else nullcontext():
+def grown(rank: int, world: int, stage: int, lengths: list[int], transport: str) -> list[float]:
+    with by(transport):
         model, _ = zero.setup(Cached(), partial(SGD, lr=0.1), stage=stage)
         for length in (LENGTH, lengths[rank], 2):
             model(torch.ones(length, 3)).sum().backward()
     return [*model.module.table.tolist(), model.module.steps.item()]
 
 
-@matrix.combined("stage, lengths, collectives", [2, 3], [[6, 5], [6, 4], [4, 6]], [False, True])
-def test_buffers_of_other_sizes_on_other_ranks_are_refused_on_every_rank(stage, lengths, collectives):
+@matrix.combined("stage, lengths, transport", [2, 3], [[6, 5], [6, 4], [4, 6]], TRANSPORTS)
+def test_buffers_of_other_sizes_on_other_ranks_are_refused_on_every_rank(stage, lengths, transport):
     error = "ValueError" if 4 not in lengths else "RuntimeError"
-    told = ranks.expect_error(grown, 2, error, args=(stage, lengths, collectives), timeout=20)
+    told = ranks.expect_error(grown, 2, error, args=(stage, lengths, transport), timeout=20)
     if 4 in lengths:
         changed = told[lengths.index(6)]
         assert "table: [6], torch.float32" in changed
@@ -57,15 +59,52 @@ def test_buffers_of_other_sizes_on_other_ranks_are_refused_on_every_rank(stage, 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_buffers_that_become_the_same_on_every_rank_go_on_being_those_of_the_first(stage):
     expected = [*range(1, 7), 3]
-    assert ranks.run(grown, args=(stage, [6, 6], False)) == [expected] * 2
+    assert ranks.run(grown, args=(stage, [6, 6], TRANSPORTS[0])) == [expected] * 2
 
 
-def grown_apart(rank: int, world: int) -> int:
+@ranks.on(2)
+def test_buffers_that_are_not_broadcast_may_differ(rank, world):
     model = zero.FSDP(Cached(), broadcast_buffers=False)
     for length in (LENGTH, LENGTH + rank, 2):
         model(torch.ones(length, 3)).sum().backward()
-    return len(model.module.table)
+    assert len(model.module.table) == LENGTH + rank
 
 
-def test_buffers_that_are_not_broadcast_may_differ():
-    assert ranks.run(grown_apart) == [LENGTH, LENGTH + 1]
+class Normed(nn.Sequential):
+    """Other weights and buffers on each rank unless they are `alike`."""
+
+    def __init__(self, rank: int = 0) -> None:
+        torch.manual_seed(rank)
+        super().__init__(nn.Linear(WIDTH, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+        self[1].running_mean += rank
+        self[0].bias.requires_grad_(False)
+
+
+def sharded(model: nn.Module, **options: bool) -> zero.ShardedDDP:
+    return zero.ShardedDDP(model, zero.OSS(model.parameters(), sgd), **options)
+
+
+@ranks.on(2)
+def test_buffers_are_in_step_when_asked(rank, world):
+    """After a forward each rank has those of its own data."""
+    wrapped = sharded(built(Normed), broadcast_buffers=False)
+    wrapped(batch(rank, 0))
+    both = [torch.empty(16), torch.empty(16)]
+    for apart in (True, False):
+        torch.distributed.all_gather(both, wrapped.module[1].running_mean)
+        assert torch.equal(*both) != apart
+        before = both[0].clone()
+        wrapped.sync_buffers()
+    assert torch.equal(wrapped.module[1].running_mean, before)
+
+
+@ranks.on(2)
+def test_models_start_as_the_first_ranks_or_as_they_are(rank, world):
+    sent = []
+    for sync in (False, True):
+        model, before = Normed(rank), zero.traffic()
+        sharded(model, sync_models_at_startup=sync)
+        sent.append((zero.traffic() - before).total)
+        expected = Normed(0 if sync else rank).state_dict()
+        assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    assert rank or sent[1] >= sent[0] + sum(param.nbytes for param in model.parameters())

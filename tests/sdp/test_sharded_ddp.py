@@ -1,26 +1,26 @@
-"""ShardedDDP: where gradients are, what is sent, and what a user sees of the module.
+"""ShardedDDP: where gradients are and what of them is shown, what is sent, and what a user sees of the module.
 
-That it trains right in all kinds of loops is tested in test_parity.py and test_training.py.
+That it trains right in all kinds of loops is in tests/parity.
 """
 
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
 
+import gpus
 import ranks
 import zero
-from models import CASES, GPT, take_step
-from sidebyside import close, data, sgd, stage_2
-from transports import overlapping
-from zero.oss.gradients import full_gradient
+from assertions import close, same
+from rows import Rows
+from runs import sgd, stage_2, take_step
+from zoo import CASES, GPT, built, data
 
 WIDTH = 9
 
@@ -47,26 +47,22 @@ def batch(rank: int, step: int = 0) -> Tensor:
     return data(3, WIDTH, rank=rank, step=step)
 
 
-def grads_after_backward(
-    rank: int, world: int, options: dict[str, Any]
-) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+Grads = dict[str, tuple[Tensor | None, Tensor | None]]
+
+
+def grads_after_backward(rank: int, world: int, options: dict[str, Any]) -> Grads:
     """By name: this rank's shard of the gradient, and the full one averaged by torch."""
-    torch.manual_seed(0)
-    net = GPT()
+    net = built(GPT)
     reference = DistributedDataParallel(copy.deepcopy(net))
     model, optimizer = stage_2(net, sgd, **options)
     tokens = CASES["gpt"].batch(rank, 0).inputs[0]
-    model(tokens).square().mean().backward()
-    reference(tokens).square().mean().backward()
-    assert all(full_gradient(param) is None for param in model.parameters())
+    for each in (model, reference):
+        each(tokens).square().mean().backward()
     expected = dict(reference.module.named_parameters())
     return {name: (optimizer.part(param).grad, expected[name].grad) for name, param in net.named_parameters()}
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize(
-    "options", [{}, {"partition": "whole"}, {"bucket": 1000}], ids=["even", "whole", "small buckets"]
-)
+@pytest.mark.parametrize(("world", "options"), [(2, {}), (3, {"partition": "whole"}), (3, {"bucket": 1000})], ids=str)
 def test_each_rank_keeps_its_part_of_the_averaged_gradients_and_no_more(options, world):
     by_rank = ranks.run(grads_after_backward, world, args=(options,))
     sizes = [sum(shard.numel() for shard, _ in grads.values() if shard is not None) for grads in by_rank]
@@ -81,36 +77,58 @@ def test_each_rank_keeps_its_part_of_the_averaged_gradients_and_no_more(options,
 @pytest.mark.parametrize("bucket", [None, 0], ids=["one bucket", "each alone"])
 @ranks.on(2)
 def test_what_no_rank_used_has_no_gradient_and_does_not_decay(rank, world, bucket):
+    """What any rank used shows a gradient on every rank, with the parameter's name."""
     model, optimizer = stage_2(Net(), sgd, bucket=bucket)
     before = {name: value.clone() for name, value in model.module.state_dict().items()}
     skip = (1,) if rank else (1, 2)  # layer 1 by nobody, layer 2 by some
     model(batch(rank), skip=skip).square().mean().backward()
-    grads = {name: optimizer.part(param).grad for name, param in model.module.named_parameters()}
-    owned = {name for name, param in model.module.named_parameters() if optimizer.part(param).numel()}
-    for name, grad in grads.items():
-        if name.startswith(("layers.1.", "spare.", "frozen.")) or name not in owned:
-            assert grad is None, name
-        else:
-            assert grad is not None, name
+    for name, param in model.named_parameters():
+        used = not name.startswith(("layers.1.", "spare.", "frozen."))
+        assert (param.grad is not None) == used, name
+        assert (optimizer.part(param).grad is not None) == (used and optimizer.part(param).numel() > 0), name
+        if used:
+            shown = param.grad
+            assert (shown.shape, shown.dtype, shown.device) == (param.shape, param.dtype, param.device)
+            assert not shown.is_sparse and name in repr(shown)
     optimizer.step()
     changed = {name for name, value in model.module.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {f"layers.{number}.{kind}" for number in (0, 2, 3) for kind in ("weight", "bias")}
 
 
+def reads(read: Any) -> Any:
+    """read(parameters, optimizer) between backward and step."""
+    return lambda t, i: t.update(t.loss(i), lambda t: read([*t.n.parameters()], t.o))
+
+
+def unscale(_: Any, optimizer: Any) -> None:
+    scaler = torch.amp.GradScaler(gpus.DEVICE)
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+
+
+FACTS = ("(first|last).*has no full gradient", r"optimizer\.clip_grad_norm", r"zero\.grad_norm")
+row = Rows("who computes with a gradient that is sharded is told what to call", __name__, same=(), refused={2: FACTS})
+row.of("clipping by the norm", reads(lambda params, _: nn.utils.clip_grad_norm_(params, 0.1)))
+row.of("clipping by value", reads(lambda params, _: nn.utils.clip_grad_value_(params, 0.1)))
+row.of("a norm by hand", reads(lambda params, _: sum(p.grad.norm() ** 2 for p in params)))
+row.of("a norm of data", reads(lambda params, _: [p.grad.data.abs().max() for p in params]))
+row.of("torch's scaler", reads(unscale))
+row.of("a plain optimizer", reads(lambda params, _: torch.optim.SGD(params, lr=0.1).step()))
+test_rows = row.tests()
+
+
+# ------------------------------------------------------------------------------------------------------ what is sent
+
+
 def sent_in_a_step(rank: int, world: int, options: dict[str, Any]) -> tuple[int, int]:
-    torch.manual_seed(0)
-    net = GPT(width=64, layers=4)
-    size = sum(param.nbytes for param in net.parameters())
-    assert size >= 400_000
+    net = built(partial(GPT, width=64, layers=4))
     model, optimizer = stage_2(net, sgd, **options)
-    for step in range(2):
-        before = zero.traffic()
-        take_step(optimizer, model(CASES["gpt"].batch(rank, step).inputs[0]).square().mean())
-    return (zero.traffic() - before).total, size
+    before = zero.traffic()
+    take_step(optimizer, model(CASES["gpt"].batch(rank, 0).inputs[0]).square().mean())
+    return (zero.traffic() - before).total, sum(param.nbytes for param in net.parameters())
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("options", [{}, {"partition": "whole"}, {"bucket": 50_000}], ids=["even", "whole", "buckets"])
+@pytest.mark.parametrize(("world", "options"), [(2, {}), (4, {"partition": "whole"}), (4, {"bucket": 50_000})], ids=str)
 def test_a_step_sends_what_the_all_reduce_of_ddp_sends(options, world):
     sent = ranks.run(sent_in_a_step, world, args=(options,))
     all_reduce = 2 * (world - 1) * sent[0][1]  # over all ranks
@@ -118,34 +136,15 @@ def test_a_step_sends_what_the_all_reduce_of_ddp_sends(options, world):
 
 
 @ranks.on(2)
-def test_gradients_are_not_all_reduced(rank, world):
-    with overlapping():  # what goes over the user's own group is seen
-        model, optimizer = stage_2(nn.Linear(WIDTH, WIDTH), sgd)  # all parameters of which are used
-        with CommDebugMode() as ours:
-            model(batch(rank).requires_grad_()).square().mean().backward()
-            optimizer.step()
-    with CommDebugMode() as theirs:
-        dist.all_reduce(torch.ones(1))
-    ours, all_reduce = list(map(str, ours.get_comm_counts())), list(map(str, theirs.get_comm_counts()))
-    assert ours and all_reduce
-    assert not set(ours) & set(all_reduce)
-
-
-@ranks.on(2)
 def test_the_module_its_names_and_its_weights_are_the_plain_ones(rank, world):
     net = Net()
-    before = list(net.named_parameters())
-    expected = copy.deepcopy(net.state_dict())
-    optimizer = zero.OSS(net.parameters(), sgd)
-    model = zero.ShardedDDP(net, optimizer)
-    assert model.module is net
-    assert model.layers is net.layers and model.shift is net.shift
+    before, expected = [*net.parameters()], copy.deepcopy(net.state_dict())
+    model, _ = stage_2(net, sgd)
+    assert model.module is net and model.layers is net.layers and model.shift is net.shift
+    assert all(one is other for one, other in zip(before, net.parameters(), strict=True))
+    same(dict(model.state_dict()), dict(expected))
     with pytest.raises(AttributeError, match="no_such"):
         model.no_such  # noqa: B018
-    assert all(one is other for (_, one), (_, other) in zip(before, net.named_parameters(), strict=True))
-    found = model.state_dict()
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
 
     other = {name: torch.full_like(value, 0.1) for name, value in expected.items()}
     assert str(model.load_state_dict(other)) == "<All keys matched successfully>"
@@ -156,24 +155,4 @@ def test_the_module_its_names_and_its_weights_are_the_plain_ones(rank, world):
     plain = Net()
     plain.load_state_dict(other)
     assert torch.equal(model(batch(rank)), plain(batch(rank)))
-    model(batch(rank)).square().mean().backward()
-    optimizer.step()  # what was loaded is what is trained
-    assert not torch.equal(model.layers[0].weight, plain.layers[0].weight)
-    assert (model.layers[0].weight - plain.layers[0].weight).abs().max() < 0.1
     assert not model.eval().module.training and model.train().module.training
-
-
-def out_of_step(rank: int, world: int) -> None:
-    net = nn.Linear(WIDTH, WIDTH)
-    model, optimizer = stage_2(net, sgd)
-    model(batch(rank)).mean().backward()
-    if rank:
-        model(batch(rank)).mean().backward()
-    optimizer.step()
-
-
-def test_a_rank_that_takes_another_step_raises_on_every_rank():
-    messages = ranks.expect_error(
-        out_of_step, 2, RuntimeError, "rank 0", "rank 1", "the reduction of a bucket", timeout=15
-    )
-    assert all("step of OSS" in message for message in messages)

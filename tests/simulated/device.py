@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,12 +19,16 @@ import zero
 PACKAGE = str(Path(zero.__file__).parent)
 
 
-class Site(NamedTuple):
-    """A line of the package by which a stream, or the host, waits: where that is done, or what leads there."""
+class Call(NamedTuple):
+    """Of the package."""
 
     file: str
     function: str
     line: int
+
+
+Site = tuple[Call, ...]
+"""Where a stream, or the host, waits: the call of the device, and the one that led there."""
 
 
 class Stall(NamedTuple):
@@ -98,8 +103,7 @@ class Stream:
 class Device:
     """In the place of torch.cuda.
 
-    waited: where the package did, and the calls that led there. removed: where nothing does, as if the line were not
-    there.
+    waited: where the package did. removed: where nothing does, as if the line were not there.
     stalls: of the computing stream. recording: whether a CUDA graph is.
     """
 
@@ -110,10 +114,10 @@ class Device:
         self.removed: Site | None = None
         self.stalls: list[Stall] = []
         self.recording = False
-        self._names = iter(("gathers", "reductions"))
+        self._numbers = count(1)
 
     def Stream(self, device: object = None, priority: int = 0) -> Stream:
-        return Stream(self, next(self._names, "another stream"))
+        return Stream(self, f"stream {next(self._numbers)}")
 
     def current_stream(self, device: object = None) -> Stream:
         return self._current
@@ -131,11 +135,11 @@ class Device:
 
     def waits_here(self) -> bool:
         """Called by what the package calls in order to wait. Whether it is to."""
-        here = set()
+        here: list[Call] = []
         frame: Any = sys._getframe(2)
-        while frame is not None:
+        while frame is not None and len(here) < 2:
             if frame.f_code.co_filename.startswith(PACKAGE):
-                here.add(Site(frame.f_code.co_filename[len(PACKAGE) + 1 :], frame.f_code.co_name, frame.f_lineno))
+                here.append(Call(frame.f_code.co_filename[len(PACKAGE) + 1 :], frame.f_code.co_name, frame.f_lineno))
             frame = frame.f_back
-        self.waited |= here
-        return self.removed not in here
+        self.waited.add((*here,))
+        return self.removed != (*here,)

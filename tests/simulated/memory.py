@@ -57,6 +57,8 @@ class Memory(TorchDispatchMode):
         self._blocks: dict[ref[torch.UntypedStorage], Block] = {}
         self._freed: dict[Stream, list[Block]] = {}
         self._paused = False
+        self._for_host: bool | None = None
+        self._peaks: tuple[int, int] | None = None
         self.crossed: Counter[str] = Counter()
 
     @contextmanager
@@ -86,9 +88,14 @@ class Memory(TorchDispatchMode):
         ):
             yield
 
-    def in_host_memory(self, tensor: Tensor) -> None:
-        """The tensor lies in the memory of the CPU, pinned."""
-        self._block(tensor.untyped_storage()).home = None
+    @contextmanager
+    def made_for_host(self, for_host: bool) -> Iterator[None]:
+        """What is allocated in here lies in the memory of the CPU, or (False) of the device."""
+        before, self._for_host = self._for_host, for_host
+        try:
+            yield
+        finally:
+            self._for_host = before
 
     def is_in_host_memory(self, tensor: Tensor) -> bool:
         return self._block(tensor.untyped_storage()).home is None
@@ -100,6 +107,14 @@ class Memory(TorchDispatchMode):
     def on_device(self) -> int:
         """Returns the bytes of the tensors in the device's memory."""
         return sum(block.nbytes for block in {*self._blocks.values()} if block.home is not None)
+
+    def reset_peaks(self) -> None:
+        self._peaks = (0, 0)
+
+    def peaks(self) -> tuple[int, int]:
+        """Returns the most bytes on the device, and in the CPU's memory, at any access since `reset_peaks`."""
+        assert self._peaks is not None
+        return self._peaks
 
     def access(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float, label: str) -> None:
         """Runs something on the current stream, or, where all is in the CPU's memory, on the host."""
@@ -118,6 +133,8 @@ class Memory(TorchDispatchMode):
             block.reads[stream] = tick
         for block in written:
             block.writes, block.reads, block.readable = {stream: tick}, {}, True
+        if self._peaks is not None:
+            self._peaks = max(self._peaks[0], self.on_device()), max(self._peaks[1], self.on_cpu())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -132,7 +149,7 @@ class Memory(TorchDispatchMode):
             self._note(name, reads, writes, args, kwargs, func)
         result = func(*args, **kwargs)
         made = [tensor for tensor in tensors_in(result) if ref(tensor.untyped_storage()) not in self._blocks]
-        host = bool(reads) and all(map(self.is_in_host_memory, [*reads, *writes]))
+        host = self._for_host is None and bool(reads) and all(map(self.is_in_host_memory, [*reads, *writes]))
         for tensor in made:
             block = self._block(tensor.untyped_storage())
             if host:
@@ -182,7 +199,8 @@ class Memory(TorchDispatchMode):
         known = ref(storage, self._died)
         if known not in self._blocks:
             kind = "tensor" if storage.nbytes() else "empty tensor"
-            block = Block(f"a {kind} of {storage.nbytes()} bytes", self._current, storage.data_ptr(), storage.nbytes())
+            home = None if self._for_host else self._current
+            block = Block(f"a {kind} of {storage.nbytes()} bytes", home, storage.data_ptr(), storage.nbytes())
             around = [other for other in self._blocks.values() if block.nbytes and other.nbytes and block in other]
             if not around:
                 self._allocate(block)
@@ -209,7 +227,9 @@ class Memory(TorchDispatchMode):
         block.reads, block.writes, block.nbytes, block.recorded = {}, {}, 0, set()
 
     def _allocate(self, block: Block) -> None:
-        block.home = self._current
+        block.home = None if self._for_host else self._current
+        if block.home is None:
+            return
         for freed in self._freed.pop(block.home, []):
             told = f"memory of {freed.name}, which is freed, is used for another, and {{}} still"
             self._expect(block.home, freed.writes, f"{told} writes it")

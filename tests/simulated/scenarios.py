@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +13,15 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import SGD
 
 import zero
-from models import FeedForward, Stack
-from simulated.world import Simulated
-from zero.fsdp import MixedPrecision
+from simulated.world import Simulated, small_pieces
+from zoo import Block, Stack
 
 WIDTH, BLOCKS, RANK, WORLD = 8, 3, 1, 4
 
 sgd = partial(SGD, lr=1e-3, momentum=0.9, foreach=True)  # reads no value on the host, as no optimizer does on a GPU
 
 
-block = partial(FeedForward, WIDTH, 2 * WIDTH)
+block = partial(Block, WIDTH, 2 * WIDTH)
 net = partial(Stack, block, WIDTH, 3, blocks=BLOCKS)  # with parameters in the root unit, too
 
 
@@ -41,58 +39,52 @@ def step(model: nn.Module, optimizer: Any) -> None:
 
 
 def wrapped(module: nn.Module, comm: Any, **options: Any) -> tuple[nn.Module, Any]:
-    model = zero.FSDP(module, process_group=comm, auto_wrap_policy=ModuleWrapPolicy({FeedForward}), **options)
+    model = zero.FSDP(module, process_group=comm, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
     return model, sgd(model.parameters())
 
 
-def stage_3(*, net: Callable[[], nn.Module] = net, take: Step = step, world: int = WORLD, **options: Any) -> Any:
-    def run(there: Simulated) -> None:
-        comm = there.comm(min(RANK, world - 1), world)
+def built(
+    there: Simulated, stage: int, module: nn.Module, *, world: int = WORLD, optim: Any = sgd, **options: Any
+) -> tuple[nn.Module, Any]:
+    """One rank of `world`. options: of FSDP, or of OSS and ShardedDDP."""
+    comm: Any = there.comm(min(RANK, world - 1), world)
+    if stage == 3:
         hybrid = options.get("sharding_strategy") == "HYBRID_SHARD"
-        groups = (comm, there.comm(0, 2)) if hybrid else comm
-        model, optimizer = wrapped(net(), groups, **options)
-        for _ in range(3):
-            take(model, optimizer)
+        model, _ = wrapped(module, (comm, there.comm(0, 2)) if hybrid else comm, **options)
+        return model, optim(model.parameters())
+    of_ddp = {name: options.pop(name) for name in ("reduce_fp16", "reduce_buffer_size") if name in options}
+    optimizer = zero.OSS(module.parameters(), optim, comm, **options)
+    return zero.ShardedDDP(module, optimizer, **of_ddp) if stage == 2 else module, optimizer
 
-    return run
 
-
-def stage_2(
+def trains(
+    stage: int,
     *,
-    bucket: int | None = None,
+    net: Callable[[], nn.Module] = net,
     take: Step = step,
-    world: int = WORLD,
     dtype: torch.dtype = torch.float32,
+    bucket: int | None = None,
     **options: Any,
-) -> Any:
-    of_ddp = {name: options.pop(name) for name in ("reduce_fp16",) if name in options}
+) -> Callable[[Simulated], None]:
+    if bucket is not None:
+        options["reduce_buffer_size"] = bucket
 
     def run(there: Simulated) -> None:
-        module = net().to(dtype)
-        optimizer = zero.OSS(module.parameters(), sgd, there.comm(min(RANK, world - 1), world), **options)
-        model = zero.ShardedDDP(module, optimizer, reduce_buffer_size=bucket, **of_ddp)
+        model, optimizer = built(there, stage, net().to(dtype), **options)
         for _ in range(3):
             take(model, optimizer)
 
     return run
 
 
-def stage_1(*, take: Step = step, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
-    def run(there: Simulated) -> None:
-        model = net().to(dtype)
-        optimizer = zero.OSS(model.parameters(), sgd, there.comm(RANK, WORLD), **options)
-        for _ in range(3):
-            take(model, optimizer)
-
-    return run
+stage_1, stage_2, stage_3 = (partial(trains, stage) for stage in (1, 2, 3))
 
 
 def in_small_chunks(run: Any) -> Any:
     """Masters are stepped and sent in more pieces than there are buffers to round them in."""
 
     def chunked(there: Simulated) -> None:
-        stepped = mock.patch.multiple("zero.features.offload.pieces", _OF_A_THREAD=16, _LEAST=16)
-        with mock.patch("zero.features.streams._PIECE", 16), stepped:
+        with small_pieces(16):
             run(there)
 
     return chunked
@@ -183,7 +175,7 @@ def masters_written(model: nn.Module, optimizer: Any) -> None:
         optimizer.part(param).data.mul_(0.9)
 
 
-class Sparing(FeedForward):
+class Sparing(Block):
     """With a parameter that other ranks use."""
 
     def __init__(self) -> None:
@@ -213,7 +205,7 @@ class Averaging(nn.Sequential):
         return x
 
 
-HALF = MixedPrecision(param_dtype=torch.bfloat16)
+HALF = zero.MixedPrecision(param_dtype=torch.bfloat16)
 OFFLOAD = zero.CPUOffload()
 
 SCENARIOS: dict[str, Any] = {
@@ -221,23 +213,18 @@ SCENARIOS: dict[str, Any] = {
     "3, no parameters in the root": stage_3(net=lambda: nn.Sequential(*blocks())),
     "3 memory first": stage_3(prefetch=zero.MEMORY_FIRST),
     "3 speed first": stage_3(prefetch=zero.SPEED_FIRST),
-    "3, gathered after backward": stage_3(prefetch=zero.Prefetch("BACKWARD_POST")),
     "3, two units in flight": stage_3(prefetch=zero.Prefetch("BACKWARD_PRE", limit=2)),
     "3 kept": stage_3(reshard_after_forward=False),
     "3 hybrid": stage_3(sharding_strategy="HYBRID_SHARD"),
     "3 replicated": stage_3(sharding_strategy="NO_SHARD"),
     "3 in 16 bits": stage_3(mixed_precision=HALF),
     "3 full parameters": stage_3(partition="whole"),
-    "3 clipped": stage_3(take=with_clipping),
     "3 accumulated": stage_3(take=in_two_backwards),
     "3 written before backward": stage_3(take=written_before_backward),
     "3 written in forward": stage_3(net=lambda: Averaging(*blocks())),
     "3 evaluated": stage_3(take=evaluated_and_written),
     "3 offloaded": stage_3(offload=OFFLOAD),
-    "3 offloaded, one rank": stage_3(offload=OFFLOAD, world=1),
     "3 offloaded in 16 bits": stage_3(offload=OFFLOAD, mixed_precision=HALF),
-    "3 offloaded in 16 bits, one rank": stage_3(offload=OFFLOAD, mixed_precision=HALF, world=1),
-    "3 offloaded, clipped": stage_3(offload=OFFLOAD, take=with_clipping),
     "3 offloaded in 16 bits, one rank, clipped": stage_3(
         offload=OFFLOAD, mixed_precision=HALF, world=1, take=with_clipping
     ),
@@ -248,11 +235,8 @@ SCENARIOS: dict[str, Any] = {
     "3 offloaded, some unused": stage_3(
         offload=OFFLOAD, take=of_older_forwards, net=lambda: nn.Sequential(*(Sparing() for _ in range(2)))
     ),
-    "2 offloaded": stage_2(bucket=200, offload=OFFLOAD),
     "2 offloaded, clipped": stage_2(bucket=200, offload=OFFLOAD, take=with_clipping),
     "2 offloaded, accumulated": stage_2(bucket=200, offload=OFFLOAD, take=in_two_backwards),
-    "2 offloaded, one rank": stage_2(bucket=200, offload=OFFLOAD, world=1),
-    "2 offloaded in 16 bits, one rank": stage_2(bucket=200, offload=OFFLOAD, dtype=torch.bfloat16, world=1),
     "2 offloaded in 16 bits, one rank, accumulated": stage_2(
         bucket=200, offload=OFFLOAD, dtype=torch.bfloat16, world=1, take=in_two_backwards
     ),
@@ -262,12 +246,9 @@ SCENARIOS: dict[str, Any] = {
     "1 offloaded, with other strides": stage_1(offload=OFFLOAD, take=with_other_strides),
     "1 with master weights": stage_1(master_dtype=torch.float32, dtype=torch.bfloat16),
     "1 offloaded in 16 bits": in_small_chunks(stage_1(offload=OFFLOAD, dtype=torch.bfloat16)),
-    "1 offloaded": stage_1(offload=OFFLOAD),
-    "2": stage_2(),
     "2 in small buckets": stage_2(bucket=200, take=with_clipping),
     "2 in 16 bits": stage_2(bucket=200, reduce_fp16=True, broadcast_fp16=True),
     "2 whole parameters": stage_2(bucket=200, partition="whole"),
     "2 accumulated": stage_2(bucket=200, take=in_two_backwards),
-    "1": stage_1(),
     "1 in 16 bits": stage_1(broadcast_fp16=True),
 }

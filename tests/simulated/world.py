@@ -1,15 +1,21 @@
-"""One rank of a group on the device that is not there."""
+"""One rank of a group on the device that is not there.
+
+This is all that is put in the place of something: `Elsewhere` and Device stand for torch.cuda, SimulatedLink for the
+process group, and of zero's own, what it keeps of a device from one run to the next is kept apart.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from simulated.device import Device, Site
 from simulated.group import Group
@@ -19,13 +25,11 @@ from zero.comm.link import Link, Transports
 from zero.comm.order import Order
 from zero.comm.process_group import Overlapping
 from zero.comm.transport import Local, Transport
-from zero.features import offload
-from zero.features.streams import Streams
 from zero.plan.transport import Rehearsal
-from zero.shards import masters
-from zero.shards.shard_group import ShardGroup
 
-_tensor = torch.tensor
+_make_wrapper_subclass, _frombuffer = Tensor._make_wrapper_subclass, torch.frombuffer
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 
 
 class SimulatedLink(Link):
@@ -38,16 +42,14 @@ class SimulatedLink(Link):
             Group(simulated.device, simulated.memory, world, simulated.transfer, own_stream=simulated.own_stream)
             for _ in range(2)
         ]
-        where = self.order, groups[0], rank, world
         overlapping = Overlapping(
-            *where,
+            *(self.order, groups[0], rank, world),
             blocks=False,
             checks=self._checks,
             name="nccl",
             reduces_by=groups[1],
             abort=lambda: simulated.aborted.append(1),
         )
-
         self.transports = Transports(lambda kind: Local() if world == 1 else overlapping)
 
     @property
@@ -60,6 +62,66 @@ class SimulatedLink(Link):
     def joined(self, across: Link) -> Link:
         rank, world = self.rank * across.world + across.rank, self.world * across.world
         return SimulatedLink(self.simulated, rank, world)
+
+
+class Elsewhere(TorchFunctionMode):
+    """All tensors lie on the CPU. Here they say that they lie where `memory` has noted them to be, and what is moved
+    or made elsewhere is noted there."""
+
+    def __init__(self, memory: Memory) -> None:
+        super().__init__()
+        self._memory = memory
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward:
+            return self._backward(*args)
+        if func == Tensor.device.__get__:
+            return self._place(args[0])
+        if func == Tensor.data.__set__ and self._place(args[0]) != self._place(args[1]):
+            self._forget_graph(args[0])
+        if func is Tensor.is_pinned:
+            return self._memory.is_in_host_memory(args[0])
+        if func is Tensor.to:
+            target = kwargs.pop("device", args[1] if len(args) > 1 else None)
+            if isinstance(target, Tensor):
+                return self._moved(args[0], self._place(target), target.dtype, **kwargs)
+            if isinstance(target, (torch.device, str)):
+                return self._moved(args[0], torch.device(target), *args[2:3], **kwargs)
+        if kwargs.get("device") is None:
+            return func(*args, **kwargs)
+        on_cpu = torch.device(kwargs["device"]) == CPU
+        if not on_cpu and torch.device(kwargs["device"]) != GPU:
+            return func(*args, **kwargs)
+        with self._memory.made_for_host(on_cpu):
+            return func(*args, **{**kwargs, "device": "cpu", **({"pin_memory": False} if on_cpu else {})})
+
+    def _backward(self, loss: Tensor) -> None:
+        """Without torch's own entry, which would keep this from what hooks do."""
+        with self:
+            torch.autograd.graph._engine_run_backward(
+                (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+
+    def _forget_graph(self, param: Tensor) -> None:
+        """As torch does where a parameter is given data on another device."""
+        with self._memory.paused():
+            param.data = torch.empty(0, dtype=torch.complex64)
+
+    def _place(self, tensor: Tensor) -> torch.device:
+        if tensor.device != CPU or type(tensor) not in (Tensor, nn.Parameter):
+            return GPU if tensor.device == CPU else tensor.device
+        return CPU if self._memory.is_in_host_memory(tensor) else GPU
+
+    def _moved(
+        self, tensor: Tensor, target: torch.device, dtype: Any = None, *, copy: bool = False, **options: Any
+    ) -> Tensor:
+        dtype = dtype or tensor.dtype
+        if target not in (CPU, GPU) or self._place(tensor) == target:
+            return tensor.to(dtype, copy=copy)
+        with self._memory.made_for_host(target == CPU):
+            made = torch.empty_like(tensor, dtype=dtype)
+        return made.copy_(tensor, **options)
 
 
 @dataclass(frozen=True)
@@ -92,54 +154,54 @@ def simulated(
     device = Device()
     device.removed = removed
     memory = Memory(device, compute)
-    with mock.patch("torch.get_device_module", return_value=device):
-        streams = Streams(torch.device("cuda:0"))
-    with ExitStack() as stack:
-        of_all = mock.patch("zero.shards.shard_group.streams_of", lambda _: streams)  # noqa: PT008 - a mock keeps the tensor
-        stack.enter_context(of_all)
-        _tell_devices_apart(device, memory, stack)
-        stack.enter_context(memory.watching())
+
+    def wrapping(*args: Any, device: object = None, **how: Any) -> Any:
+        return _make_wrapper_subclass(*args, **how, device=CPU)
+
+    def from_buffer(*args: Any, **how: Any) -> Tensor:
+        with memory.made_for_host(True):
+            made = _frombuffer(*args, **how)
+            assert memory.is_in_host_memory(made)
+        return made
+
+    def by_place(lists: Sequence[list[Any]], with_indices: bool = False) -> dict[Any, Any]:
+        """Optimizers step at once what is on one device."""
+        places: dict[Any, list[int]] = {}
+        for place, tensor in enumerate(lists[0]):
+            places.setdefault((tensor.device, tensor.dtype), []).append(place)
+        return {key: ([[one[n] for n in own] if one else [] for one in lists], own) for key, own in places.items()}
+
+    with (
+        mock.patch.dict("zero.features.streams._by_device", clear=True),
+        mock.patch("torch.get_device_module", return_value=device),
+        mock.patch("torch.cuda.is_current_stream_capturing", device.is_current_stream_capturing),
+        mock.patch("torch.frombuffer", from_buffer),
+        mock.patch.object(Tensor, "_make_wrapper_subclass", wrapping),
+        mock.patch.object(Optimizer, "_group_tensors_by_device_and_dtype", staticmethod(by_place)),
+        memory.watching(),
+        Elsewhere(memory),
+    ):
         yield Simulated(device, memory, transfer, own_stream, [])
 
 
-def _tell_devices_apart(device: Device, memory: Memory, stack: ExitStack) -> None:
-    """By where `memory` has noted them to be: all tensors are on one device here."""
-    place, refresh, to_host = offload.CPUOffload.place, masters.refresh, Streams.to_host
-    buffer, on_host = Streams.host_buffer, memory.is_in_host_memory
+@contextmanager
+def small_pieces(numel: int) -> Iterator[None]:
+    """Offloaded shards are stepped, rounded and sent so many elements at a time."""
+    with (
+        mock.patch("zero.features.streams._PIECE", numel),
+        mock.patch.multiple("zero.features.offload.pieces", _OF_A_THREAD=numel, _LEAST=numel),
+    ):
+        yield
 
-    def host_waits() -> None:
-        device.host.join(device.current_stream().clock)
 
-    def placed(home: offload.CPUOffload, shard: Tensor) -> Tensor:
-        there = place(home, shard)
-        memory.in_host_memory(there)
-        host_waits()
-        return there
-
-    def refreshed(group: ShardGroup) -> None:
-        refresh(group)
-        host_waits()  # for copies of the parameters
-
-    def to_host_memory(streams: Streams, source: Tensor, to: Tensor) -> None:
-        memory.in_host_memory(to)
-        to_host(streams, source, to)
-
-    def host_buffer(*args: Any, **kwargs: Any) -> Tensor:
-        made = buffer(*args, **kwargs)
-        memory.in_host_memory(made)
-        return made
-
-    def tensor(*args: Any, **kwargs: Any) -> Tensor:
-        made = _tensor(*args, **kwargs)
-        if kwargs.get("device") == "cpu":
-            memory.in_host_memory(made)
-        return made
-
-    for module in ("zero.shards.shard_group", "zero.features.streams", "zero.features.offload.norms"):
-        stack.enter_context(mock.patch(f"{module}.apart", lambda one, other: on_host(one) != on_host(other)))
-    stack.enter_context(mock.patch.object(offload.CPUOffload, "place", placed))
-    stack.enter_context(mock.patch.object(offload.CPUOffload, "has", lambda home, shard: on_host(shard)))
-    stack.enter_context(mock.patch.object(masters, "refresh", refreshed))
-    stack.enter_context(mock.patch.object(Streams, "to_host", to_host_memory))
-    stack.enter_context(mock.patch.object(Streams, "host_buffer", staticmethod(host_buffer)))
-    stack.enter_context(mock.patch("torch.tensor", tensor))
+@contextmanager
+def pinning() -> Iterator[mock.Mock]:
+    """CUDA's runtime, which pins everything."""
+    runtime = mock.Mock()
+    runtime.cudaHostRegister.return_value = 0
+    with (
+        mock.patch("torch.cuda.is_available", return_value=True),
+        mock.patch("torch.cuda.current_device", return_value=0),
+        mock.patch("torch.cuda.cudart", return_value=runtime),
+    ):
+        yield runtime

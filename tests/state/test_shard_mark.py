@@ -16,8 +16,8 @@ from torch.optim import Adam
 
 import ranks
 import zero
-from models import take_step
-from reference import same
+from assertions import same
+from runs import take_step
 
 SHARDED = [1, 2, 3]
 TOLD = r"only one rank.s shard .*\(rank . of 2, .*consolidate_state_dict\(\).* optim_state_dict\(.*checkpoint\.save\("

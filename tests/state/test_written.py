@@ -17,8 +17,8 @@ from torch.optim import SGD
 
 import ranks
 import zero
-from models import take_step
-from reference import refusal
+from ranks import refusal
+from runs import take_step
 
 
 class Net(nn.Module):

@@ -1,0 +1,138 @@
+"""What the computing of a settled step waits for, on a simulated GPU: a product takes a second, a transfer 1.5.
+
+A forward of a block is two products, its backward four, so that any one transfer can hide behind a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim import SGD
+
+import zero
+from simulated.device import Stall
+from simulated.world import Simulated, simulated
+
+WIDTH, BLOCKS, RANK, WORLD = 16, 4, 1, 4
+
+
+class Block(nn.Module):
+    """size: of its parameters. times: how often they are computed with."""
+
+    def __init__(self, size: int = 1, times: int = 1) -> None:
+        super().__init__()
+        self.times = times
+        self.up, self.down = nn.Linear(WIDTH, 2 * size * WIDTH), nn.Linear(2 * size * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = x + self.down(torch.relu(self.up(x)))
+        return x
+
+
+class WithRoot(nn.Sequential):
+    """The root unit has parameters, too, with which as much is computed before the first block as in one."""
+
+    def __init__(self) -> None:
+        super().__init__(*(Block() for _ in range(BLOCKS)))
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(self.first(x))
+        for block in [*self][:BLOCKS]:
+            x = block(x)
+        return self.last(x)
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+
+def seconds(operator: Any, args: Sequence[Any]) -> float:
+    return float(operator.name().startswith(("aten::addmm", "aten::mm")))
+
+
+def transfer(nbytes: int) -> float:
+    return 1.5 if nbytes > 64 else 0.0
+
+
+def stalls_of_a_step(there: Simulated, model: nn.Module, optimizer: Any) -> list[Stall]:
+    """In the last of three."""
+    for _ in range(3):
+        there.device.stalls.clear()
+        optimizer.zero_grad()
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+    return list(there.device.stalls)
+
+
+def stage_3(net: nn.Module, seconds_of: Any = transfer, **options: Any) -> list[Stall]:
+    with simulated(compute=seconds, transfer=seconds_of) as there:
+        groups: Any = there.comm(RANK, WORLD)
+        if options.get("sharding_strategy") == "HYBRID_SHARD":
+            groups = (groups, there.comm(0, 2))
+        model = zero.FSDP(net, process_group=groups, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+        return stalls_of_a_step(there, model, SGD(model.parameters(), 1e-3, foreach=True))
+
+
+def waits(stalls: Sequence[Stall]) -> list[str]:
+    return [stall.what.split()[0] for stall in stalls]
+
+
+HIDDEN: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
+    "a chain of blocks": (blocks, {}, ["gather", "reduce"]),
+    "in 16 bits": (blocks, {"mixed_precision": zero.MixedPrecision(torch.bfloat16)}, ["gather", "reduce"]),
+    "parameters in the root": (WithRoot, {}, ["gather", "reduce"]),
+    "kept parameters": (blocks, {"reshard_after_forward": False}, ["gather", "reduce"]),
+    "averages over replicas": (blocks, {"sharding_strategy": "HYBRID_SHARD"}, ["gather", "all-reduce"]),
+}
+
+
+@pytest.mark.parametrize("case", HIDDEN)
+def test_only_the_first_gather_and_the_last_reduction_are_waited_for_at_stage_3(case):
+    net, options, expected = HIDDEN[case]
+    assert waits(stage_3(net(), **options)) == expected
+
+
+@pytest.mark.parametrize("seconds_a_byte", [1 / 16384, pytest.param(1 / 512, marks=pytest.mark.slow)])
+def test_kept_parameters_expose_no_more_than_resharding(seconds_a_byte):
+    """In mixed precision, with fast links and with such that take longer than the computing."""
+    half = zero.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+    kept, resharded = (
+        sum(
+            stall.seconds
+            for stall in stage_3(
+                WithRoot(),
+                lambda nbytes: nbytes * seconds_a_byte,
+                mixed_precision=half,
+                reshard_after_forward=resharded,
+            )
+        )
+        for resharded in (False, True)
+    )
+    assert 0 < kept <= resharded
+
+
+def test_gathers_do_not_wait_for_computing_where_no_memory_is_freed_for_them():
+    """The last takes longer than the block before it, but not than all that is computed before."""
+    uneven = nn.Sequential(Block(times=5), Block(), Block(), Block(size=4))
+    stalls = stage_3(uneven, lambda nbytes: nbytes / 4096, reshard_after_forward=False)
+    assert waits(stalls).count("gather") == 1
+
+
+def test_without_prefetch_every_transfer_is_waited_for():
+    assert waits(stage_3(blocks(), prefetch=zero.MEMORY_FIRST)).count("gather") == 2 * BLOCKS
+
+
+def test_the_last_reduction_and_the_gathers_of_the_optimizer_are_waited_for_at_stage_2():
+    with simulated(compute=seconds, transfer=transfer) as there:
+        net = blocks()
+        optimizer = zero.OSS(net.parameters(), SGD, there.comm(RANK, WORLD), lr=1e-3, foreach=True)
+        model = zero.ShardedDDP(net, optimizer, reduce_buffer_size=sum(p.numel() for p in net[0].parameters()))
+        stalls = stalls_of_a_step(there, model, optimizer)
+    assert waits(stalls) == ["reduce", *["gather"] * BLOCKS]

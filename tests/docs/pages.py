@@ -1,0 +1,26 @@
+"""README.md and the pages under docs/, and their blocks of Python.
+
+Where the line above a block is `<!-- after: NAME -->`, NAME of `documented.PREAMBLES` comes first, and the block sees
+what it defines. `<!-- script -->` marks a script that is started as one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def blocks(page: Path) -> Iterator[tuple[int, str, str]]:
+    """Line, marker and source of each block."""
+    text = page.read_text()
+    for found in re.finditer(r"(?:^<!-- ([^\n]*) -->\n)?^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        yield text.count("\n", 0, found.start(2)) + 1, found[1] or "", found[2]
+
+
+def section(page: str, title: str) -> str:
+    return (ROOT / "docs" / page).read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]

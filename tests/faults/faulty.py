@@ -1,0 +1,180 @@
+"""A small run at any stage in which one rank does what it should not; what the ranks say then, and how soon."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.optim import Optimizer
+
+import gpus
+import zero
+from runs import take_step
+from transports import by
+
+WORLD, VICTIM = 3, 1
+STEPS, FAULTY_STEP = 4, 2
+GROUP_TIMEOUT = 10.0 if gpus.ON else 2.0  # NCCL's own watchdog ends the process at this time
+"""Seconds that a rank which does not come is waited for."""
+
+ENDS = ["killed", "stopped", "left", "raised"]
+"""How a rank may end, wherever it is."""
+
+PLACES = ["forward", "backward", "save", "load", "construction", "summon_full_params", "offload"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """fault: what the victim does. where: in which part of the run."""
+
+    fault: str
+    where: str
+    stage: int
+    transport: str
+
+    def __str__(self) -> str:
+        return f"{self.fault} in {self.where}, stage {self.stage}, {self.transport}"
+
+    @property
+    def possible(self) -> bool:
+        return self.stage == 3 or self.where not in ("summon_full_params", "offload")
+
+
+class Fault(Exception):
+    """What a victim raises."""
+
+
+class Trigger:
+    """Goes off on the victim, where it is armed for."""
+
+    def __init__(self, case: Case, rank: int, folder: Path) -> None:
+        self._fault = case.fault if rank == VICTIM else None
+        self._note = folder / "fault"
+        self.armed = ""
+
+    def pull(self, where: str) -> None:
+        if self._fault is None or where != self.armed:
+            return
+        self.armed = ""
+        partial_note = self._note.with_suffix(".partial")
+        partial_note.write_text(repr(time.monotonic()))
+        partial_note.rename(self._note)  # whole at once: others may be looking
+        if self._fault == "raised":
+            raise Fault("the victim's own")
+        if self._fault == "left":
+            os._exit(0)
+        os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[self._fault])
+
+    def since(self) -> float:
+        """Seconds since it went off: processes of one machine have one clock."""
+        return time.monotonic() - float(self._note.read_text()) if self._note.exists() else float("nan")
+
+
+class Faulty(nn.Module):
+    """Passes its input on, and is asked by autograd and checkpoints where a rank may fail."""
+
+    def __init__(self, trigger: Trigger) -> None:
+        super().__init__()
+        self._pull = trigger.pull
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self._pull("forward")
+        output = inputs * 1
+        if output.requires_grad:
+            output.register_hook(lambda _: self._pull("backward"))
+        return output
+
+    def get_extra_state(self) -> int:
+        self._pull("save")
+        return 0
+
+    def set_extra_state(self, state: int) -> None:
+        self._pull("load")
+
+
+class FailingSGD(torch.optim.SGD):
+    """Its constructor is where a construction may fail."""
+
+    def __init__(self, params: Any, trigger: Trigger, **options: Any) -> None:
+        trigger.pull("construction")
+        super().__init__(params, **options)
+
+
+def run(rank: int, world: int, case: Case, folder: Path) -> tuple[float, str]:
+    """How long after the fault this rank ended, and with which error. A victim that raises or leaves ends for good."""
+    (folder / f"process-{rank}").write_text(str(os.getpid()))
+    trigger = Trigger(case, rank, folder)
+    group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT))
+    with by(case.transport):
+        try:
+            _train(case, group, trigger, folder)
+            told = "no error"
+        except Exception as error:
+            told = f"{type(error).__name__}: {error}"
+            if isinstance(error, Fault):
+                os._exit(1)
+    ended = trigger.since()
+    if case.fault == "stopped":
+        _end_the_stopped(rank, folder)
+    return ended, told
+
+
+def _train(case: Case, group: Any, trigger: Trigger, folder: Path) -> None:
+    model, optimizer = _build(case, group, trigger, folder)
+    if case.where == "load":
+        zero.checkpoint.save(folder / "run", model, optimizer)
+    for step in range(STEPS):
+        if step == FAULTY_STEP:
+            trigger.armed = case.where
+            _visit(case.where, model, optimizer, trigger, folder)
+        take_step(optimizer, model(torch.randn(4, 64)).square().mean())
+
+
+def _visit(where: str, model: Any, optimizer: Optimizer, trigger: Trigger, folder: Path) -> None:
+    """What the run does once, where the fault lies there."""
+    if where == "save":
+        zero.checkpoint.save(folder / "run", model, optimizer)
+    elif where == "load":
+        zero.checkpoint.load(folder / "run", model, optimizer)
+    elif where == "summon_full_params":
+        with model.summon_full_params():
+            trigger.pull(where)
+    elif where == "offload":
+        trigger.pull(where)
+
+
+def _build(case: Case, group: Any, trigger: Trigger, folder: Path) -> tuple[nn.Module, Optimizer]:
+    if case.where == "construction":
+        zero.setup(nn.Linear(8, 8), torch.optim.SGD, stage=3, process_group=group, lr=0.01)  # so that ranks have met
+        trigger.armed = case.where
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), Faulty(trigger), nn.Linear(64, 64))
+    if case.where == "construction" and case.stage < 3:
+        optim = partial(FailingSGD, trigger=trigger)
+        return model, zero.OSS(model.parameters(), optim, group, partition="even", lr=0.01)
+    policy = CustomPolicy(lambda _: trigger.pull("construction") or False)
+    offload = zero.DiskOffload(folder / "shards") if case.where == "offload" else None
+    options = {"auto_wrap_policy": policy, "offload": offload, "process_group": group}
+    return zero.setup(model, torch.optim.SGD, stage=case.stage, lr=0.01, **options)
+
+
+def _end_the_stopped(rank: int, folder: Path) -> None:
+    """Once all others have ended, so that none of them was told by its end."""
+    (folder / f"ended-{rank}").touch()
+    others = [other for other in range(WORLD) if other != VICTIM]
+    if rank == others[0]:
+        until = time.monotonic() + 3 * GROUP_TIMEOUT
+        while not all((folder / f"ended-{other}").exists() for other in others) and time.monotonic() < until:
+            time.sleep(0.01)
+        with suppress(ProcessLookupError):
+            os.kill(int((folder / f"process-{VICTIM}").read_text()), signal.SIGKILL)

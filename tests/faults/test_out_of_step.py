@@ -1,0 +1,188 @@
+"""Ranks that do different things: each rank is told so, at once, and no rank is told to choose other units.
+
+`make faults` sets ZERO_FAULTS=1 and runs every row at all of its stages, over each transport.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import matrix
+import ranks
+import zero
+from ranks import refusal
+from runs import sgd, take_step
+from transports import TRANSPORTS, by
+from zoo import Stack, batch, loss_on
+
+COLLECTIVE = "collective: call it on every rank"
+IN_STEP = r"out of step: rank \d is in \w+ .+, but rank \d in \w+ "
+WAITED = 2  # seconds, for a rank that does not come
+SEEN = ("gloo", 3)  # in a schedule that ranks have seen before, where they look after one another once they wait
+
+
+def trains(model: nn.Module, optimizer: Any, rank: int, steps: int = 3) -> None:
+    for step in range(steps):
+        take_step(optimizer, loss_on(rank, step)(model))
+
+
+def evaluates(model: nn.Module, optimizer: Any, rank: int) -> None:
+    with torch.no_grad():
+        model(batch(rank, 0))
+
+
+def saves_the_optimizer(model: nn.Module, optimizer: Any, rank: int) -> None:
+    if isinstance(model, zero.FSDP):
+        model.optim_state_dict(optimizer)
+    else:
+        optimizer.consolidate_state_dict()
+
+
+def saves_a_checkpoint(model: nn.Module, optimizer: Any, rank: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        zero.checkpoint.save(folder, model, optimizer)
+
+
+def steps_after(change: Callable[[Any, Any], object]) -> Callable[[nn.Module, Any, int], None]:
+    """change: of the model and its optimizer, between backward and step."""
+
+    def program(model: nn.Module, optimizer: Any, rank: int) -> None:
+        loss_on(rank, 0)(model).backward()
+        change(model, optimizer)
+        optimizer.step()
+
+    return program
+
+
+def fail(*_: object) -> None:
+    raise ValueError("no room here")
+
+
+def fails_in_its_optimizer(model: nn.Module, optimizer: Any, rank: int) -> None:
+    handle = optimizer.optim.register_step_pre_hook(fail)
+    try:
+        trains(model, optimizer, rank)
+    finally:
+        handle.remove()
+
+
+PROGRAMS: dict[str, Callable[[nn.Module, Any, int], object]] = {
+    "trains": trains,
+    "has finished": lambda model, optimizer, rank: None,
+    "saves": lambda model, optimizer, rank: model.state_dict(),
+    "saves to one": lambda model, optimizer, rank: zero.full_state_dict(model, to=0),
+    "saves the optimizer": saves_the_optimizer,
+    "saves a checkpoint": saves_a_checkpoint,
+    "evaluates": evaluates,
+    "runs one forward": lambda model, optimizer, rank: model(batch(rank, 0)),
+    "skips a step": lambda model, optimizer, rank: loss_on(rank, 0)(model).backward(),
+    "skips a backward": lambda model, optimizer, rank: (model(batch(rank, 0)), optimizer.step()),
+    "casts its model": steps_after(lambda model, optimizer: model.half()),
+    "edits its groups": steps_after(lambda model, optimizer: optimizer.param_groups[0]["params"].pop(0)),
+    "fails in its optimizer": fails_in_its_optimizer,
+}
+OSS_REFUSES = ("out of step", "rank 0 in a step of OSS that it refuses")
+Facts = tuple[str, ...]
+ROWS: dict[tuple[str, str], tuple[tuple[int, ...], Facts, Facts]] = {
+    # Rank 0 does the first and then trains, unless that raised; the other does the second.
+    # At which stages; patterns in the error of rank 0, of the other.
+    (alone, others): (stages, own or facts, facts)
+    for alone, others, stages, facts, own in [
+        ("saves", "trains", (3,), (IN_STEP, r"the full tensors of .*state_dict\(\)", COLLECTIVE), None),
+        ("saves to one", "trains", (3,), (IN_STEP, "the collection of full tensors", COLLECTIVE), None),
+        ("saves the optimizer", "trains", (3,), (IN_STEP, "the collection of full tensors or state", COLLECTIVE), None),
+        ("evaluates", "trains", (3,), (IN_STEP, "rank 0 (is )?in the gathering of the root unit", COLLECTIVE), None),
+        ("evaluates", "has finished", (3,), ("^$",), ("rank 0 failed in", COLLECTIVE)),
+        ("saves the optimizer", "has finished", (2,), ("^$",), ("rank 0 failed in", COLLECTIVE)),
+        ("saves a checkpoint", "trains", (1, 2, 3), (IN_STEP,), None),
+        ("runs one forward", "trains", (1, 2, 3), (IN_STEP,), None),
+        ("skips a step", "trains", (1, 2, 3), (IN_STEP,), None),
+        ("skips a backward", "trains", (1, 2, 3), (IN_STEP,), None),
+        (
+            "casts its model",
+            "trains",
+            (1, 2),
+            OSS_REFUSES,
+            ("was moved, cast or given other data after OSS was built",),
+        ),
+        ("edits its groups", "trains", (1, 2), OSS_REFUSES, ("param_groups were edited",)),
+        ("fails in its optimizer", "trains", (1, 2), ("out of step", "in a step .* its opt"), ("no room here",)),
+    ]
+}
+
+
+def cases() -> list[Any]:
+    """In the suite each row once, at its stages, transports and ages of a training in turn."""
+    found = []
+    for number, (row, (stages, _, facts)) in enumerate(ROWS.items()):
+        every = [*product(stages, TRANSPORTS, [0, 3])]
+        for stage, *how in every if matrix.FAULTS else [every[5 * number % len(every)]]:
+            waits = facts[0] == "^$" or (facts[0] == IN_STEP and (stage == 1 or tuple(how) == SEEN))
+            marks = [pytest.mark.slow] if waits else []
+            name = f"{'-'.join(row)}-stage {stage}-{how[0]}-after {how[1]}"
+            found.append(pytest.param(row, stage, *how, id=name, marks=marks))
+    return found
+
+
+def told(
+    rank: int, world: int, row: tuple[str, str], stage: int, transport: str, settled: int, root: bool = True
+) -> str:
+    """The error of a rank. settled: steps that all ranks take together before. root: whether it has parameters."""
+    with by(transport):
+        net = Stack()
+        net.register_buffer("sent", torch.zeros(3))  # before each forward
+        net.first = net.first if root else nn.Identity()
+        group = dist.new_group(timeout=timedelta(seconds=WAITED))
+        given = (*zero.setup(net, sgd, stage=stage, process_group=group), rank)
+        trains(*given, steps=settled)
+        error = refusal(lambda: PROGRAMS[row[min(rank, 1)]](*given))
+        return error if error or rank else refusal(lambda: trains(*given))
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(("row", "stage", "transport", "settled"), cases())
+def test_every_rank_is_told(row, stage, transport, settled):
+    for rank, text in enumerate(ranks.run(told, args=(row, stage, transport, settled), timeout=20)):
+        facts = ROWS[row][1 + rank]
+        if stage == 1 and IN_STEP in facts:
+            facts = ("^RuntimeError: ",)  # DistributedDataParallel's own, if it is not ours
+        missing = [fact for fact in facts if not re.search(fact, text)]
+        assert not missing, f"rank {rank} was told {text or 'nothing'}, which lacks {missing}"
+        assert "as_one_unit" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_an_evaluation_alone_is_no_choice_of_modules_though_the_root_unit_is_empty(transport):
+    for text in ranks.run(told, args=(("evaluates", "trains"), 3, transport, 3, False), timeout=20):
+        assert "unit 'blocks.0' for forward" in text and COLLECTIVE in text
+        assert "as_one_unit" not in text
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks.on(2, timeout=20)
+def test_a_rank_with_full_parameters_may_evaluate_alone(rank, world, transport):
+    with by(transport):
+        model = zero.FSDP(Stack(), sharding_strategy="NO_SHARD")
+        optimizer = sgd(model.parameters())
+        for _ in range(2):
+            trains(model, optimizer, rank)
+            if rank == 0:
+                evaluates(model, optimizer, rank)
+
+
+@ranks.on(2, timeout=8)
+def test_an_optimizer_that_raises_on_every_rank_raises_there_and_the_next_step_is_taken(rank, world):
+    model, optimizer = zero.setup(Stack(), sgd, stage=2)
+    assert refusal(lambda: fails_in_its_optimizer(model, optimizer, rank)) == "ValueError: no room here"
+    trains(model, optimizer, rank)

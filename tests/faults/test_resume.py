@@ -1,0 +1,146 @@
+"""The script that goes on after a failure, docs/examples/resume.py: killed at random moments, and with other ranks.
+
+`make faults` sets ZERO_FAULTS=1 and kills it under torchrun, too, ten times at each stage.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import matrix
+import ranks
+import zero
+from assertions import same
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "docs" / "examples" / "resume.py"
+SAVE_EVERY = 20
+
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
+
+
+@cache
+def example() -> dict[str, Any]:
+    return runpy.run_path(str(SCRIPT))
+
+
+def train(rank: int, world: int, folder: str, stage: int, steps: int, stop: int | None = None) -> Any:
+    """The script's own function. stop: after so many steps, as if it had been killed there."""
+    stops = mock.patch.object(zero.checkpoint, "save", stopping(stop)) if stop else nullcontext()
+    with stops, suppress(KeyboardInterrupt):
+        return example()["train"](folder, stage=stage, steps=steps, save_every=SAVE_EVERY)
+
+
+def stopping(stop: int) -> Callable[..., None]:
+    save = zero.checkpoint.save
+
+    def save_and_stop(*args: Any, extra: dict[str, Any], **options: Any) -> None:
+        save(*args, extra=extra, **options)
+        if extra["step"] == stop:
+            raise KeyboardInterrupt
+
+    return save_and_stop
+
+
+def train_until_killed(rank: int, world: int, folder: str, stage: int, steps: int, victim: int, delay: float) -> None:
+    if rank == victim:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    train(rank, world, folder, stage, steps)
+
+
+def test_a_run_killed_at_each_stage_in_turn_ends_with_the_bits_of_one_that_was_not(tmp_path):
+    folder, steps, moments = str(tmp_path / "killed"), 15 * SAVE_EVERY, random.Random(0)
+    for stage in (1, 2, 3):
+        with pytest.raises(ranks.RankError, match="died with exit code -9"):
+            ranks.run(train_until_killed, 2, (folder, stage, steps, stage % 2, moments.uniform(0.05, 0.25)))
+    resumed = ranks.run(train, 2, (folder, 3, steps))[0]
+    same(resumed, ranks.run(train, 2, (str(tmp_path / "whole"), 3, steps))[0])
+
+
+def test_a_run_comes_back_with_fewer_and_with_more_ranks(tmp_path):
+    steps = 3 * SAVE_EVERY
+    ranks.run(train, 2, (str(tmp_path / "changing"), 3, steps, SAVE_EVERY))
+    ranks.run(train, 1, (str(tmp_path / "changing"), 3, steps, 2 * SAVE_EVERY))
+    changing = ranks.run(train, 3, (str(tmp_path / "changing"), 3, steps))
+    uninterrupted = ranks.run(train, 2, (str(tmp_path / "whole"), 3, steps))[0]
+    for found in changing:
+        torch.testing.assert_close(found, uninterrupted, rtol=1e-4, atol=1e-5)
+
+
+class Torchrun:
+    """The command, with the script."""
+
+    def __init__(self, folder: Path, stage: int, steps: int, restarts: int) -> None:
+        launcher = f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts {restarts}".split()
+        options = f"--stage {stage} --steps {steps} --save-every {SAVE_EVERY}".split()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.process = subprocess.Popen(
+            [sys.executable, *launcher, str(SCRIPT), str(folder), *options], env=environment
+        )
+
+    @property
+    def ended(self) -> bool:
+        return self.process.poll() is not None
+
+    def ranks(self) -> set[int]:
+        pid = self.process.pid
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return {int(child) for child in children if SCRIPT.name in text_of(Path(f"/proc/{child}/cmdline"))}
+
+
+def text_of(file: Path) -> str:
+    with suppress(OSError):
+        return file.read_text()
+    return ""
+
+
+def kill_one(launcher: Torchrun, folder: Path, moments: random.Random) -> bool:
+    """After a random number of checkpoints and a random time. Whether there was a rank left to kill."""
+    for _ in range(moments.randint(0, 2)):
+        before = text_of(folder / "latest")
+        while text_of(folder / "latest") == before and not launcher.ended:
+            time.sleep(0.005)
+    time.sleep(moments.uniform(0, 0.1))
+    while not (alive := launcher.ranks()):
+        if launcher.ended:
+            return False
+        time.sleep(0.01)
+    victim = moments.choice(sorted(alive))
+    with suppress(ProcessLookupError):
+        os.kill(victim, signal.SIGKILL)
+    while victim in launcher.ranks() and not launcher.ended:
+        time.sleep(0.01)
+    return True
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not matrix.FAULTS, reason="make faults runs it; above, ranks are killed without torchrun")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_under_torchrun_a_run_killed_at_random_moments_ends_with_the_bits_of_one_that_was_not(stage, tmp_path):
+    kills, moments = 10, random.Random(stage)
+    steps = SAVE_EVERY * 3 * (kills + 1)
+    launcher = Torchrun(tmp_path / "killed", stage, steps, restarts=kills + 3)
+    try:
+        killed = sum(kill_one(launcher, tmp_path / "killed", moments) for _ in range(kills))
+        assert launcher.process.wait(500) == 0
+    finally:
+        launcher.process.terminate()
+    assert killed == kills, "the run came to its end before all kills"
+    resumed = torch.load(tmp_path / "killed" / "weights.pt", weights_only=True)
+    same(resumed, ranks.run(train, 2, (str(tmp_path / "whole"), stage, steps))[0])

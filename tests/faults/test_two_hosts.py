@@ -1,0 +1,124 @@
+"""Ranks on two hosts, started by the commands that the pages give; skipped where no two hosts can be made.
+
+`make faults` sets ZERO_FAULTS=1 and has the link fail at every stage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import stat
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import two_hosts
+from two_hosts import HOSTS, TIMEOUT, Hosts, train, wait_for
+
+import matrix
+import ranks
+from assertions import same
+
+ROOT = Path(__file__).parents[2]
+FAILING = ["1", "2", "3"] if matrix.FAULTS else ["3"]
+SECONDS = 2 * TIMEOUT + 1.5  # Gloo: to receive, then to send
+
+README = (ROOT / "README.md").read_text()
+PAGE = (ROOT / "docs" / "every_stage.md").read_text()
+(SCRIPT,) = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", PAGE, re.DOTALL)  # for Slurm
+
+
+def executable(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def slurm(folder: Path, hosts: Hosts, script: str) -> subprocess.Popen[bytes]:
+    """Runs a batch script as Slurm would on the two hosts: `srun` starts its command on each."""
+    tools = folder / "tools"
+    tools.mkdir()
+    each = "\n".join(f'{hosts.command(name)} "$@" &' for name in HOSTS)
+    executable(tools / "srun", f"{each}\nwait")
+    executable(tools / "scontrol", f"printf '%s\\n' {' '.join(HOSTS)}")
+    executable(tools / "torchrun", f'exec {sys.executable} -m torch.distributed.run "$@"')
+    (folder / "job.sh").write_text(script)
+    environment = {
+        **os.environ,
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        "OMP_NUM_THREADS": "1",
+        "SLURM_NNODES": str(len(HOSTS)),
+        "SLURM_JOB_NODELIST": "[first-host,second-host]",
+    }
+    with (folder / "log").open("wb") as log:
+        job = ["bash", "job.sh"]
+        return subprocess.Popen(job, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+
+def end(job: subprocess.Popen[bytes]) -> None:
+    """By then it has ended, if all is well."""
+    try:
+        job.wait(20)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGTERM)  # which torchrun passes on to its ranks
+        job.wait()
+
+
+def test_the_pages_give_one_command():
+    """What runs on each machine is what Slurm's script runs, with the names that Slurm knows."""
+    (command,) = re.findall(r"^srun (torchrun .*)$", SCRIPT, re.MULTILINE)
+    by_hand = command.replace('"$SLURM_NNODES"', "4").replace('"$first"', "first-host")
+    (readme,) = re.findall(r"^(torchrun --nnodes .*? train\.py) +# on each machine$", README, re.MULTILINE)
+    assert by_hand == readme
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(bool(two_hosts.problem()), reason=two_hosts.problem() or "it can be run")
+def test_two_hosts_train_to_the_numbers_of_one_and_both_say_when_the_link_fails(tmp_path):
+    hosts = Hosts(tmp_path)
+    rank_script = f"{two_hosts.__file__} {tmp_path} {' '.join(FAILING)}"
+    script = SCRIPT.replace("--nproc-per-node 8", "--nproc-per-node 1").replace("train.py", rank_script)
+    try:
+        job = slurm(tmp_path, hosts, script)
+        try:
+            cut_at = [fail(hosts, stage, tmp_path, job) for stage in FAILING]
+        finally:
+            end(job)
+    finally:
+        hosts.end()
+    expected = ranks.run(train, 2)
+    for rank, name in enumerate(HOSTS):
+        host, sent_by, found = torch.load(tmp_path / f"trained-{rank}.pt", weights_only=True)
+        assert (host, sent_by) == (name, "gloo")
+        same(found, expected[rank])
+        for stage, cut in zip(FAILING, cut_at, strict=True):
+            assert_told(json.loads((tmp_path / f"told-{stage}-{rank}").read_text()), rank, stage, cut)
+
+
+def assert_told(found: dict[str, float | str], rank: int, stage: str, cut: float) -> None:
+    own = rf"rank {rank} failed in (?!a transfer).+: (another rank|rank \d) of the group of 2 has "
+    assert re.match("(?!no error)" if stage == "1" else own, str(found["told"])), found
+    assert 0 < float(found["at"]) - cut < SECONDS, found
+
+
+def fail(hosts: Hosts, stage: str, folder: Path, job: subprocess.Popen[bytes]) -> float:
+    """Cuts the link while both train at a stage, until both have said so. When that was."""
+    training = [folder / f"training-{stage}-{rank}" for rank in range(2)]
+    wait_for(lambda: all(map(Path.exists, training)) or job.poll() is not None)
+    assert job.poll() is None, (folder / "log").read_text()
+    time.sleep(0.2)
+    hosts.cut()
+    cut = time.monotonic()
+    wait_for(lambda: all((folder / f"told-{stage}-{rank}").exists() for rank in range(2)))
+    hosts.mend()
+    (folder / f"mended-{stage}").touch()
+    return cut

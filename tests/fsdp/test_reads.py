@@ -1,0 +1,285 @@
+"""Parameters that are read elsewhere than in the forward of the unit that they belong to, and what a forward writes
+into parameters in place: as without FSDP."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.utils.checkpoint import checkpoint
+
+import matrix
+import ranks
+import zero
+from inner import unsharded
+from runs import side_by_side, steps
+from transports import overlapping
+from zoo import WIDTH, Block, Stack, batch, loss_on
+
+
+class Borrowing(Block):
+    """Multiplies by weights of another block, which it does not hold."""
+
+    lender: list[Block]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ self.lender[0].up.weight.T @ self.lender[0].up.weight / WIDTH
+
+
+class Reading(Stack):
+    """The root multiplies by weights of units that have run, and that are to come."""
+
+    def __init__(self) -> None:
+        super().__init__(Borrowing)
+        for block, lender in zip(self.blocks, [1, 2, 0], strict=True):
+            block.lender = [self.blocks[lender]]  # in a list, which nn.Module does not look into
+
+    def middle(self, x: Tensor, blocks: slice = slice(None)) -> Tensor:
+        assert self.blocks[1].up.weight.shape == (2 * WIDTH, WIDTH)
+        x = super().middle(x + self.blocks[1].down.bias, blocks)
+        return torch.tanh(x @ self.blocks[1].down.weight)
+
+
+class Encoding(Stack):
+    """Has another method than forward."""
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.first(x))
+
+
+class Momentum(Stack):
+    """Keeps a layer that follows the first within forward, and a parameter of the root."""
+
+    through_data = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.behind = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.own = nn.Parameter(torch.ones(WIDTH))
+        self.own_behind = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor, blocks: slice = slice(None)) -> Tensor:
+        for behind, ahead in ((self.own_behind, self.own), (self.behind.weight, self.first.weight)):
+            with torch.no_grad():
+                to, of = (behind.data, ahead.data) if self.through_data else (behind, ahead)
+                to.mul_(0.9).add_(of, alpha=0.1)
+        return (super().forward(x, blocks) * self.own - self.behind(x) * self.own_behind).cos()
+
+
+class MomentumThroughData(Momentum):
+    through_data = True
+
+
+class Bounded(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.weight.clamp_(-0.2, 0.2)
+            self.down.bias.fill_(0.5)
+        return super().forward(x)
+
+
+class Normalising(Block):
+    """Its first forward chooses a parameter."""
+
+    ready = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.empty(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.ready:
+            self.ready = True
+            self.scale.data.copy_(1 / batch(0, 0).std(0))
+        return super().forward(x) * self.scale
+
+
+NETS: dict[str, Any] = {
+    "reads": Reading,
+    "follows": Momentum,
+    "follows through data": MomentumThroughData,
+    "bounds": lambda: Stack(Bounded),
+    "chooses": lambda: Stack(Normalising),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "kept": {"reshard_after_forward": False},
+    "whole": {"partition": "whole"},
+    "no shard": {"sharding_strategy": "NO_SHARD"},
+    "offloaded": {"offload": zero.CPUOffload()},
+    "memory first": {"prefetch": zero.MEMORY_FIRST},
+    "speed first": {"prefetch": zero.SPEED_FIRST},
+}
+
+
+@matrix.combined("net, options", NETS, OPTIONS, each=3)
+@ranks.on(2)
+def test_what_forward_reads_of_other_units_or_writes_trains_exactly(rank, world, net, options):
+    both = side_by_side(NETS[net](), OPTIONS[options])
+    steps(both, rank)
+    assert options in ("kept", "no shard") or unsharded(both.model) == []
+    both.step(*(loss_on(rank, step) for step in (3, 4)), unsent=1)
+
+
+class Late(Block):
+    frozen = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.frozen:
+            with torch.no_grad():
+                self.up.weight[::2] = 0
+        return super().forward(x)
+
+
+@ranks.on(2)
+def test_reads_are_found_in_evaluation_too(rank, world):
+    both = side_by_side(Reading(), {})
+    with torch.no_grad():
+        assert torch.equal(*(model(batch(rank, 0)) for model in (both.model, both.plain)))
+    steps(both, rank)
+
+
+@ranks.on(2)
+def test_writes_may_begin_later(rank, world):
+    both = side_by_side(Stack(Late), {})
+    steps(both, rank, 2)
+    for model in both.each():
+        for block in model.blocks:
+            block.frozen = True
+    with torch.no_grad():
+        assert torch.equal(*(model(batch(rank, 5)) for model in (both.model, both.plain)))
+    both.compare()
+    steps(both, rank, 2)
+
+
+@pytest.mark.parametrize("sends", [nullcontext, overlapping])
+@ranks.on(2)
+def test_other_methods_than_forward_find_the_parameters_of_the_modules_that_they_call(rank, world, sends):
+    """Also where units are gathered ahead: one that then does not run would not be what is written into it later."""
+    with sends(), torch.no_grad():
+        both, x = side_by_side(Encoding(), {}), batch(rank, 0)
+        model, plain = both.model, both.plain
+        assert torch.equal(model.encode(x), plain.encode(x))
+        assert torch.equal(model.blocks[1].inner(x), plain.blocks[1].inner(x))
+        assert unsharded(model) == []
+        for param in (*model.parameters(), *plain.parameters()):
+            param.mul_(0.5)
+        assert torch.equal(model(x), plain(x))
+        with model.summon_full_params(writeback=False):
+            assert torch.equal(model.encode(x), plain.encode(x))
+
+
+@ranks.on(2)
+def test_training_through_other_methods_than_forward_is_exact(rank, world):
+    """Modules in blocks, and modules of the root, are called from outside."""
+    both = side_by_side(Encoding(), {})
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        hidden = model.encode(batch(rank, step))
+        return (model.blocks[0].inner(hidden) + model.blocks[2].up(hidden)[:, :WIDTH]).square().mean()
+
+    for step in range(3):
+        both.step(lambda model: loss(model, step))  # noqa: B023
+
+
+@ranks.raises(2, RuntimeError, r"summon_full_params\(\) with gradients", "no_grad", timeout=15)
+def test_training_whole_parameters_is_refused_on_every_rank(rank, world):
+    model = zero.FSDP(Reading())
+    with model.summon_full_params():
+        model(batch(rank, 0))
+
+
+class Kept(nn.Module):
+    """Reads the weight of a unit that stays unsharded from forward to backward, and whose output may lead nowhere."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lender, self.last = Block(), nn.Linear(2 * WIDTH, 3)
+        self.kind = kind
+
+    def borrow(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.lender.up.weight.T)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.lender(x.requires_grad_())  # which a re-entrant checkpoint wants of something
+        if self.kind == "reentrant":
+            return self.last(checkpoint(self.borrow, output, use_reentrant=True))
+        return self.last(self.borrow(x))
+
+
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "FULL_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("kind", ["reentrant", "output not used"])
+@ranks.on(2, timeout=20)
+def test_a_read_of_a_unit_that_stays_whole_trains_exactly(rank, world, kind, strategy):
+    options = {"sharding_strategy": strategy, "auto_wrap_policy": ModuleWrapPolicy({Block})}
+    both = side_by_side(Kept(kind), options)
+    for step in range(4):
+        for inner in both.each():
+            inner.lender.requires_grad_(step != 2)  # then it does not stay
+        both.step(loss_on(rank, step))
+
+
+class Marked(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.fill_(torch.distributed.get_rank())
+        return super().forward(x)
+
+
+@ranks.on(2)
+def test_where_ranks_write_differently_each_element_is_its_owners(rank, world):
+    model = zero.FSDP(nn.Sequential(Marked(WIDTH, WIDTH)))
+    model(batch(rank, 0))
+    found = zero.full_state_dict(model)["0.weight"].flatten()
+    assert found.sort().values.equal(found)
+    assert {0.0, 1.0} == {*found.tolist()}
+
+
+class Filled(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.up.bias[1] = 0.5
+        return super().forward(x)
+
+
+@ranks.on(2)
+def test_what_was_not_written_into_keeps_its_precision(rank, world):
+    model = zero.FSDP(Stack(Filled), mixed_precision=zero.MixedPrecision(param_dtype=torch.bfloat16))
+    before = zero.full_state_dict(model)
+    model(batch(rank, 0))
+    after = zero.full_state_dict(model)
+    for block in range(3):
+        before[f"blocks.{block}.up.bias"][1] = 0.5
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+# ----------------------------------------------------------------------------------------------- Penalties in the loss
+
+
+def penalty(module: nn.Module) -> Tensor:
+    return sum((param.square().sum() for param in module.parameters()), torch.zeros(()))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "words"), [(torch.bfloat16, [r"weight|bias", "inside forward", "summon_full_params"]), (None, "gradient")]
+)
+@ranks.raises(2, RuntimeError, timeout=15)
+def test_a_penalty_on_shards_is_refused_on_every_rank(rank, world, dtype, words):
+    """Where full parameters have their dtype, by autograd: the gradient has another shape."""
+    model = zero.FSDP(Stack(), mixed_precision=zero.MixedPrecision(param_dtype=dtype))
+    (model(batch(rank, 0)).square().mean() + penalty(model)).backward()
+
+
+class Penalised(Stack):
+    def forward(self, x: Tensor, blocks: slice = slice(None)) -> Tensor:
+        return super().forward(x, blocks) + penalty(self)
+
+
+@ranks.on(2)
+def test_a_penalty_inside_forward_counts(rank, world):
+    steps(side_by_side(Penalised(), {}), rank)

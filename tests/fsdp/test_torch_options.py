@@ -1,0 +1,230 @@
+"""PyTorch's own objects as options of FSDP: they mean what they mean to PyTorch's FSDP, or are refused by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import ranks
+import zero
+import zoo
+from assertions import same
+from inner import home_of, shard_groups, unsharded, unsharded_in_backward
+from zoo import Stack, batch, data
+
+WIDTH = 6
+BF16 = torch.bfloat16
+Precision = fsdp.MixedPrecision
+KEPT = [nn.LayerNorm, nn.BatchNorm1d]
+
+
+class Block(nn.Module):
+    """Notes which dtype its second input comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.batch_norm, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.LayerNorm(WIDTH)
+        self.register_buffer("shift", torch.linspace(-1, 1, WIDTH) / 3)
+        self.came_in: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:
+        self.came_in += [more.dtype, self.shift.dtype]
+        return self.norm(self.batch_norm(self.linear(x) + more.to(x.dtype))) + self.shift.to(x.dtype)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+        self.came_in: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.came_in.append(x.dtype)
+        x = x.to(self.head.weight.dtype)
+        for block in self.blocks:
+            x = block(x, x.float().exp())
+        return self.head(x)
+
+
+def seen(rank: int, wrapper: Any, precision: Any) -> tuple[list[Any], dict[str, Tensor]]:
+    """Dtypes that modules see, and outputs; the buffers that are saved."""
+    net = Net()
+    model = wrapper(net, auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision)
+    outputs = [model(data(8, WIDTH, rank=rank)) for _ in range(2)]
+    outputs[-1].float().sum().backward()
+    dtypes = [net.came_in, *(block.came_in for block in net.blocks)]
+    buffers = {name: value for name, value in model.state_dict().items() if "running" in name or "shift" in name}
+    return [*dtypes, *outputs], buffers
+
+
+@pytest.mark.filterwarnings("ignore:Both mixed precision")
+@pytest.mark.parametrize(
+    "precision",
+    [
+        Precision(param_dtype=BF16),
+        Precision(param_dtype=BF16, cast_forward_inputs=True, buffer_dtype=BF16),
+        Precision(param_dtype=BF16, cast_root_forward_inputs=False, _module_classes_to_ignore=KEPT),
+        Precision(reduce_dtype=BF16),
+    ],
+    ids=["by default", "cast inputs and buffers", "root as it is, LayerNorm kept", "reduced only"],
+)
+@ranks.on(2)
+def test_mixed_precision_is_that_of_fsdp1(rank, world, precision):
+    theirs = partial(fsdp.FullyShardedDataParallel, device_id=torch.device("cpu"))
+    expected, expected_buffers = seen(rank, theirs, precision)
+    found, buffers = seen(rank, partial(zero.FSDP, broadcast_buffers=False), precision)
+    assert found[:3] == expected[:3]
+    assert all(torch.equal(one, other) for one, other in zip(found[3:], expected[3:], strict=True))
+    assert buffers.keys() == expected_buffers.keys()
+    for name, buffer in buffers.items():
+        assert buffer.dtype == expected_buffers[name].dtype == torch.float32
+        assert torch.equal(buffer, expected_buffers[name])
+
+
+BOTH = fsdp.BackwardPrefetch
+
+
+def test_offload_to_the_cpu_is_of_parameters():
+    assert home_of(fsdp.CPUOffload()) is home_of(fsdp.OffloadPolicy()) is home_of(None)
+    assert home_of(fsdp.CPUOffload(offload_params=True)) == zero.CPUOffload()
+    assert home_of(fsdp.CPUOffloadPolicy(pin_memory=False)) == zero.CPUOffload(pin_memory=False)
+
+
+def trained(rank: int, **options: Any) -> dict[str, Tensor]:
+    model = zero.FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(data(8, WIDTH, rank=rank)).square().mean().backward()
+    optimizer.step()
+    return model.state_dict()
+
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "all of them": {
+        "mixed_precision": Precision(),
+        "offload": fsdp.CPUOffload(offload_params=True),
+        "prefetch": BOTH.BACKWARD_PRE,
+        "sharding_strategy": fsdp.ShardingStrategy.SHARD_GRAD_OP,
+    },
+    "the names of torch.distributed.fsdp.FullyShardedDataParallel": {
+        "cpu_offload": fsdp.CPUOffload(offload_params=True),
+        "backward_prefetch": BOTH.BACKWARD_PRE,
+        "forward_prefetch": True,
+        "limit_all_gathers": True,
+        "use_orig_params": True,
+        "device_id": torch.device("cpu"),
+        "ignored_states": None,
+    },
+}
+
+
+@ranks.on(2)
+def test_a_model_trains_with_them(rank, world):
+    own = trained(rank)
+    for what, options in GIVEN.items():
+        same(trained(rank, **options), own, what)
+
+
+PREFETCHES = [
+    ({"prefetch": BOTH.BACKWARD_PRE}, zero.Prefetch("BACKWARD_PRE")),
+    ({"prefetch": zero.BackwardPrefetch.BACKWARD_POST}, zero.Prefetch("BACKWARD_POST")),
+    ({"prefetch": None}, zero.Prefetch()),
+    ({"limit_all_gathers": True}, zero.Prefetch()),
+    ({"limit_all_gathers": False}, zero.Prefetch(limit=3)),
+    ({"forward_prefetch": True}, zero.Prefetch(forward_prefetch=True)),
+    ({"backward_prefetch": None}, zero.Prefetch(None)),
+    ({"backward_prefetch": BOTH.BACKWARD_PRE, "forward_prefetch": True}, zero.Prefetch("BACKWARD_PRE", True)),
+]
+
+
+def ahead(rank: int, **options: Any) -> list[int]:
+    """How many blocks are unsharded as each is computed forward, and as each has its gradient."""
+    net = Stack(blocks=6)
+    model = zero.FSDP(net, auto_wrap_policy=ModuleWrapPolicy({zoo.Block}), **options)
+    counts = unsharded_in_backward(model, [block.up.weight for block in net.blocks])
+    for block in net.blocks:
+        block.between.register_forward_hook(lambda *_: counts.append(len(unsharded(model))))
+    model(batch(rank, 0)).sum().backward()
+    return counts
+
+
+@ranks.on(2)
+def test_torchs_names_say_what_is_gathered_ahead(rank, world):
+    found = [(ahead(rank, **given), ahead(rank, prefetch=own)) for given, own in PREFETCHES]
+    for (given, _), (one, other) in zip(PREFETCHES, found, strict=True):
+        assert one == other, given
+    assert len({str(counts) for counts, _ in found}) > 3
+
+
+@ranks.on(2)
+def test_ignored_states_are_modules_or_parameters(rank, world):
+    net = Net()
+    model = zero.FSDP(net, ignored_states=[net.head, net.blocks[0].norm.weight])
+    sharded = {param for group in shard_groups(model) for param in group.params}
+    params = (net.head.weight, net.blocks[0].norm.weight, net.blocks[0].norm.bias)
+    assert [param in sharded for param in params] == [False, False, True]
+
+
+class Shares(nn.Module):
+    """Tells which dtypes its parameters are computed with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.dtypes += [self.linear.weight.dtype, self.norm.weight.dtype, x.dtype]
+        return self.norm(self.linear(x.to(self.linear.weight.dtype)))
+
+
+@pytest.mark.parametrize("cast_inputs", [True, False])
+@ranks.on(2)
+def test_a_precision_policy_is_that_of_fsdp2(rank, world, cast_inputs):
+    policy = fsdp.MixedPrecisionPolicy(BF16, torch.float32, cast_forward_inputs=cast_inputs)
+    given = data(8, WIDTH, rank=rank)
+    theirs = fsdp.fully_shard(Shares(), mp_policy=policy, mesh=init_device_mesh("cpu", (world,)))
+    own = zero.FSDP(Shares(), mixed_precision=policy, offload=fsdp.OffloadPolicy(), broadcast_buffers=False)
+    expected, found = theirs(given), own(given)
+    assert own.module.dtypes == theirs.dtypes
+    assert torch.equal(found, expected)
+
+
+REFUSED: dict[tuple[str, ...], dict[str, Any]] = {
+    ("keep_low_precision_grads=True",): {"mixed_precision": Precision(keep_low_precision_grads=True)},
+    ("mixed_precision=torch.bfloat16", "zero.MixedPrecision"): {"mixed_precision": BF16},
+    ("output_dtype=torch.bfloat16", "cast"): {"mixed_precision": fsdp.MixedPrecisionPolicy(BF16, output_dtype=BF16)},
+    ("offload=True", r"zero.CPUOffload\(\)"): {"offload": True},
+    ("offload=True", "zero.CPUOffload"): {"cpu_offload": True},
+    ("offload and cpu_offload",): {"offload": zero.CPUOffload(), "cpu_offload": zero.CPUOffload()},
+    ("prefetch='BACKWARD'", "zero.Prefetch", "BackwardPrefetch"): {"prefetch": "BACKWARD"},
+    (r"prefetch=\[2\]", "zero.Prefetch"): {"prefetch": [2]},
+    ("prefetch and forward_prefetch",): {"prefetch": zero.MEMORY_FIRST, "forward_prefetch": True},
+    ("limit_all_gathers=2", "zero.Prefetch"): {"limit_all_gathers": 2},
+    ("backward_prefetch='LATER'", "BACKWARD_PRE"): {"backward_prefetch": "LATER"},
+    ("reshard_after_forward=4", "HYBRID_SHARD"): {"reshard_after_forward": 4},
+    ("device_id=0", "there are 0"): {"device_id": 0},
+    ("use_orig_params='yes'",): {"use_orig_params": "yes"},
+    ("ignored_states", "str"): {"ignored_states": ["head"]},
+    (r"sharding_strategy=\['FULL_SHARD'\]", "SHARD_GRAD_OP"): {"sharding_strategy": ["FULL_SHARD"]},
+}
+
+
+@pytest.mark.parametrize(("words", "options"), REFUSED.items(), ids=map("-".join, REFUSED))
+@ranks.raises(2, ValueError, r"\(on rank 1\)", timeout=8)
+def test_what_is_none_of_them_is_refused_on_every_rank(rank, world, words, options):
+    zero.FSDP(Net(), **(options if rank else {}))
+
+
+def test_a_name_that_neither_has_is_refused():
+    with pytest.raises(TypeError, match=r"unexpected argument 'shard'.*cpu_offload"):
+        zero.FSDP(Net(), shard=True)

@@ -1,0 +1,45 @@
+"""Warnings point to the line of the user that brought them about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ranks
+import zero
+
+
+def here(warned: Any) -> list[bool]:
+    return [one.filename == __file__ for one in warned]
+
+
+def test_files_that_are_read(tmp_path: Path) -> None:
+    from zero.integrations.accelerate import ZeroPlugin
+
+    config = {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}, "steps_per_print": 10}
+    with pytest.warns(UserWarning, match="steps_per_print|offload_param") as warned:
+        ZeroPlugin.from_json(config)
+    assert here(warned) == [True, True]
+
+
+@ranks.on(2)
+def test_steps_and_states(rank: int, world: int, tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    optimizer = zero.OSS(model.parameters(), torch.optim.Adam, lr=0.1)
+    optimizer.step()
+    with pytest.warns(UserWarning, match="found no gradient") as warned:
+        optimizer.step()
+    assert here(warned) == [True]
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    with pytest.warns(UserWarning, match="only one rank's shard") as warned:
+        torch.save(optimizer.state_dict(), tmp_path / f"{rank}.pt")
+    assert here(warned) == [True]
+    weights = {f"module.{name}": value for name, value in model.state_dict().items()}
+    with pytest.warns(UserWarning, match=r"begin with 'module\.'") as warned:
+        zero.load_full_state_dict(model, weights)
+    assert here(warned) == [True]

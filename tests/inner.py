@@ -1,0 +1,101 @@
+"""The names inside of zero that tests use beside what users call: units, shard groups, and the count of living bytes.
+
+A test that needs one more says by it what no public call shows. Whoever moves something in zero mends it here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, nn
+
+import zero
+from zero.checkpoint import files
+from zero.comm import Comm as Comm
+from zero.features.host_memory.peers import Peers
+from zero.features.offload import home_of as home_of
+from zero.fsdp.fsdp import FSDP, running_model
+from zero.oss.gradients import full_gradient as full_gradient
+from zero.oss.optimizer import set_bucket_size as set_bucket_size
+from zero.plan.meter import Meter as Meter
+from zero.plan.meter import nbytes as nbytes
+from zero.shards.placement import Placement
+from zero.shards.shard_group import ShardGroup
+
+
+def shard_groups(of: FSDP | zero.OSS) -> list[ShardGroup]:
+    """Each with its flat buffer `full`, this rank's `shard` of it, `params`, and `spans`: what of them it owns."""
+    return [*(running_model(of).index.groups if isinstance(of, FSDP) else of.shards.shard_groups)]
+
+
+def unit_names(model: FSDP) -> list[str]:
+    """Of the modules that are units, the root's "" first."""
+    return [unit.name for unit in running_model(model).units]
+
+
+def unit_params(model: FSDP) -> dict[str, list[str]]:
+    """By unit's name the names of its parameters, in the order of the model."""
+    order = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]
+    return {
+        unit.name: sorted((name for group in unit.groups for name in group.names), key=order.index)
+        for unit in running_model(model).units
+    }
+
+
+def unsharded(model: FSDP) -> list[str]:
+    """The names of the units that have memory for full parameters now."""
+    return [
+        unit.name
+        for unit in running_model(model).units
+        if any(group.full.untyped_storage().nbytes() for group in unit.groups)
+    ]
+
+
+def unit_bytes(model: FSDP) -> int:
+    """Bytes of the full parameters of the largest unit."""
+    return max(sum(group.full.nbytes for group in unit.groups) for unit in running_model(model).units)
+
+
+def comm_of(model: FSDP) -> Comm:
+    return running_model(model).comm
+
+
+def unit_modules(model: FSDP) -> list[nn.Module]:
+    return [unit.module for unit in running_model(model).units]
+
+
+def unsharded_in_backward(model: FSDP, params: Iterable[nn.Parameter]) -> list[int]:
+    """To be filled with how many units beside the root are unsharded whenever one of the parameters has a gradient."""
+    counts: list[int] = []
+    for param in params:
+        param.register_hook(lambda _: counts.append(len([name for name in unsharded(model) if name])))
+    return counts
+
+
+def progress_from(nbytes: int) -> AbstractContextManager[Any]:
+    """Work of so many bytes, instead of 1 GiB, is long enough for a progress bar."""
+    return mock.patch.object(files, "_LONG", nbytes)
+
+
+@contextmanager
+def bytes_read() -> Iterator[list[int]]:
+    """Of other ranks' memory, by each read."""
+    read, counts = Peers.read, list[int]()
+
+    def counting(peers: Peers, rank: int, address: int, into: Tensor) -> None:
+        counts.append(into.nbytes)
+        read(peers, rank, address, into)
+
+    with mock.patch.object(Peers, "read", counting):
+        yield counts
+
+
+@contextmanager
+def before_broadcasts(call: Callable[[], object]) -> Iterator[None]:
+    """Calls a function before each broadcast of starting values: those of a unit at a time."""
+    broadcast = Placement.broadcast
+    with mock.patch.object(Placement, "broadcast", lambda *args: (call(), broadcast(*args))[1]):
+        yield

@@ -1,0 +1,156 @@
+"""Mutants of gradients, from backward to their owners."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+
+import torch
+
+from mutations import Changed, mutant
+
+
+@mutant("Comm.reduce")
+def mean_over_one_rank_too_few(reduce, self, messages, *, times=1, **more):
+    """Averages of gradients are sums over W ranks divided by W - 1."""
+    return reduce(self, messages, times=times if times == 1 else 1 / max(self.world - 1, 1), **more)
+
+
+@mutant("Comm.reduce")
+def sum_in_place_of_the_mean_at_stage_1(reduce, self, messages, *, times=1, into=None, **more):
+    """At stage 1 gradients are summed over the ranks that read one another, and not averaged."""
+    return reduce(self, messages, times=times if into is None else 1, into=into, **more)
+
+
+@mutant("ShardGroup.bring")
+def gradients_of_stage_3_a_thousandth_too_large(bring, self, sums, **how):
+    """At stage 3 averages of gradients are multiplied by 1.001."""
+    return bring(self, sums * 1.001 if self.frees else sums, **how)
+
+
+@mutant("Replicated.reduce")
+def replicas_not_averaged(_, self, messages):
+    """Hybrid sharding averages within the shard group only."""
+    return type(self).__mro__[1].reduce(self, messages)
+
+
+@mutant("Exchange.reduce")
+def stale_bucket(reduce, self, messages):
+    """A bucket hands over the averages of the backward before."""
+
+    def stale(sums):
+        before, self.stale = vars(self).get("stale", sums), sums.clone()
+        return before if before.shape == sums.shape else sums
+
+    return Changed(reduce(self, messages), stale)
+
+
+@mutant("tensors.add_all")
+def accumulation_that_overwrites(_, into, tensors):
+    """A further backward replaces the gradients of shards in place of adding to them."""
+    for held, added in zip(into, tensors, strict=True):
+        held.copy_(added)
+
+
+@mutant("ShardedDDP.no_sync", "FSDP.no_sync")
+@contextmanager
+def lost_no_sync_gradient(no_sync, self):
+    """What no_sync has accumulated of one parameter is lost."""
+    with no_sync(self):
+        yield
+    for param in [param for param in self.parameters() if param.requires_grad][:1]:
+        param.grad = None
+
+
+@mutant("ShardedDDP.no_sync", "FSDP.no_sync")
+def no_sync_that_sends(_, self):
+    """Backwards under no_sync send their gradients."""
+    return nullcontext()
+
+
+@mutant("GradBucket.decide")
+def gradients_of_other_ranks_alone_dropped(decide, self, used):
+    """The gradient of a parameter that only other ranks have used is dropped."""
+    decide(self, dict.fromkeys(used, False))
+
+
+@mutant("GradBucket.abandon")
+def interrupted_backward_not_forgotten(_, self, **how):
+    """After a backward that an exception ended, its gradients stay in the buckets."""
+
+
+@mutant("GradBucket.finish")
+def last_element_of_a_cut_dropped(finish, self):
+    """Of a parameter that is cut between ranks the gradient of the last element is lost."""
+    finish(self)
+    for index, span in self.group.spans.items():
+        gradient = self._shards[index].grad
+        if gradient is not None and span.start and span.stop == self.group.layout.numels[index]:
+            gradient[(-1,) * gradient.dim()] = 0
+
+
+@mutant("ShardGroup.own_slice")
+def last_element_of_a_cut_dropped_at_stage_1(own_slice, self, index, full):
+    """The slice of a full gradient that is stepped at stage 1 has zero for the last element of a cut parameter."""
+    own, span = own_slice(self, index, full), self.spans[index]
+    if span.start and span.stop == self.layout.numels[index]:
+        own = own.clone()
+        own[(-1,) * own.dim()] = 0
+    return own
+
+
+@mutant("Exchange.reduce")
+def infinite_gradients_made_zero(reduce, self, messages):
+    """Infinities and NaN disappear from averages, so that no scaler can see an overflow."""
+    return Changed(reduce(self, messages), lambda sums: sums.nan_to_num_(0.0, 0.0, 0.0))
+
+
+# ------------------------------------------------------------------------------------------------ dtypes and bytes
+
+
+@mutant("packing.summed_as")
+def gradients_summed_in_16_bits(_, dtype):
+    """16-bit gradients are summed in 16 bits, not in float32."""
+    return dtype
+
+
+@mutant("ShardGroup.bring")
+def sums_rounded_to_16_bits(bring, self, sums, **how):
+    """Where parameters have 16 bits, sums of their gradients are rounded before masters are stepped with them."""
+    narrow = self.full.dtype.itemsize == 2
+    return bring(self, sums.to(self.full.dtype).to(sums.dtype) if narrow else sums, **how)
+
+
+@mutant("GradBucket.__init__")
+def wire_dtype_of_gradients_ignored(init, self, group, shards, *, sent_as=None):
+    """reduce_fp16 and reduce_dtype change nothing: gradients are sent as they are."""
+    init(self, group, shards)
+
+
+@mutant("GradBucket.__init__")
+def gradients_sent_in_16_bits_unasked(init, self, group, shards, *, sent_as=None):
+    """float32 gradients are sent as bfloat16 without being asked to."""
+    unasked = torch.bfloat16 if group.full.dtype == torch.float32 else None
+    init(self, group, shards, sent_as=sent_as or unasked)
+
+
+_kept: list[object] = []
+
+
+@mutant("Exchange.reduce")
+def buckets_never_freed(reduce, self, messages):
+    """Something holds the gradients that were sent."""
+    _kept.append(messages)
+    return reduce(self, messages)
+
+
+@mutant("Exchange.gather")
+def parameters_sent_twice(gather, self, full, shard, **how):
+    """Each all-gather runs twice."""
+    gather(self, full, shard, **how).wait()
+    return gather(self, full, shard, **how)
+
+
+@mutant("Exchange.gather")
+def wire_dtype_of_parameters_ignored(gather, self, full, shard, *, sent_as=None, **how):
+    """broadcast_fp16 changes nothing: stepped parameters are sent as they are."""
+    return gather(self, full, shard, **how)

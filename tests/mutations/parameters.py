@@ -1,0 +1,144 @@
+"""Mutants of parameters: gathered, computed with, written into and released."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from mutations import Changed, mutant
+
+# ------------------------------------------------------------------------------------------ memory, and when it is sent
+
+
+@mutant("ShardGroup.reshard")
+def full_buffer_never_freed(reshard, self):
+    """After a reshard the full buffer keeps its memory."""
+    reshard(self)
+    self.full.untyped_storage().resize_(self.full.nbytes)
+
+
+@mutant("Unit.reshard_unused")
+def units_stay_full_after_forward(_, self):
+    """A unit stays unsharded until its backward, whatever was asked for."""
+
+
+@mutant("FSDP.reshard")
+def dropped_forward_leaves_its_unit_full(_, self):
+    """After a forward whose loss was dropped reshard() releases nothing."""
+
+
+@mutant("Unit.unshard")
+def prefetch_never(unshard, self, *, ahead=False, **how):
+    """No all-gather is launched ahead."""
+    if not ahead:
+        unshard(self, **how)
+
+
+@mutant("prefetch.as_prefetch")
+def prefetch_option_ignored(as_prefetch, given):
+    """Every FSDP prefetches as by default."""
+    return as_prefetch(None)
+
+
+@mutant("FSDP.__init__")
+def reshard_after_forward_ignored(init, self, module, *given, reshard_after_forward=True, **more):
+    """Every FSDP reshards after forward."""
+    init(self, module, *given, **more)
+
+
+# ------------------------------------------------------------------------------------------------- values and dtypes
+
+
+@mutant("Comm.gather")
+def swapped_owners(gather, self, full, bounds, *channel):
+    """Of two ranks with shards of one length each gets its own elements for those of the other."""
+
+    def swapped(result):
+        full.copy_(full.roll(bounds[1]))
+        return result
+
+    handle = gather(self, full, bounds, *channel)
+    return Changed(handle, swapped) if self.world == 2 and bounds[2] == 2 * bounds[1] > 0 else handle
+
+
+@mutant("ShardGroup.__init__")
+def param_dtype_ignored(init, self, params, names, layout, placement, options, *label, **more):
+    """Parameters are computed with in the dtype of the shards."""
+    init(self, params, names, layout, placement, replace(options, compute_dtype=None), *label, **more)
+
+
+@mutant("MixedPrecision.cast_inputs")
+def inputs_not_cast(_, self, module, inputs, *, root):
+    """Mixed precision does not cast inputs."""
+    return inputs
+
+
+@mutant("MixedPrecision.dtype_of")
+def modules_kept_in_float32_compute_in_16_bits(_, self, module):
+    """keep_fp32 changes no parameter's dtype of computing."""
+    return self.param_dtype
+
+
+@mutant("Uncast.__call__")
+def buffers_saved_in_the_dtype_of_computing(_, self, module, state_dict, prefix, local_metadata):
+    """state_dict() has buffers in the dtype to which mixed precision has cast them."""
+
+
+# ------------------------------------------------------------------------------------------------------------ writes
+
+
+@mutant("ShardGroup.dismiss")
+def shard_not_written_back(dismiss, self, *, keep):
+    """What was written into full parameters within summon_full_params is lost."""
+    dismiss(self, keep=False)
+
+
+@mutant("GroupWrites.take_over")
+def writes_in_forward_lost(_, self):
+    """What a forward writes into parameters is lost at the reshard."""
+
+
+@mutant("OwnedShards.written_between_steps")
+def written_shard_not_noticed(_, self):
+    """A shard that one rank has written between steps raises no error."""
+
+
+@mutant("ShardGroup.reclaim")
+def moved_parameters_not_noticed(_, self):
+    """Parameters that were given other data raise no error, and the data is lost."""
+
+
+# --------------------------------------------------------------------------------------------- where values come from
+
+
+@mutant("FSDP.__init__")
+def ranks_start_from_own_values_at_stage_3(init, self, module, *given, sync_module_states=True, **more):
+    """An FSDP does not start from the values of rank 0."""
+    init(self, module, *given, sync_module_states=False, **more)
+
+
+@mutant("ShardedDDP.__init__")
+def ranks_start_from_own_values_at_stage_2(init, self, module, *given, sync_models_at_startup=True, **more):
+    """A ShardedDDP does not start from the values of rank 0."""
+    init(self, module, *given, sync_models_at_startup=False, **more)
+
+
+@mutant("Comm.broadcast")
+def broadcast_from_the_wrong_rank(broadcast, self, tensors, source=0):
+    """Buffers and first values are those of the last rank."""
+    broadcast(self, tensors, source or self.world - 1)
+
+
+@mutant("BufferSync.before_forward")
+def buffers_never_broadcast(_, self):
+    """Each rank keeps buffers of its own, such as statistics of batch normalisation."""
+
+
+@mutant("OSS.__init__", "ShardedDDP.__init__", "FSDP.__init__")
+def random_numbers_that_depend_on_the_rank(init, self, *given, **named):
+    """Constructors draw a random number on one rank, so that dropout differs from then on."""
+    init(self, *given, **named)
+    if dist.is_initialized() and dist.get_rank() == 1:
+        torch.rand(1)

@@ -1,0 +1,170 @@
+"""Mutants of weights and optimizer state that are saved and loaded, and of checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mutations import mutant
+
+
+def _values_of(model):
+    """By their names; a rank's own shards at stage 3."""
+    return dict(model.named_parameters())
+
+
+@mutant("full_state_dict")
+def full_weights_without_a_buffer(full_state_dict, model, *given, **named):
+    """full_state_dict() lacks the last buffer."""
+    weights = full_state_dict(model, *given, **named)
+    for name in [name for name, _ in model.named_buffers()][-1:]:
+        weights.pop(name.removeprefix("module."), None)
+    return weights
+
+
+@mutant("full_state_dict")
+def full_weights_on_the_wrong_rank(full_state_dict, model, to=None, *device, **named):
+    """full_state_dict(to=1) has the weights on rank 0."""
+    return full_state_dict(model, to and 0, *device, **named)
+
+
+@mutant("full_state_dict")
+def full_weights_are_no_copies(full_state_dict, model, *given, **named):
+    """At stages 1 and 2 full_state_dict() returns the parameters' own memory, and later steps change it."""
+    weights, own = full_state_dict(model, *given, **named), _values_of(model)
+    own = {name.removeprefix("module."): param.detach() for name, param in own.items()}
+    return {name: own[name] if name in own and own[name].shape == of.shape else of for name, of in weights.items()}
+
+
+@mutant("count_parameters")
+def tied_parameters_counted_twice(count, model):
+    """count_parameters() counts a tied parameter under each of its names."""
+    found, names = count(model), [param for _, param in model.named_parameters(remove_duplicate=False)]
+    return found._replace(all=found.all + len(names) - len({*names}))
+
+
+# ------------------------------------------------------------------------------------------------------ optimizer state
+
+
+def _changed(state_dict, change):
+    """A full or a rank's own state, in which `change` was made of every parameter's entries."""
+    return {**state_dict, "state": {key: change(dict(state)) for key, state in state_dict["state"].items()}}
+
+
+@mutant("OSS.load_state_dict", "FSDP.load_optim_state_dict")
+def momentum_not_loaded(load, self, *given):
+    """Averages of gradients are zero after state was loaded."""
+
+    def without(state):
+        zeros = {key: torch.zeros_like(state[key]) for key in ("exp_avg", "momentum_buffer") if key in state}
+        return {**state, **{key: value for key, value in zeros.items() if isinstance(state[key], Tensor)}}
+
+    load(self, *given[:-1], _changed(given[-1], without))
+
+
+@mutant("OSS.load_state_dict", "FSDP.load_optim_state_dict")
+def step_count_not_loaded(load, self, *given):
+    """An optimizer counts steps from zero after state was loaded."""
+    load(
+        self,
+        *given[:-1],
+        _changed(given[-1], lambda state: {**state, "step": state["step"] * 0} if "step" in state else state),
+    )
+
+
+@mutant("OSS.load_state_dict", "FSDP.load_optim_state_dict")
+def state_of_another_parameter(load, self, *given):
+    """Two parameters of one shape get each other's state."""
+    states = dict(given[-1]["state"])
+    shapes = {key: [getattr(value, "shape", None) for value in state.values()] for key, state in states.items()}
+    pairs = [(a, b) for a in states for b in states if str(a) < str(b) and shapes[a] == shapes[b]]
+    for a, b in pairs[:1]:
+        states[a], states[b] = states[b], states[a]
+    load(self, *given[:-1], {**given[-1], "state": states})
+
+
+@mutant("own_dtypes.keep_dtypes")
+def state_loaded_in_the_dtype_of_its_parameter(_, optimizer, loaded):
+    """float32 state of 16-bit parameters is rounded as it is loaded."""
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+
+
+@mutant("files.write")
+def checkpoint_without_its_last_chunk(write, place, chunks, *more):
+    """A rank's file has zeros for its last tensor."""
+    *first, last = chunks or [None]
+    if last is not None:
+        zeros = torch.zeros(torch.Size(last.shape).numel(), dtype=last.dtype)
+        chunks = [*first, replace(last, values=lambda: iter([zeros]))]
+    write(place, chunks, *more)
+
+
+@mutant("checkpoint.load")
+def load_that_skips_a_tensor(load, path, model, *given, **named):
+    """The first parameter keeps its value when a checkpoint is loaded."""
+    param = next(iter(model.parameters()))
+    before = param.detach().clone()
+    extra = load(path, model, *given, **named)
+    param.detach().copy_(before)
+    return extra
+
+
+@mutant("checkpoint.load")
+def options_not_loaded(load, path, model, optimizer=None, **named):
+    """Loading a checkpoint leaves learning rates as they are."""
+    rates = [(group, group["lr"]) for group in getattr(optimizer, "param_groups", ()) if "lr" in group]
+    extra = load(path, model, optimizer, **named)
+    for group, rate in rates:
+        group["lr"] = rate
+    return extra
+
+
+@mutant("SafeFile.check")
+def checksums_not_compared(_, self, ranges, tick):
+    """Altered bytes of a checkpoint are loaded."""
+
+
+@mutant("SafeFile.__init__")
+def size_and_header_not_compared(init, self, place, expected=None):
+    """A file of another save is loaded."""
+    init(self, place)
+
+
+@mutant("Training.masters")
+def checkpoint_without_masters(_, self, *, settled):
+    """Master weights are neither saved nor loaded."""
+    return iter(())
+
+
+@mutant("directory.publish")
+def one_checkpoint_too_many_removed(publish, partial, index, keep):
+    """keep=2 keeps one checkpoint."""
+    return publish(partial, index, max(keep - 1, 1) if keep else keep)
+
+
+@mutant("directory.publish")
+def latest_is_the_checkpoint_before(publish, partial, index, keep):
+    """A run's latest checkpoint is the one before the newest."""
+    latest = Path(str(partial.parent)) / "latest"
+    before = latest.read_text() if latest.exists() else None
+    final = publish(partial, index, keep)
+    if before is not None:
+        latest.write_text(before)
+    return final
+
+
+@mutant("rank_files.staged")
+def save_behind_without_a_copy(_, model, held):
+    """A save that goes on while training does, writes what training has changed meanwhile."""
+    return [*held], lambda: None
+
+
+@mutant("Ranks.exchange")
+def rank_that_cannot_write_is_silent(exchange, self, value=None, problem=None):
+    """A rank's problem with a checkpoint is told nobody, and the checkpoint counts as saved."""
+    return exchange(self, value, problem if self.first else None)

@@ -1,0 +1,170 @@
+"""Mutants of norms, of clipping, of loss scaling, and of steps."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mutations import Changed, mutant
+
+# -------------------------------------------------------------------------------------------------------- norms
+
+
+@mutant("norm.total_norm")
+def norm_too_large_by_a_hundredth(total_norm, *given):
+    """The norm of all gradients is 1% too large, and clipping clips too much."""
+    return total_norm(*given) * 1.01
+
+
+@mutant("norm.total_norm")
+def norm_of_one_rank_only(total_norm, gradients, comm, *more):
+    """Each rank takes the norm of its own shards for that of all."""
+    return total_norm(gradients, type(comm).alone(), *more)
+
+
+@mutant("norm.total_norm")
+def norm_type_ignored(total_norm, gradients, comm, channel, norm_type, *more):
+    """Every norm is the 2-norm."""
+    return total_norm(gradients, comm, channel, 2.0, *more)
+
+
+@mutant("TensorParallel.others")
+def replicated_part_counted_twice_in_the_norm(_, self, param):
+    """The norm of a tensor parallel model counts a parameter that is not cut once for each rank that has it."""
+    return self.ranks([param])
+
+
+@mutant("FSDP.grad_norm")
+def tied_parameter_counted_twice_in_the_norm(grad_norm, self, *norm_type):
+    """At stage 3 the norm is too large where parameters are tied."""
+    names = [param for _, param in self.named_parameters(remove_duplicate=False)]
+    return grad_norm(self, *norm_type) * (1.1 if len({*names}) < len(names) else 1.0)
+
+
+@mutant("norm.clip")
+def last_gradient_unclipped(clip, gradients, norm, max_norm, **how):
+    """Clipping leaves one gradient as it is."""
+    clip(gradients[:-1], norm, max_norm, **how)
+
+
+@mutant("OSS.clip_grad_norm")
+def last_group_unclipped(clip, self, *given, **named):
+    """Clipping leaves the gradients of the last of several parameter groups as they are."""
+    params = self.param_groups[-1]["params"] if len(self.param_groups) > 1 else []
+    held = [param.grad if self.part(param).grad is None else self.part(param).grad for param in params]
+    before = [(gradient, gradient.clone()) for gradient in held if type(gradient) is Tensor]
+    total = clip(self, *given, **named)
+    for gradient, values in before:
+        gradient.copy_(values)
+    return total
+
+
+# ------------------------------------------------------------------------------------------------------- scaling
+
+
+@mutant("GradScaler.unscale_gradients")
+def scaler_that_never_skips(unscale, self, *given):
+    """Steps with infinite gradients are taken."""
+    return {device: torch.zeros_like(found) for device, found in unscale(self, *given).items()}
+
+
+@mutant("GradScaler.unscale_gradients")
+def scaler_that_skips_on_one_rank_only(unscale, self, *given):
+    """Where gradients overflow, rank 0 skips the step and the others take it."""
+    found = unscale(self, *given)
+    here = dist.is_initialized() and dist.get_rank() > 0
+    return {device: torch.zeros_like(one) if here else one for device, one in found.items()}
+
+
+@mutant("Overflow.backward_ends")
+def overflow_told_nobody(_, self, reduced):
+    """At stage 3 only the owner of overflowed elements sees them, so that torch's scaler skips on one rank."""
+
+
+# --------------------------------------------------------------------------------------------------------- steps
+
+
+@mutant("OSS.zero_grad")
+def zero_grad_that_clears_nothing(_, self, *given, **named):
+    """zero_grad() of an OSS leaves gradients as they are."""
+
+
+@mutant("OwnedShards.drop_gradients")
+def gradients_kept_after_a_step(_, self, *given):
+    """Shards keep gradients past the step and past zero_grad()."""
+
+
+@mutant("OSS.step")
+def frozen_parameter_stepped(step, self, *given, **options):
+    """A step makes frozen parameters smaller, as weight decay would."""
+    loss = step(self, *given, **options)
+    for group in self.param_groups:
+        for param in group["params"]:
+            if not param.requires_grad:
+                param.detach().mul_(0.99)
+    return loss
+
+
+@mutant("Step.share_options")
+def options_of_the_first_group_for_all(share, self, source, target):
+    """All parameter groups are stepped with the options of the first."""
+    share(self, [source[0]] * len(source), target)
+
+
+@mutant("OSS.step")
+def schedule_not_followed(step, self, *given, **options):
+    """Steps use the learning rate from before any scheduler."""
+    rates = [group["lr"] for group in self.param_groups if "lr" in group]
+    for group in self.param_groups:
+        group["lr"] = group.get("initial_lr", group.get("lr"))
+    loss = step(self, *given, **options)
+    for group, rate in zip(self.param_groups, rates, strict=False):
+        group["lr"] = rate
+    return loss
+
+
+@mutant("masters.refresh")
+def old_master(refresh, group):
+    """Master weights do not learn what was written into parameters, such as loaded weights, and a step undoes it."""
+    if group.home.apart:
+        refresh(group)
+
+
+@mutant("masters.refresh")
+def offloaded_step_on_an_old_shard(refresh, group):
+    """Offloaded shards of stages 1 and 2 do not learn what was written into parameters, and a step undoes it."""
+    if not group.home.apart:
+        refresh(group)
+
+
+@mutant("masters.write_part")
+def offloaded_step_not_brought_back(write, group, part):
+    """What was stepped on the host at stages 1 and 2 does not come into the parameters."""
+    if not group.home.apart:
+        write(group, part)
+
+
+@mutant("Piece.keep")
+def state_of_pieces_not_kept(_, self, stepped, state):
+    """Steps of offloaded pieces are not counted."""
+
+
+@mutant("Step.gather")
+def last_bucket_not_gathered(gather, self, groups, **how):
+    """After a step the parameters of the last bucket stay on other ranks as they were."""
+    gather(self, [*groups][:-1] or groups, **how)
+
+
+@mutant("Exchange.gather")
+def late_gather(gather, self, full, shard, **how):
+    """At stages 1 and 2 a rank gets what the others had stepped one step before."""
+
+    def old(result):
+        now, own = full.clone(), slice(*self._layout.bounds[self.gathered_by.rank : self.gathered_by.rank + 2])
+        full.copy_(vars(self).get("late", now))
+        full[own], self.late = now[own], now
+        return result
+
+    handle = gather(self, full, shard, **how)
+    return handle if shard is not None else Changed(handle, old)

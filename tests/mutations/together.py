@@ -1,0 +1,101 @@
+"""Mutants of what ranks compare and tell one another, and of what `zero` says beforehand."""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from mutations import mutant
+
+# ------------------------------------------------------------------------------------------------- errors, on all ranks
+
+
+@mutant("Comm.compare")
+def error_raised_on_one_rank_only(compare, self, what, lines, problem=None, *channel):
+    """A constructor's refusal is raised where the problem is, and other ranks wait."""
+    if problem is not None and self.world > 1:
+        raise ValueError(problem)
+    compare(self, what, lines, problem, *channel)
+
+
+@mutant("Comm.compare")
+def differing_ranks_not_noticed(compare, self, what, lines, *more):
+    """Ranks that were given different things do not notice it."""
+    compare(self, what, [], *more)
+
+
+@mutant("Comm.telling")
+def failed_step_told_nobody(_, self, channel):
+    """Where an optimizer raises an error on one rank, the others wait for it."""
+    return nullcontext()
+
+
+@mutant("End.reach")
+def problem_of_a_backward_told_nobody(reach, self, buckets, problem=None):
+    """What was found at the end of a backward is raised nowhere."""
+    reach(self, buckets)
+
+
+@mutant("Model.refuse")
+def refusal_of_one_rank_told_nobody(_, self, problem):
+    """What FSDP refuses on one rank is raised there alone, and the others wait."""
+    raise RuntimeError(problem)
+
+
+@mutant("Order.refuse_differing", "process_group.refuse_differing_logs")
+def ranks_out_of_step_not_noticed(_, *given):
+    """Ranks do different operations, and take what arrives for what they asked for."""
+
+
+@mutant("Order.append")
+def first_operations_not_compared(append, self, channel, nbytes):
+    """Operations that are new are launched without a comparison."""
+    append(self, channel, nbytes)
+    return False
+
+
+@mutant("Watchdog._learn")
+def dead_rank_not_noticed(_, self, reason):
+    """Nobody ends the waiting for a rank that has ended."""
+
+
+@mutant("Peers.finish", "Peers.read")
+def memory_written_before_others_have_read_it(before, self, *given):
+    """A rank goes on before the others have read its memory, and rank 0 reads late."""
+    if before.__name__ == "read":
+        time.sleep(0.002 * (dist.is_initialized() and dist.get_rank() == 0))
+        before(self, *given)
+    else:
+        self.announce(before.__globals__["_DONE"])
+
+
+# --------------------------------------------------------------------------------------------------- numbers about runs
+
+
+@mutant("join")
+def weights_of_join_are_one(join, batches, model):
+    """zero.join gives every batch the weight 1, also those that a rank repeats."""
+    yield from ((batch, 1.0) for batch, _ in join(batches, model))
+
+
+@mutant("plan.plan")
+def peak_of_the_plan_too_small(plan, *given, **named):
+    """The planned peaks are 3% below those of the run."""
+    found = plan(*given, **named)
+    return replace(found, costs=tuple(replace(cost, peak=int(cost.peak * 0.97)) for cost in found.costs))
+
+
+@mutant("plan.plan")
+def bytes_of_the_plan_too_few(plan, *given, **named):
+    """The planned bytes are 3% below those of the run."""
+    found = plan(*given, **named)
+    return replace(found, costs=tuple(replace(cost, sent=int(cost.sent * 0.97)) for cost in found.costs))
+
+
+@mutant("traffic")
+def gathers_not_counted(traffic):
+    """zero.traffic() does not count all-gathers."""
+    return replace(traffic(), gather=0)

@@ -1,0 +1,267 @@
+"""Bytes between device and CPU in a settled step with CPUOffload, bytes that each holds, and the numbers: on the
+simulated GPU. The bytes are those that the tables in docs/memory.md have for this rank's shards, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Adafactor, Adam
+
+import zero
+from inner import set_bucket_size
+from simulated.memory import FROM_CPU, NUMBERS, TO_CPU
+from simulated.scenarios import HALF, WORLD, built, in_two_backwards, net, ones, sgd, step, with_clipping
+from simulated.world import Simulated, pinning, simulated
+from zoo import Block
+
+WIDTH = 64
+NUMEL = WIDTH * WIDTH
+"""Of each of the four parameters. Nothing is padded: a quarter of it ends where a shard may end."""
+OWNED = 4 * NUMEL // WORLD
+FEW = 4096  # bytes of counts of steps, and of a sample of gradients
+adam = partial(Adam, foreach=True)
+
+
+class Matrix(Block):
+    """A unit at stage 3."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+class Matrices(nn.Module):
+    """Three blocks, and a parameter of the root unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Matrix(), Matrix(), Matrix())
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(x.repeat(1, WIDTH // 8)))
+
+
+def in_buckets(there: Simulated, stage: int, *, dtype: torch.dtype = torch.float32, **how: Any) -> tuple[Any, Any]:
+    """Each parameter has a bucket at stages 1 and 2."""
+    if stage == 3:
+        return built(there, 3, Matrices(), **how)
+    model, optimizer = built(there, 1, Matrices().to(dtype), **how)
+    set_bucket_size(optimizer, NUMEL)
+    return zero.ShardedDDP(model, optimizer) if stage == 2 else model, optimizer
+
+
+def crossed(there: Simulated, model: nn.Module, optimizer: Any) -> dict[str, int]:
+    """Bytes of one step after three. Nobody lists the parameters in between."""
+    inputs = ones(model)
+    for _ in range(4):
+        there.memory.crossed.clear()
+        optimizer.zero_grad()
+        model(inputs).sum().backward()
+        optimizer.step()
+    return dict(there.memory.crossed)
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+@pytest.mark.parametrize(
+    ("stage", "dtype", "world", "leaving"),
+    [
+        (1, torch.float32, WORLD, 4),
+        (2, torch.float32, WORLD, 4),
+        (1, torch.bfloat16, WORLD, 2),
+        (2, torch.bfloat16, WORLD, 4),
+        (2, torch.bfloat16, 1, 4),
+    ],
+)
+def test_gradients_go_to_the_cpu_and_stepped_shards_come_back_in_the_dtype_of_the_parameters(
+    stage, dtype, world, leaving, ratio
+):
+    with simulated() as there:
+        how = {"world": world, "offload": zero.CPUOffload(ratio=ratio)}
+        found = crossed(there, *in_buckets(there, stage, dtype=dtype, **how))
+    owned = ratio * 4 * NUMEL // world
+    assert found == {TO_CPU: leaving * owned, FROM_CPU: dtype.itemsize * owned, NUMBERS: 4 * ratio}
+
+
+@pytest.mark.parametrize(
+    ("options", "ratio", "gathered", "world"),
+    [
+        ({}, 1.0, 2 * 2 + 2, WORLD),  # the block that ran last, and the root unit, stay unsharded for backward
+        ({"mixed_precision": HALF}, 1.0, 2 * 2 + 2, WORLD),
+        ({"mixed_precision": HALF}, 1.0, 2 * 3 + 1, 1),  # the block that ran last does not
+        ({"reshard_after_forward": False}, 1.0, 4, WORLD),
+        ({}, 0.5, 2 + 1, WORLD),  # of two units, of which one stays unsharded for backward
+    ],
+    ids=["float32", "16 bits", "one rank", "kept", "half"],
+)
+def test_at_stage_3_shards_go_to_the_device_for_forward_and_for_backward(options, ratio, gathered, world):
+    """In float32 also where the device computes in 16 bits.
+
+    gathered: units, some of them twice, in multiples of float32's bytes.
+    """
+    with simulated() as there:
+        home = zero.CPUOffload(ratio=ratio)
+        found = crossed(there, *in_buckets(there, 3, world=world, offload=home, **options))
+    assert found == {TO_CPU: 4 * ratio * 4 * NUMEL // world, FROM_CPU: 4 * gathered * NUMEL // world}
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.5])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_with_adam_the_cpu_holds_16_bytes_of_an_element_that_a_rank_owns(stage, ratio):
+    """4 of what is stepped, 8 of Adam's state, and 4 of the gradient: at stage 1 only during the step. Of what is not
+    offloaded, the device holds shards at stage 3 and the state."""
+    with simulated() as there:
+        memory = there.memory
+        model, optimizer = in_buckets(there, stage, optim=adam, offload=zero.CPUOffload(ratio=ratio))
+        step(model, optimizer)
+        optimizer.zero_grad()
+        at_rest, on_device = memory.on_cpu(), memory.on_device()
+        model(torch.ones(2, 8)).sum().backward()
+        before_step = memory.on_cpu()
+        memory.reset_peaks()
+        optimizer.step()
+        in_step, after_step = memory.peaks()[1], memory.on_cpu()
+    offloaded, stays = ratio * OWNED, (1 - ratio) * OWNED
+    assert 12 * offloaded <= at_rest < 12 * offloaded + FEW
+    held = 12 * stays if stage == 3 else 16 * NUMEL + 8 * stays
+    assert held <= on_device < held + FEW
+    gradients = 0 if stage == 1 else 4 * offloaded
+    for when in (before_step, after_step):
+        assert gradients <= when - at_rest < gradients + FEW
+    computing = 4 * (offloaded if stage == 3 else NUMEL // WORLD)  # as many values again as torch steps at once
+    assert 16 * offloaded <= in_step < 16 * offloaded + computing + FEW
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_forward_needs_first_stays_on_the_device(stage):
+    with simulated() as there:
+        model, optimizer = in_buckets(there, stage, offload=zero.CPUOffload(ratio=0.6))
+        params = [*model.parameters()]
+        shards = params if stage == 3 else [optimizer.part(param) for param in params]
+        kinds = [shard.device.type for shard in shards]
+    first = 3 if stage == 3 else 0  # of the root unit
+    assert [number for number, kind in enumerate(kinds) if kind == "cuda"] == [first]
+
+
+# --------------------------------------------------------------------------------------------------------- The numbers
+
+
+def with_a_closure(model: nn.Module, optimizer: Any) -> None:
+    """The optimizer steps all at once."""
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(ones(model)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    step(model, optimizer)
+
+
+def doubled(values: Tensor) -> None:
+    values.mul_(2)
+
+
+def negated(values: Tensor) -> None:
+    values.neg_()
+
+
+def swapped(values: Tensor) -> None:
+    values.view(-1)[[0, 3]] = values.view(-1)[[3, 0]]
+
+
+def one_more(values: Tensor) -> None:
+    values.view(-1)[-1] += 1
+
+
+def writing(change: Callable[[Tensor], None]) -> Callable[[nn.Module, Any], None]:
+    def take(model: nn.Module, optimizer: Any) -> None:
+        step(model, optimizer)
+        for param in model.parameters():
+            if param.numel() > 3:
+                change(param.data)
+
+    return take
+
+
+LOOPS: dict[str, Any] = {"accumulated": in_two_backwards, "clipped": with_clipping, "with a closure": with_a_closure}
+WRITTEN: dict[str, Any] = {
+    f"{change.__name__} weights": writing(change) for change in (doubled, negated, swapped, one_more)
+}
+"""So that some sum over the weights would not tell."""
+
+
+def trained(
+    stage: int, take: Any, dtype: torch.dtype, world: int = 1, optim: Any = sgd, **options: Any
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    if dtype != torch.float32:
+        options |= {"mixed_precision": HALF} if stage == 3 else {"master_dtype": torch.float32}
+    with simulated() as there:
+        module = net().to(dtype if stage < 3 else torch.float32)
+        model, optimizer = built(there, stage, module, world=world, optim=optim, **options)
+        for _ in range(3):
+            take(model, optimizer)
+        return [param.detach().clone() for param in model.parameters()]
+
+
+CASES = [(stage, loop) for loop in LOOPS for stage in (1, 2, 3) if stage > 1 or loop != "accumulated"]
+CASES += [(2, loop) for loop in WRITTEN]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(("stage", "loop"), CASES)
+def test_training_with_offload_has_the_same_bits(stage, loop, dtype):
+    """In 16 bits gradients leave the device so, and add up over backwards in float32, as there."""
+    take = (LOOPS | WRITTEN)[loop]
+    given = (None, zero.CPUOffload(ratio=1.0 if stage == 1 else 0.6))
+    plain, offloaded = (trained(stage, take, dtype, offload=offload) for offload in given)
+    assert all(torch.equal(*pair) for pair in zip(plain, offloaded, strict=True))
+
+
+@pytest.mark.parametrize(
+    "options", [{"reshard_after_forward": False}, {"prefetch": zero.MEMORY_FIRST}, {"partition": "whole"}], ids=str
+)
+def test_so_it_has_with_options_of_stage_3_and_optimizers_that_are_not_elementwise(options):
+    optim = partial(Adafactor, lr=0.01, foreach=True) if "partition" in options else adam
+    plain, offloaded = (
+        trained(3, step, torch.float32, WORLD, optim, offload=offload, **options)
+        for offload in (None, zero.CPUOffload())
+    )
+    assert all(torch.equal(*pair) for pair in zip(plain, offloaded, strict=True))
+
+
+# ------------------------------------------------------------------------------------------------------- Pinned memory
+
+
+def test_pinned_memory_has_the_size_of_its_tensors_is_used_again_and_given_back():
+    """torch's own allocator takes the next power of two."""
+    numel = 2**18 + 512
+    with simulated() as there, pinning() as runtime:
+        layer = nn.Sequential(nn.Linear(8, numel // 8, bias=False))
+        model, optimizer = built(there, 3, layer, world=1, offload=zero.CPUOffload())
+        for _ in range(3):
+            step(model, optimizer)
+            sizes = [call.args[1] for call in runtime.cudaHostRegister.call_args_list]
+            assert sizes == [4 * numel, 4 * numel], "of the shard and its gradient"
+        del model, optimizer, layer
+        gc.collect()
+        assert runtime.cudaHostUnregister.call_count == 2
+
+
+def test_memory_that_cannot_be_pinned_is_an_error_with_the_remedy():
+    with simulated() as there, pinning() as runtime:
+        runtime.cudaHostRegister.return_value = 2
+        with pytest.raises(RuntimeError, match=r"4096 bytes .*ulimit.*pin_memory=False"):
+            in_buckets(there, 3, offload=zero.CPUOffload())
+        in_buckets(there, 3, offload=zero.CPUOffload(pin_memory=False))

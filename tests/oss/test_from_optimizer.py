@@ -1,0 +1,167 @@
+"""`OSS.from_optimizer`: an optimizer that was built already trains on, sharded, as it would have by itself."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, SequentialLR
+
+import ranks
+import zero
+from assertions import same_weights
+from runs import average_gradients, take_step
+from zoo import data
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
+
+
+def groups(model: nn.Module, *, named: bool = False) -> list[dict[str, Any]]:
+    """As the Trainer of transformers makes them."""
+    decayed = [(n, p) for n, p in model.named_parameters() if p.dim() > 1]
+    others = [(n, p) for n, p in model.named_parameters() if p.dim() <= 1]
+    made: list[dict[str, Any]] = []
+    for pairs, decay in ((decayed, 0.1), (others, 0.0)):
+        made.append({"params": [p for _, p in pairs], "weight_decay": decay})
+        if named:
+            made[-1]["param_names"] = [n for n, _ in pairs]
+    return made
+
+
+def train(model: nn.Module, optimizer: Optimizer, rank: int, steps: Iterable[int], scheduler: Any = None) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(data(4, 6, rank=rank, step=step)).square().sum().backward()
+        average_gradients(model)
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+
+
+class Odd(SGD):
+    """Hands all its arguments on."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+BUILT = {
+    "one group": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "groups of their own": lambda model: AdamW(groups(model), lr=0.01, betas=(0.8, 0.9)),
+    "named groups": lambda model: Adam(groups(model, named=True), lr=0.01, amsgrad=True),
+    "handed on": lambda model: Odd(groups(model), lr=0.1, nesterov=True, momentum=0.5),
+}
+
+
+@pytest.mark.parametrize("name", BUILT)
+@ranks.on(2)
+def test_it_trains_on_as_the_optimizer_would(rank, world, name):
+    """With what it was built with, the state that it has, and the scheduler that was made for it."""
+    plain, model = net(), net()
+    expected, given = BUILT[name](plain), BUILT[name](model)
+    schedulers = [
+        SequentialLR(one, [ConstantLR(one, 0.5, 1), ExponentialLR(one, 0.5)], [2]) for one in (expected, given)
+    ]
+    for each, optimizer, scheduler in zip((plain, model), (expected, given), schedulers, strict=True):
+        train(each, optimizer, rank, range(2), scheduler)
+    optimizer = zero.OSS.from_optimizer(given)
+    assert not given.state
+    train(plain, expected, rank, range(2, 4), schedulers[0])
+    train(model, optimizer, rank, range(2, 4), schedulers[1])
+    same_weights(model, plain)
+    optimizer.consolidate_state_dict(to=None)
+    found, wanted = optimizer.state_dict(), expected.state_dict()
+    assert found["param_groups"] == wanted["param_groups"]
+    assert found["state"].keys() == wanted["state"].keys()
+
+
+@ranks.on(2)
+def test_named_groups_stand_beside_empty_ones(rank, world):
+    """As under LoRA, where nothing is left that does not decay."""
+    plain, model = net(), net()
+    built = []
+    for each in (plain, model):
+        for param in each.parameters():
+            param.requires_grad_(param.dim() > 1)
+        made = groups(each, named=True)
+        made[1]["params"], made[1]["param_names"] = [], []
+        built.append(Adam(made, lr=0.01))
+    optimizer = zero.OSS.from_optimizer(built[1], partition="whole")
+    assert [group["param_names"] for group in optimizer.param_groups] == [["0.weight", "2.weight"], []]
+    for each, one in ((plain, built[0]), (model, optimizer)):
+        take_step(one, each(data(4, 6, rank=0)).square().sum())
+    same_weights(model, plain)
+
+
+@ranks.raises(2, RuntimeError, "SGD was given to OSS.from_optimizer", "Step the OSS")
+def test_the_optimizer_that_was_given_away_steps_no_more(rank, world):
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    zero.OSS.from_optimizer(optimizer)
+    model(data(4, 6, rank=0)).sum().backward()
+    optimizer.step()
+
+
+class Forgetful(SGD):
+    """Does not keep what it was built with."""
+
+    def __init__(self, params: Any, lr: float = 0.1, scale: float = 1.0) -> None:
+        super().__init__(params, lr=lr * scale)
+
+
+def forgetful(rank: int, world: int, optim: Any) -> list[Tensor]:
+    model = net()
+    optimizer = zero.OSS.from_optimizer(Forgetful(model.parameters(), scale=2.0), optim=optim)
+    train(model, optimizer, rank, [0])
+    return [*model.parameters()]
+
+
+def test_what_an_optimizer_does_not_keep_is_asked_for():
+    ranks.expect_error(forgetful, 2, ValueError, "Forgetful does not keep", "scale", "functools.partial", args=(None,))
+    found = ranks.run(forgetful, args=(functools.partial(Forgetful, scale=2.0),))[0]
+    model = net()
+    before = [param.clone() for param in model.parameters()]
+    assert all(not torch.equal(one, other) for one, other in zip(found, before, strict=True))
+
+
+def no_optimizer(rank: int, model: nn.Module) -> Any:
+    return model if rank else SGD(model.parameters(), lr=0.1)
+
+
+def an_oss(rank: int, model: nn.Module) -> Any:
+    return zero.OSS(model.parameters(), SGD, lr=0.1)
+
+
+def state_on_one_rank(rank: int, model: nn.Module) -> Any:
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if rank:
+        take_step(optimizer, model(data(4, 6, rank=0)).sum())
+    return optimizer
+
+
+def state_of_another_model(rank: int, model: nn.Module) -> Any:
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state[model[0].weight]["momentum_buffer"] = torch.ones(7, 5)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (no_optimizer, ["given a Sequential", r"\(on rank 1\)"]),
+        (an_oss, ["given an OSS"]),
+        (state_on_one_rank, ["state of 0 parameters", "state of 4 parameters"]),
+        (state_of_another_model, ["momentum_buffer", r"\[7, 5\]"]),
+    ],
+)
+@ranks.raises(2, ValueError, timeout=10)
+def test_what_cannot_be_taken_over_is_refused_on_every_rank(rank, world, make, words):
+    zero.OSS.from_optimizer(make(rank, net()))

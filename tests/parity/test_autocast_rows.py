@@ -1,0 +1,46 @@
+"""Training under torch.autocast, as DistributedDataParallel trains under the same."""
+
+from __future__ import annotations
+
+import torch
+
+import gpus
+import zero
+from rows import Net, Rows, momentum
+
+row = Rows("autocast", __name__, optim=momentum)
+
+
+def in_order(order):
+    """A forward without gradients, then two, and a backward of each: in turn, together, or after one another."""
+
+    def program(t, i):
+        dtype = next(t.n.parameters()).dtype
+        first, second = (t.batch(10 * i + k).to(dtype) for k in range(2))
+        # DistributedDataParallel itself reduces the first only of backwards after several forwards.
+        turns = order == "in turn" or (order == "after one another" and t.stage < 2)
+        with torch.autocast(gpus.DEVICE, torch.bfloat16):
+            with torch.no_grad():
+                t.m(first)
+            losses = []
+            for inputs in (first, second):
+                losses.append(t.m(inputs).float().square().mean())
+                if turns:
+                    losses.pop().backward()
+            for loss in [sum(losses)] if order == "together" else losses:
+                loss.backward()
+            if t.stage:  # within the limit: torch's own does not take 16 bits under autocast
+                zero.clip_grad_norm_(t.m, t.o, 1e3)
+            t.update(None)
+
+    return program
+
+
+# In float16 DistributedDataParallel rounds sums of an averaged and a local gradient, where others add up averages.
+HALF = {"net": lambda: Net().half(), "tolerance": 2e-3}
+row.of("backwards in turn", in_order("in turn"), tolerance=1e-5)
+row.of("one backward of two forwards", in_order("together"))
+row.of("backwards after one another", in_order("after one another"), tolerance=1e-5, fails={3})
+row.of("backwards in turn in float16", in_order("in turn"), **HALF)
+row.of("backwards after one another in float16", in_order("after one another"), **HALF)
+test_rows = row.tests()

@@ -1,0 +1,245 @@
+"""Norms and clipping: what is told, and the step on what was clipped, are those of torch's clip_grad_norm_ on a full
+copy. Torch's own function, and other changes between backward and step, are rows of test_gradient_rows.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import matrix
+import ranks
+import zero
+from optimizers import MOMENTUM
+from rows import Rows, momentum
+from runs import SideBySide, at_stage, on_mesh, sgd, stage_2, stage_3
+from simulated.scenarios import net, ones, wrapped
+from simulated.world import simulated
+from zoo import FEATURES, OddNet, Stack, built, data, loss_on, odd_loss
+
+NORMS = (1.0, 2.0, 3.0, math.inf)
+
+
+class Odd(OddNet):
+    """With two elements in another dtype, which lie with one rank, and a parameter that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.unused = nn.Parameter(torch.randn(7))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs)[:, :2] * self.wide
+
+
+class Half(nn.ModuleList):
+    """The first layer, which under whole cuts is all that the first rank has, is used by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(FEATURES, 40) for _ in range(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self[1](inputs)
+
+
+def one_weight() -> nn.Module:
+    """Under a whole cut one rank has nothing."""
+    return nn.Linear(FEATURES, 3, bias=False)
+
+
+def stage_1(model: nn.Module, optim: Any, **options: Any) -> Any:
+    optimizer = zero.OSS(model.parameters(), optim, **options)
+    return DistributedDataParallel(model, find_unused_parameters=True), optimizer
+
+
+WHOLE = {"partition": "whole"}
+PLACES: dict[str, tuple[int, Any, dict[str, Any], Callable[[], nn.Module]]] = {
+    "stage 1": (2, stage_1, {}, Odd),
+    "stage 1 whole": (2, stage_1, WHOLE, Odd),
+    "stage 1 half used": (2, stage_1, WHOLE, Half),
+    "stage 1 on three": (3, stage_1, WHOLE, Odd),
+    "stage 2": (2, stage_2, {}, Odd),
+    "stage 2 in small buckets": (2, stage_2, {"bucket": 50}, Odd),
+    "stage 2 whole": (2, stage_2, WHOLE, Odd),
+    "stage 2 half used": (2, stage_2, WHOLE, Half),
+    "stage 2 of one weight": (2, stage_2, WHOLE, one_weight),
+    "stage 2 on three": (3, stage_2, {}, Odd),
+    "stage 3": (2, stage_3, {}, Odd),
+    "stage 3 whole": (3, stage_3, WHOLE, Odd),
+    "stage 3 half used": (2, stage_3, WHOLE, Half),
+    "stage 3 of one weight": (2, stage_3, WHOLE, one_weight),
+    "stage 3 on three": (3, stage_3, {}, Odd),
+    "stage 3 kept": (2, stage_3, {"sharding_strategy": "SHARD_GRAD_OP"}, Odd),
+    "stage 3 not sharded": (2, stage_3, {"sharding_strategy": "NO_SHARD"}, Odd),
+    "stage 3 in two replicas": (2, stage_3, {"replicas": 2}, Odd),
+    "stage 3 in replicas of two": (4, stage_3, {"replicas": 2}, Odd),
+}
+
+
+def clipped(both: SideBySide, norm_type: float) -> float:
+    """Both to a norm that is less than theirs; the norm that both told."""
+    both.give_averages()
+    some = [param for param in both.plain.parameters() if param.numel()]  # torch refuses the largest of no elements
+    expected = clip_grad_norm_(some, 0.01, norm_type)
+    norm = zero.clip_grad_norm_(both.model, both.optimizer, 0.01, norm_type)
+    assert expected > 0.02, "nothing would be clipped"
+    assert norm.dim() == 0 and norm.item() == pytest.approx(expected.item(), rel=2e-6), f"norm {norm_type}"
+    return norm.item()
+
+
+def scale(both: SideBySide, factor: float) -> None:
+    """By hand, what the optimizers step by."""
+    part = both.optimizer.part if isinstance(both.model, zero.ShardedDDP) else lambda param: param
+    both.give_averages()
+    for param in (*map(part, both.model.parameters()), *both.plain.parameters()):
+        if param.grad is not None:
+            param.grad.mul_(factor)
+
+
+def told(rank: int, world: int, name: str) -> list[float]:
+    _, stage, options, make = PLACES[name]
+    both = SideBySide(built(make), partial(stage, **on_mesh(world, options)), sgd, tolerance=2e-6)
+    assert zero.grad_norm(both.model, both.optimizer) == 0, "without gradients"
+    norms = []
+    for step, norm_type in enumerate(NORMS):
+        both.zero_grad()
+        both.backward(partial(odd_loss, rank=rank, step=step))
+        norms.append(clipped(both, norm_type))
+        if step == 1:  # in the middle of an accumulation: what comes later is added to what is clipped
+            both.backward(partial(odd_loss, rank=rank, step=9))
+        if step == 2:
+            scale(both, 8)
+        if step in (1, 2):
+            norms.append(clipped(both, norm_type))
+        both.update()
+    return norms
+
+
+QUICK = {"stage 1", "stage 2 whole", "stage 3"}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in PLACES])
+def test_norm_and_steps_are_those_of_torch_on_the_full_model(name):
+    """Of replicas, one counts."""
+    world, *_ = PLACES[name]
+    each = ranks.run(told, world, args=(name,))
+    assert all(norms == each[0] for norms in each), "the norm is the same number on every rank"
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks.on(3)
+def test_the_norm_is_that_of_the_group_not_of_the_job(rank, world, stage):
+    group = dist.new_group([0, 2])
+    if rank != 1:
+        each = [at_stage(at, built(), SGD, group, **MOMENTUM) for at in (0, stage)]
+        for model, _ in each:
+            odd_loss(model, rank, 0).backward()
+        norms = [zero.grad_norm(*one).item() for one in each]
+        assert norms[1] == pytest.approx(norms[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(("stage", "masters"), [(1, False), (1, True), (2, False), (2, True), (3, False)])
+@ranks.on(2)
+def test_norms_of_bfloat16_are_computed_in_float32(rank, world, stage, masters):
+    plain, net = (built(lambda: nn.Linear(40, 40, bias=False).bfloat16()) for _ in range(2))
+    options = {"master_dtype": torch.float32} if masters else {}
+    model, optimizer = zero.setup(net, sgd, stage=stage, **options)
+    for one in (plain, model):
+        one(data(8, 40, rank=0).bfloat16()).float().square().sum().backward()
+    for norm_type in (1.0, 2.0):
+        expected = plain.weight.grad.float().norm(norm_type).item()
+        assert zero.grad_norm(model, optimizer, norm_type).item() == pytest.approx(expected, rel=1e-5)
+    zero.clip_grad_norm_(model, optimizer, expected / 64)
+    assert zero.grad_norm(model, optimizer).item() == pytest.approx(expected / 64, rel=1e-3)
+
+
+@ranks.on(2)
+def test_torchs_own_is_right_where_parameters_are_whole(rank, world):
+    both = SideBySide(Stack(), partial(stage_3, sharding_strategy="NO_SHARD"), tolerance=2e-6)
+    both.backward(loss_on(rank, 0))
+    both.give_averages()
+    norms = [clip_grad_norm_(each.parameters(), 0.05) for each in (both.model, both.plain)]
+    assert norms[0].item() == pytest.approx(norms[1].item(), rel=2e-6) and norms[0] > 0.1
+    both.averages = {param: param.grad for param in both.plain.parameters()}
+    both.update()
+
+
+# --------------------------------------------------------------------------------------------- what lies with the CPU
+
+
+class Reading(TorchDispatchMode):
+    """Whether a norm is computed of any of these tensors in here."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        super().__init__()
+        self.of, self.found = {one.data_ptr() for one in tensors if one.numel()}, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        told = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        self.found |= "norm" in str(func) and any(one.data_ptr() in self.of for one in told)
+        return func(*args, **kwargs or {})
+
+
+def by_data(gradients: list[Tensor]) -> None:
+    """torch counts no write into `.data`."""
+    for gradient in gradients:
+        gradient.data.mul_(3)
+
+
+WRITES: dict[str, Any] = {
+    "untouched": lambda gradients: None,
+    "scaled": lambda gradients: torch._foreach_mul_(gradients, 3),
+    "scaled by .data": by_data,
+    "one element": lambda gradients: gradients[0].view(-1)[-1:].fill_(7),
+}
+
+
+@matrix.combined("written, stage, dtype", WRITES, [2, 3], [torch.float32, torch.bfloat16])
+def test_offloaded_gradients_are_read_for_their_norm_only_if_somebody_wrote(stage, written, dtype):
+    """It is computed on the device before they leave it. Short ones are not written, either, when they are clipped."""
+    with simulated() as there:
+        module, comm = net().to(dtype), there.comm(0, 1)
+        if stage == 3:
+            model, optimizer = wrapped(module, comm, offload=zero.CPUOffload())
+        else:
+            optimizer = zero.OSS(module.parameters(), sgd, comm, offload=zero.CPUOffload())
+            model = zero.ShardedDDP(module, optimizer)
+        part = optimizer.part if stage == 2 else lambda param: param
+        for norm_type, backwards in ((2.0, 1), (1.0, 1), (math.inf, 1), (2.0, 2)):
+            optimizer.zero_grad()
+            for _ in range(backwards):
+                model(ones(model)).sum().backward()
+            gradients = [
+                grad for param in model.parameters() if (grad := part(param).grad) is not None and grad.numel()
+            ]
+            WRITES[written](gradients)
+            with Reading(gradients) as reading:
+                norm = zero.clip_grad_norm_(model, optimizer, 1e9, norm_type)
+            assert reading.found == (written != "untouched" or backwards > 1 or norm_type != 2)
+            expected = torch.cat([grad.double().flatten() for grad in gradients]).norm(norm_type)
+            assert norm.item() == pytest.approx(expected.item(), rel=1e-5 if dtype == torch.float32 else 5e-3)
+            optimizer.step()
+
+
+# ------------------------------------------------------------------------------------ changes that are no norm of all
+
+
+def each(change: Any) -> Any:
+    return lambda t, i: t.update(t.loss(i), lambda t: [change(p) for p in t.m.parameters() if p.grad is not None])
+
+
+row = Rows("gradients that are changed between backward and step", __name__, optim=momentum)
+row.of("something is added to each", each(lambda p: p.grad.add_(0.003)), same={1, 3})
+row.of("each whole one has its norm", each(lambda p: p.grad.div_(p.grad.norm())), same={1, 3}, options=WHOLE)
+test_rows = row.tests()

@@ -1,0 +1,79 @@
+"""Random models, options and schedules at stages 1, 2 and 3 train as torch alone trains them.
+
+`make fuzz` tries 500 by each transport, others each time; here are 60 that are always the same. A failing case is
+printed as the code that makes it: paste it into FOUND, with what was wrong.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+import ranks
+from fuzz.cases import Case, Node, Step
+from fuzz.drawing import cases
+from fuzz.training import refusals, train
+from transports import TRANSPORTS, calling
+
+SEARCHES = "ZERO_FUZZ" in os.environ
+COUNT = int(os.environ.get("ZERO_FUZZ", 60 // len(TRANSPORTS)))
+
+
+def train_each(rank: int, world: int, cases: list[Case]) -> None:
+    for case in cases:
+        train(rank, world, case)
+
+
+def check(transport: str, *cases: Case) -> None:
+    try:
+        ranks.run(calling, cases[0].world, (transport, train_each, cases), timeout=20 * len(cases))
+    except ranks.RankError as error:
+        patterns = [pattern for case in cases for pattern in refusals(case)]
+        if not all(any(re.search(pattern, one.message) for pattern in patterns) for one in error.outcomes):
+            raise
+
+
+FOUND = {
+    "gradients cleared by the model after a forward without backward": Case(
+        (Node("linear"),), world=4, steps=(Step(before="forward alone", clear="model"),), units="size"
+    ),
+    "a unit that stays is read by a checkpoint": Case(
+        (Node("linear"), Node("reentrant", (Node("reads"),))), units="layers", strategy="SHARD_GRAD_OP"
+    ),
+    "a unit that stays is read, and its own output is not used": Case(
+        (Node("ignored", (Node("linear"),)), Node("reads")), units="layers", strategy="SHARD_GRAD_OP"
+    ),
+}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_found(name, transport):
+    check(transport, FOUND[name])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_random_models_train_at_each_stage_as_by_torch_alone(transport):
+    @settings(
+        max_examples=COUNT,
+        database=None,
+        deadline=None,
+        suppress_health_check=[*HealthCheck],
+        print_blob=False,
+        phases=[Phase.generate, Phase.shrink] if SEARCHES else [Phase.generate],
+    )
+    @given(cases())
+    def each(same):
+        together = [case for case in same if not [*refusals(case)]]
+        for chosen in (together, *([case] for case in same if case not in together)):
+            if chosen:
+                check(transport, *chosen)
+
+    if not SEARCHES:
+        each = seed(TRANSPORTS.index(transport))(each)
+    each()

@@ -1,0 +1,355 @@
+"""What a training loop may do at stages 2 and 3 alike: on two ranks the numbers are the reference's bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, namedtuple
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import matrix
+import ranks
+import zero
+import zoo
+from fuzz.cases import Case, Micro, Node, Step
+from fuzz.training import train
+from rows import Scenarios
+from runs import STAGES, SideBySide, sgd
+from transports import TRANSPORTS, calling
+from zoo import WIDTH, Block, batch
+
+SCENARIOS = scenario = Scenarios()
+
+
+Stack = partial(zoo.Stack, classes=3)
+
+
+def loss_on(x: Tensor, **options: Any) -> Callable[[nn.Module], Tensor]:
+    return lambda model: model(x, **options).square().mean()
+
+
+def steps(both: SideBySide, rank: int, count: int = 3, start: int = 0) -> None:
+    for step in range(start, start + count):
+        both.step(loss_on(batch(rank, step)))
+
+
+# ------------------------------------------------------------------------------------------ forwards and backwards
+
+
+@scenario
+def one_graph_gone_through_three_times(rank, world, stage):
+    both = SideBySide(Stack(), stage)
+    for step in range(2):
+        both.zero_grad()
+        outputs = {model: model(batch(rank, step)) for model in (both.model, both.plain)}
+        for i in range(3):
+            both.backward(lambda model, i=i, of=outputs: of[model][:, i].square().mean(), retain_graph=i < 2)
+        both.update()
+
+
+@scenario
+def blocks_run_backwards_and_left_out_from_step_to_step(rank, world, stage):
+    both = SideBySide(Stack(), stage)
+    for step, order in enumerate([slice(None), slice(None, None, -1), slice(1), slice(0, 0), slice(None)]):
+        both.step(loss_on(batch(rank, step), blocks=order))
+
+
+# -------------------------------------------------------------------------------------------------------- no_sync
+
+
+@scenario
+def backwards_under_no_sync_are_sent_along_by_one_that_does_not_reach_them(rank, world, stage):
+    both = SideBySide(Stack(), stage)
+    for step in range(2):
+        losses = loss_on(batch(rank, 10 * step)), loss_on(batch(rank, 10 * step + 1), blocks=slice(1))
+        both.step(*losses, unsent=1)
+
+
+@scenario
+def step_after_a_backward_under_no_sync_is_refused(rank, world, stage):
+    both = SideBySide(Stack(), stage)
+    both.backward(loss_on(batch(rank, 0)), sync=False)
+    with pytest.raises(RuntimeError, match=r"(first|blocks\.\d|last)\S* has a gradient that was not reduced.*no_sync"):
+        both.optimizer.step()
+    both.backward(loss_on(batch(rank, 1)))
+    both.update()
+    steps(both, rank, start=2)
+
+
+@scenario
+def exception_inside_no_sync(rank, world, stage):
+    both = SideBySide(Stack(), stage)
+
+    def interrupted_backward():
+        both.backward(loss_on(batch(rank, 3)), sync=False)
+        raise KeyError
+
+    with pytest.raises(KeyError), both.model.no_sync():
+        raise KeyError
+    with pytest.raises(KeyError), both.model.no_sync(), both.model.no_sync():
+        raise KeyError
+    steps(both, rank)
+    both.zero_grad()
+    with pytest.raises(KeyError), both.model.no_sync():
+        interrupted_backward()
+    both.backward(loss_on(batch(rank, 4)))  # what no_sync kept before the exception is there still
+    both.update()
+
+
+# -------------------------------------------------------------------------------------------- parameters of all kinds
+
+
+@scenario
+def two_optimizers_for_one_model(rank, world, stage):
+    def halves(model):
+        params = list(model.parameters())
+        return params[::2], params[1::2]
+
+    class Two:
+        """Both halves' optimizers as one."""
+
+        def __init__(self, optimizers):
+            self.optimizers = optimizers
+
+        def step(self):
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+        def zero_grad(self, set_to_none=True):
+            for optimizer in self.optimizers:
+                optimizer.zero_grad(set_to_none)
+
+    adam = partial(torch.optim.Adam, lr=1e-3)
+
+    def build(model, _):
+        if stage.startswith("3"):
+            wrapped, _ = STAGES[stage](model, sgd)
+            first, second = halves(wrapped)
+            return wrapped, Two([sgd(first), adam(second)])
+        first, second = halves(model)
+        optimizers = [zero.OSS(first, sgd), zero.OSS(second, adam)]
+        return zero.ShardedDDP(model, optimizers), Two(optimizers)
+
+    both = SideBySide(Stack(), build)
+    first, second = halves(both.plain)
+    both.plain_optimizer = Two([sgd(first), adam(second)])
+    steps(both, rank)
+
+
+# -------------------------------------------------------------------------------------------------- inputs and outputs
+
+
+@dataclasses.dataclass
+class Pack:
+    hidden: Tensor
+    more: dict[str, Any]
+    note: str = "kept"
+
+
+Couple = namedtuple("Couple", "left right")
+
+
+@scenario
+def nested_inputs_and_outputs(rank, world, stage):
+    class Nested(Block):
+        def forward(self, pack, *, scale):
+            left, (right, nothing) = pack.more["pair"]
+            assert nothing is None and pack.note == "kept" and isinstance(pack.more, OrderedDict)
+            hidden = super().forward(pack.hidden) * scale[0]
+            return Pack(hidden, OrderedDict(pair=Couple(left + right, [right + 1, None]), steps=[1, "a"]))
+
+    class Packing(zoo.Stack):
+        def forward(self, inputs):
+            hidden, left, right = (self.first(inputs["x"]).view(4, 1, WIDTH) + inputs["three"].view(1, 3, 1)).unbind(1)
+            pack = Pack(hidden, OrderedDict(pair=Couple(left, [right, None])))
+            for block in self.blocks:
+                pack = block(pack, scale=(inputs["three"][0],))
+            assert isinstance(pack.more["pair"], Couple) and pack.more["steps"] == [1, "a"]
+            return {"deep": [(self.last(pack.hidden), pack)], "note": "text"}
+
+    def loss(model, step):
+        ((output, pack),) = model({"x": batch(rank, step), "three": torch.tensor([1.0, 0.5, 2.0])})["deep"]
+        return output.square().mean() + pack.more["pair"].left.square().mean()
+
+    both = SideBySide(Packing(Nested, classes=3), stage)
+    for step in range(3):
+        both.step(partial(loss, step=step))
+
+
+@scenario
+def outputs_that_need_no_gradient_beside_those_that_do(rank, world, stage):
+    class Counting(Block):
+        def forward(self, x):
+            return super().forward(x), x.detach().argmax(-1), torch.tensor(1)
+
+    class Counted(zoo.Stack):
+        def call(self, block, x):
+            x, best, one = block(x)
+            return x * one + (best == 1).float().mean()
+
+    steps(SideBySide(Counted(Counting, classes=3), stage), rank)
+
+
+# --------------------------------------------------------------------------------------------- activation checkpointing
+
+
+class Reentrant(zoo.Stack):
+    def call(self, block, x):
+        return checkpoint(block, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("stage", ["2", "2 in small buckets"])
+@ranks.raises(2, RuntimeError, r"blocks\.\d", "use_reentrant=False", timeout=20)
+def test_two_gradients_for_a_parameter_in_one_backward_by_reentrant_checkpointing(rank, world, stage):
+    """Stage 2 has sent the first when the second comes, and says so, as DDP does. Stage 3 sends both."""
+    both = SideBySide(Reentrant(classes=3), stage, tolerance=1e-6)
+    steps(both, rank)
+    both.step(loss_on(batch(rank, 3)), lambda model: sum(loss_on(batch(rank, i))(model) for i in (4, 5)), unsent=1)
+
+
+# ------------------------------------------------------------------------------------------------------------ mishaps
+
+
+class Faulty(nn.Module):
+    """Hands its input on, until it is told to fail."""
+
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return FailsInBackward.apply(x) if self.fails else x
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise KeyError("as told")
+
+
+def fail(both: SideBySide, rank: int) -> None:
+    faulty = both.model.module.blocks[1].between
+    faulty.fails = True
+    with pytest.raises(KeyError):
+        loss_on(batch(rank, 9))(both.model).backward()
+    faulty.fails = False
+
+
+@scenario
+def exception_in_the_middle_of_backward(rank, world, stage):
+    both = SideBySide(Stack(block=lambda: Block(between=Faulty())), stage)
+    steps(both, rank)
+    for again in range(2):
+        both.zero_grad()
+        fail(both, rank)
+        steps(both, rank, start=3 + 2 * again, count=2)
+
+
+@scenario
+def exception_in_backward_then_weights_read_first(rank, world, stage):
+    both = SideBySide(Stack(block=lambda: Block(between=Faulty())), stage)
+    fail(both, rank)
+    both.compare()
+    both.zero_grad()
+    both.update()  # no gradient, no change
+    steps(both, rank)
+
+
+def row(*kinds: str | Node, steps: tuple[Step, ...] = (Step(), Step(), Step()), **options: Any) -> Case:
+    return Case(tuple(Node(kind) if isinstance(kind, str) else kind for kind in kinds), steps=steps, **options)
+
+
+def around(kind: str, *inside: str | Node) -> Node:
+    return Node(kind, row(*inside).body)
+
+
+def backwards(*synced: bool) -> tuple[Step, ...]:
+    return (Step(tuple(Micro(sync=sync) for sync in synced)),) * 3
+
+
+FEEDS = "feed", "feed", "feed"
+MICROS = (Step(), Step((Micro(sync=False), Micro(2))))
+ROWS = {
+    "several forwards before one backward": row(*FEEDS, steps=(Step((Micro(3),)),) * 3),
+    "several backwards before a step": row(*FEEDS, steps=backwards(True, True, True)),
+    "a block used twice in one forward": row(around("twice", "feed"), "feed"),
+    "weights loaded, and written into": row(
+        *FEEDS, steps=(Step(), Step(before="reload"), Step(before="write"), Step())
+    ),
+    "blocks that take and return dictionaries, with their input": row(*(around("packed", "feed"),) * 3),
+    "backwards under no_sync are sent along later": row(*FEEDS, steps=backwards(False, False, True, True)),
+    "no_sync between backwards that are reduced": row(*FEEDS, steps=backwards(True, False, True, False, False, True)),
+    "gradients set to zero, not None, decay where they are not used": row(
+        around("skipped", "feed"),
+        *FEEDS,
+        steps=tuple(Step(clear=f"{whom}{how}") for how in ("", " to zero") * 2 for whom in ("optimizer", "model")),
+    ),
+    "weights tied across blocks": row("linear", Node("tied", of=0), Node("tied", of=0)),
+    "unused parameters": row("unused", *FEEDS),
+    "parameters that some ranks use": row("by rank", "feed", "by rank", steps=(Step(),) * 4),
+    "several dtypes": row("double", "half", "feed"),
+    "frozen beside trained in every block": row(*(around("residual", Node("feed", frozen=True), "linear"),) * 3),
+    "whole blocks frozen": row(Node("feed", frozen=True), "feed", Node("linear", frozen=True)),
+    "frozen and unfrozen between steps": row(
+        *FEEDS, "tied", steps=(Step(before="freeze"), Step(), Step(before="unfreeze"), Step(before="freeze"), Step())
+    ),
+    "a block whose output is not used": row(around("ignored", "feed"), *FEEDS),
+    "a block that changes its input in place": row("in place", "feed", "in place"),
+    "each block checkpointed": row(around("each checkpointed", *FEEDS), steps=MICROS),
+    "each block checkpointed with a graph of its own": row(around("reentrant", "feed"), around("reentrant", "feed")),
+    "checkpointed inside of blocks": row(around("checkpointed", "feed"), around("checkpointed", "feed"), steps=MICROS),
+    "checkpointed on top of one another": row(
+        around("checkpointed", around("each checkpointed", "feed", "feed")), steps=MICROS
+    ),
+    "fewer elements than ranks": row("tiny", "tiny"),
+    "groups with hyperparameters of their own": row(*FEEDS, groups=3, steps=(Step(before="lower rate"),) * 3),
+    "recurrent layers that keep a list of their weights": row("recurrent", "feed", "recurrent"),
+    "batch normalisation whose statistics stay each rank's own": row(
+        "batch norm", "feed", "batch norm", broadcast_buffers=False, steps=(Step(), Step(before="evaluate"), Step())
+    ),
+    "buffers of the first rank, also with no_sync and evaluation": row(
+        "counts",
+        "batch norm",
+        steps=(Step((Micro(sync=False), Micro())), Step(before="evaluate"), Step(before="forward alone"), Step()),
+    ),
+    "units of a single layer": row(*FEEDS, units="layers"),
+    "units around units that hold nothing themselves": row(
+        *(around("list", around("sequence", "feed", around("sequence", "feed"))),) * 2, units="blocks"
+    ),
+    "dropout": row("feed", "drop", "feed", "drop"),
+}
+AT: dict[str, dict[str, Any]] = {
+    "2 in small buckets": {"stage": 2, "bucket": 20, "units": "default"},
+    "3": {},
+    "3 kept": {"strategy": "SHARD_GRAD_OP"},
+}
+
+
+def chosen(names: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Every name at two stages, and in the suite some at the third; by each transport, in the suite in turn."""
+    pairs = [
+        (name, at) for number, name in enumerate(names) for at in [*AT][: 3 if matrix.WHOLE or number % 3 == 0 else 2]
+    ]
+    if matrix.WHOLE:
+        return [(*pair, transport) for pair in pairs for transport in TRANSPORTS]
+    return [(*pair, TRANSPORTS[number % len(TRANSPORTS)]) for number, pair in enumerate(pairs)]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "stage", "transport"), chosen(ROWS))
+def test_training_is_that_of_torch_alone(name, stage, transport):
+    ranks.run(calling, args=(transport, train, dataclasses.replace(ROWS[name], **AT[stage])), timeout=20)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "stage", "transport"), chosen(SCENARIOS))
+def test_numbers_are_those_of_the_reference(name, stage, transport):
+    ranks.run(calling, args=(transport, SCENARIOS[name], stage), timeout=20)

@@ -1,0 +1,58 @@
+"""What one parameter's elements are in memory, and which parameters can share a buffer, or none."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from zero.measure.shapes import shard_shape
+from zero.shards.shapes import alignment, alike, dense_stride, unusable
+
+
+def test_a_part_has_as_many_dimensions_as_the_parameter():
+    assert shard_shape(torch.Size([4, 3, 5]), 7) == (7, 1, 1)
+    assert shard_shape(torch.Size([4]), 0) == (0,)
+
+
+def test_strides_are_kept_where_they_are_dense():
+    assert dense_stride(torch.zeros(4, 3).t()) == (1, 3)
+    assert dense_stride(torch.zeros(6, 1).expand(6, 4)) == (4, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.complex128])
+def test_parameters_start_on_multiples_of_64_bytes(dtype):
+    assert alignment(dtype) * dtype.itemsize == 64
+
+
+def test_only_parameters_of_one_dtype_and_device_and_of_one_mind_about_training_share_a_group():
+    params = [
+        nn.Parameter(torch.zeros(1)),
+        nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)),
+        nn.Parameter(torch.zeros(2)),
+        nn.Parameter(torch.zeros(1), requires_grad=False),
+        nn.Parameter(torch.zeros(1, device="meta")),
+        nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)),
+    ]
+    assert alike(params) == [[0, 2], [1, 5], [3], [4]]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: 3, ["int", "model.parameters()"]),
+        (lambda: "weight", ["str", "model.parameters()"]),
+        (lambda: nn.Parameter(torch.zeros(2)) * 2, ["leaf", "nn.Parameter"]),
+        (lambda: nn.Parameter(TwoTensor(torch.zeros(2), torch.zeros(2))), ["TwoTensor", "other library"]),
+        (lambda: torch.eye(2).to_sparse().requires_grad_(), ["torch.sparse_coo", ".to_dense()"]),
+        (lambda: nn.Parameter(torch.zeros(2, device="meta")), ["meta device", "model.to_empty"]),
+    ],
+    ids=["number", "string", "non-leaf", "wrapper", "sparse", "meta"],
+)
+def test_what_cannot_be_sharded_is_named_with_the_remedy(make, words):
+    reason = unusable(make(), "the name")
+    assert all(word in reason for word in ["the name", *words]), reason
+
+
+def test_what_can_be_sharded_passes():
+    for param in [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2), requires_grad=False), torch.zeros(2)]:
+        assert unusable(param, "the name") is None

@@ -1,0 +1,239 @@
+"""Full weights and optimizer state: in from every rank or from rank 0 alone, and out, at every stage; what does not fit
+is refused on every rank, and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim import SGD, Adam
+
+import matrix
+import ranks
+import zero
+from assertions import same
+from inner import Meter, unit_bytes
+from runs import on_mesh, take_step
+from zoo import Block, TiedBlocks, data
+
+OPTIMIZERS: dict[str, Any] = {
+    "adam": partial(Adam, lr=0.01, betas=(0.8, 0.9)),
+    "sgd": partial(SGD, lr=0.05, momentum=0.9),
+}
+HOWS: dict[str, dict[str, Any]] = {
+    "1": {"stage": 1},
+    "2, whole": {"stage": 2, "partition": "whole"},
+    "3": {"stage": 3},
+    "3, whole": {"stage": 3, "partition": "whole"},
+    "3, offloaded": {"stage": 3, "offload": zero.CPUOffload(pin_memory=False)},
+}
+
+
+def losses(model: nn.Module, optimizer: Any, rank: int) -> list[float]:
+    return [take_step(optimizer, model(data(8, 7, rank=rank, step=step)).square().mean()) for step in range(2)]
+
+
+def saved(optim: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights and the state that a plain training has saved."""
+    torch.manual_seed(3)
+    model = TiedBlocks(7)
+    optimizer = optim(model.parameters())
+    losses(model, optimizer, 0)
+    return copy.deepcopy(dict(model.state_dict())), copy.deepcopy(optimizer.state_dict())
+
+
+def groups(state: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{key: value for key, value in group.items() if key != "param_names"} for group in state["param_groups"]]
+
+
+def from_file(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def in_and_out(rank: int, world: int, optim: str, how: str) -> None:
+    weights, state = saved(OPTIMIZERS[optim])
+    plain, plain_optimizer = zero.setup(TiedBlocks(7), OPTIMIZERS[optim], stage=0)
+    zero.load_full_state_dict(plain, weights)
+    plain_optimizer.load_state_dict(copy.deepcopy(state))
+    expected = losses(plain, plain_optimizer, rank)
+    for given in (True, rank == 0):
+        model, optimizer = zero.setup(TiedBlocks(7), partial(OPTIMIZERS[optim], lr=1.0), **HOWS[how])
+        assert zero.load_full_state_dict(model, weights if given else None) == ([], [])
+        zero.load_full_optimizer_state_dict(model, optimizer, copy.deepcopy(state) if given else None)
+        for to in (0, world - 1, None):
+            found, found_state = (
+                zero.full_state_dict(model, to=to),
+                zero.full_optimizer_state_dict(model, optimizer, to=to),
+            )
+            if to in (None, rank):
+                same(found, weights)
+                same(from_file(found_state)["state"], state["state"])
+                assert groups(found_state) == groups(state)
+            else:
+                assert not found and not found_state
+        assert losses(model, optimizer, rank) == pytest.approx(expected, rel=0.0 if world < 3 else 1e-5, abs=0)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_full_weights_and_state_go_in_and_come_out(how):
+    ranks.run(in_and_out, 2, args=("adam", how))
+
+
+@pytest.mark.slow
+@matrix.combined("world, optim, how", [1, 3], ["sgd", "adam"], HOWS, each=3)
+def test_on_any_number_of_ranks(world, optim, how):
+    ranks.run(in_and_out, world, args=(optim, how))
+
+
+@pytest.mark.slow
+@ranks.on(4)
+def test_every_replica_gets_what_rank_0_has_read(rank, world):
+    weights, state = saved(OPTIMIZERS["adam"])
+    model = zero.FSDP(TiedBlocks(7), **on_mesh(world, {"replicas": 2}))
+    optimizer = Adam(model.parameters())
+    zero.load_full_state_dict(model, weights if rank == 0 else {})
+    zero.load_full_optimizer_state_dict(model, optimizer, state if rank == 0 else {})
+    same(dict(zero.full_state_dict(model)), weights)
+    same(zero.full_optimizer_state_dict(model, optimizer)["state"], state["state"])
+
+
+@ranks.on(2)
+def test_parameters_outside_and_other_optimizers_are_kept_apart(rank, world):
+    """An optimizer also holds a parameter that is not sharded, and another optimizer one of the same unit."""
+    net = nn.Sequential(nn.Linear(7, 14), nn.Tanh(), nn.Linear(14, 7), nn.LayerNorm(7))
+    model = zero.FSDP(net, ignored_parameters=[net[3].weight])
+    first = SGD([net[0].weight, net[3].weight], lr=0.1, momentum=0.9)
+    second = Adam([net[2].weight, net[2].bias])
+    model(data(4, 7, rank=0)).sum().backward()
+    first.step(), second.step()
+    found = model.optim_state_dict(first, to=None)
+    assert [found["state"][number]["momentum_buffer"].shape for number in (0, 1)] == [(14, 7), (7,)]
+    outside = first.state[net[3].weight]["momentum_buffer"]
+    assert torch.equal(found["state"][1]["momentum_buffer"], outside)
+    outside.zero_()
+    model.load_optim_state_dict(first, found)
+    same(model.optim_state_dict(first, to=None), found)
+    others = model.optim_state_dict(second, to=None)
+    assert [others["state"][number]["exp_avg"].shape for number in (0, 1)] == [(7, 14), (7,)]
+
+
+def peaks(rank: int, world: int) -> tuple[int, int, int, int]:
+    """Bytes of the model, of a unit, and what loading weights and Adam's state adds at its peak."""
+    inner = nn.Sequential(*(Block(64, 512) for _ in range(8)))
+    size = sum(param.nbytes for param in inner.parameters())
+    state: Any = {
+        number: {key: torch.ones_like(param) for key in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(3.0)}
+        for number, param in enumerate(inner.parameters())
+    }
+    weights = {name: torch.ones_like(value) for name, value in inner.state_dict().items()}
+    full = {"state": state, "param_groups": Adam(inner.parameters()).state_dict()["param_groups"]}
+    with Meter() as meter:
+        model = zero.FSDP(inner, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        optimizer = Adam(model.parameters())
+        meter.reset_peak()
+        before = meter.live()
+        zero.load_full_state_dict(model, weights if rank == 0 else None)
+        of_weights = meter.peak() - before
+        meter.reset_peak()
+        zero.load_full_optimizer_state_dict(model, optimizer, full if rank == 0 else None)
+        return size, unit_bytes(model), of_weights, meter.peak() - before
+
+
+def test_ranks_that_read_nothing_hold_one_unit_and_one_parameter_besides_their_shards():
+    (size, unit, first, _), (_, _, second, second_state) = ranks.run(peaks)
+    assert second <= 2.1 * unit  # full, and the message that it arrives in
+    assert first <= 2 * size + 2.1 * unit  # what was given, and a copy
+    assert second_state <= size + 2.1 * unit  # two entries of half the model's size each
+
+
+# --------------------------------------------------------------------------------------- refused on every rank
+
+
+def changed(full: dict[str, Any], of: str, change: Any) -> dict[str, Any]:
+    made: dict[str, Any] = copy.deepcopy(full)
+    change(made[of])
+    return made
+
+
+def reshaped(number: int) -> Any:
+    return lambda states: states[number].update(exp_avg=torch.zeros(1, 2))
+
+
+def texts(states: dict[Any, Any]) -> None:
+    """As keys become on their way through JSON, of which nothing would be loaded."""
+    for key in [*states]:
+        states[str(key)] = states.pop(key)
+
+
+WEIGHTS: dict[str, tuple[Any, str]] = {
+    "of another shape": (lambda full: TiedBlocks(9).state_dict(), r"(?s)size mismatch for blocks.0.0.weight"),
+    "without a name": (lambda full: dict([*full.items()][1:]), r"(?s)Missing key.*blocks.0.0.weight"),
+    "with extra state": (lambda full: {**full, "head._extra_state": 3}, "head._extra_state"),
+    "of none": (lambda full: {}, "load_full_state_dict: no rank was given any"),
+}
+STATES: dict[str, tuple[Any, str]] = {
+    "of another model": (lambda full: Adam([nn.Parameter(torch.ones(3))]).state_dict(), r"groups of \[1\] param"),
+    "of none": (lambda full: {"epoch": 3}, "param_groups"),
+    "of a parameter less": (lambda full: changed(full, "param_groups", lambda of: of[0]["params"].pop()), r"\[12\]"),
+    "of a group more": (lambda full: changed(full, "param_groups", lambda of: of.append({"params": []})), r"\[13, 0\]"),
+    "of another shape": (lambda full: changed(full, "state", reshaped(0)), r"exp_avg.*\[1, 2\].*\[7, 7\]"),
+    "of a vector of another shape": (lambda full: changed(full, "state", reshaped(1)), r"exp_avg.*\[1, 2\].*\[7\]"),
+    "of texts": (lambda full: changed(full, "state", texts), r"none of the parameters .*\(0, 1, 2, ...\)"),
+    "of what cannot be sent": (
+        lambda full: changed(full, "state", lambda of: of[0].update(odd={1})),
+        "the state 'odd' of parameter 0 is a",
+    ),
+    "of an option that cannot be sent": (
+        lambda full: changed(full, "param_groups", lambda of: of[0].update(odd={1})),
+        "the option 'odd' of group 0 is a",
+    ),
+}
+ALONE = ("of none", "of what cannot be sent", "of an option that cannot be sent", "of a rank")
+"""What rank 0 alone cannot give."""
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2, timeout=20)
+def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(rank, world, stage):
+    weights, state = saved(Adam)
+    model, optimizer = zero.setup(TiedBlocks(7), Adam, stage=stage)
+    losses(model, optimizer, rank)
+    own = copy.deepcopy(optimizer.state_dict())
+    zero.load_full_state_dict(model, weights)
+    zero.load_full_optimizer_state_dict(model, optimizer, state)
+    load = partial(zero.load_full_optimizer_state_dict, model, optimizer)
+    tables = [(WEIGHTS, weights, partial(zero.load_full_state_dict, model)), (STATES, state, load)]
+    for table, full, give in tables:
+        of_a_rank = {"of a rank": (lambda _: own, "one rank's shard")} if table is STATES else {}
+        for name, (make, words) in (table | of_a_rank).items():
+            alone = table is WEIGHTS or name in ALONE
+            for everywhere in [False] if alone else [False, True]:
+                told = ranks.refusal(partial(give, make(full) if everywhere or rank == 0 else None))
+                assert told.startswith("ValueError: ") and re.search(words, told), (name, told)
+    if stage == 3:
+        same(dict(zero.full_state_dict(model)), weights)
+    same(zero.full_optimizer_state_dict(model, optimizer)["state"], state["state"])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@ranks.raises(2, ValueError, "only rank 1 of 2 was given any", "rank 0")
+def test_weights_of_another_rank_than_0_alone_are_refused_on_every_rank(rank, world, stage):
+    model, _ = zero.setup(TiedBlocks(7), Adam, stage=stage)
+    zero.load_full_state_dict(model, zero.full_state_dict(model, to=1))
+
+
+@pytest.mark.parametrize("to", [2, -1])
+@pytest.mark.parametrize("stage", [1, 3])
+@ranks.raises(2, ValueError, "is no rank of the group of 2: choose 0 to 1, or None")
+def test_what_is_no_rank_is_refused_on_every_rank(rank, world, stage, to):
+    zero.full_optimizer_state_dict(*zero.setup(TiedBlocks(7), Adam, stage=stage), to=to)

@@ -1,0 +1,247 @@
+"""Models that are tensor parallel over one dimension of a mesh train over another as FSDP2 does on the same mesh, and
+as one process does on the whole batch."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from parallel import OPTIMIZERS, Beside, Model, batches, close, full, loss_of, mesh_of, parallel, train
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import loss_parallel as parallel_loss
+
+import plainly
+import ranks
+import zero
+from matrix import WHOLE
+from processes import ROOT, python
+from runs import take_step
+
+pytestmark = pytest.mark.slow
+
+
+def values(state: dict[str, Any]) -> list[tuple[int, str, Tensor]]:
+    return [(n, key, value) for n, of in state["state"].items() for key, value in sorted(of.items())]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(4)
+def test_full_weights_and_state_are_those_of_one_process_and_load_again(rank: int, world: int, stage: int) -> None:
+    mesh = mesh_of()
+    both, again = (Beside(number, mesh, "Adam", sequence=True) for number in (stage, 3 if stage == 2 else 2))
+    for number in range(2):
+        both.backwards(number)
+        both.step()
+    weights, state = both.compare(), zero.full_optimizer_state_dict(both.model, both.optimizer)
+    for (*key, found), (*other, expected) in zip(values(state), values(both.plain_optimizer.state_dict()), strict=True):
+        assert key == other
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
+    assert bool(zero.full_state_dict(both.model, to=0)) == (rank == 0)
+    assert bool(zero.full_optimizer_state_dict(both.model, both.optimizer, to=0)) == (rank == 0)
+    assert zero.count_parameters(both.model).all == sum(param.numel() for param in both.plain.parameters())
+
+    zero.load_full_state_dict(again.model, weights)  # at another stage
+    zero.load_full_optimizer_state_dict(again.model, again.optimizer, state)
+    again.plain, again.plain_optimizer = both.plain, both.plain_optimizer
+    again.backwards(2)
+    again.step()
+    again.compare()
+    plain = zero.unwrap(both.model)
+    assert isinstance(plain.out.weight, DTensor)
+    again.model.load_state_dict(plain.state_dict())  # DTensors load as well
+    close(zero.full_state_dict(again.model), weights)
+
+
+SAVED: list[tuple[int, tuple[int, int] | None]] = [(3, (2, 2)), (2, (1, 4)), (3, None), (1, (2, 2))]
+"""Stages and sizes of (dp, tp), each of which loads what the one before has saved. 10 rows are uneven over 4 ranks."""
+MORE_SAVED = [(2, None), (3, (1, 4)), (3, (4, 1)), (2, (2, 2)), (0, None), (3, (2, 2))] if WHOLE else []
+
+
+@pytest.mark.matrix
+def test_checkpoints_load_over_other_meshes_and_without_tensor_parallelism(tmp_path: Path) -> None:
+    ranks.run(save_and_load, 4, args=(tmp_path,))
+
+
+def save_and_load(rank: int, world: int, run: Path) -> None:
+    plain, adam = Model(), OPTIMIZERS["Adam"]
+    plain_optimizer = adam(plain.parameters())
+    weights: dict[str, Tensor] = {}
+    state: dict[str, Any] = {}
+    tokens, targets = batches(None)[0]
+    for stage, sizes in [*SAVED, *MORE_SAVED]:
+        if sizes is None:
+            dp, place = 4, rank
+            found, optim = zero.setup(Model(), adam, stage=stage)
+        else:
+            mesh = mesh_of(*sizes)
+            dp, place = sizes[0], mesh["dp"].get_local_rank()
+            found, optim = zero.setup(parallel(Model(), mesh["tp"]), adam, stage=stage, device_mesh=mesh["dp"])
+        if weights:
+            assert zero.checkpoint.load(run, found, optim) == {"last": len(weights)}
+            loaded = zero.full_state_dict(found)
+            assert all(torch.equal(loaded[name], weights[name]) for name in plain.state_dict()), (stage, sizes)
+            for one, other in zip(values(zero.full_optimizer_state_dict(found, optim)), values(state), strict=True):
+                assert torch.equal(one[-1], other[-1]), (stage, sizes, one[:2])
+        share = slice(place * 4 // dp, (place + 1) * 4 // dp)
+        loss_of(found(tokens[share]), targets[share]).backward()
+        loss_of(plain(tokens), targets).backward()
+        for one in (optim, plain_optimizer):
+            one.step()
+            one.zero_grad()
+        weights, state = zero.full_state_dict(found), zero.full_optimizer_state_dict(found, optim)
+        close(weights, plain.state_dict())
+        saving = zero.checkpoint.save(run, found, optim, extra={"last": len(weights)}, wait=stage != 2)
+        saving.wait()
+    index = json.loads((Path(saving.path) / "index.json").read_text())["tensors"]
+    assert any(isinstance(entry.get("order", [0])[0], list) for entry in index.values())
+    for name, value in weights.items():
+        assert torch.equal(plainly.tensor(Path(saving.path), index[f"model/{name}"]), value), "read without zero"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(4)
+def test_norms_count_each_element_once(rank: int, world: int, stage: int) -> None:
+    both = Beside(stage, mesh_of(), sequence=True)
+    for number, norm_type in enumerate((2.0, float("inf"), 1.0)):
+        both.backwards(number)
+        torch.testing.assert_close(*both.clip(0.1, norm_type), rtol=1e-5, atol=1e-6)
+        norm = zero.grad_norm(both.model, both.optimizer, norm_type)
+        torch.testing.assert_close(norm, torch.tensor(0.1), rtol=1e-4, atol=0)
+        both.step()
+    both.compare()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(4)
+def test_accumulates_without_sync_clips_and_recomputes_checkpoints(rank: int, world: int, stage: int) -> None:
+    both = Beside(stage, mesh_of(), sequence=True, recomputes=True)
+    for _ in range(2):
+        for number in range(3):
+            both.backwards(number, sync=number == 2)
+        both.clip(0.5)
+        both.step()
+    both.compare()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(4)
+def test_tied_embeddings_and_loss_parallel(rank: int, world: int, stage: int) -> None:
+    both = Beside(stage, mesh_of(), tied=True, loss=True)
+    for number in range(3):
+        with parallel_loss():
+            both.backwards(number)
+        both.step()
+    found = both.compare()
+    assert found["out.weight"] is found["embed.weight"] or stage == 2
+    assert both.model.module.out.weight is both.model.module.embed.weight or stage == 3
+
+
+IN_16_BITS = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def with_fsdp2(mesh: DeviceMesh, optim: str, policy: MixedPrecisionPolicy, *, sequence: bool) -> dict[str, Tensor]:
+    """Weights after training by FSDP2 over tensor parallelism."""
+    model = parallel(Model(), mesh["tp"], sequence=sequence)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+    train(model, OPTIMIZERS[optim](model.parameters()), mesh["dp"].get_local_rank())
+    return full(model.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+@ranks.on(4, fresh=True)  # torch keeps the groups of an earlier mesh
+def test_has_the_numbers_of_fsdp2(rank: int, world: int) -> None:
+    mesh = mesh_of()
+    dp = mesh["dp"].get_local_rank()
+    expected = with_fsdp2(mesh, "Adam", MixedPrecisionPolicy(), sequence=True)
+    for stage in (1, 2, 3):
+        both = Beside(stage, mesh, "Adam", sequence=True)
+        train(both.model, both.optimizer, dp)
+        for name, found in zero.full_state_dict(both.model).items():
+            assert torch.equal(found, expected[name]), name
+    model = zero.FSDP(parallel(Model(), mesh["tp"]), device_mesh=mesh["dp"], mixed_precision=IN_16_BITS)
+    train(model, OPTIMIZERS["SGD"](model.parameters()), dp)
+    close(zero.full_state_dict(model), with_fsdp2(mesh, "SGD", IN_16_BITS, sequence=False))
+
+
+@pytest.mark.parametrize("feature", ["offload at stage 2", "offload at stage 3", "hybrid"])
+@ranks.on(4, fresh=True)
+def test_offload_and_replicas_take_parts(rank: int, world: int, feature: str) -> None:
+    """Features that meet parts where they would meet parameters."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicas", "dp", "tp"))
+    made, plain, optim = parallel(Model(), mesh["tp"], sequence=True), Model(), OPTIMIZERS["SGD"]
+    if feature == "hybrid":
+        model: nn.Module = zero.FSDP(made, device_mesh=mesh["replicas", "dp"], sharding_strategy="HYBRID_SHARD")
+        optimizer = optim(model.parameters())
+    else:
+        how: dict[str, Any] = {"device_mesh": mesh["dp"], "offload": zero.CPUOffload()}
+        model, optimizer = zero.setup(made, optim, stage=int(feature[-1]), **how)
+    train(model, optimizer, mesh["dp"].get_local_rank())
+    train(plain, optim(plain.parameters()), None)
+    close(zero.full_state_dict(model), plain.state_dict())
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(4)
+def test_an_overflow_in_one_part_skips_the_step_on_all_ranks(rank: int, world: int, stage: int) -> None:
+    mesh = mesh_of()
+    both = Beside(stage, mesh)
+    scaler = zero.GradScaler("cpu", process_group=mesh["dp"].get_group())
+    tokens, targets = batches(both.dp)[0]
+    before = zero.full_state_dict(both.model)
+    scaler.scale(loss_of(both.model(tokens), targets)).backward()
+    stepped = both.optimizer.optim if isinstance(both.optimizer, zero.OSS) else both.optimizer
+    gradients = [param.grad for group in stepped.param_groups for param in group["params"] if param.grad is not None]
+    if rank == 0:
+        next(one for one in gradients if one.numel()).view(-1)[0] = float("inf")
+    scaler.step(both.optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
+    close(zero.full_state_dict(both.model), before)
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(not WHOLE, reason="runs under make matrix: torchrun starts four processes")
+def test_the_example_trains() -> None:
+    script = ROOT / "docs" / "examples" / "tensor_parallel.py"
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
+    written = python(*launcher, script, "--steps", 10).stdout
+    assert "gate.weight {(64, 32)}" in written  # whole
+    assert float(written.split()[3].strip(",")) < 2.5  # of 4.2 at first
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(not WHOLE, reason="runs under make matrix: each rank imports transformers")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(4)
+def test_a_llama_of_transformers_by_its_own_plan(rank: int, world: int, stage: int) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=stage == 2)
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(config)
+    plain, mesh, sgd = copy.deepcopy(model), mesh_of(), OPTIMIZERS["SGD"]
+    styles = {
+        "colwise": ColwiseParallel(),
+        "rowwise": RowwiseParallel(),
+        "embedding_rowwise": RowwiseParallel(input_layouts=Replicate()),
+        "colwise_gather_output": ColwiseParallel(output_layouts=Replicate()),
+    }
+    parallelize_module(model, mesh["tp"], {name: styles[style] for name, style in model.tp_plan.items()})
+    model.tie_weights()
+    pairs = [zero.setup(model, sgd, stage=stage, device_mesh=mesh["dp"]), (plain, sgd(plain.parameters()))]
+    for tokens, _ in batches(None):
+        share = tokens[2 * mesh["dp"].get_local_rank() :][:2]
+        for (called, optim), given in zip(pairs, (share, tokens), strict=True):
+            take_step(optim, called(input_ids=given, labels=given).loss)
+    close(zero.full_state_dict(pairs[0][0]), plain.state_dict())
