@@ -29,14 +29,14 @@ WIDTH, BLOCKS = 8, 3
 
 
 class Line(nn.Module):
-    """Its first values are a function of its shape. Which call of reset_parameters fails is set by `failing`."""
+    """Its first values are a function of its shape. A call of reset_parameters fails once no `calls_left`."""
 
     calls_left: int | None = None
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__()
         self.weight, self.bias = nn.Parameter(torch.empty(after, before)), nn.Parameter(torch.empty(after))
-        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("fixed", torch.empty(after))
         if not self.weight.is_meta:
             self.reset_parameters()
 
@@ -45,31 +45,13 @@ class Line(nn.Module):
             raise KeyError("as told")
         if Line.calls_left is not None:
             Line.calls_left -= 1
-        self.calls += 1
+        self.fixed.copy_(torch.linspace(1, 2, len(self.fixed)))
         for param in self.parameters(recurse=False):
             random = torch.Generator().manual_seed(param.numel())
             param.data.copy_(torch.randn(param.shape, generator=random) / 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
-
-
-class Scale(nn.Module):
-    """A parameter and a buffer that forward reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.empty(WIDTH))
-        self.register_buffer("fixed", torch.empty(WIDTH))
-        if not self.gain.is_meta:
-            self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.gain)
-        self.fixed.copy_(torch.linspace(1, 2, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gain * self.fixed
+        return nn.functional.linear(x, self.weight, self.bias) * self.fixed
 
 
 class Block(nn.Module):
@@ -86,7 +68,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.scale = Line(WIDTH, WIDTH), Scale()
+        self.first = Line(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         self.blocks[2].down = self.blocks[0].down
         self.frozen = Line(WIDTH, WIDTH).requires_grad_(False)
@@ -96,7 +78,7 @@ class Net(nn.Module):
         nn.init.ones_(self.strided)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.scale(self.first(x))
+        x = self.first(x)
         for block in self.blocks:
             x = block(x)
         return self.frozen(x) @ self.strided
@@ -109,7 +91,7 @@ def built(how: str, rank: int) -> nn.Module:
     model = Net()
     if rank:  # other values than those that all will start from
         with torch.no_grad():
-            for tensor in (*model.parameters(), *model.scale.buffers()):
+            for tensor in (*model.parameters(), *model.buffers()):
                 tensor.add_(rank)
     if how == "partly meta":
         model.blocks[1].up.to("meta")

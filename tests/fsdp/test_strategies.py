@@ -18,7 +18,7 @@ import gpus
 import matrix
 import ranks
 import zero
-from runs import case_loss, side_by_side, train_case
+from runs import case_loss, side_by_side
 from zoo import CASES, GPT, OPTIMIZERS
 
 ONE_GROUP = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
@@ -103,17 +103,6 @@ def test_four_ranks_agree_with_torch_within_rounding(placed):
 @pytest.mark.parametrize("strategy", ONE_GROUP)
 def test_one_process_without_a_group_trains_as_a_plain_loop(strategy):
     ranks.run(trains, args=((strategy, None, ()),), bare=True)
-
-
-@ranks.on(2)
-def test_a_group_of_one_trains_as_a_plain_loop(rank, world):
-    """Each rank trains by itself, as if there was no other."""
-    own, _ = dist.new_subgroups_by_enumeration([[0], [1]])
-    case, optim = CASES["gpt"], OPTIMIZERS["adamw"]
-    for strategy in ONE_GROUP:
-        model, plain = zero.FSDP(case.model(), process_group=own, sharding_strategy=strategy), case.model()
-        losses = train_case(model, optim(model.parameters()), case, rank)
-        assert losses == train_case(plain, optim(plain.parameters()), case, rank)
 
 
 def kept(rank: int, world: int, placed: Placed) -> tuple[int, int, int]:
