@@ -102,8 +102,3 @@ def test_names_of_pytorch_are_understood_and_others_refused():
         zero.Prefetch("EARLY")
     with pytest.raises(ValueError, match="limit=0"):
         zero.Prefetch(limit=0)
-
-
-@ranks.raises(2, ValueError, "differ between ranks", "Prefetch", timeout=15)
-def test_options_that_differ_between_ranks_are_refused_on_every_rank(rank, world):
-    zero.FSDP(Net(), prefetch=zero.SPEED_FIRST if rank else None)

@@ -93,11 +93,6 @@ for count in (1, 2):
 # -------------------------------------------------------------------------------------------------- inputs and outputs
 
 
-@dataclass(frozen=True)
-class Frozen:
-    hidden: Tensor
-
-
 @dataclass
 class Derived:
     """With a field that the constructor does not take."""
@@ -136,7 +131,7 @@ class InDeque(Calling):
         return deque([super().forward(x)])
 
 
-for kind in (Frozen, Derived, partial(defaultdict, list), UserDict, SimpleNamespace, Slots):
+for kind in (Derived, partial(defaultdict, list), UserDict, SimpleNamespace, Slots):
     odd(
         f"inputs and outputs in {getattr(kind, '__name__', 'defaultdict')}",
         lambda kind=kind: InDeque(lambda block, x: unpacked(block(kind(hidden=x))), partial(Packed, kind)),
@@ -294,7 +289,6 @@ odd("the hidden state in the middle", partial(Stack, Remembering), partial(of_hi
 odd("hidden states of what is recomputed", lambda: Calling(recomputed, Remembering), partial(of_hidden, beside=True))
 odd("hidden states that are changed in place", partial(Stack, Rectified), of_hidden)
 odd("a loss that forward puts by", Silent, lambda model, x: model(x) or model.loss)
-odd("features that hooks collect", Stack, of_features)
 odd("features that hooks collect of one unit", Stack, of_features, units=[])
 odd("forces that forward takes of an energy", partial(Stack, Energy))
 odd("slopes that forward takes", partial(Stack, Slope))
