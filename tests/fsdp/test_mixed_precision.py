@@ -169,6 +169,7 @@ def test_four_ranks_add_up_in_float32(rank, world):
         trains(rank, world, "bf16", options, tolerance=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["bf16", "norms in float32"])
 @ranks.on(2)
 def test_accumulation(rank, world, policy):

@@ -83,7 +83,9 @@ TWO: list[Placed] = [
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("placed", TWO, ids=name_of)
+@pytest.mark.parametrize(
+    "placed", [TWO[0], *(pytest.param(placed, marks=pytest.mark.slow) for placed in TWO[1:])], ids=name_of
+)
 def test_two_ranks_get_the_bits_of_torch(placed):
     """Among them groups of one rank: to shard within, or to replicate across."""
     ranks.run(trains, args=(placed,))

@@ -86,9 +86,9 @@ class Mixed(Stack):
 NESTED = [Attention, Adapted, nn.Linear]
 odd("adapters in blocks", partial(Stack, Attention))
 odd("adapters in units of their own", partial(Stack, Attention), units=[Adapted])
-odd("adapters in units within units", partial(Stack, Attention), units=NESTED)
-odd("adapters recomputed", lambda: Calling(recomputed, Attention), units=NESTED)
-odd("adapters under re-entrant checkpointing", lambda: Calling(reentrant, Attention), units=NESTED)
+odd("adapters in units within units", partial(Stack, Attention, blocks=1), units=NESTED)
+odd("adapters recomputed", lambda: Calling(recomputed, Attention, blocks=1), units=NESTED)
+odd("adapters under re-entrant checkpointing", lambda: Calling(reentrant, Attention, blocks=1), units=NESTED)
 odd("leaves that several units read", lambda: Leaves(reentrant, Side), units=[Adapted])
 odd("recurrent layers and attention", Mixed, units=[nn.LSTM, nn.GRU, nn.TransformerEncoderLayer, nn.MultiheadAttention])
 
