@@ -38,7 +38,7 @@ class Block(nn.Module):
         self.register_buffer("shift", torch.linspace(-1, 1, WIDTH) / 3)
 
     def forward(self, x: Tensor, *, more: list[Tensor]) -> Tensor:
-        hidden = torch.tanh(self.up(self.norm(x) + more[0].to(x.dtype)))
+        hidden = torch.tanh(self.up(self.norm(x) + more[0].square().to(x.dtype)))
         return x + self.gain * (self.down(hidden) + self.frozen) + self.shift.to(x.dtype)
 
 
