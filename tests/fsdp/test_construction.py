@@ -194,7 +194,9 @@ def trains_as(expected: nn.Module, rank: int, model: nn.Module, optim: Any, **op
     return both.model
 
 
-@pytest.mark.parametrize("options", [{}, {"partition": "whole"}], ids=["even", "whole"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"partition": "whole"}, marks=pytest.mark.slow)], ids=["even", "whole"]
+)
 @pytest.mark.parametrize(("failure", "how", "words"), CASES, ids=[f"{f.__name__}, {how}" for f, how, _ in CASES])
 @ranks.on(2)
 def test_after_a_late_failure_the_model_is_plain_and_can_be_wrapped(

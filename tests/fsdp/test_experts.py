@@ -128,12 +128,13 @@ def test_four_ranks_agree_within_rounding(rank, world, options):
     trains(rank, on_mesh(world, {"as_one_unit": [Mixture], **options}), tolerance=5e-6)
 
 
-@pytest.mark.parametrize("units", ["by class", "kept"])
+@pytest.mark.parametrize("units", ["by class", pytest.param("kept", marks=pytest.mark.slow)])
 @ranks.on(2)
 def test_micro_batches_under_no_sync_use_experts_of_their_own(rank, world, units):
     trains(rank, UNITS[units], micro=3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["re-entrant", "not re-entrant"])
 @pytest.mark.parametrize("units", ["by class", "whole layers"])
 @ranks.on(2)

@@ -69,7 +69,7 @@ def assert_in_parts(model: zero.FSDP, whole: nn.Module) -> None:
 # ------------------------------------------------------------------------------------------------------ what lies where
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options", [{}, {"partition": "whole"}, {"reshard_after_forward": False}], ids=["even", "whole", "kept"]
 )
@@ -174,7 +174,9 @@ def in_groups_after(model: nn.Module, optim: Any) -> Any:
     return wrapped, optim(by_dimensions(wrapped))
 
 
-@pytest.mark.parametrize("build", [in_groups_before, in_groups_after], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "build", [in_groups_before, pytest.param(in_groups_after, marks=pytest.mark.slow)], ids=["before", "after"]
+)
 @ranks.on(2)
 def test_an_optimizer_with_groups_built_before_or_after_wrapping_trains_the_same(rank, world, build):
     for optim in (sgd, partial(AdamW, lr=1e-3)):

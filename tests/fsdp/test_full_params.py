@@ -48,7 +48,7 @@ def with_grads(rank: int, world: int, options: dict[str, Any]) -> None:
     both.update()  # by the gradients that were halved
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [{"partition": "even"}, {"partition": "whole"}, {"offload": zero.CPUOffload()}])
 def test_gradients_are_whole_too_and_what_is_written_is_stepped(world, options):
     ranks.run(with_grads, world, args=(options,))
@@ -65,7 +65,7 @@ def test_without_writeback_changes_are_lost(rank, world):
     both.update()
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 @ranks.on("world")
 def test_only_rank_0_may_see_them_whole(rank, world):
     both = side_by_side(rank, world)

@@ -53,7 +53,7 @@ class Stopping(Stack):
             stop.where = None
 
 
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sync", [True, False])
 @ranks.on(2, timeout=20)
 def test_gradients_that_are_cleared_after_an_exception_do_not_come_back(rank, world, sync, late):
