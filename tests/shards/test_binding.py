@@ -5,8 +5,9 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
+import ranks
 import zero
-from inner import shard_groups
+from inner import Meter, nbytes, shard_groups
 
 
 class Odd(nn.Module):
@@ -33,6 +34,7 @@ class Odd(nn.Module):
 
     def forward(self, x):
         self.seen = {name: (param.detach().clone(), param.stride()) for name, param in self.named_parameters()}
+        self.storages = {param.untyped_storage().data_ptr() for param in self.parameters() if param.numel()}
         return x * sum(param.abs().sum() for param in self.parameters())
 
 
@@ -73,3 +75,43 @@ def test_parameters_lie_in_the_full_buffer_one_beside_another_and_padding_is_zer
         assert (group.full == number + 1).sum() == param.numel()
     group.full.fill_(5)
     assert all((param == 5).all() for param in model.parameters())
+
+
+def cycle(rank, world, partition, dtype):
+    """Bytes of this rank's shards, and of the full parameters."""
+    inner, before = Odd(dtype), Odd(dtype)
+    del inner.expanded, before.expanded
+    model = zero.FSDP(inner, partition=partition)
+    groups, storages = shard_groups(model), set()
+    full = nbytes(group.full for group in groups)
+    own = nbytes(group.shard for group in groups)
+    for _ in range(3):
+        assert not any(group.full.untyped_storage().nbytes() for group in groups)
+        assert nbytes(param for group in groups for param in group.params) <= own
+        with torch.no_grad():
+            model(torch.ones(1, dtype=dtype))
+        assert_as(model.module.seen, before)
+        storages |= model.module.storages
+    assert storages == {group.full.untyped_storage().data_ptr() for group in groups}, "saved views would lose it"
+    return own, full
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_is_freed_comes_back_bit_for_bit_in_the_same_storage(world, partition):
+    for dtype in (torch.float32, torch.bfloat16):
+        told = ranks.run(cycle, world, args=(partition, dtype))
+        assert sum(own for own, _ in told) == told[0][1]
+        assert partition == "whole" or len({own for own, _ in told}) == 1
+
+
+def test_a_rank_alone_frees_nothing_and_copies_nothing():
+    with Meter() as meter, torch.no_grad():
+        model = zero.FSDP(Odd())
+        at = {group.full.data_ptr() for group in shard_groups(model)}
+        before = meter.live()
+        meter.reset_peak()
+        with model.summon_full_params():
+            assert {group.full.data_ptr() for group in shard_groups(model)} == at
+        assert meter.peak() == before
+    assert {group.shard.data_ptr() for group in shard_groups(model)} == at
