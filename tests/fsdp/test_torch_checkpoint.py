@@ -21,7 +21,7 @@ from torch.optim import SGD, Adam, Optimizer
 import ranks
 import zero
 from assertions import same
-from runs import take_step
+from runs import at_stage, stage_3, take_step
 from zoo import data
 
 OPTIONS = {
@@ -44,7 +44,8 @@ OPTIMIZERS = {"adam": partial(Adam, lr=0.01), "sgd": partial(SGD, lr=0.1, moment
 
 
 def trained(stage: int, optim: str, rank: int, steps: int = 2) -> tuple[nn.Module, Optimizer]:
-    model, optimizer = zero.setup(net(), OPTIMIZERS[optim], stage=stage)
+    build = stage_3 if stage == 3 else partial(at_stage, stage)
+    model, optimizer = build(net(), OPTIMIZERS[optim])
     train(model, optimizer, rank, range(steps))
     return model, optimizer
 
