@@ -218,6 +218,7 @@ COMPILED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script:DeprecationWarning")
 @ranks.on(2)
 def test_compiled_models_have_the_names_of_their_modules(rank, world, tmp_path):

@@ -14,6 +14,7 @@ import zero
 from placements import Block, Model
 
 
+@pytest.mark.slow
 def test_a_model_that_was_measured_is_left_as_it_was():
     model = Model(24, 2)
     zero.plan(model, world_size=2, auto_wrap_policy=ModuleWrapPolicy({Block}), batch=[torch.zeros(1, 2).long()])

@@ -158,7 +158,7 @@ def test_with_a_limit_of_one_large_embeddings_and_heads_are_units():
         (torch.optim.Adafactor, 0),
         (torch.optim.Muon, 1),
         (Moments, 1),  # two, in 16 bits
-        (partial(Wrapping, compiled=True), 2),
+        pytest.param(partial(Wrapping, compiled=True), 2, marks=pytest.mark.slow),
     ],
 )
 def test_states_of_an_optimizer_are_those_that_it_makes(optim, states):
@@ -239,6 +239,7 @@ def test_what_the_stages_would_refuse_is_refused(options, message):
         zero.plan(**{"model": blocks(1000, 2), **options})
 
 
+@pytest.mark.slow
 def test_the_command_line():
     arguments = ["-m", "zero.plan", "placements:Model", "--world", "8", "--memory", "1GiB"]
     found = json.loads(python(*arguments, "--json", "--batch", "4x32:int64", cwd=ROOT / "tests").stdout)

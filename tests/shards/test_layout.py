@@ -193,7 +193,9 @@ def llama3_8b():
     return [128256 * 4096, *block * 32, 4096, 128256 * 4096]
 
 
-@pytest.mark.parametrize(("sizes", "dtype"), [(gpt2(), torch.float32), (llama3_8b(), torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"), [(gpt2(), torch.float32), pytest.param(llama3_8b(), torch.bfloat16, marks=pytest.mark.slow)]
+)
 def test_even_cut_in_the_buckets_of_oss_is_balanced_within_two_percent(sizes, dtype):
     params = [nn.Parameter(torch.empty(size, dtype=dtype, device="meta")) for size in sizes[::-1]]
     for world in range(2, 65):
