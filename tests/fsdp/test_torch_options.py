@@ -133,15 +133,16 @@ def test_a_model_trains_with_them(rank, world):
         same(trained(rank, **options), own, what)
 
 
+PRE = {"backward_prefetch": BOTH.BACKWARD_PRE}
 PREFETCHES = [
     ({"prefetch": BOTH.BACKWARD_PRE}, zero.Prefetch("BACKWARD_PRE")),
     ({"prefetch": zero.BackwardPrefetch.BACKWARD_POST}, zero.Prefetch("BACKWARD_POST")),
     ({"prefetch": None}, zero.Prefetch()),
     ({"limit_all_gathers": True}, zero.Prefetch()),
-    ({"limit_all_gathers": False}, zero.Prefetch(limit=3)),
+    ({"limit_all_gathers": False, **PRE, "forward_prefetch": True}, zero.Prefetch("BACKWARD_PRE", True, limit=3)),
     ({"forward_prefetch": True}, zero.Prefetch(forward_prefetch=True)),
     ({"backward_prefetch": None}, zero.Prefetch(None)),
-    ({"backward_prefetch": BOTH.BACKWARD_PRE, "forward_prefetch": True}, zero.Prefetch("BACKWARD_PRE", True)),
+    ({**PRE, "forward_prefetch": True}, zero.Prefetch("BACKWARD_PRE", True)),
 ]
 
 
