@@ -12,7 +12,8 @@ from torch.optim.swa_utils import AveragedModel
 
 import ranks
 import zero
-from zero.fsdp.fsdp import running_model
+from assertions import same
+from inner import unsharded
 from zoo import Stack, batch
 
 GIVEN: dict[str, tuple[Callable[[Any], object], list[str]]] = {
@@ -47,9 +48,7 @@ def test_what_is_whole_is_given(rank, world, options):
         with model.summon_full_params():
             found = {name: value.clone() for name, value in model.module.state_dict().items()}
         assert [*model.module.state_dict(keep_vars=True).values()] == [*model.parameters()]
-    expected = plain.state_dict()
-    assert list(found) == list(expected)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    same(dict(found), dict(plain.state_dict()))
 
 
 @ranks.on(2, timeout=15)
@@ -59,9 +58,8 @@ def test_full_weights_of_a_module_inside_are_gathered(rank, world):
     model(batch(rank, 0)).sum()
     for inner, expected in ((model.module, plain), (model.blocks[1], plain.blocks[1])):
         found = zero.full_state_dict(inner)
-        assert list(found) == list(expected.state_dict())
-        assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
-    assert all(group.full.untyped_storage().nbytes() == 0 for group in running_model(model).index.groups)
+        same(dict(found), dict(expected.state_dict()))
+    assert unsharded(model) == []
 
 
 def without_bias(module: torch.nn.Module, found: dict[str, Any], prefix: str, _: object) -> None:
@@ -80,8 +78,7 @@ def test_hooks_on_state_dicts_of_modules_inside_see_full_parameters(rank, world)
     del expected["blocks.1.up.bias"]
     for found in (model.state_dict(), zero.full_state_dict(model)):
         for each in (found, seen):
-            assert list(each) == list(expected)
-            assert all(torch.equal(each[name], value) for name, value in expected.items())
+            same(dict(each), dict(expected))
 
 
 @ranks.on(2, timeout=15)
