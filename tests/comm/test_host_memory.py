@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 
 import ranks
+from inner import Comm
 from ranks import refusal
-from zero.comm import Comm
 from zero.features.host_memory import attach
-from zero.features.host_memory.peers import Peer, Peers
 
 LENGTH = 5000
 
@@ -66,11 +65,7 @@ ERROR = {"side_effect": OSError("not here")}
         (0, "zero.features.host_memory.attach.host", ERROR),
         (1, "zero.features.host_memory.attach.host", {"return_value": "another"}),
         (2, "zero.features.host_memory.attach.read", ERROR),
-        (
-            2,
-            "zero.features.host_memory.attach.read",
-            {"return_value": None},
-        ),  # something, but not what the other has there
+        (2, "zero.features.host_memory.attach.read", {"return_value": None}),  # not what the other has there
         (1, "os.pidfd_open", ERROR),
         (2, "socket.socket.connect", ERROR),
         (0, "socket.socket.accept", ERROR),
@@ -184,8 +179,7 @@ def test_when_a_rank_ends_the_others_are_told_and_do_not_wait(operation, launche
     assert ended.verdict == "died with exit code 7"
     for survivor in first, third:
         now, later = survivor.value
-        assert now.startswith("RuntimeError: rank ")
-        assert "another rank of the group of 3 has stopped" in now
+        assert now.startswith("RuntimeError") and "has stopped" in now
         assert "nitialise the process group again" in later
 
 
@@ -212,36 +206,7 @@ def _leaves_a_child(rank, world):
 def test_a_rank_that_ends_is_missed_though_a_process_forked_from_it_lives():
     with pytest.raises(ranks.RankError) as caught:
         ranks.run(_leaves_a_child, 2, timeout=10)
-    assert "another rank of the group of 2 has stopped" in caught.value.outcomes[0].value
-
-
-@ranks.on(bare=True)
-def test_a_process_forked_from_a_rank_is_refused_and_leaves_the_ranks_alone(rank, world):
-    """Without a process group: a process forked while Gloo's threads run may hang before it comes to anything."""
-    lines = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for line in lines:
-        line.setblocking(False)
-    near, far = (Peers({0: Peer(os.getpid(), line)}, timeout=10) for line in lines)
-    child = fork()
-    if child == 0:
-        refused = "forked from a rank" in refusal(lambda: near.announce(1))
-        near.close()
-        os._exit(0 if refused else 1)
-    _, status = os.waitpid(child, 0)
-    near.announce(2)
-    assert (os.waitstatus_to_exitcode(status), far.notes()[0][0]) == (0, 2)
-
-
-def test_a_rank_that_has_ended_is_missed_while_one_before_it_is_still_awaited():
-    lines = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
-    for line, _ in lines:
-        line.setblocking(False)
-    peers = Peers({rank: Peer(os.getpid(), line) for rank, (line, _) in enumerate(lines)}, timeout=10)
-    lines[1][1].close()
-    told = refusal(peers.notes)
-    lines[0][1].close()
-    peers.close()
-    assert "rank 1 of the group" in told and "has ended" in told
+    assert "has stopped" in caught.value.outcomes[0].value
 
 
 def _never_comes(rank, world):
@@ -270,4 +235,4 @@ def _interrupted(rank, world):
 def test_an_interrupt_while_reading_is_an_error_on_the_other_ranks_and_ends_the_group():
     interrupted, other = ranks.run(_interrupted, 2, timeout=20)
     assert "nitialise the process group again" in interrupted
-    assert "another rank of the group of 2 has stopped" in other
+    assert "has stopped" in other

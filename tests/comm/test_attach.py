@@ -21,13 +21,6 @@ def test_bytes_are_copied_from_any_address_of_a_process():
     assert target.raw == b"bytes" + bytes(6)
 
 
-def test_more_than_one_call_can_copy_is_copied_in_several():
-    source, target = ctypes.create_string_buffer(b"0123456789", 10), ctypes.create_string_buffer(10)
-    with mock.patch.object(attach, "_BYTES_A_CALL", 3):
-        attach.read(os.getpid(), ctypes.addressof(source), ctypes.addressof(target), 10)
-    assert target.raw == b"0123456789"
-
-
 def test_what_ends_before_all_is_read_is_an_error():
     target = ctypes.create_string_buffer(3 * mmap.PAGESIZE)
     with mmap.mmap(-1, 2 * mmap.PAGESIZE) as memory:
