@@ -33,7 +33,12 @@ def run(scenario: str, removed: Site | None = None, *, own_stream: bool = False)
     return told if removed or there.device.waited else "nothing was beside anything", there.device.waited
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS)
+QUICK = ("3", "2 in 16 bits", "1 offloaded in 16 bits")
+
+
+@pytest.mark.parametrize(
+    "scenario", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in SCENARIOS]
+)
 def test_every_access_comes_after_what_wrote_and_before_what_frees(scenario):
     assert run(scenario)[0] == ""
 
@@ -41,6 +46,7 @@ def test_every_access_comes_after_what_wrote_and_before_what_frees(scenario):
 OTHERS = ["3", "3 hybrid", "3 in 16 bits", "3 full parameters", "3 offloaded", "2 in 16 bits"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", OTHERS)
 def test_so_it_does_where_a_backend_has_a_stream_of_its_own(scenario):
     assert run(scenario, own_stream=True)[0] == ""

@@ -15,38 +15,34 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import SGD
 
 import zero
+import zoo
 from simulated.device import Stall
 from simulated.world import Simulated, simulated
 
 WIDTH, BLOCKS, RANK, WORLD = 16, 4, 1, 4
 
 
-class Block(nn.Module):
+class Block(zoo.Block):
     """size: of its parameters. times: how often they are computed with."""
 
     def __init__(self, size: int = 1, times: int = 1) -> None:
-        super().__init__()
+        super().__init__(WIDTH, 2 * size * WIDTH)
         self.times = times
-        self.up, self.down = nn.Linear(WIDTH, 2 * size * WIDTH), nn.Linear(2 * size * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(self.times):
-            x = x + self.down(torch.relu(self.up(x)))
+            x = super().forward(x)
         return x
 
 
-class WithRoot(nn.Sequential):
+class WithRoot(zoo.Stack):
     """The root unit has parameters, too, with which as much is computed before the first block as in one."""
 
     def __init__(self) -> None:
-        super().__init__(*(Block() for _ in range(BLOCKS)))
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        super().__init__(Block, WIDTH, WIDTH, blocks=BLOCKS)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(self.first(x))
-        for block in [*self][:BLOCKS]:
-            x = block(x)
-        return self.last(x)
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(self.first(x))
 
 
 def blocks() -> nn.Module:
@@ -103,19 +99,12 @@ def test_only_the_first_gather_and_the_last_reduction_are_waited_for_at_stage_3(
 def test_kept_parameters_expose_no_more_than_resharding(seconds_a_byte):
     """In mixed precision, with fast links and with such that take longer than the computing."""
     half = zero.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
-    kept, resharded = (
-        sum(
-            stall.seconds
-            for stall in stage_3(
-                WithRoot(),
-                lambda nbytes: nbytes * seconds_a_byte,
-                mixed_precision=half,
-                reshard_after_forward=resharded,
-            )
-        )
-        for resharded in (False, True)
-    )
-    assert 0 < kept <= resharded
+    exposed = []
+    for resharded in (False, True):
+        how = {"mixed_precision": half, "reshard_after_forward": resharded}
+        stalls = stage_3(WithRoot(), lambda nbytes: nbytes * seconds_a_byte, **how)
+        exposed.append(sum(stall.seconds for stall in stalls))
+    assert 0 < exposed[0] <= exposed[1]
 
 
 def test_gathers_do_not_wait_for_computing_where_no_memory_is_freed_for_them():

@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 import matrix
 import ranks
 import zero
+from assertions import same
 from inner import unit_names
 from runs import SideBySide, reference, stage_3, steps, train_case
 from zoo import CASES, OPTIMIZERS, WIDTH, data
@@ -89,11 +90,6 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert list(found) == list(expected)
-    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
-
-
 def assert_materialised(model: nn.Module) -> None:
     assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
 
@@ -114,7 +110,7 @@ def materialised(rank: int, world: int, options: dict[str, Any], real_on_rank_0:
     net = Net() if real_on_rank_0 and rank == 0 else on_meta(Net)
     model = zero.FSDP(net, **options)
     assert_materialised(model)
-    assert_same(model.state_dict(), expected.state_dict())
+    same(dict(model.state_dict()), dict(expected.state_dict()))
     assert torch.equal(model.waves.waves, expected.waves.waves)
     assert model.blocks[2].down is model.blocks[0].down
     assert not any(param.requires_grad for param in model.frozen.parameters())
@@ -143,7 +139,7 @@ def test_with_real_weights_on_rank_0_only_training_has_the_bits_of_ddp(rank, wor
     losses = train_case(model, OPTIMIZERS["adamw"](model.parameters()), CASES[case], rank)
     expected = reference(rank, CASES[case], OPTIMIZERS["adamw"])
     assert losses == expected.losses
-    assert_same(zero.full_state_dict(model), expected.weights)
+    same(dict(zero.full_state_dict(model)), dict(expected.weights))
 
 
 class Untied(Net):
@@ -228,7 +224,7 @@ def test_param_init_fn_is_called_on_rank_0_once_for_each_module(rank, world):
 
     net = on_meta(WithBare)
     model = zero.FSDP(net, param_init_fn=initialise)
-    assert_same(model.state_dict(), plain.state_dict())
+    same(dict(model.state_dict()), dict(plain.state_dict()))
     holders = [module for module in net.modules() if next(module.parameters(recurse=False), None) is not None]
     assert (set(called) == set(holders) and len(called) == len(holders)) if rank == 0 else not called
 
@@ -252,25 +248,20 @@ class TiedHead(nn.Module):
 
 @ranks.on(2)
 def test_a_module_is_initialised_once_with_all_that_it_has(rank, world):
+    """reset_parameters of a head whose weight was cut already would draw it anew, for a shard, on one rank."""
     wrong: list[str] = []
 
     def look(module: nn.Module) -> None:
         for name, param in module.named_parameters(recurse=False):
-            whole = (7,) if name == "bias" else (7, WIDTH)
-            if param.is_meta or param.shape != whole:
+            if param.is_meta or param.shape != ((7,) if name == "bias" else (7, WIDTH)):
                 wrong.append(f"{type(module).__name__}.{name} is {list(param.shape)} on {param.device}")
             param.fill_(1.0)
 
-    zero.FSDP(on_meta(TiedHead), auto_wrap_policy=ModuleWrapPolicy({nn.Embedding, nn.Linear}), param_init_fn=look)
+    policy = ModuleWrapPolicy({nn.Embedding, nn.Linear})
+    zero.FSDP(on_meta(TiedHead), auto_wrap_policy=policy, param_init_fn=look)
     assert wrong == []
-
-
-@ranks.on(2)
-def test_a_weight_tied_across_units_is_drawn_once(rank, world):
-    """reset_parameters of a head whose weight was cut already would draw it anew, for a shard, on one rank."""
-    model = zero.FSDP(on_meta(TiedHead), auto_wrap_policy=ModuleWrapPolicy({nn.Embedding, nn.Linear}))
-    weight = model.state_dict()["head.weight"]
-    assert weight.abs().max() < 0.2, weight
+    weight = zero.FSDP(on_meta(TiedHead), auto_wrap_policy=policy).state_dict()["head.weight"]
+    assert weight.abs().max() < 0.2, "drawn once, by the embedding"
 
 
 # ------------------------------------------------------------------------------------------------------------- refusals

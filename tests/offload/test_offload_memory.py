@@ -215,8 +215,10 @@ def trained(
         return [param.detach().clone() for param in model.parameters()]
 
 
-CASES = [(stage, loop) for loop in LOOPS for stage in (1, 2, 3) if stage > 1 or loop != "accumulated"]
-CASES += [(2, loop) for loop in WRITTEN]
+CASES: list[Any] = [(stage, "clipped") for stage in (1, 2, 3)]
+CASES += [pytest.param(1, "with a closure", marks=pytest.mark.slow)]
+CASES += [pytest.param(stage, loop, marks=pytest.mark.slow) for stage in (2, 3) for loop in LOOPS if loop != "clipped"]
+CASES += [pytest.param(2, loop, marks=pytest.mark.slow) for loop in WRITTEN]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
@@ -229,6 +231,7 @@ def test_training_with_offload_has_the_same_bits(stage, loop, dtype):
     assert all(torch.equal(*pair) for pair in zip(plain, offloaded, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [{"reshard_after_forward": False}, {"prefetch": zero.MEMORY_FIRST}, {"partition": "whole"}], ids=str
 )

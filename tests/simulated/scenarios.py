@@ -140,15 +140,6 @@ def evaluated_and_written(model: nn.Module, optimizer: Any) -> None:
     step(model, optimizer)
 
 
-def a_block_by_itself(model: Any, optimizer: Any) -> None:
-    """The forward of a unit alone, before a step."""
-    optimizer.zero_grad()
-    model(torch.ones(2, WIDTH)).sum().backward()
-    with torch.no_grad():
-        model.blocks[1](torch.ones(2, WIDTH))
-    optimizer.step()
-
-
 def interrupted(model: Any, optimizer: Any) -> None:
     """A step after a backward that an error ended, with the gradients from before."""
     optimizer.zero_grad()
@@ -230,7 +221,6 @@ SCENARIOS: dict[str, Any] = {
     ),
     "3 offloaded, accumulated": stage_3(offload=OFFLOAD, take=in_two_backwards),
     "3 offloaded, evaluated": stage_3(offload=OFFLOAD, take=evaluated_and_written),
-    "3 offloaded, a block by itself": stage_3(offload=OFFLOAD, take=a_block_by_itself),
     "3 offloaded, interrupted": stage_3(offload=OFFLOAD, take=interrupted),
     "3 offloaded, some unused": stage_3(
         offload=OFFLOAD, take=of_older_forwards, net=lambda: nn.Sequential(*(Sparing() for _ in range(2)))

@@ -156,6 +156,7 @@ def test_units_that_read_one_anothers_dtensors_are_refused(rank: int, world: int
         assert "the root unit" in ranks.refusal(lambda: tied.head(torch.ones(1, 1, 8)))
 
 
+@pytest.mark.slow
 @ranks.raises(4, RuntimeError, "torch.compile", "tensor parallel")
 def test_compiling_is_refused(rank: int, world: int) -> None:
     mesh = mesh_of()
