@@ -107,14 +107,14 @@ def test_a_host_that_waits_for_the_device_is_told_which_rank_is_missing_or_elsew
 
 @pytest.mark.slow
 @ranks.on(3)
-def test_ranks_that_all_take_their_time_or_are_late_by_turns_are_not_told(rank, world):
+def test_ranks_that_all_take_their_time_and_one_that_is_a_little_late_are_not_told(rank, world):
     with overlapping(returns_work=False):
         comm = Comm(dist.new_group(timeout=timedelta(seconds=TIMEOUT)))
         full, channel = torch.zeros(3), comm.channel("the gather of a unit")
-        for late in (None, 0, 1, 2):
+        for late in (None, 1):
             comm.begin_schedule()
             comm.gather(full, range(4), channel).wait()
-            time.sleep(TIMEOUT + 1 if late is None else 0.2 * (rank == late))
+            time.sleep(TIMEOUT + 1 if late is None else 1.5 * (rank == late))
         comm.agree(0)
 
 
