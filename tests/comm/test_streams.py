@@ -15,9 +15,6 @@ from simulated.device import Site
 from simulated.memory import Race
 from simulated.scenarios import RANK, SCENARIOS, WIDTH, WORLD, net, sgd, step, wrapped
 from simulated.world import simulated
-from zero.shards.group_state import GroupOptions
-
-OWN = GroupOptions(own_shard=True)
 
 
 def run(scenario: str, removed: Site | None = None, *, own_stream: bool = False) -> tuple[str, set[Site]]:
