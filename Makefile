@@ -55,7 +55,8 @@ hosts: $(READY)  ## All that sends as between hosts: no rank reads another's mem
 
 # What a GPU may tell something about that the CPU does not, about 1,000 tests. READY= BIN=/usr/bin takes an installed
 # Python with torch and pytest-xdist instead of .venv.
-ON_GPUS := tests/comm/test_comm.py tests/parity tests/faults/test_faults.py tests/oss tests/sdp tests/offload \
+ON_GPUS := tests/parity tests/faults/test_faults.py tests/oss tests/sdp tests/offload \
+	$(patsubst %,tests/comm/test_%.py,comm watchdog) \
 	$(patsubst %,tests/fsdp/test_%.py,fsdp full_params mixed_precision prefetch reentry strategies)
 
 gpu: $(READY)  ## The tests to which a GPU matters, on the GPUs of this machine, over NCCL; WORKERS=8 runs more at once

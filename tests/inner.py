@@ -59,10 +59,6 @@ def unit_bytes(model: FSDP) -> int:
     return max(sum(group.full.nbytes for group in unit.groups) for unit in running_model(model).units)
 
 
-def comm_of(model: FSDP) -> Comm:
-    return running_model(model).comm
-
-
 def unit_modules(model: FSDP) -> list[nn.Module]:
     return [unit.module for unit in running_model(model).units]
 

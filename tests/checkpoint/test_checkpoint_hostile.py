@@ -13,10 +13,11 @@ import pytest
 import torch
 from saved import change_header, change_index, differences, peak, tiny, train, whole, with_adam
 
+import matrix
 import zero
 from zero.checkpoint import CheckpointError
 
-ALTERED = 2000 if os.environ.get("ZERO_FAULTS") else 100
+ALTERED = 2000 if matrix.FAULTS else 100
 EXTRA = {"step": 3, "seen": (1, 2), "noise": torch.arange(3.0)}
 STRANGE = [None, True, -1, 0, 1, 1 << 40, 1 << 62, 10**30, 0.5, float("nan"), float("inf")]
 STRANGE += ["", "..", "/etc/passwd", "../../x", "\0", "F32", "BOOL", [], [1 << 40, 1 << 40], [-1], {}]
@@ -77,6 +78,7 @@ def alter_bytes(checkpoint, draw):
 
 
 @pytest.mark.slow
+@pytest.mark.faults
 def test_an_altered_checkpoint_is_refused_or_read_right_and_nothing_else(tmp_path):
     """What its own checksums do not match is read right or refused. What they do match may hold other numbers."""
     run, (model, optimizer) = tmp_path / "good", build()

@@ -164,7 +164,7 @@ class Trained(SideBySide):
                 param.grad.zero_()
         by_hand = self.model.averages if isinstance(self.model, ByHand) else {}
         for param in by_hand:
-            param.grad = None
+            param.grad = None  # which shows an average; `collect` would take it for a new gradient
         for sums, of in ((self.averages, self.plain), (by_hand, module)):
             for param in (of.head if whom == "head" else of).parameters():
                 old = sums.pop(param, None)

@@ -213,56 +213,6 @@ def test_two_gradients_for_a_parameter_in_one_backward_by_reentrant_checkpointin
     both.step(loss_on(batch(rank, 3)), lambda model: sum(loss_on(batch(rank, i))(model) for i in (4, 5)), unsent=1)
 
 
-# ------------------------------------------------------------------------------------------------------------ mishaps
-
-
-class Faulty(nn.Module):
-    """Hands its input on, until it is told to fail."""
-
-    fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return FailsInBackward.apply(x) if self.fails else x
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise KeyError("as told")
-
-
-def fail(both: SideBySide, rank: int) -> None:
-    faulty = both.model.module.blocks[1].between
-    faulty.fails = True
-    with pytest.raises(KeyError):
-        loss_on(batch(rank, 9))(both.model).backward()
-    faulty.fails = False
-
-
-@scenario
-def exception_in_the_middle_of_backward(rank, world, stage):
-    both = SideBySide(Stack(block=lambda: Block(between=Faulty())), stage)
-    steps(both, rank)
-    for again in range(2):
-        both.zero_grad()
-        fail(both, rank)
-        steps(both, rank, start=3 + 2 * again, count=2)
-
-
-@scenario
-def exception_in_backward_then_weights_read_first(rank, world, stage):
-    both = SideBySide(Stack(block=lambda: Block(between=Faulty())), stage)
-    fail(both, rank)
-    both.compare()
-    both.zero_grad()
-    both.update()  # no gradient, no change
-    steps(both, rank)
-
-
 def row(*kinds: str | Node, steps: tuple[Step, ...] = (Step(), Step(), Step()), **options: Any) -> Case:
     return Case(tuple(Node(kind) if isinstance(kind, str) else kind for kind in kinds), steps=steps, **options)
 
