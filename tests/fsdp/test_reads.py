@@ -38,9 +38,9 @@ class Reading(Stack):
         for block, lender in zip(self.blocks, [1, 2, 0], strict=True):
             block.lender = [self.blocks[lender]]  # in a list, which nn.Module does not look into
 
-    def middle(self, x: Tensor, blocks: slice = slice(None)) -> Tensor:
+    def middle(self, x: Tensor) -> Tensor:
         assert self.blocks[1].up.weight.shape == (2 * WIDTH, WIDTH)
-        x = super().middle(x + self.blocks[1].down.bias, blocks)
+        x = super().middle(x + self.blocks[1].down.bias)
         return torch.tanh(x @ self.blocks[1].down.weight)
 
 
