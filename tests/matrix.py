@@ -18,6 +18,11 @@ FAULTS = bool(os.environ.get("ZERO_FAULTS"))
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+def only(test: Callable[..., Any]) -> Callable[..., Any]:
+    """The suite leaves this test out: it takes seconds, and says of something larger what a fast one says already."""
+    return pytest.mark.matrix(pytest.mark.skipif(not WHOLE, reason="make matrix runs it")(test))
+
+
 def combined(
     names: str, *values: Iterable[Any], each: int = 1, slow: Callable[..., bool] = lambda *case: False
 ) -> Decorator:
