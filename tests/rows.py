@@ -147,15 +147,27 @@ class Row:
         """Stage 0 runs where something is compared with it."""
         return sorted({*([0] if self.same else []), *self.same, *self.refused})
 
-    def check(self, stage: int, transport: str, folder: Path) -> None:
+    def check(self, stages: list[int], transport: str, folder: Path) -> None:
+        """One stage, or stage 0 and those that are to have its numbers."""
         __tracebackhide__ = True
+        if len(stages) == 1:
+            self._check_one(*stages, transport, folder)
+        else:
+            self._check_together(stages, transport, folder)
+
+    def _check_together(self, stages: list[int], transport: str, folder: Path) -> None:
+        for stage in stages:
+            (folder / str(stage)).mkdir()
+        for rank, records in enumerate(ranks.run(train_at_each, 2, args=(self, stages, transport, str(folder)))):
+            for stage, record in zip(stages[1:], records[1:], strict=True):
+                _compare(record, records[0], self.tolerance, f"stage {stage} has on rank {rank}")
+
+    def _check_one(self, stage: int, transport: str, folder: Path) -> None:
         args = (self, stage, transport, str(folder))
         awaited = (10.0, 0.5) if stage in self.fails else (60.0, ranks.GRACE)  # one of the ranks may wait in vain
         with mock.patch.object(ranks, "GRACE", awaited[1]):
             if stage in self.refused:
                 ranks.expect_error(train, 2, RuntimeError, *self.refused[stage], args=args, timeout=awaited[0])
-            elif stage == 0:
-                _reference(self, folder)
             else:
                 self._compare(lambda: ranks.run(train, 2, args=args, timeout=awaited[0]), folder)
 
@@ -167,7 +179,7 @@ class Row:
                 raise
             return
         for rank, records in enumerate(zip(found, _reference(self, folder), strict=True)):
-            _compare(*records, self.tolerance, f"on rank {rank}")
+            _compare(*records, self.tolerance, f"rank {rank} has")
 
     def _refuses(self, one: ranks.Outcome) -> bool:
         refused = {"RuntimeError", "ValueError"} & {*one.types} and "out of step" not in one.message
@@ -220,27 +232,37 @@ class Rows:
         return take
 
     def tests(self) -> Callable[..., None]:
-        """A test of every row at every stage: by one transport or the other, under `make matrix` by each. The quick
-        subset has each row at one stage."""
+        """A test of every row: by one transport or the other, under `make matrix` by each. The quick subset has every
+        second one. A stage that refuses, or does not hold yet, is a test of its own."""
         cases = []
         for number, row in enumerate(self.rows):
             assert row.fails <= {*row.stages()}, f"{row.name} fails where it does not run"
-            stages = [stage for stage in row.stages() if stage]
-            for stage in row.stages():
-                marks = [pytest.mark.xfail(strict=True, reason=self.kind)] if stage in row.fails else []
-                marks += [] if stage == stages[number % len(stages)] else [pytest.mark.slow]
-                turn = (number + stage) % len(TRANSPORTS)
-                for transport in TRANSPORTS if matrix.WHOLE and stage else [TRANSPORTS[turn if stage else 0]]:
-                    words = (row.name.replace(" ", "_"), f"stage {stage}", transport)
-                    cases.append(pytest.param(row, stage, transport, id="-".join(words), marks=marks))
+            for turn, (stages, quick) in enumerate(self._runs(row, number)):
+                marks = [pytest.mark.xfail(strict=True, reason=self.kind)] if row.fails & {*stages} else []
+                marks += [] if quick else [pytest.mark.slow]
+                for transport in TRANSPORTS if matrix.WHOLE else [TRANSPORTS[(number + turn) % len(TRANSPORTS)]]:
+                    of = f"stage {stages[0]}" if len(stages) == 1 else "stages"
+                    words = (row.name.replace(" ", "_"), of, transport)
+                    cases.append(pytest.param(row, stages, transport, id="-".join(words), marks=marks))
 
         @pytest.mark.matrix
-        @pytest.mark.parametrize(("row", "stage", "transport"), cases)
-        def test(row: Row, stage: int, transport: str, tmp_path: Path) -> None:
+        @pytest.mark.parametrize(("row", "stages", "transport"), cases)
+        def test(row: Row, stages: list[int], transport: str, tmp_path: Path) -> None:
             __tracebackhide__ = True
-            row.check(stage, transport, tmp_path)
+            row.check(stages, transport, tmp_path)
 
         return test
+
+    @staticmethod
+    def _runs(row: Row, number: int) -> list[tuple[list[int], bool]]:
+        """The stages that one call of the ranks runs, and whether the quick subset has them."""
+        alone = [stage for stage in row.stages() if stage in (row.fails | {*row.refused})]
+        rest = [stage for stage in row.stages() if stage not in alone]
+        if row.or_refused:
+            alone, rest = [*rest[1:], *alone], []
+        runs = [rest] if len(rest) > 1 else []
+        runs += [[stage] for stage in alone]
+        return [(stages, not (number + turn) % 2) for turn, stages in enumerate(runs)]
 
 
 def _found(module: str, kind: str, number: int) -> Row:
@@ -254,6 +276,16 @@ def train(rank: int, world: int, row: Row, stage: int, transport: str, folder: s
         for i in range(row.steps):
             row.program(loop, i)
         return Record(loop.seen, zero.full_state_dict(loop.m))
+
+
+def train_at_each(rank: int, world: int, row: Row, stages: list[int], transport: str, folder: str) -> list[Record]:
+    records = []
+    for stage in stages:
+        try:
+            records.append(train(rank, world, row, stage, transport, f"{folder}/{stage}"))
+        except Exception as error:
+            raise AssertionError(f"{type(error).__name__} at stage {stage}") from error
+    return records
 
 
 def _wrapped(row: Row, stage: int, net: nn.Module) -> tuple[nn.Module, Any]:
@@ -283,7 +315,7 @@ def _compare(found: Record, expected: Record, tolerance: float, where: str) -> N
     pairs = [(f"value {k}", *both) for k, both in enumerate(zip(found.seen, expected.seen, strict=True))]
     pairs += [(name, found.weights[name], expected.weights[name]) for name in expected.weights]
     other = [name for name, one, two in pairs if not _close(one, two, tolerance)]
-    assert not other, f"{where} other numbers than those of stage 0: {other}"
+    assert not other, f"{where} other numbers than stage 0: {other}"
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:

@@ -28,10 +28,10 @@ def construct(rank, world, transport):
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_construction_says_what_it_sharded_in_one_line_on_the_first_rank(transport):
-    first, *others = ranks.run(construct, 3, (transport,))
-    assert others == [[], []]
+    first, other = ranks.run(construct, 2, (transport,))
+    assert other == []
     oss, sdp, fsdp = first
-    where = f"of 1 parameters over 3 ranks, 64 of 192 of their bytes on rank 0, sent by {transport}; left out: "
+    where = f"of 1 parameters over 2 ranks, 128 of 256 of their bytes on rank 0, sent by {transport}; left out: "
     assert oss == f"OSS(SGD): optimizer state {where}nothing"
     assert sdp == f"ShardedDDP(Sequential): gradients {where}1 parameters that are frozen and in no optimizer"
     assert re.fullmatch(r"FSDP\(Sequential, .*FULL_SHARD, 1 unit, the largest .*\): parameters and gradients .*", fsdp)
@@ -87,32 +87,3 @@ def test_a_report_tells_the_bytes_of_each_parameter(rank, world, stage, paramete
     assert f"stage {stage[0]} (" in str(found) and f"parameters {found.parameters / 2**20:.1f} MiB" in str(found)
     assert found.numbers()["zero/resident_bytes"] == sum((found.parameters, found.gradients, found.optimizer))
     assert "zero/peak_bytes" not in found.numbers()
-
-
-class Around(torch.optim.Optimizer):
-    """Another optimizer, with or without state of its own."""
-
-    def __init__(self, optimizer, *, keeps):
-        super().__init__(optimizer.param_groups, {})
-        self.optimizer = optimizer
-        if keeps:
-            self.state = {param: {"slow": param.detach().clone()} for param in optimizer.param_groups[0]["params"]}
-        else:
-            self.state = optimizer.state
-
-
-@ranks.on(2)
-def test_an_optimizer_that_another_wraps_is_found_unless_that_has_state(rank, world):
-    model = nn.Linear(64, 64)
-    model(torch.ones(1, 64)).sum().backward()
-    adam = torch.optim.Adam(model.parameters())
-    adam.step()
-    alone, shown, around = [
-        zero.report(model, one).optimizer for one in (adam, Around(adam, keeps=False), Around(adam, keeps=True))
-    ]
-    sharding = zero.OSS(model.parameters(), torch.optim.Adam)
-    stages = [zero.report(model, one).stage for one in (sharding, Around(Around(sharding, keeps=False), keeps=False))]
-    weights = sum(param.nbytes for param in model.parameters())
-    assert alone == shown == pytest.approx(2 * weights, rel=0.01)
-    assert around == weights
-    assert stages == ["1", "1"]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import Adam, AdamW
 
@@ -37,7 +35,7 @@ def step(model: nn.Module, optimizer: Any, rank: int, number: int = 0) -> float:
     return take_step(optimizer, model(data(8, 6, rank=rank, step=number)).square().mean())
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 2, 3])
 @ranks.on(2)
 def test_one_rank_gets_the_weights_that_every_rank_would(rank, world, stage):
     model, optimizer = at_stage(stage, net())
@@ -111,32 +109,18 @@ def test_one_script_accumulates_clips_saves_and_goes_on_at_any_stage():
     ranks.run(of_stages, 2, ([(0, 1), (1, 2), (2, 3), (3, 0)],))
 
 
-@pytest.mark.slow
 def test_the_same_script_runs_alone():
     ranks.run(of_stages, args=([(1, 2), (3, 1)],), bare=True)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
 @ranks.on(2)
-def test_an_optimizer_inside_that_of_another_library_is_found(rank, world, stage):
-    model, optimizer = start(stage)
-    accelerated = SimpleNamespace(optimizer=optimizer)
-    model(data(8, 6, rank=rank)).square().mean().backward()
-    norm = zero.grad_norm(model, accelerated)
-    assert norm == zero.clip_grad_norm_(model, accelerated, 0.01)
-    optimizer.step()
-    expected = str(zero.full_optimizer_state_dict(model, optimizer))
-    assert str(zero.full_optimizer_state_dict(model, accelerated)) == expected
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@ranks.on(2)
-def test_weights_with_the_prefix_of_ddp_are_loaded_without_it(rank, world, stage):
+def test_weights_with_the_prefix_of_ddp_are_loaded_without_it(rank, world):
     saved = {f"module.{name}": torch.full_like(value, 3) for name, value in net().state_dict().items()}
-    model, _ = at_stage(stage, net())
-    with pytest.warns(UserWarning, match="begin with 'module.'"):
-        zero.load_full_state_dict(model, saved)
-    assert all((value == 3).all() for value in zero.full_state_dict(model).values())
+    for stage in STAGES:
+        model, _ = at_stage(stage, net())
+        with pytest.warns(UserWarning, match="begin with 'module.'"):
+            zero.load_full_state_dict(model, saved)
+        assert all((value == 3).all() for value in zero.full_state_dict(model).values())
 
 
 def whole(model: nn.Module) -> nn.Module:
@@ -150,17 +134,12 @@ def by_block(model: Any) -> nn.Module:
     return model
 
 
-COMPILED = {
-    "around": (None, whole),
-    "inside": (whole, None),
-    "blocks": (by_block, None),
-    "blocks and around": (by_block, whole),
-}
+COMPILED = {"around": (None, whole), "inside": (whole, None), "blocks": (by_block, None)}
 """The module, and then its wrapper."""
 
 
 @pytest.mark.slow
-@matrix.combined("stage, compiled", STAGES, COMPILED, each=2)
+@matrix.combined("stage, compiled", [0, 2, 3], COMPILED)
 @ranks.on(2)
 def test_names_are_the_modules_own_whatever_is_compiled(rank, world, stage, compiled):
     inside, around = COMPILED[compiled]
@@ -181,46 +160,6 @@ def test_names_are_the_modules_own_whatever_is_compiled(rank, world, stage, comp
             model.load_state_dict(given)
             loaded = zero.full_state_dict(model)
             assert all(torch.equal(one, other) for one, other in zip(loaded.values(), given.values(), strict=True))
-        told = ranks.refusal(lambda: model.load_state_dict({**weights, "blocks.0.0.wait": weights["head.bias"]}))
-        assert told.startswith("RuntimeError") and '0.wait"' in told
-
-
-def halved(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """As layers that were fused save other tensors than they train."""
-    top, bottom = state_dict.pop(f"{prefix}weight").view(2, 3, 6)
-    state_dict[f"{prefix}top"], state_dict[f"{prefix}bottom"] = top, bottom
-
-
-@ranks.on(2)
-def test_hooks_of_modules_see_full_parameters(rank, world):
-    plain = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
-    plain[0].register_state_dict_post_hook(halved)
-    expected = copy.deepcopy(plain).state_dict()
-    found = zero.full_state_dict(zero.FSDP(plain), to=0)
-    assert list(found) == (list(expected) if rank == 0 else [])
-    assert all(torch.equal(found[name], expected[name]) for name in found)
-
-
-@ranks.on(2)
-def test_weights_have_their_own_dtypes(rank, world):
-    precision = zero.MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16, keep_fp32=())
-    model = zero.FSDP(net(), mixed_precision=precision)
-    assert model.module.blocks[0][1].running_mean.dtype == torch.bfloat16
-    for name, value in zero.full_state_dict(model, to=0).items():
-        assert value.dtype == net().state_dict()[name].dtype
-
-
-def by_replica(rank: int, world: int, strategy: str) -> list[int]:
-    mesh = init_device_mesh("cpu", (2, 2))
-    model = zero.FSDP(net(), sharding_strategy=strategy, device_mesh=mesh if strategy == "HYBRID_SHARD" else None)
-    return [len(zero.full_state_dict(model, to=to)) for to in range(4)]
-
-
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "NO_SHARD"])
-def test_replicas_count_one_after_another(strategy):
-    names = len(net().state_dict())
-    found = ranks.run(by_replica, 4, args=(strategy,))
-    assert found == [[names * (rank == to) for to in range(4)] for rank in range(4)]
 
 
 BLOCKS = 8
@@ -247,13 +186,12 @@ def test_ranks_that_get_nothing_hold_nothing_and_no_weight_is_copied():
         assert size <= peak <= size + unit / 10
 
 
-@pytest.mark.parametrize("stage", STAGES)
 @ranks.raises(2, ValueError, "to=2", "no rank of the group of 2", timeout=10)
-def test_a_rank_that_is_none_is_refused(rank, world, stage):
-    zero.full_state_dict(at_stage(stage, net())[0], to=2)
+def test_a_rank_that_is_none_is_refused(rank, world):
+    zero.full_state_dict(at_stage(3, net())[0], to=2)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [2, 3])
 @ranks.on(2)
 def test_parameters_are_counted_in_full(rank, world, stage):
     model, _ = at_stage(stage, net())
@@ -267,7 +205,8 @@ def test_parameters_are_counted_in_full(rank, world, stage):
     assert here == everything
 
 
-@pytest.mark.parametrize(("first", "second"), [(0, 3), (1, 2), (2, 1), (3, 2), (3, 3)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), [(1, 3), (2, 1), (3, 2)])
 @ranks.on(2)
 def test_the_plain_module_comes_back_and_can_be_wrapped_again(rank, world, first, second):
     results = []
@@ -296,7 +235,7 @@ def test_the_plain_module_comes_back_and_can_be_wrapped_again(rank, world, first
 
 @ranks.on(2)
 def test_nothing_is_left_on_the_module(rank, world):
-    """Nothing is left on the module, also not where it was compiled or held by another."""
+    """Also not where it was compiled or held by another."""
     plain = net()
     expected = [copy.deepcopy(plain)(data(8, 6, rank=0)), plain.blocks[0][1].running_mean.dtype]
     precision = zero.MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
@@ -312,19 +251,16 @@ def test_nothing_is_left_on_the_module(rank, world):
 
 @pytest.mark.parametrize("stage", [2, 3])
 @ranks.on(2, timeout=10)
-def test_what_is_left_of_a_wrapper_is_refused(rank, world, stage):
+def test_what_is_left_of_a_wrapper_is_refused_and_nothing_is_unwrapped_within_a_step(rank, world, stage):
     model, optimizer = at_stage(stage, net())
     step(model, optimizer, rank)
+    if stage == 3:
+        with model.summon_full_params():
+            told = ranks.refusal(lambda: zero.unwrap(model))
+        assert "zero.unwrap()" in told and "between steps" in told
     zero.unwrap(model)
     for use in (lambda: model(data(8, 6, rank=0)), optimizer.step):
         assert "was unwrapped by zero.unwrap()" in ranks.refusal(use)
-
-
-@ranks.raises(2, RuntimeError, r"zero.unwrap\(\)", "between steps", timeout=10)
-def test_nothing_is_unwrapped_within_a_step(rank, world):
-    model = zero.FSDP(net())
-    with model.summon_full_params():
-        zero.unwrap(model)
 
 
 @ranks.on(bare=True)

@@ -30,12 +30,11 @@ def of_setup(stage: int) -> Callable[[], Any]:
 
 
 BUILT: dict[str, Callable[[], Any]] = {
-    **{f"setup, stage {stage}": of_setup(stage) for stage in range(4)},
+    "setup": of_setup(0),
     "OSS": lambda: zero.OSS(nn.Linear(4, 4).parameters(), SGD, lr=0.1),
     "OSS.from_optimizer": lambda: zero.OSS.from_optimizer(SGD(nn.Linear(4, 4).parameters(), lr=0.1)),
     "ShardedDDP": lambda: zero.ShardedDDP(nn.Linear(4, 4), []),
     "FSDP": lambda: zero.FSDP(nn.Linear(4, 4)),
-    "FSDP, NO_SHARD": lambda: zero.FSDP(nn.Linear(4, 4), sharding_strategy="NO_SHARD"),
     "GradScaler": lambda: zero.GradScaler("cpu"),
 }
 
@@ -48,15 +47,14 @@ def test_ranks_of_a_launcher_that_were_not_initialised_are_refused(built):
     assert refused.value.__context__ is None
 
 
-@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
-def test_ranks_that_mpi_has_started_are_refused(name, monkeypatch):
+def test_ranks_that_mpi_has_started_are_refused(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.setenv(name, "3")
-    with pytest.raises(RuntimeError, match=rf"{name}=3 .* remove {name} from its environment"):
+    monkeypatch.setenv("PMI_SIZE", "3")
+    with pytest.raises(RuntimeError, match=r"PMI_SIZE=3 .* remove PMI_SIZE from its environment"):
         of_setup(3)()
 
 
-@pytest.mark.parametrize("value", ["1", "", None])
+@pytest.mark.parametrize("value", ["1", None])
 def test_one_process_of_a_launcher_trains_alone(value, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE") if value is None else monkeypatch.setenv("WORLD_SIZE", value)
     for stage in range(4):
@@ -98,10 +96,6 @@ UNUSABLE: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         lambda model: zero.setup(model, Adam, stage=2, mixed_precision=zero.MixedPrecision()),
         "at stages 1 and 2, convert the model to 16 bits and pass master_dtype",
     ),
-    "master_dtype at stage 3": (
-        lambda model: zero.setup(model, Adam, stage=3, master_dtype=torch.float32),
-        "pass mixed_precision=zero.MixedPrecision",
-    ),
     "an instance": (
         lambda model: zero.setup(model, Adam(model.parameters()), stage=2),
         r"Pass its class and its arguments.*zero.setup\(model, Adam, stage=2",
@@ -127,7 +121,7 @@ def of_case(rank: int, world: int, case: str) -> None:
         assert model.weight is before and before.shape == (4, 4) and not before._post_accumulate_grad_hooks
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 @ranks.on(2)
 def test_options_reach_what_is_wrapped(rank, world, stage, tmp_path):
     computing = []

@@ -8,6 +8,7 @@ import os
 import random
 import shutil
 import stat
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ import matrix
 import zero
 from zero.checkpoint import CheckpointError
 
-ALTERED = 2000 if matrix.FAULTS else 100
+ALTERED = 2000 if matrix.FAULTS else 40
 EXTRA = {"step": 3, "seen": (1, 2), "noise": torch.arange(3.0)}
 STRANGE = [None, True, -1, 0, 1, 1 << 40, 1 << 62, 10**30, 0.5, float("nan"), float("inf")]
 STRANGE += ["", "..", "/etc/passwd", "../../x", "\0", "F32", "BOOL", [], [1 << 40, 1 << 40], [-1], {}]
@@ -52,14 +53,6 @@ def alter_tree(told, draw):
             holder[key] = draw.choice(STRANGE)
 
 
-def alter_index(checkpoint, draw):
-    change_index(checkpoint, lambda told: alter_tree(told, draw))
-
-
-def alter_header(checkpoint, draw):
-    change_header(checkpoint, lambda told: alter_tree(told, draw))
-
-
 def alter_bytes(checkpoint, draw):
     data_file = "rank-00000.safetensors"
     file = checkpoint / draw.choice([data_file, data_file, "index.json", "../latest"])
@@ -89,8 +82,8 @@ def test_an_altered_checkpoint_is_refused_or_read_right_and_nothing_else(tmp_pat
     for number in range(ALTERED):
         path, draw = tmp_path / f"run-{number}", random.Random(number)
         shutil.copytree(run, path)
-        alter = draw.choice([alter_index, alter_header, alter_bytes])
-        alter(path / "00000001", draw)
+        alter = draw.choice([change_index, change_header, alter_bytes])
+        alter(path / "00000001", draw if alter is alter_bytes else partial(alter_tree, draw=draw))
         before = whole(model, optimizer)
         extra, refusal = loaded(path, model, optimizer)
         case, after = f"{alter.__name__} {number}: {refusal}", whole(model, optimizer)
@@ -120,13 +113,11 @@ def loaded(path, model, optimizer):
         return None, str(error)
 
 
-@pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
-def test_files_have_the_modes_that_the_user_gives_all_files(umask, file, folder, tmp_path):
-    before = os.umask(umask)
+def test_files_have_the_modes_that_the_user_gives_all_files(tmp_path):
+    before = os.umask(0o077)
     try:
         zero.checkpoint.save(tmp_path / "run", *build())
     finally:
         os.umask(before)
-    run = tmp_path / "run"
-    assert {stat.S_IMODE(one.stat().st_mode) for one in run.rglob("*") if one.is_file()} == {file}
-    assert {stat.S_IMODE(one.stat().st_mode) for one in (run, run / "00000001")} == {folder}
+    modes = {stat.S_IMODE(one.stat().st_mode) for one in (tmp_path / "run").rglob("*")}
+    assert modes == {0o600, 0o700}

@@ -17,9 +17,8 @@ from ranks import refusal
 from transports import between_hosts, overlapping
 from zero.comm import Comm, Traffic, traffic
 
-WORLDS = [2, 3, 4]
+WORLDS = [2, 3, 4] if matrix.WHOLE else [2, 3]
 WAYS = ["nccl"] if gpus.ON else ["reading", "gloo"]
-many = lambda world, way: world > 2  # noqa: E731
 LARGE = 70_000  # elements, which are not sent like a few
 
 
@@ -58,13 +57,13 @@ def cuts(world, most):
     yield [0] * world
 
 
-@matrix.combined("world, way", WORLDS, [*WAYS, "other"], each=2, slow=many)
+@matrix.combined("world, way", WORLDS, [*WAYS, "other"], each=2)
 @ranks.on("world")
 def test_gather_brings_every_segment_to_every_rank(rank, world, way):
     comm = Comm()
     channel = comm.channel("gathering in a test")
     with as_on(way):
-        for dtype in [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.complex64]:
+        for dtype in [torch.float32, torch.bfloat16, torch.complex64]:
             for lengths in cuts(world, large(dtype)):
                 bounds = [0, *itertools.accumulate(lengths)]
                 expected = torch.cat([numbers(peer, length, dtype) for peer, length in enumerate(lengths)])
@@ -94,13 +93,13 @@ def sum_in_rank_order(terms, times):
 
 
 @gpus.cpu_only("NCCL adds up in the order of its ring")
-@matrix.combined("world, way", WORLDS, WAYS, slow=many)
+@matrix.combined("world, way", WORLDS, WAYS)
 @ranks.on("world")
 def test_reduce_gives_each_owner_the_sum_in_rank_order_and_leaves_what_was_sent(rank, world, way):
     comm = Comm()
     with as_on(way):
         comm.agree(comm.channel("a test"))  # from here on the way stays
-    dtypes = [torch.float32, torch.float64, torch.int64, torch.complex64, torch.bfloat16, torch.float16]
+    dtypes = [torch.float32, torch.int64, torch.complex64, torch.bfloat16]
     for dtype, lengths in [(each, lengths) for each in dtypes for lengths in splits(world, large(each))]:
         given = [
             [numbers(peer, sum(counts), dtype, place) for place, counts in enumerate(lengths)] for peer in range(world)
@@ -112,19 +111,6 @@ def test_reduce_gives_each_owner_the_sum_in_rank_order_and_leaves_what_was_sent(
         terms = [torch.cat([message.split(counts)[rank] for message, counts in of_rank]) for of_rank in parts]
         same(result, sum_in_rank_order(terms, times), f"{dtype} {lengths}")
         same(mine, given[rank], f"{dtype} {lengths}: what was sent")
-
-
-@matrix.combined("dtype, way", [torch.float32, torch.bfloat16], WAYS)
-@ranks.on(3)
-def test_sums_may_take_the_place_of_what_a_rank_has_for_itself(rank, world, dtype, way):
-    given = numbers(rank, world * LARGE, dtype)
-    mine = given.clone()
-    own = mine.chunk(world)[rank]
-    with as_on(way):
-        assert Comm().reduce([(mine, [LARGE] * world)], times=0.25, into=own).wait() is own
-        expected = Comm().reduce([(given, [LARGE] * world)], times=0.25).wait()
-    given.chunk(world)[rank].copy_(expected)
-    same(mine, given, "what was sent, with the sums in it")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -145,13 +131,6 @@ def test_operations_in_flight_at_once_do_not_mix_in_whatever_order_a_rank_waits_
         gathers[which].wait()
         expected = torch.arange(world).repeat_interleave(len(fulls[which]) // world) + 100.0 * which
         same(fulls[which], expected, f"gather {which}")
-
-
-@ranks.on(2)
-def test_a_handle_is_waited_for_once(rank, world):
-    handle = Comm().reduce([(torch.ones(2), [1, 1])])
-    handle.wait()
-    assert "was waited for before" in refusal(handle.wait)
 
 
 # -------------------------------------------------------------------------------------------------------------- Groups
@@ -180,23 +159,6 @@ def test_ranks_are_of_the_group_not_of_the_world(rank, world, way):
     assert value.item() == 0
 
 
-@gpus.cpu_only("Gloo stands for NCCL in this group, and sends nothing that is on a GPU")
-@pytest.mark.parametrize("way", ["reading", "gloo"])
-@ranks.on(3)
-def test_a_group_for_gpus_alone_compares_ranks_that_are_in_different_numbers_of_groups(rank, world, way):
-    dist.new_group([0])
-    group = dist.new_group([0, 1], backend="cuda:gloo")
-    if rank == 2:
-        return
-    with as_on(way):
-        comm = Comm(group)
-    told, full = torch.tensor([1.0 + rank]), torch.full((2,), float(rank))
-    comm.all_reduce(told)
-    comm.gather(full, [0, 1, 2], comm.channel("a test")).wait()
-    assert (told.item(), full.tolist(), Comm(group).all_gather_text(str(rank))) == (3, [0, 1], ["0", "1"])
-    assert "the things differ between ranks" in refusal(lambda: comm.compare("the things", [f"a: {rank}"]))
-
-
 def test_without_a_process_group_this_process_is_a_world_of_its_own():
     comm, before = Comm(), traffic()
     assert (comm.rank, comm.world, comm.group) == (0, 1, None)
@@ -214,29 +176,15 @@ def test_without_a_process_group_this_process_is_a_world_of_its_own():
     same(full, torch.arange(5.0), "what was sent about")
     assert refusal(lambda: comm.compare("things", ["one"], "a bad thing")) == "ValueError: a bad thing"
     assert traffic() == before
-
-
-def test_in_a_world_of_one_too_reduce_returns_a_new_tensor_in_float32():
-    same(Comm().reduce([(torch.ones(3, dtype=torch.bfloat16), [3])]).wait(), torch.ones(3), "the sum")
-    given = torch.ones(3)
-    Comm().reduce([(given, [3])]).wait().zero_()
-    assert given.tolist() == [1, 1, 1]
-    assert Comm().reduce([(given, [3])], times=0.5, into=given).wait() is given and given.tolist() == [0.5, 0.5, 0.5]
-
-
-@ranks.on(2)
-def test_users_of_one_group_never_share_a_channel(rank, world):
-    one, another = Comm(), Comm()
-    channels = [one.channel("a"), another.channel("b"), one.channel("c")]
-    assert len(set(channels)) == 3
-    assert one.all_gather_text(str(channels)) == [str(channels)] * 2
+    same(comm.reduce([(torch.ones(3, dtype=torch.bfloat16), [3])]).wait(), torch.ones(3), "the sum, in float32")
 
 
 # -------------------------------------------------------------------------------------------------------- Full tensors
 
 
-@matrix.combined("world, way", WORLDS, WAYS, slow=many)
-@ranks.on("world")
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+@ranks.on(3)
 def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(rank, world, way):
     comm = Comm()
     with as_on(way):
@@ -308,19 +256,11 @@ def test_traffic_counts_the_bytes_that_each_rank_sends(rank, world, way):
     assert spent(comm.all_reduce, torch.zeros(6)) == Traffic(other=2 * 24 * 2 // 3)
 
 
-def test_traffic_is_added_and_subtracted_kind_by_kind():
-    more, less = Traffic(gather=5, reduce=7, other=11), Traffic(gather=1, reduce=2, other=3)
-    assert more - less == Traffic(gather=4, reduce=5, other=8)
-    assert more + less == Traffic(gather=6, reduce=9, other=14)
-    assert more.total == 23
-
-
 # ----------------------------------------------------------------------------------------------------------- Comparing
 
 COMPARED = {  # what the last rank has in place of a: 1 and b: 2, its problem, and what every rank is told
     "the same": (["a: 1", "b: 2"], None, "^$"),
     "another value": (["a: 1", "b: 3"], None, "differ .* position 1, rank 0 has b: 2, rank {last} has b: 3"),
-    "another order": (["b: 2", "a: 1"], None, "differ .* position 0, rank 0 has a: 1, rank {last} has b: 2"),
     "fewer": (["a: 1"], None, "differ .* position 1, rank 0 has b: 2, rank {last} has nothing"),
     "more": (["a: 1", "b: 2", "c"], None, "differ .* position 2, rank 0 has nothing, rank {last} has c"),
     "a problem": (["a: 1", "b: 2"], "a is bad.", r"^ValueError: a is bad\. \(on rank {last}\)$"),
@@ -328,8 +268,7 @@ COMPARED = {  # what the last rank has in place of a: 1 and b: 2, its problem, a
 }
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@ranks.on("world")
+@ranks.on(3)
 def test_a_difference_or_a_problem_raises_the_same_on_every_rank(rank, world):
     comm, last = Comm(), world - 1
     for name, (lines, problem, fact) in COMPARED.items():

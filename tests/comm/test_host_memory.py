@@ -1,7 +1,6 @@
 """Ranks of one host that read one another's memory: who does, what a rank that ends does to the others, and that nobody
 overwrites what others still read. That the results are those of collectives is seen in test_comm.py."""
 
-import gc
 import os
 import socket
 import time
@@ -62,24 +61,15 @@ ERROR = {"side_effect": OSError("not here")}
 @pytest.mark.parametrize(
     ("hindered", "target", "effect"),
     [
-        (0, "zero.features.host_memory.attach.host", ERROR),
         (1, "zero.features.host_memory.attach.host", {"return_value": "another"}),
-        (2, "zero.features.host_memory.attach.read", ERROR),
         (2, "zero.features.host_memory.attach.read", {"return_value": None}),  # not what the other has there
         (1, "os.pidfd_open", ERROR),
-        (2, "socket.socket.connect", ERROR),
         (0, "socket.socket.accept", ERROR),
     ],
 )
 def test_where_one_rank_cannot_read_another_all_use_collectives(hindered, target, effect):
     found = ranks.run(_hindered, 3, args=(hindered, target, effect))
     assert found == [(False, [0.0, 1.0, 2.0], [3.0])] * 3
-
-
-def open_sockets():
-    gc.collect()
-    with_type = [socket_type(int(name)) for name in os.listdir("/proc/self/fd")]
-    return with_type.count(socket.SOCK_SEQPACKET)
 
 
 def socket_type(descriptor):
@@ -90,29 +80,11 @@ def socket_type(descriptor):
     return None
 
 
-@ranks.on(2)
-def test_the_end_of_a_group_closes_its_sockets(rank, world):
-    def use_a_group():
-        group = dist.new_group([0, 1])
-        comm = Comm(group)
-        assert gathered(comm) == [0.0, 1.0]
-        assert comm.reads(torch.device("cpu"))
-        dist.barrier()
-        dist.destroy_process_group(group)
-
-    use_a_group()
-    before = open_sockets()
-    use_a_group()
-    gc.collect()
-    assert open_sockets() - before == 0
-
-
 # -------------------------------------------------------------------------------- What is read stays until it was read
 
 
-@pytest.mark.parametrize("slow", [0, 2])
 @ranks.on(3)
-def test_a_rank_that_goes_on_at_once_does_not_overwrite_what_a_slow_one_reads(rank, world, slow):
+def test_a_rank_that_goes_on_at_once_does_not_overwrite_what_a_slow_one_reads(rank, world):
     comm, _ = together(rank, world)
     read = attach.read
 
@@ -121,8 +93,8 @@ def test_a_rank_that_goes_on_at_once_does_not_overwrite_what_a_slow_one_reads(ra
         read(*args)
 
     found = []
-    with mock.patch.object(attach, "read", slowly if rank == slow else read):
-        for step in range(4):
+    with mock.patch.object(attach, "read", slowly if rank == 2 else read):
+        for step in range(3):
             full = torch.zeros(world * LENGTH)
             own = full[rank * LENGTH : (rank + 1) * LENGTH]
             own.fill_(10.0 * step + rank)
@@ -138,13 +110,14 @@ def test_a_rank_that_goes_on_at_once_does_not_overwrite_what_a_slow_one_reads(ra
         assert sums == sorted({float(world), 10.0 * step * world + 3})
 
 
+@pytest.mark.slow
 @ranks.on(2)
 def test_any_number_of_operations_may_be_in_flight(rank, world):
     comm, _ = together(rank, world)
     fulls = [torch.full((world,), 10.0 * which + rank) for which in range(1000)]
     dist.barrier()
     if rank == 1:
-        time.sleep(0.3)  # the notes of the other rank are more than its socket holds
+        time.sleep(0.1)  # the notes of the other rank are more than its socket holds
     handles = [comm.gather(full, range(world + 1)) for full in fulls]
     for handle in handles:
         handle.wait()
@@ -168,10 +141,8 @@ def _ends(rank, world, operation, launched):
     return refusal(launch()), refusal(lambda: comm.agree(0))
 
 
-@pytest.mark.parametrize(
-    ("operation", "launched"),
-    [("gather", False), ("gather", True), ("reduce", False), ("reduce", True), ("agree", False)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("operation", "launched"), [("gather", True), ("reduce", False), ("agree", False)])
 def test_when_a_rank_ends_the_others_are_told_and_do_not_wait(operation, launched):
     with pytest.raises(ranks.RankError) as caught:
         ranks.run(_ends, 3, args=(operation, launched), timeout=20)
@@ -217,22 +188,8 @@ def _never_comes(rank, world):
     return told
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_comes_is_waited_for_as_long_as_the_group_says():
     told, _ = ranks.run(_never_comes, 2)
     assert "failed in a gather" in told
     assert "rank 1 of the group sent nothing for 1 s" in told
-
-
-def _interrupted(rank, world):
-    comm, _ = together(rank, world)
-    if rank == 1:
-        return refusal(lambda: gathered(comm))
-    with mock.patch.object(attach, "read", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        gathered(comm)
-    return refusal(lambda: gathered(comm))
-
-
-def test_an_interrupt_while_reading_is_an_error_on_the_other_ranks_and_ends_the_group():
-    interrupted, other = ranks.run(_interrupted, 2, timeout=20)
-    assert "nitialise the process group again" in interrupted
-    assert "has stopped" in other

@@ -16,10 +16,8 @@ import zero
 from zero.integrations.accelerate import ZeroPlugin
 
 
-def test_the_readme_is_a_front_door() -> None:
-    assert len(README.read_text().splitlines()) <= 180
-    for page in PAGES[1:]:
-        assert f"docs/{page.name}" in README.read_text()
+def test_the_readme_names_every_page() -> None:
+    assert all(f"docs/{page.name}" in README.read_text() for page in PAGES[1:])
 
 
 def anchors(page: Path) -> set[str]:
@@ -77,5 +75,3 @@ def test_dir_lists_the_public_names_alone() -> None:
 def test_the_page_of_the_api_is_as_the_docstrings() -> None:
     written = runpy.run_path(str(ROOT / "docs" / "api.py"))["page"]()
     assert (ROOT / "docs" / "api.md").read_text() == written, "run `make api`"
-    for name in {*zero.__all__} - {"checkpoint", "comm"}:  # these are modules
-        assert re.search(rf"^### zero\.(\w+\.)?{name}$", written, re.MULTILINE), name

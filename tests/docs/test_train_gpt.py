@@ -1,11 +1,11 @@
-"""The whole script, docs/examples/train_gpt.py: the same losses at every stage, interrupted and resumed or not."""
+"""docs/examples/train_gpt.py: the same losses at every stage, interrupted and resumed or not."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import io
+import runpy
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,35 +18,22 @@ import ranks
 from processes import ROOT, python
 
 SCRIPT = ROOT / "docs" / "examples" / "train_gpt.py"
-STEPS, SAVE_EVERY = 6, 2
-TINY = {"batch_size": 2, "context": 8, "width": 8, "layers": 2}
-HOW: dict[str, dict[str, Any]] = {
-    "float32": {"max_norm": 1e6},  # clipping scales by 1: sums of squares are added up in another order at each stage
-    "bf16": {"max_norm": 1e6, "bf16": True},
-    "clipped": {"max_norm": 0.1},
-}
+TINY = {"batch_size": 8, "context": 8, "width": 8, "layers": 1}
 
 
 @cache
 def example() -> Any:
-    spec = importlib.util.spec_from_file_location("train_gpt", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return runpy.run_path(str(SCRIPT))["train"]
 
 
-def trained(output: str, stage: int, steps: int = STEPS, **how: Any) -> list[float]:
+def trained(output: str, stage: int, **how: Any) -> list[float]:
     text = Path(output).parent / "text"
-    fixed = {"start": None, "bf16": False, "compile": False, "accumulate": 2, "lr": 0.01, "save_every": SAVE_EVERY}
-    given = {**fixed, **TINY, **how, "output": output, "text": text, "stage": stage, "steps": steps}
+    fixed = {"start": None, "bf16": False, "compile": False, "accumulate": 2, "lr": 0.01, "steps": 3}
+    fixed["max_norm"] = 1e6  # which scales by 1: sums of squares are added up in another order at each stage
+    given = {**fixed, **TINY, **how, "output": output, "text": text, "stage": stage, "save_every": 1}
     with contextlib.redirect_stdout(io.StringIO()):
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        return example().train(argparse.Namespace(**given), torch.device("cpu"), rank, world)
-
-
-def at_every_stage(rank: int, world: int, folder: str, how: str) -> list[list[float]]:
-    return [trained(f"{folder}/{how}{stage}", stage, **HOW[how]) for stage in range(4)]
+        return example()(argparse.Namespace(**given), torch.device("cpu"), rank, world)
 
 
 @pytest.fixture
@@ -55,39 +42,27 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_losses_are_the_same_at_every_stage(folder, how):
-    for plain, *sharded in ranks.run(at_every_stage, 2, (folder, how)):
-        assert plain[-1] < plain[2 * SAVE_EVERY]  # those of the evaluations
-        assert all(found == pytest.approx(plain, rel=1e-5) if how == "clipped" else found == plain for found in sharded)
-
-
-def interrupted(rank: int, world: int, folder: str) -> tuple[list[float], list[float]]:
-    """The losses of a run at stage 3, and of one that goes on at another stage every other step."""
-    whole = trained(f"{folder}/whole", 3, **HOW["bf16"])
+def trainings(rank: int, world: int, folder: str) -> tuple[list[list[float]], list[float], list[list[float]]]:
+    """Losses at each stage; of a run that each step goes on at another one; and of runs that clip, and start from the
+    file of full weights of stage 2, which rank 0 reads."""
+    whole = [trained(f"{folder}/{stage}", stage, bf16=True) for stage in range(4)]
     parts = []
-    for number, stage in enumerate((3, 2, 0)):
-        parts += trained(f"{folder}/parts", stage, SAVE_EVERY * (number + 1), **HOW["bf16"])
-    return whole, parts
+    for step, stage in enumerate((3, 2, 0), 1):
+        parts += trained(f"{folder}/parts", stage, steps=step, bf16=True)
+    how = {"steps": 1, "start": f"{folder}/2/full.pt", "max_norm": 0.1}
+    return whole, parts, [trained(f"{folder}/from {stage}", stage, **how) for stage in (0, 2, 3)]
 
 
-def test_a_run_that_is_interrupted_goes_on_to_the_same_losses_at_another_stage(folder):
-    for whole, parts in ranks.run(interrupted, 2, (folder,)):
-        assert parts == whole
+@pytest.mark.slow
+def test_losses_are_the_same_at_every_stage_interrupted_and_started_from_a_file(folder):
+    for (plain, *sharded), parts, (from_file, *others) in ranks.run(trainings, 2, (folder,)):
+        assert plain[-1] < plain[2]  # those of the evaluations
+        assert [*sharded, parts] == [plain] * 4
+        assert all(found == pytest.approx(from_file, rel=1e-5) for found in others)
+        assert from_file[0] < plain[0]
 
 
-def started(rank: int, world: int, folder: str) -> list[list[float]]:
-    """The losses of trainings that start from the file of full weights of another one, which rank 0 reads."""
-    trained(f"{folder}/first", 2, **HOW["float32"])
-    start = f"{folder}/first/full.pt"
-    return [trained(f"{folder}/{stage}", stage, start=start, **HOW["float32"]) for stage in range(4)]
-
-
-def test_a_run_starts_from_the_file_that_another_has_saved(folder):
-    for plain, *sharded in ranks.run(started, 2, (folder,)):
-        assert sharded == [plain] * 3
-
-
+@pytest.mark.slow
 def test_it_runs_alone_as_a_command(folder):
     tiny = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", value)]
     told = python(SCRIPT, "--steps", 2, "--text", "text", *tiny, cwd=Path(folder)).stdout

@@ -1,4 +1,4 @@
-"""The script that goes on after a failure, docs/examples/resume.py: killed at random moments, and with other ranks.
+"""The script that goes on after a failure, docs/examples/resume.py: killed at each stage, and with other ranks.
 
 `make faults` sets ZERO_FAULTS=1 and kills it under torchrun, too, ten times at each stage.
 """
@@ -11,10 +11,8 @@ import runpy
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,45 +38,36 @@ def example() -> dict[str, Any]:
     return runpy.run_path(str(SCRIPT))
 
 
-def train(rank: int, world: int, folder: str, stage: int, steps: int, stop: int | None = None) -> Any:
-    """The script's own function. stop: after so many steps, as if it had been killed there."""
-    stops = mock.patch.object(zero.checkpoint, "save", stopping(stop)) if stop else nullcontext()
-    with stops, suppress(KeyboardInterrupt):
-        return example()["train"](folder, stage=stage, steps=steps, save_every=SAVE_EVERY)
-
-
-def stopping(stop: int) -> Callable[..., None]:
+def train(
+    rank: int, world: int, folder: str, stage: int, steps: int, stop: int = 0, victim: int = -1, save_every: int = 5
+) -> Any:
+    """The script's own function. stop: the step after whose save it stops, and with it the victim dies, if there is
+    one."""
     save = zero.checkpoint.save
 
     def save_and_stop(*args: Any, extra: dict[str, Any], **options: Any) -> None:
         save(*args, extra=extra, **options)
-        if extra["step"] == stop:
+        if extra["step"] == stop and victim in (-1, rank):
+            os.kill(os.getpid(), signal.SIGKILL) if victim == rank else None
             raise KeyboardInterrupt
 
-    return save_and_stop
-
-
-def train_until_killed(rank: int, world: int, folder: str, stage: int, steps: int, victim: int, delay: float) -> None:
-    if rank == victim:
-        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
-    train(rank, world, folder, stage, steps)
+    with mock.patch.object(zero.checkpoint, "save", save_and_stop), suppress(KeyboardInterrupt):
+        return example()["train"](folder, stage=stage, steps=steps, save_every=save_every)
 
 
 def test_a_run_killed_at_each_stage_in_turn_ends_with_the_bits_of_one_that_was_not(tmp_path):
-    folder, steps, moments = str(tmp_path / "killed"), 15 * SAVE_EVERY, random.Random(0)
-    for stage in (1, 2, 3):
+    for stage, stop in ((1, 5), (2, 15)):
         with pytest.raises(ranks.RankError, match="died with exit code -9"):
-            ranks.run(train_until_killed, 2, (folder, stage, steps, stage % 2, moments.uniform(0.05, 0.25)))
-    resumed = ranks.run(train, 2, (folder, 3, steps))[0]
-    same(resumed, ranks.run(train, 2, (str(tmp_path / "whole"), 3, steps))[0])
+            ranks.run(train, 2, (str(tmp_path / "killed"), stage, 20, stop, stage % 2))
+    resumed = ranks.run(train, 2, (str(tmp_path / "killed"), 3, 20))[0]
+    same(resumed, ranks.run(train, 2, (str(tmp_path / "whole"), 3, 20))[0])
 
 
 def test_a_run_comes_back_with_fewer_and_with_more_ranks(tmp_path):
-    steps = 3 * SAVE_EVERY
-    ranks.run(train, 2, (str(tmp_path / "changing"), 3, steps, SAVE_EVERY))
-    ranks.run(train, 1, (str(tmp_path / "changing"), 3, steps, 2 * SAVE_EVERY))
-    changing = ranks.run(train, 3, (str(tmp_path / "changing"), 3, steps))
-    uninterrupted = ranks.run(train, 2, (str(tmp_path / "whole"), 3, steps))[0]
+    ranks.run(train, 2, (str(tmp_path / "changing"), 3, 15, 5))
+    ranks.run(train, 1, (str(tmp_path / "changing"), 3, 15, 10))
+    changing = ranks.run(train, 3, (str(tmp_path / "changing"), 3, 15))
+    uninterrupted = ranks.run(train, 2, (str(tmp_path / "whole"), 3, 15))[0]
     for found in changing:
         torch.testing.assert_close(found, uninterrupted, rtol=1e-4, atol=1e-5)
 
@@ -90,9 +79,8 @@ class Torchrun:
         launcher = f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts {restarts}".split()
         options = f"--stage {stage} --steps {steps} --save-every {SAVE_EVERY}".split()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self.process = subprocess.Popen(
-            [sys.executable, *launcher, str(SCRIPT), str(folder), *options], env=environment
-        )
+        command = [sys.executable, *launcher, str(SCRIPT), str(folder), *options]
+        self.process = subprocess.Popen(command, env=environment)
 
     @property
     def ended(self) -> bool:
@@ -143,4 +131,4 @@ def test_under_torchrun_a_run_killed_at_random_moments_ends_with_the_bits_of_one
         launcher.process.terminate()
     assert killed == kills, "the run came to its end before all kills"
     resumed = torch.load(tmp_path / "killed" / "weights.pt", weights_only=True)
-    same(resumed, ranks.run(train, 2, (str(tmp_path / "whole"), stage, steps))[0])
+    same(resumed, ranks.run(train, 2, (str(tmp_path / "whole"), stage, steps, 0, -1, SAVE_EVERY))[0])

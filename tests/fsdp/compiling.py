@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from zoo import data
 
-WIDTH, BLOCKS = 12, 3
+WIDTH, BLOCKS = 12, 2
 
 
 class Block(nn.Module):

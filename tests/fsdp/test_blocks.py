@@ -42,18 +42,6 @@ def mlp(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.LayerNorm(width))
 
 
-def stages() -> nn.Module:
-    between = [nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2)]
-    return nn.Sequential(nn.Sequential(*decoders(1)), between[0], nn.Sequential(*decoders(2)), between[1])
-
-
-def nested() -> nn.Module:
-    module: nn.Module = nn.Sequential(*decoders(2))
-    for _ in range(60):
-        module = nn.Sequential(module)
-    return module
-
-
 def resnet() -> nn.Module:
     layers = {"stem": conv(), "layers": nn.Sequential(*(Bottleneck() for _ in range(3)))}
     return nn.Sequential(OrderedDict(layers))
@@ -63,13 +51,7 @@ LARGE = ["", "0", "1", *(f"1.blocks.{n}" for n in range(9)), "2", "2.blocks.0", 
 UNITS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "a sequence of blocks": (lambda: nn.Sequential(nn.Linear(8, 8), *decoders(2)), ["", "1", "2"]),
     "layers in a block are not divided": (resnet, ["", *(f"layers.{n}" for n in range(3))]),
-    "a block that is not repeated": (
-        lambda: nn.Sequential(*decoders(1), nn.Linear(8, 8), Bottleneck()),
-        ["", "2.body.0", "2.body.1"],
-    ),
-    "sequences are divided down to what repeats": (stages, ["", "0", "1", "2.0", "2.1", "3"]),
     "two sequences": (lambda: nn.Sequential(conv(), conv()), ["", "0", "1"]),
-    "sequences in one another take no time": (nested, ["", ".".join("0" * 61), ".".join("0" * 60) + ".1"]),
     "a stage that holds much of a large model": (
         lambda: nn.Sequential(Stage(64, 2), Stage(256, 9), Stage(512, 2)),
         LARGE,
@@ -78,7 +60,6 @@ UNITS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "small layers": (lambda: mlp(64), [""]),
     "layers of 1 MiB and more": (lambda: mlp(256), ["", "0", "2"]),
     "blocks with such layers": (lambda: nn.Sequential(*decoders(2, 256)), ["", "0", "1"]),
-    "no parameters": (lambda: nn.Sequential(nn.Sequential(nn.ReLU()), nn.Sequential(nn.ReLU()), nn.Linear(2, 2)), [""]),
     "a block in two places": (lambda: nn.Sequential(*decoders(1) * 2), ["", "0"]),
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiling import WIDTH, Block, Net, loss, plain_names
+from compiling import WIDTH, Net, loss, plain_names
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -21,6 +21,7 @@ from torch.nn.functional import linear
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import matrix
 import ranks
 import zero
 from assertions import same
@@ -59,7 +60,7 @@ def trained(rank: int, stage: int, compiled: Callable[..., None], backend: str, 
         compiled(model.blocks, counter)
     optimizer = OPTIMIZERS["adamw"](wrapped.parameters())
     losses, graphs = [], []
-    for step in range(3):
+    for step in range(2):
         losses.append(take_step(optimizer, loss(wrapped, rank, step)))
         graphs.append(counter.frame_count)
     return losses, plain_names(zero.full_state_dict(wrapped)), graphs
@@ -67,45 +68,24 @@ def trained(rank: int, stage: int, compiled: Callable[..., None], backend: str, 
 
 def as_ddp(rank: int, world: int, compiled: Callable[..., None], backend: str, after: bool) -> None:
     expected, found = (trained(rank, stage, compiled, backend, after=after) for stage in (0, 3))
-    assert expected[2] == [1, 1, 1], "graphs"
+    assert expected[2] == [1, 1], "graphs"
     same(found, expected)
 
 
-ALONE = [(in_place, "eager", True), pytest.param(replaced, "aot_eager", False, marks=pytest.mark.slow)]
+ALONE = [(replaced, "aot_eager", False), *([(in_place, "eager", True), (in_place, "eager", False)] if WHOLE else [])]
 
 
-@pytest.mark.parametrize(("compiled", "backend", "after"), [*ALONE, *([(in_place, "eager", False)] if WHOLE else [])])
+@pytest.mark.slow
+@pytest.mark.parametrize(("compiled", "backend", "after"), ALONE)
 def test_compiled_blocks_train_as_under_ddp_and_are_compiled_once(compiled, backend, after):
     ranks.run(as_ddp, args=(compiled, backend, after))
 
 
-@pytest.mark.slow
+@matrix.only
 @pytest.mark.filterwarnings("ignore")  # inductor, while it is imported and compiles
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
 def test_blocks_compiled_to_machine_code_train_as_under_ddp():
     ranks.run(as_ddp, args=(in_place, "inductor", False), timeout=100)
-
-
-def gpt2_trained(rank: int, wrap: Any) -> tuple[dict[str, Tensor], int]:
-    from families import FAMILIES
-
-    torch._dynamo.reset()
-    family, counter = FAMILIES["gpt2"], CompileCounterWithBackend("eager")
-    model = family.model().eval()  # compiled dropout draws by itself
-    model.config.use_cache = False
-    in_place(model.transformer.h, counter)
-    wrapped = wrap(model)
-    optimizer = OPTIMIZERS["sgd"](wrapped.parameters())
-    for step in range(3):
-        take_step(optimizer, family.loss(rank, step)(wrapped))
-    return zero.full_state_dict(wrapped), counter.frame_count
-
-
-@pytest.mark.skipif(not WHOLE, reason="runs under make matrix: each rank imports transformers")
-@ranks.on(2)
-def test_compiled_blocks_of_gpt2_train_as_under_ddp(rank, world):
-    """Blocks that take a cache and return tuples."""
-    same(gpt2_trained(rank, zero.FSDP), gpt2_trained(rank, DistributedDataParallel))
 
 
 # -------------------------------------------------------------------------------------------------------- Whole models
@@ -124,24 +104,12 @@ def around(model: nn.Module, backend: Any, options: dict[str, Any]) -> tuple[zer
     return sharded, torch.compile(sharded, backend=backend)
 
 
-def around_in_place(model: nn.Module, backend: Any, options: dict[str, Any]) -> tuple[zero.FSDP, nn.Module]:
-    sharded = zero.FSDP(model, **options)
-    sharded.compile(backend=backend)
-    return sharded, sharded
-
-
 def inside(model: nn.Module, backend: Any, options: dict[str, Any]) -> tuple[zero.FSDP, nn.Module]:
     return uncompiled(torch.compile(model, backend=backend), None, options)
 
 
-def inside_after_wrapping(model: nn.Module, backend: Any, options: dict[str, Any]) -> tuple[zero.FSDP, nn.Module]:
-    sharded = zero.FSDP(model, **options)
-    model.compile(backend=backend)
-    return sharded, sharded
-
-
 class Run:
-    """A training of three steps, with an evaluation before gradients are cleared, and its graphs after each step."""
+    """A training of two steps, with an evaluation before gradients are cleared, and its graphs after each step."""
 
     def __init__(self, rank: int, build: Build, make: Callable[[], nn.Module], backend: str, options: dict[str, Any]):
         torch._dynamo.reset()
@@ -150,7 +118,7 @@ class Run:
         optimizer = OPTIMIZERS["adamw"](sharded.parameters())
         self.numbers: list[float] = []
         self.graphs: list[int] = []
-        for step in range(3):
+        for step in range(2):
             optimizer.zero_grad()
             with model.no_sync():
                 loss(model, rank, 10 + step).backward()
@@ -191,29 +159,19 @@ class Checkpointing(Net):
         return 2 * self.last(torch.tanh(x))
 
 
-class OneUnit(Block):
-    """Of a class of its own: torch 2.11 compiles those of torch.nn only together with what calls them."""
-
-
-KEPT = {"reshard_after_forward": False}
 ALL_WHOLE = {"partition": "whole", "prefetch": zero.SPEED_FIRST}
 IN_16_BITS = {"mixed_precision": zero.MixedPrecision(param_dtype=torch.bfloat16, keep_fp32=(nn.LayerNorm,))}
 OF_LINEARS = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
 CASES: dict[str, tuple[Build, Callable[[], nn.Module], str, dict[str, Any], int | None]] = {
     # Before and after the loop of units, and one for all of them: torch 2.11 does not compile what surrounds a loop.
-    "a model around": (around, Net, "aot_eager", {}, 3 if torch.__version__ >= "2.13" else 1),
-    "a model inside, whole parameters in 16 bits": (inside, Net, "aot_eager", ALL_WHOLE | IN_16_BITS, None),
-    "a model of one unit": (inside, OneUnit, "eager", {}, 1),
+    "a model around": (around, Net, "eager", {}, 3 if torch.__version__ >= "2.13" else 1),
     "modules that read other units": (inside, Reading, "eager", ALL_WHOLE | OF_LINEARS, None),
-    "activation checkpointing": (inside, Checkpointing, "aot_eager", {}, None),
 }
 if WHOLE:
-    ways = (around_in_place, inside_after_wrapping, inside)
-    CASES |= {build.__name__: (build, Net, "aot_eager", {}, None) for build in ways}
-    CASES |= {
-        f"around, {name}": (around, Net, "aot_eager", how, None)
-        for name, how in {"kept": KEPT, "16": IN_16_BITS}.items()
-    }
+    CASES["a model inside, whole parameters in 16 bits"] = (inside, Net, "aot_eager", ALL_WHOLE | IN_16_BITS, None)
+    CASES["activation checkpointing"] = (inside, Checkpointing, "aot_eager", {}, None)
+    CASES["inside"] = (inside, Net, "aot_eager", {}, None)
+    CASES["around, kept"] = (around, Net, "aot_eager", {"reshard_after_forward": False}, None)
 
 
 def as_uncompiled(rank: int, world: int, case: str) -> None:
@@ -223,7 +181,7 @@ def as_uncompiled(rank: int, world: int, case: str) -> None:
     torch.manual_seed(0)
     found = Run(rank, build, make, backend, options)
     same((found.numbers, found.weights), (expected.numbers, expected.weights))
-    assert found.graphs == [graphs or found.graphs[0]] * 3
+    assert found.graphs == [graphs or found.graphs[0]] * 2
     assert found.graphs[0] > 0 == expected.graphs[0]
 
 
@@ -233,72 +191,43 @@ def test_compiled_models_train_as_uncompiled(case):
     ranks.run(as_uncompiled, args=(case,), fresh="around" in case)  # runs before would make it more graphs
 
 
-@pytest.mark.slow
+@matrix.only
 @ranks.on(2)
-def test_other_methods_find_parameters_whole(rank, world):
-    torch._dynamo.reset()
-    model, x = Net(), data(5, WIDTH, rank=rank)
-    expected = model.encode(x)
-    sharded, called = around(model, "eager", {})
-    for _ in range(2):
-        called(x)
-        sharded.reshard()
-        assert torch.equal(sharded.module.encode(x), expected)
-    sharded.reshard()
-    assert torch.equal(torch.compile(sharded.module.encode, backend="eager")(x), expected)
-
-
-@pytest.mark.slow
-@ranks.on(2)
-def test_it_is_compiled_on_summoned_parameters_too(rank, world):
+def test_other_methods_and_summoned_parameters_are_compiled_too(rank, world):
     torch._dynamo.reset()
     counter, x = CompileCounterWithBackend("eager"), data(5, WIDTH, rank=rank)
-    expected = Net()(x)
-    sharded, called = around(Net(), counter, {})
+    model = Net()
+    expected, encoded = model(x), model.encode(x)
+    sharded, called = around(model, counter, {})
     called(x).sum().backward()
     assert counter.frame_count == 0
+    assert torch.equal(sharded.module.encode(x), encoded)
     called.eval()
     with sharded.summon_full_params(writeback=False), torch.no_grad():
         assert torch.equal(called(x), expected)
     assert counter.frame_count > 0
+    assert torch.equal(torch.compile(sharded.module.encode, backend="eager")(x), encoded)
 
 
-@pytest.mark.slow
-@ranks.on(2)
-def test_a_compiled_fsdp_may_lie_in_another(rank, world):
+def compiled_late(rank: int) -> tuple[list[Tensor], int]:
+    """Gradients of blocks that are compiled, and compiled anew, when there are gradients already. And the graphs."""
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    plain, twin = (nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH)) for _ in range(2))
-    sharded = zero.FSDP(nn.Sequential(torch.compile(zero.FSDP(plain[0]), backend=counter), plain[1]))
-    twin.load_state_dict(plain_names(zero.full_state_dict(sharded)))
-    for step in range(3):
-        x = data(5, WIDTH, rank=rank, step=step)
-        assert torch.equal(sharded(x), twin(x))
-    assert counter.frame_count == 1
-
-
-def compiled_late(rank: int, options: dict[str, Any], *, reset: bool) -> tuple[list[Tensor], int]:
-    """Gradients of blocks that are compiled, or compiled anew, when there are gradients already. And the graphs."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("eager")
     model = Net()
     in_place(model.blocks, counter)
-    sharded = zero.FSDP(model, **options)
+    sharded = zero.FSDP(model, **ALL_WHOLE)
     with torch.compiler.set_stance("force_eager"):
         loss(sharded, rank, 0).backward()
     for step in (1, 2):
         loss(sharded, rank, step).backward()
-        if reset:
-            torch.compiler.reset()
+        torch.compiler.reset()
     gradients = [param.grad for param in sharded.parameters() if param.grad is not None]
     return gradients, counter.frame_count
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("options", "reset", "graphs"), [(KEPT, False, 1), (ALL_WHOLE, True, 2)])
 @ranks.on(2)
-def test_compiling_leaves_gradients_that_are_there_alone(rank, world, options, reset, graphs):
+def test_compiling_leaves_gradients_that_are_there_alone(rank, world):
     with torch.compiler.set_stance("force_eager"):
-        expected, _ = compiled_late(rank, options, reset=False)
-    found = compiled_late(rank, options, reset=reset)
-    same(found, (expected, graphs))
+        expected, _ = compiled_late(rank)
+    same(compiled_late(rank), (expected, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,58 +22,42 @@ pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor 
 # ---------------------------------------------------------------------------------------------------------- One graph
 
 
-def around_in_one_graph(model: Net) -> nn.Module:
-    return torch.compile(zero.FSDP(model), backend="eager", fullgraph=True)
-
-
-def inside_in_one_graph(model: Net) -> nn.Module:
-    return zero.FSDP(torch.compile(model, backend="eager", fullgraph=True))
-
-
-def inside_in_one_graph_later(model: Net) -> nn.Module:
-    sharded = zero.FSDP(model)
-    model.compile(backend="eager", fullgraph=True)
-    return sharded
-
-
-ONE_GRAPH = {
-    around_in_one_graph: RuntimeError,
-    inside_in_one_graph: ValueError,
-    inside_in_one_graph_later: RuntimeError,
-}
-
-
-def in_one_graph(rank: int, world: int, build: Callable[[Net], nn.Module]) -> None:
+def in_one_graph(rank: int, world: int, where: str) -> None:
     torch._dynamo.reset()
-    loss(build(Net()), rank, 0).backward()
+    model: Any = Net()
+    one_graph = partial(torch.compile, backend="eager", fullgraph=True)
+    sharded = zero.FSDP(one_graph(model) if where == "inside" else model)
+    if where == "inside later":
+        model.compile(backend="eager", fullgraph=True)
+    loss(one_graph(sharded) if where == "around" else sharded, rank, 0).backward()
 
 
-@pytest.mark.parametrize("build", ONE_GRAPH, ids=lambda build: build.__name__)
-def test_several_units_in_one_graph_are_refused_on_every_rank_with_the_remedy(build):
-    words = [] if build is around_in_one_graph else [r"Net '' .*fullgraph=True"]
-    ranks.expect_error(in_one_graph, 2, ONE_GRAPH[build], *words, r"unit\.compile\(fullgraph=True\)", args=(build,))
+@pytest.mark.parametrize("where", ["around", "inside", "inside later"])
+def test_several_units_in_one_graph_are_refused_on_every_rank_with_the_remedy(where):
+    error = ValueError if where == "inside" else RuntimeError
+    words = [] if where == "around" else [r"Net '' .*fullgraph=True"]
+    ranks.expect_error(in_one_graph, 2, error, *words, r"unit\.compile\(fullgraph=True\)", args=(where,))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("when", ["before wrapping", "after", "trained"])
+@pytest.mark.parametrize(("trained", "in_place"), [(True, False), (False, True)])
 @ranks.on(2)
-def test_each_unit_may_be_one_graph(rank, world, when):
+def test_each_unit_may_be_one_graph(rank, world, trained, in_place):
+    """Compiled after wrapping and a step, or before wrapping."""
     expected = [loss(zero.FSDP(Net()), rank, step).item() for step in range(2)]
-    for in_place in (True, False):
-        torch._dynamo.reset()
-        counter = CompileCounterWithBackend("eager")
-        model = Net()
-        sharded = None if when == "before wrapping" else zero.FSDP(model)
-        if sharded is not None and when == "trained":
-            loss(sharded, rank, 0).backward()
-        for number, block in enumerate(model.blocks):
-            if in_place:
-                block.compile(backend=counter, fullgraph=True)
-            else:
-                model.blocks[number] = torch.compile(block, backend=counter, fullgraph=True)
-        sharded = sharded or zero.FSDP(model)
-        assert [loss(sharded, rank, step).item() for step in range(2)] == expected
-        assert counter.frame_count == 1
+    torch._dynamo.reset()
+    counter, model = CompileCounterWithBackend("eager"), Net()
+    sharded = zero.FSDP(model) if trained else None
+    if sharded is not None:
+        loss(sharded, rank, 0).backward()
+    for number, block in enumerate(model.blocks):
+        if in_place:
+            block.compile(backend=counter, fullgraph=True)
+        else:
+            model.blocks[number] = torch.compile(block, backend=counter, fullgraph=True)
+    sharded = sharded or zero.FSDP(model)
+    assert [loss(sharded, rank, step).item() for step in range(2)] == expected
+    assert counter.frame_count == 1
 
 
 # --------------------------------------------------------------------------------------------------------- CUDA graphs
@@ -83,19 +68,10 @@ def graphs_of_a_unit(model: Net, comm: Any) -> nn.Module:
     return zero.FSDP(model, comm)
 
 
-def graphs_of_a_unit_in_place(model: Net, comm: Any) -> nn.Module:
-    model.blocks[1].compile(options={"triton.cudagraphs": True})
-    return zero.FSDP(model, comm)
-
-
 def graphs_of_a_unit_later(model: Net, comm: Any) -> nn.Module:
     sharded = zero.FSDP(model, comm)
-    model.blocks[1].compile(mode="max-autotune")
+    model.blocks[1].compile(options={"triton.cudagraphs": True})
     return sharded
-
-
-def graphs_of_all(model: Net, comm: Any) -> nn.Module:
-    return torch.compile(zero.FSDP(model, comm), backend="cudagraphs")
 
 
 def graphs_of_a_function(model: Net, comm: Any) -> Callable[[Tensor], Tensor]:
@@ -105,9 +81,7 @@ def graphs_of_a_function(model: Net, comm: Any) -> Callable[[Tensor], Tensor]:
 of_inductor = pytest.mark.filterwarnings("ignore")  # while it is imported
 BY_GRAPHS: dict[Callable[..., Any], tuple[str, str]] = {
     graphs_of_a_unit: ("ValueError", "Block 'blocks.1'"),
-    graphs_of_a_unit_in_place: ("ValueError", "Block 'blocks.1'"),
     graphs_of_a_unit_later: ("RuntimeError", "Block 'blocks.1'"),
-    graphs_of_all: ("RuntimeError", "the FSDP"),
     graphs_of_a_function: ("RuntimeError", "the FSDP"),
 }
 
@@ -119,6 +93,7 @@ def refused_on_a_gpu(build: Callable[..., Any], world: int) -> str:
         return ranks.refusal(lambda: build(Net(), there.comm(0, world))(torch.ones(5, WIDTH)))
 
 
+@pytest.mark.slow
 @of_inductor
 @pytest.mark.parametrize("build", BY_GRAPHS, ids=lambda build: build.__name__)
 def test_cuda_graphs_are_refused_before_they_are_recorded(build):
@@ -137,13 +112,3 @@ def test_cuda_graphs_of_parameters_that_stay_in_their_place_are_not_refused():
 @ranks.on(2)
 def test_nor_are_those_of_a_model_on_the_cpu_where_nothing_is_recorded(rank, world):
     graphs_of_a_unit(Net(), None)
-    graphs_of_a_unit_in_place(Net(), None)
-
-
-def test_a_forward_that_is_captured_is_refused():
-    with simulated() as there:
-        sharded = zero.FSDP(Net(), there.comm(0, 2))
-        sharded(torch.ones(5, WIDTH)).sum().backward()
-        there.device.recording = True
-        told = ranks.refusal(lambda: sharded(torch.ones(5, WIDTH)))
-    assert told.startswith("RuntimeError") and "torch.cuda.graph" in told

@@ -1,4 +1,4 @@
-"""FSDP: what lies where at rest and while a unit computes, full weights in and out, ranks out of step.
+"""FSDP: what lies where at rest and while a unit computes, full weights in and out.
 
 That it trains right in all kinds of loops is tested in test_parity.py and test_training.py.
 """
@@ -13,16 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import AdamW
 
-import gpus
-import matrix
 import ranks
 import zero
 from assertions import same, same_weights
-from inner import unit_names, unsharded
-from runs import SideBySide, average_gradients, sgd, side_by_side, steps, take_step
+from inner import unsharded
+from runs import SideBySide, sgd, steps
 from zoo import WIDTH, Stack, batch
 
 
@@ -69,9 +66,9 @@ def assert_in_parts(model: zero.FSDP, whole: nn.Module) -> None:
 # ------------------------------------------------------------------------------------------------------ what lies where
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, {"partition": "whole"}, {"reshard_after_forward": False}], ids=["even", "whole", "kept"]
+    ("world", "options"), [(3, {}), (2, {"partition": "whole"}), (2, {"reshard_after_forward": False})]
 )
 @ranks.on("world")
 def test_at_rest_parameters_and_gradients_are_parts(rank, world, options):
@@ -91,10 +88,9 @@ def test_at_rest_parameters_and_gradients_are_parts(rank, world, options):
     assert all(param.grad is None for param in model.parameters())
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["resharded", "kept"])
 @ranks.on(2)
-def test_a_forward_that_needs_no_backward_leaves_parts(rank, world, options):
-    model = zero.FSDP(Net(), **options)
+def test_a_forward_that_needs_no_backward_leaves_parts(rank, world):
+    model = zero.FSDP(Net(), reshard_after_forward=False)
     with torch.no_grad():
         model(batch(rank, 0))
     assert_in_parts(model, Net())
@@ -105,33 +101,6 @@ def test_a_forward_that_needs_no_backward_leaves_parts(rank, world, options):
     model.requires_grad_(False)
     model(batch(rank, 0))
     assert_in_parts(model, Net())
-
-
-def whole_meanwhile(rank: int, world: int, options: dict[str, Any]) -> dict[str, list[list[str]]]:
-    model = zero.FSDP(Net(), auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
-    seen: dict[str, list[list[str]]] = {"forward": [], "backward": []}
-
-    def look(norm: nn.Module, args: Any, output: Tensor) -> None:
-        seen["forward"].append(unsharded(model))
-        output.register_hook(lambda _: seen["backward"].append(unsharded(model)))
-
-    for block in model.blocks:
-        block.norm.register_forward_hook(look)
-    model(batch(rank, 0)).square().mean().backward()
-    return seen
-
-
-@gpus.cpu_only("the next unit is gathered ahead there")
-def test_only_the_root_and_the_unit_that_computes_are_whole():
-    for seen in ranks.run(whole_meanwhile, args=({},)):
-        assert seen["forward"] == [["", f"blocks.{number}"] for number in range(4)]
-        assert seen["backward"] == [["", f"blocks.{number}"] for number in reversed(range(4))]
-
-
-def test_units_that_are_kept_after_forward_go_one_by_one_in_backward():
-    for seen in ranks.run(whole_meanwhile, args=({"reshard_after_forward": False},)):
-        assert seen["forward"] == [["", *(f"blocks.{done}" for done in range(number + 1))] for number in range(4)]
-        assert seen["backward"] == seen["forward"][::-1]
 
 
 # --------------------------------------------------------------------------------------- parameters stay what they were
@@ -164,50 +133,17 @@ def by_dimensions(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def in_groups_before(model: nn.Module, optim: Any) -> Any:
-    optimizer = optim(by_dimensions(model))
-    return zero.FSDP(model), optimizer
-
-
-def in_groups_after(model: nn.Module, optim: Any) -> Any:
-    wrapped = zero.FSDP(model)
-    return wrapped, optim(by_dimensions(wrapped))
-
-
-@pytest.mark.parametrize(
-    "build", [in_groups_before, pytest.param(in_groups_after, marks=pytest.mark.slow)], ids=["before", "after"]
-)
+@pytest.mark.parametrize(("before", "optim"), [(True, sgd), (False, partial(AdamW, lr=1e-3))])
 @ranks.on(2)
-def test_an_optimizer_with_groups_built_before_or_after_wrapping_trains_the_same(rank, world, build):
-    for optim in (sgd, partial(AdamW, lr=1e-3)):
-        both = SideBySide(Net(), build, optim)
-        both.plain_optimizer = optim(by_dimensions(both.plain))
-        steps(both, rank)
+def test_an_optimizer_with_groups_built_before_or_after_wrapping_trains_the_same(rank, world, before, optim):
+    def build(model: nn.Module, optim: Any) -> Any:
+        optimizer = optim(by_dimensions(model)) if before else None
+        wrapped = zero.FSDP(model)
+        return wrapped, optimizer or optim(by_dimensions(wrapped))
 
-
-class OwnsNothing(nn.Module):
-    """A root that has no parameters of its own, around a unit that is frozen and one without parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.norm = nn.BatchNorm1d(WIDTH, affine=False, track_running_stats=False)
-        self.trained = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.trained(torch.tanh(self.norm(self.frozen(x))))
-
-
-@pytest.mark.parametrize(("build", "units"), [(OwnsNothing, 4), (Net, 2 + 3 * 4)])
-@ranks.on(2)
-def test_units_within_units_and_a_root_without_parameters(rank, world, build, units):
-    """Among them units without trained parameters, and without any."""
-    policy = ModuleWrapPolicy({Block, nn.Linear, nn.LayerNorm, nn.BatchNorm1d})
-    both = side_by_side(build(), {"auto_wrap_policy": policy})
-    assert len(unit_names(both.model)) == units
+    both = SideBySide(Net(), build, optim)
+    both.plain_optimizer = optim(by_dimensions(both.plain))
     steps(both, rank)
-    assert_in_parts(both.model, build())
 
 
 # --------------------------------------------------------------------------------------------------------- full weights
@@ -231,10 +167,9 @@ def tied_net() -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize("options", [{}, {"partition": "whole"}], ids=["even", "whole"])
-@ranks.on(3)
-def test_state_dict_is_the_plain_one_and_plain_ones_load(rank, world, options):
-    model, plain = zero.FSDP(tied_net(), **options), tied_net()
+@ranks.on(2)
+def test_state_dict_is_the_plain_one_and_plain_ones_load(rank, world):
+    model, plain = zero.FSDP(tied_net()), tied_net()
     found = model.state_dict()
     assert list(found) == list(plain.state_dict())
     same({**found}, {**plain.state_dict()})
@@ -284,61 +219,6 @@ def test_summon_full_params_with_and_without_writeback(rank, world):
     assert torch.equal(model(batch(rank, 0)), plain(batch(rank, 0)))
     written(1.0)  # after a forward whose backward never came
     unchanged()
-
-
-# ---------------------------------------------------------------------------------------------------- ranks out of step
-
-
-class Experts(nn.Module):
-    """Experts, of which each rank runs its own; each is a unit."""
-
-    def __init__(self, widths: tuple[int, int]) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.experts = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, WIDTH)) for width in widths
-        )
-
-    def forward(self, x: Tensor, run: list[int], use: list[int]) -> Tensor:
-        x = self.first(x)
-        outputs = {number: self.experts[number](x) for number in run}
-        return x + sum(outputs[number] for number in use)
-
-
-def experts(rank: int, world: int, run: Any, use: Any, widths: tuple[int, int], options: dict[str, Any]) -> str:
-    """Trains where each rank runs its own of the experts, and its loss depends on its own of these."""
-    both = side_by_side(Experts(widths), {"auto_wrap_policy": ModuleWrapPolicy({nn.Sequential}), **options})
-
-    def loss(model: nn.Module, step: int) -> Tensor:
-        return model(batch(rank, step), run[rank], use[rank]).square().mean()
-
-    try:
-        for step in range(3):
-            take_step(both.optimizer, loss(both.model, step))
-    except RuntimeError as error:
-        return "raised" if all(words in str(error) for words in ("experts.", "rank 0", "rank 1")) else str(error)
-    for step in range(3):  # only now: ranks that fail do not come to the same collectives
-        both.plain_optimizer.zero_grad()
-        loss(both.plain, step).backward()
-        average_gradients(both.plain)
-        both.plain_optimizer.step()
-    both.compare()
-    return "right"
-
-
-BOTH = [[0, 1], [0, 1]]
-OUTCOMES = [
-    *((run, run, "raised") for run in ([[0], [1]], [[0, 1], [1, 0]], [[0], []], [[], [1]], [[0, 1], [0]])),
-    *((BOTH, use, "raised") for use in ([[0], [1]], [[0], []], [[0, 1], [0]])),
-    (BOTH, [[0, 1], [1]], "right"),  # the unit that one rank does not use is the last that backward comes to
-]
-
-
-@matrix.combined("ran, widths, options", OUTCOMES, [(WIDTH, WIDTH), (500, 900)], [{}, {"reshard_after_forward": False}])
-def test_units_run_or_used_by_some_ranks_only_train_right_or_raise_on_every_rank(ran, widths, options):
-    run, use, outcome = ran
-    assert ranks.run(experts, args=(run, use, widths, options), timeout=15) == [outcome] * 2
 
 
 @ranks.raises(2, RuntimeError, "create_graph=True", "stage 2", timeout=20)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from functools import partial
 from typing import Any
 
@@ -33,10 +31,6 @@ def sharded(**options: Any) -> zero.FSDP:
 # ------------------------------------------------------------------------------------ optimizers for full parameters
 
 
-class OwnMuon(Muon):
-    """A class derived from one that needs whole parameters."""
-
-
 class SamOfSGD(Sam):
     """Ascends by the norm of this rank's shard alone; the first that torch tells of is the step of the SGD inside."""
 
@@ -59,17 +53,12 @@ NEEDS_WHOLE = [r"'.*weight' is cut between ranks", r"FSDP\(partition='whole'\)"]
 COUPLES = ["cannot be sharded"]
 REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "Muon": (Muon, {}, NEEDS_WHOLE),
-    "Muon, kept": (Muon, {"reshard_after_forward": False}, NEEDS_WHOLE),
-    "of Muon": (OwnMuon, {}, NEEDS_WHOLE),
     "Adafactor": (partial(Adafactor, lr=0.1), {}, NEEDS_WHOLE),
     "Lamb": (Lamb, {}, NEEDS_WHOLE),
     "clips": (Clipping, WHOLE, COUPLES),
-    "draws": (Noisy, WHOLE, COUPLES),
     "estimates": (partial(Estimating, patience=-1), WHOLE, COUPLES),
-    "around another": (SamOfSGD, {}, ["SamOfSGD", r"without zero \(stage 0\)"]),
     "around another, whole": (SamOfSGD, WHOLE, ["SamOfSGD", r"without zero \(stage 0\)"]),
     "not measured": (partial(Curious, secret="known"), {}, ["Curious", r"partition='even'", r"partition='whole'"]),
-    "LBFGS": (closed_over, {}, ["LBFGS"]),
     "LBFGS, whole": (closed_over, WHOLE, ["LBFGS"]),
 }
 
@@ -94,10 +83,9 @@ def test_optimizers_that_would_step_wrongly_are_refused_before_they_do(case):
     ranks.expect_error(stepped, 2, RuntimeError, *words, args=(optim, options), timeout=15)
 
 
-@pytest.mark.parametrize("optim", [Clipping, Noisy])
 @ranks.raises(2, ValueError, *COUPLES, timeout=15)
-def test_those_that_couple_parameters_are_refused_at_setup(rank, world, optim):
-    zero.setup(built(matrices), optim, stage=3)
+def test_those_that_couple_parameters_are_refused_at_setup(rank, world):
+    zero.setup(built(matrices), Noisy, stage=3)
 
 
 def test_where_nothing_is_sharded_or_the_user_says_what_it_is_they_step():
@@ -112,7 +100,7 @@ def test_others_than_torchs_train_as_they_are_found_to_be(rank, world, optim, cu
     for build in [partial(zero.setup, stage=3), *(["3"] if cut else [])]:
         both = SideBySide(built(matrices), build, optim)
         assert cut == any(param.numel() not in sizes for param in both.model.parameters())
-        for step in range(3):
+        for step in range(2):
             both.step(lambda model: odd_loss(model, rank, step))  # noqa: B023
 
 
@@ -125,21 +113,6 @@ def test_numbers_that_come_to_differ_between_ranks_are_refused_on_every_rank(ran
         backward(model, rank, step)
         optimizer.step()
     pytest.fail("stepped all the same")
-
-
-@pytest.mark.parametrize(("optim", "words"), [(Muon, "cut between ranks"), (Adam, "shape of the full parameter")])
-@ranks.raises(3, RuntimeError, timeout=15)
-def test_refusals_are_on_every_rank_whatever_it_has_itself(rank, world, optim, words):
-    """Of three ranks two share a parameter, and the last has one to itself. Adam has stepped before."""
-    net, ones = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 16, bias=False)), torch.ones(1, 32)
-    before = Adam(net.parameters())
-    net(ones).sum().backward()
-    before.step()
-    before.zero_grad()
-    model = zero.FSDP(net)
-    assert [param.numel() for param in model.parameters()] == [[512, 0], [512, 0], [0, 512]][rank]
-    model(ones).sum().backward()
-    (before if optim is Adam else optim(model.parameters())).step()
 
 
 @ranks.on(2)
@@ -211,14 +184,3 @@ def test_other_models_are_not_looked_at(rank, world):
             optimizer.step()
     model.zero_grad()
     together.step()
-
-
-@ranks.on(2)
-def test_a_model_that_is_dropped_is_not_kept(rank, world):
-    model: Any = sharded()
-    backward(model, rank)
-    sgd(model.parameters()).step()
-    alive = weakref.ref(model)
-    del model
-    gc.collect()
-    assert alive() is None

@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 import ranks
 import zero
-from runs import SideBySide, on_mesh, sgd, side_by_side, stage_3
+from runs import SideBySide, sgd, side_by_side, stage_3
 from zoo import Stack, loss_on
 
 RANK = 2
@@ -43,19 +43,17 @@ def net() -> Stack:
 
 STAGES: dict[str, dict[str, Any]] = {
     "resharded": {},
-    "kept": {"sharding_strategy": "SHARD_GRAD_OP"},
     "not sharded": {"sharding_strategy": "NO_SHARD"},
     "whole": {"partition": "whole"},
-    "hybrid": {"replicas": 1},
 }
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @ranks.on(2)
 def test_adapters_train_and_what_they_adapt_stays(rank, world, stage):
-    both = side_by_side(net(), on_mesh(world, STAGES[stage]), partial(AdamW, lr=1e-2))
+    both = side_by_side(net(), STAGES[stage], partial(AdamW, lr=1e-2))
     before = both.model.state_dict()
-    for step in range(3):
+    for step in range(2):
         both.step(loss_on(rank, 2 * step), loss_on(rank, 2 * step + 1), unsent=1)
     after = both.model.state_dict()
     for name, param in both.model.module.named_parameters():
@@ -71,8 +69,8 @@ def test_unfrozen_parameters_are_added_to_the_optimizer(rank, world):
         return sgd([param for param in params if param.requires_grad])
 
     both = SideBySide(net(), stage_3, trained)
-    for step in range(4):
-        if step == 2:
+    for step in range(2):
+        if step == 1:
             for inner, optimizer in zip(both.each(), (both.optimizer, both.plain_optimizer), strict=True):
                 params = [*inner.blocks[1].down.requires_grad_(True).parameters()]
                 optimizer.add_param_group({"params": params, "lr": 0.01, "weight_decay": 0.2})
@@ -99,14 +97,6 @@ def test_unfrozen_between_backwards_of_a_step():
 def test_frozen_between_backwards_of_a_step_what_no_sync_left_is_not_stepped_with():
     words = [r"'blocks\.1\.up\.\w+' has a gradient that was not reduced", "no_sync"]
     ranks.expect_error(between, 2, RuntimeError, *words, args=(False,), timeout=15)
-
-
-@ranks.raises(2, RuntimeError, "out of step", r"unit 'blocks\.\d'", timeout=15)
-def test_ranks_that_unfreeze_other_parameters_later_raise_on_every_rank(rank, world):
-    model = zero.FSDP(net())
-    model.blocks[1].down.requires_grad_(bool(rank))
-    for step in range(2):
-        loss_on(rank, step)(model).backward()
 
 
 @ranks.on(2)

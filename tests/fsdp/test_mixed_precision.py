@@ -124,7 +124,7 @@ def trains(
     rank: int, world: int, policy: str, options: dict[str, Any], *, unsent: int = 0, micro: int = 1, **how: Any
 ) -> None:
     both = side_by_side(POLICIES[policy], on_mesh(world, options), **how)
-    for step in range(3):
+    for step in range(2):
         both.step(*(loss_on(rank, micro * step + number) for number in range(micro)), unsent=unsent)
     assert all(value.dtype is FP32 for value in zero.full_state_dict(both.model).values())
     for param in both.model.parameters():
@@ -136,13 +136,10 @@ POLICIES = {
     "bf16": Precision(param_dtype=BF16),
     "fp16": Precision(param_dtype=FP16),
     "bf16, float32 sent": Precision(param_dtype=BF16, reduce_dtype=FP32),
-    "bf16, fp16 sent": Precision(param_dtype=BF16, reduce_dtype=FP16),
     "float32, bf16 sent": Precision(reduce_dtype=BF16),
     "norms in float32": Precision(param_dtype=BF16, keep_fp32=(nn.LayerNorm,)),
-    "norms and head in float32": Precision(param_dtype=FP16, keep_fp32=(nn.LayerNorm, Head)),
     "blocks in float32, bf16 sent": Precision(param_dtype=BF16, reduce_dtype=BF16, keep_fp32=(nn.LayerNorm, Head)),
     "buffers too": Precision(param_dtype=BF16, buffer_dtype=BF16),
-    "buffers alone": Precision(buffer_dtype=FP16),
     "inputs as they are": Precision(param_dtype=BF16, cast_forward_inputs=False),
 }
 
@@ -152,35 +149,24 @@ def test_numbers_are_those_of_the_policy_by_torch_alone(policy):
     ranks.run(trains, args=(policy, {}))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"sharding_strategy": "SHARD_GRAD_OP"}, {"sharding_strategy": "NO_SHARD"}, {"partition": "whole"}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"sharding_strategy": "NO_SHARD"}, {"partition": "whole"}], ids=str)
 @ranks.on(2)
-def test_with_every_strategy_and_partition(rank, world, options):
+def test_with_other_strategies_and_partitions(rank, world, options):
     trains(rank, world, "norms in float32", options, optim="adamw")
 
 
 @pytest.mark.slow
 @ranks.on(4)
 def test_four_ranks_add_up_in_float32(rank, world):
-    for options in ({}, {"replicas": 2}):
-        trains(rank, world, "bf16", options, tolerance=1e-5)
+    trains(rank, world, "bf16", {"replicas": 2}, tolerance=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["bf16", "norms in float32"])
 @ranks.on(2)
-def test_accumulation(rank, world, policy):
+def test_accumulation(rank, world):
     """Between ranks and in shards gradients add up in float32; under no_sync as autograd adds up what it wrote."""
-    trains(rank, world, policy, {}, micro=3)
-    trains(rank, world, policy, {}, micro=3, unsent=2, tolerance=3e-2)
-
-
-@ranks.on(bare=True)
-def test_one_process_without_a_group(rank, world):
-    trains(rank, world, "bf16, float32 sent", {})
+    trains(rank, world, "norms in float32", {}, micro=2)
+    trains(rank, world, "norms in float32", {}, micro=2, unsent=1, tolerance=3e-2)
 
 
 @ranks.on(2)
@@ -190,7 +176,7 @@ def test_units_that_are_computed_again_cast_their_inputs_as_in_forward(rank, wor
     body.checkpointed = True
     for block in body.blocks:
         block.register_forward_pre_hook(lambda _, __, more: dtypes.add(more["more"][0].dtype), with_kwargs=True)
-    for step in range(3):
+    for step in range(2):
         both.step(loss_on(rank, step))
     assert dtypes == {BF16}
 
@@ -198,45 +184,26 @@ def test_units_that_are_computed_again_cast_their_inputs_as_in_forward(rank, wor
 # --------------------------------------------------------------------------------------------- dtypes, one by one
 
 
-@pytest.mark.parametrize("whole", [False, True])
 @ranks.on(2)
-def test_a_unit_and_a_model_of_a_class_that_is_kept_in_float32(rank, world, whole):
+def test_a_unit_of_a_class_that_is_kept_in_float32(rank, world):
     torch.manual_seed(0)
     first, head = nn.Linear(WIDTH, WIDTH), Head(WIDTH, 3)
     precision, units = Precision(param_dtype=BF16, keep_fp32=(Head,)), ModuleWrapPolicy({Head})
-    model = zero.FSDP(
-        copy.deepcopy(head if whole else nn.Sequential(first, head)), mixed_precision=precision, auto_wrap_policy=units
-    )
-    x = batch(rank, 0)
-    hidden = x if whole else first.bfloat16()(x.bfloat16()).float()
-    found = model(x)
-    assert torch.equal(found, head(hidden).bfloat16())
+    net = copy.deepcopy(nn.Sequential(first, head))
+    found = zero.FSDP(net, mixed_precision=precision, auto_wrap_policy=units)(batch(rank, 0))
+    assert torch.equal(found, head(first.bfloat16()(batch(rank, 0).bfloat16()).float()).bfloat16())
     found.float().sum().backward()
-
-
-class Integers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens = nn.Embedding(7, WIDTH)
-        self.register_buffer("order", torch.tensor([2, 0, 1]))
-        self.counts = nn.Parameter(torch.arange(5), requires_grad=False)
-
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
-        assert tokens.dtype == self.order.dtype == self.counts.dtype == torch.int64
-        assert mask.dtype is torch.bool
-        return self.tokens(tokens[:, self.order]) * mask[..., None]
 
 
 @ranks.on(2)
 def test_integers_and_booleans_stay_what_they_are(rank, world):
-    model = zero.FSDP(Integers(), mixed_precision=Precision(param_dtype=BF16, buffer_dtype=BF16))
-    output = model(torch.tensor([[1, 2, 3]]), torch.tensor([[True, False, True]]))
-    assert output.dtype is BF16
-    output.sum().backward()
-    found = model.state_dict()
-    assert found["counts"].tolist() == [0, 1, 2, 3, 4]
-    assert found["order"].dtype is torch.int64
+    net = nn.Sequential(nn.Embedding(7, WIDTH))
+    net.register_buffer("order", torch.tensor([2, 0, 1]))
+    net.counts = nn.Parameter(torch.arange(5), requires_grad=False)
+    model = zero.FSDP(net, mixed_precision=Precision(param_dtype=BF16, buffer_dtype=BF16))
+    assert model(torch.tensor([[1, 2, 3]])).dtype is BF16
+    assert {value.dtype for value in (net.order, net.counts, model.state_dict()["order"])} == {torch.int64}
+    assert model.state_dict()["counts"].tolist() == [0, 1, 2, 3, 4]
 
 
 # ----------------------------------------------------------------------------------------------------------- buffers
@@ -257,18 +224,15 @@ class Normalised(nn.Module):
         return self.norm(x)
 
 
-def wrapped(*, nested: bool) -> zero.FSDP:
+def wrapped() -> zero.FSDP:
     net = Normalised()
-    if nested:
-        net.blocks[1] = zero.FSDP(net.blocks[1], mixed_precision=Precision(BF16, buffer_dtype=FP16))
+    net.blocks[1] = zero.FSDP(net.blocks[1], mixed_precision=Precision(BF16, buffer_dtype=FP16))
     return zero.FSDP(net, mixed_precision=Precision(BF16, buffer_dtype=BF16))
 
 
-@pytest.mark.parametrize("nested", [False, True], ids=["one", "nested"])
 @ranks.on(2)
-def test_buffers_are_saved_and_loaded_in_their_own_dtype(rank, world, tmp_path, nested):
-    model, plain = wrapped(nested=nested), Normalised()
-    casts = [BF16, FP16 if nested else BF16]
+def test_buffers_are_saved_and_loaded_in_their_own_dtype(rank, world, tmp_path):
+    model, plain, casts = wrapped(), Normalised(), [BF16, FP16]
     assert [block.shift.dtype for block in model.blocks] == casts
     assert {model.norm.running_mean.dtype, model.norm.weight.dtype} == {FP32}
     model(batch(0, 0)).sum().backward()  # the first rank's buffers are saved
@@ -283,8 +247,8 @@ def test_buffers_are_saved_and_loaded_in_their_own_dtype(rank, world, tmp_path, 
         assert all(isinstance(value, Tensor) for value in state.values())
     plain.load_state_dict(model.state_dict())
     zero.checkpoint.load(tmp_path, read := Normalised())
-    (given := wrapped(nested=nested)).load_state_dict(plain.state_dict())
-    zero.checkpoint.load(tmp_path, loaded := wrapped(nested=nested))
+    (given := wrapped()).load_state_dict(plain.state_dict())
+    zero.checkpoint.load(tmp_path, loaded := wrapped())
     for other in (read, given, loaded):
         same({**other.state_dict()}, {**model.state_dict()})
         assert other is read or [block.shift.dtype for block in other.blocks] == casts

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import ranks
 import zero
+from matrix import WHOLE
 
 MICRO_BATCHES = 4
 
@@ -40,11 +41,12 @@ def layers() -> list[nn.Module]:
 
 def batches() -> list[tuple[Tensor, Tensor]]:
     torch.manual_seed(2)
-    return [(torch.randn(8, 6), torch.randn(8, 6)) for _ in range(3)]
+    return [(torch.randn(8, 6), torch.randn(8, 6)) for _ in range(2)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.matrix
+@pytest.mark.parametrize("stage", [3, *([2] if WHOLE else [])])
 @ranks.on(4, fresh=True)
 def test_a_pipeline_of_sharded_stages_trains_as_one_process_does(rank: int, world: int, stage: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.utils.checkpoint import checkpoint
 
 import matrix
 import ranks
@@ -54,8 +52,6 @@ class Encoding(Stack):
 class Momentum(Stack):
     """Keeps a layer that follows the first within forward, and a parameter of the root."""
 
-    through_data = False
-
     def __init__(self) -> None:
         super().__init__()
         self.behind = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
@@ -65,13 +61,8 @@ class Momentum(Stack):
     def forward(self, x: Tensor, blocks: slice = slice(None)) -> Tensor:
         for behind, ahead in ((self.own_behind, self.own), (self.behind.weight, self.first.weight)):
             with torch.no_grad():
-                to, of = (behind.data, ahead.data) if self.through_data else (behind, ahead)
-                to.mul_(0.9).add_(of, alpha=0.1)
+                behind.mul_(0.9).add_(ahead, alpha=0.1)
         return (super().forward(x, blocks) * self.own - self.behind(x) * self.own_behind).cos()
-
-
-class MomentumThroughData(Momentum):
-    through_data = True
 
 
 class Bounded(Block):
@@ -101,7 +92,6 @@ class Normalising(Block):
 NETS: dict[str, Any] = {
     "reads": Reading,
     "follows": Momentum,
-    "follows through data": MomentumThroughData,
     "bounds": lambda: Stack(Bounded),
     "chooses": lambda: Stack(Normalising),
 }
@@ -116,11 +106,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@matrix.combined("net, options", NETS, OPTIONS, each=3)
+@matrix.combined("net, options", NETS, OPTIONS, each=2)
 @ranks.on(2)
 def test_what_forward_reads_of_other_units_or_writes_trains_exactly(rank, world, net, options):
     both = side_by_side(NETS[net](), OPTIONS[options])
-    steps(both, rank)
+    steps(both, rank, 2)
     assert options in ("kept", "no shard") or unsharded(both.model) == []
     both.step(*(loss_on(rank, step) for step in (3, 4)), unsent=1)
 
@@ -136,24 +126,16 @@ class Late(Block):
 
 
 @ranks.on(2)
-def test_reads_are_found_in_evaluation_too(rank, world):
-    both = side_by_side(Reading(), {})
-    with torch.no_grad():
-        assert torch.equal(*(model(batch(rank, 0)) for model in (both.model, both.plain)))
-    steps(both, rank)
-
-
-@ranks.on(2)
-def test_writes_may_begin_later(rank, world):
-    both = side_by_side(Stack(Late), {})
-    steps(both, rank, 2)
-    for model in both.each():
-        for block in model.blocks:
+def test_reads_may_begin_in_evaluation_and_writes_later(rank, world):
+    for both in (side_by_side(Reading(), {}), side_by_side(Stack(Late), {})):
+        late = isinstance(both.plain.blocks[0], Late)
+        steps(both, rank, int(late))
+        for block in (block for model in both.each() for block in model.blocks):
             block.frozen = True
-    with torch.no_grad():
-        assert torch.equal(*(model(batch(rank, 5)) for model in (both.model, both.plain)))
-    both.compare()
-    steps(both, rank, 2)
+        with torch.no_grad():
+            assert torch.equal(*(model(batch(rank, 5)) for model in (both.model, both.plain)))
+        both.compare()
+        steps(both, rank, 2)
 
 
 @pytest.mark.parametrize("sends", [nullcontext, overlapping])
@@ -182,7 +164,7 @@ def test_training_through_other_methods_than_forward_is_exact(rank, world):
         hidden = model.encode(batch(rank, step))
         return (model.blocks[0].inner(hidden) + model.blocks[2].up(hidden)[:, :WIDTH]).square().mean()
 
-    for step in range(3):
+    for step in range(2):
         both.step(lambda model: loss(model, step))  # noqa: B023
 
 
@@ -191,53 +173,6 @@ def test_training_whole_parameters_is_refused_on_every_rank(rank, world):
     model = zero.FSDP(Reading())
     with model.summon_full_params():
         model(batch(rank, 0))
-
-
-class Kept(nn.Module):
-    """Reads the weight of a unit that stays unsharded from forward to backward, and whose output may lead nowhere."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.lender, self.last = Block(), nn.Linear(2 * WIDTH, 3)
-        self.kind = kind
-
-    def borrow(self, x: Tensor) -> Tensor:
-        return torch.tanh(x @ self.lender.up.weight.T)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = self.lender(x.requires_grad_())  # which a re-entrant checkpoint wants of something
-        if self.kind == "reentrant":
-            return self.last(checkpoint(self.borrow, output, use_reentrant=True))
-        return self.last(self.borrow(x))
-
-
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "FULL_SHARD", "NO_SHARD"])
-@pytest.mark.parametrize("kind", ["reentrant", "output not used"])
-@ranks.on(2, timeout=20)
-def test_a_read_of_a_unit_that_stays_whole_trains_exactly(rank, world, kind, strategy):
-    options = {"sharding_strategy": strategy, "auto_wrap_policy": ModuleWrapPolicy({Block})}
-    both = side_by_side(Kept(kind), options)
-    for step in range(4):
-        for inner in both.each():
-            inner.lender.requires_grad_(step != 2)  # then it does not stay
-        both.step(loss_on(rank, step))
-
-
-class Marked(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            self.weight.fill_(torch.distributed.get_rank())
-        return super().forward(x)
-
-
-@ranks.on(2)
-def test_where_ranks_write_differently_each_element_is_its_owners(rank, world):
-    model = zero.FSDP(nn.Sequential(Marked(WIDTH, WIDTH)))
-    model(batch(rank, 0))
-    found = zero.full_state_dict(model)["0.weight"].flatten()
-    assert found.sort().values.equal(found)
-    assert {0.0, 1.0} == {*found.tolist()}
 
 
 class Filled(Block):
@@ -261,10 +196,6 @@ def test_what_was_not_written_into_keeps_its_precision(rank, world):
 # ----------------------------------------------------------------------------------------------- Penalties in the loss
 
 
-def penalty(module: nn.Module) -> Tensor:
-    return sum((param.square().sum() for param in module.parameters()), torch.zeros(()))
-
-
 @pytest.mark.parametrize(
     ("dtype", "words"), [(torch.bfloat16, [r"weight|bias", "inside forward", "summon_full_params"]), (None, "gradient")]
 )
@@ -272,14 +203,4 @@ def penalty(module: nn.Module) -> Tensor:
 def test_a_penalty_on_shards_is_refused_on_every_rank(rank, world, dtype, words):
     """Where full parameters have their dtype, by autograd: the gradient has another shape."""
     model = zero.FSDP(Stack(), mixed_precision=zero.MixedPrecision(param_dtype=dtype))
-    (model(batch(rank, 0)).square().mean() + penalty(model)).backward()
-
-
-class Penalised(Stack):
-    def forward(self, x: Tensor, blocks: slice = slice(None)) -> Tensor:
-        return super().forward(x, blocks) + penalty(self)
-
-
-@ranks.on(2)
-def test_a_penalty_inside_forward_counts(rank, world):
-    steps(side_by_side(Penalised(), {}), rank)
+    (model(batch(rank, 0)).square().mean() + sum(param.square().sum() for param in model.parameters())).backward()

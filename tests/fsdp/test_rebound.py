@@ -9,21 +9,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.optim import SGD
 
 import ranks
 import zero
 from assertions import same
-from inner import unsharded
-from rows import Rows
 from runs import side_by_side
 from zero import FSDP
-from zoo import WIDTH, batch, loss_on
+from zoo import WIDTH, loss_on
 
 REFUSED = [r"'(body|head)\.\w+' was moved, cast or given other data", r"p\.data\.copy_", "before wrapping"]
-LAYERS = ModuleWrapPolicy({nn.Linear})
 
 
 class Net(nn.Module):
@@ -51,10 +46,6 @@ def exchange(model: FSDP) -> None:
 
 def cast(model: FSDP) -> None:
     model.bfloat16()
-
-
-def from_a_vector(model: FSDP) -> None:
-    vector_to_parameters(0.5 * parameters_to_vector(model.parameters()), model.parameters())
 
 
 def one_part(model: FSDP) -> None:
@@ -89,7 +80,7 @@ def rebound(rank: int, world: int, rebind: Callable[[FSDP], None], use: Callable
 
 @pytest.mark.parametrize(
     ("rebind", "use"),
-    [(exchange, use) for use in (evaluate, take_weights, summon, step)] + [(cast, evaluate), (from_a_vector, step)],
+    [(exchange, use) for use in (evaluate, take_weights, summon, step)] + [(cast, evaluate)],
 )
 def test_other_data_is_refused_where_it_would_be_lost(rebind, use):
     ranks.expect_error(rebound, 2, RuntimeError, *REFUSED, args=(rebind, use), timeout=15)
@@ -97,21 +88,12 @@ def test_other_data_is_refused_where_it_would_be_lost(rebind, use):
 
 @pytest.mark.parametrize(
     ("use", "words"),
-    [(step, "another rank"), *((use, "rank 1 in a refusal") for use in (evaluate, take_weights, summon))],
+    [(step, "another rank"), (evaluate, "rank 1 in a refusal")],
 )
 def test_ranks_that_go_on_are_told_why_another_does_not(use, words):
     told = ranks.expect_error(rebound, 2, RuntimeError, "given other data", args=(one_part, use), timeout=15)
     assert re.search(words, told[0])
     assert "'head.bias'" in told[1] and not re.search(words, told[1])
-
-
-@ranks.raises(2, RuntimeError, *REFUSED, timeout=15)
-def test_whole_parameters_that_were_rebound_are_refused(rank, world):
-    """What a forward without backward has left whole is refused as well."""
-    model = zero.FSDP(Net())
-    loss(model, rank)
-    exchange(model)
-    step(model, rank)
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"sharding_strategy": "NO_SHARD"}], ids=str)
@@ -147,27 +129,6 @@ def test_other_data_for_whole_parameters_is_refused_and_nothing_of_it_stays(rank
     loss(model, rank).backward()  # it can go on
     step(model, rank)
     raise error.value
-
-
-@ranks.raises(2, ValueError, *REFUSED, timeout=15)
-def test_apply_refuses_other_data(rank, world):
-    def init(module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            module.weight.data = torch.zeros(module.weight.shape)
-
-    zero.FSDP(Net()).apply(init)
-
-
-@ranks.on(2)
-def test_without_writeback_other_data_counts_for_a_while(rank, world):
-    """Where nothing is to stay, other data is as good as what is written in place."""
-    model = zero.FSDP(Net())
-    with torch.no_grad(), model.summon_full_params(writeback=False):
-        for param in model.parameters():
-            param.data = torch.zeros_like(param)
-        assert not loss(model, rank)
-    with torch.no_grad():
-        assert loss(model, rank)
 
 
 # --------------------------------------------------------------------------------------------------- replaced and added
@@ -207,41 +168,3 @@ def test_what_is_frozen_or_ignored_may_change(rank, world):
     net = Net()
     net.body = nn.Sequential(nn.Linear(WIDTH, WIDTH))
     stepped(rank, world, lambda net: net.body.__setitem__(0, nn.Linear(WIDTH, WIDTH)), net, ignored_modules=[net.body])
-
-
-# --------------------------------------------------------------------------------------------- the user's own pre-hooks
-
-
-def reading() -> nn.Module:
-    module = nn.Linear(WIDTH, WIDTH)
-    module.register_forward_pre_hook(lambda module, args: (args[0] * module.weight.norm(),))
-    return module
-
-
-def weight_normed() -> nn.Module:
-    with pytest.warns(FutureWarning):
-        return nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))
-
-
-def spectral_normed() -> nn.Module:
-    return nn.utils.spectral_norm(nn.Linear(WIDTH, WIDTH))
-
-
-row = Rows("a unit's own pre-hook reads its parameters", __name__, options={"auto_wrap_policy": LAYERS}, same={3})
-for build in (reading, weight_normed, spectral_normed):
-    row.of(f"{build.__name__} in the root", net=build)
-    row.of(f"{build.__name__} in units", net=lambda build=build: nn.Sequential(build(), build()))
-test_pre_hooks_find_the_parameters_of_their_module_whole = row.tests()
-
-
-@ranks.on(2)
-def test_units_around_a_module_that_is_called_by_itself_are_unsharded_with_it(rank, world):
-    """The last module is a unit, and reads a weight of the root."""
-    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
-    net[2].weight = net[0].weight
-    expected = net[2](batch(rank, 0))
-    model = zero.FSDP(net, auto_wrap_policy=LAYERS)
-    seen: list[str] = []
-    net[2].register_forward_pre_hook(lambda *_: seen.extend(unsharded(model)))
-    assert torch.equal(model[2](batch(rank, 0)), expected) or rank
-    assert seen == ["", "2"]

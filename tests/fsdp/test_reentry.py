@@ -12,11 +12,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import matrix
 import ranks
 import zero
-from rows import Scenarios
 from runs import side_by_side, steps
 from zoo import Block, Stack, batch, loss_on
-
-SCENARIOS = scenario = Scenarios()
 
 
 class Stop(nn.Module):
@@ -53,12 +50,11 @@ class Stopping(Stack):
             stop.where = None
 
 
-@pytest.mark.parametrize("late", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize(("sync", "late"), [(True, False), (False, True)])
 @ranks.on(2, timeout=20)
 def test_gradients_that_are_cleared_after_an_exception_do_not_come_back(rank, world, sync, late):
     both = side_by_side(Stopping(), {}, tolerance=1e-6)
-    for step in range(3):
+    for step in range(2):
         both.zero_grad()
         both.backward(loss_on(rank, 9 * step))
         both.backward(loss_on(rank, 9 * step + 1), sync=sync)
@@ -86,11 +82,10 @@ def test_gradients_from_before_an_exception_are_there_after_it(rank, world):
         assert param.grad is old is None or torch.equal(param.grad, old)
 
 
-@scenario
 def a_graph_after_one_whose_backward_failed(rank, world, options):
     """No forward comes between the two backwards."""
     both = side_by_side(Stopping(), options)
-    for step in range(3):
+    for step in range(2):
         both.zero_grad()
         graphs = {model: loss_on(rank, 2 * step)(model) for model in (both.model, both.plain)}
         failing = both.model.failing("backward", lambda: loss_on(rank, 1)(both.model))
@@ -99,31 +94,21 @@ def a_graph_after_one_whose_backward_failed(rank, world, options):
         both.step(lambda model, graphs=graphs: graphs[model])
 
 
-@scenario
-def a_backward_between_forward_and_backward(rank, world, options):
-    """The first batch's graph is there while the second's is gone through."""
-    both = side_by_side(Stack(), options)
-    for step in range(3):
-        early = {model: loss_on(rank, step)(model) for model in (both.model, both.plain)}
-        both.step(loss_on(rank, 10 + step), lambda model, early=early: early[model])
-
-
-@scenario
 def a_forward_that_is_broken_off(rank, world, options):
     """After a backward under no_sync, and where nothing is trained. Hooks of modules are not told of an interrupt."""
     both = side_by_side(Stopping(), options, tolerance=1e-6)
     model = both.model
-    for step, where in enumerate(["interrupt", "forward", "interrupt", "forward"]):
+    for step, where in enumerate(["interrupt", "forward"]):
         both.zero_grad()
         both.backward(loss_on(rank, 4 * step), sync=False)
-        for enter in (model, model.blocks[1] if step == 2 else model):
+        for enter in (model, model.blocks[1] if step == 0 else model):
             with pytest.raises((KeyError, KeyboardInterrupt)), model.no_sync():
                 model.failing(where, lambda enter=enter: enter(batch(rank, 1)))
         both.backward(loss_on(rank, 4 * step + 2))  # what no_sync kept before is there still
         both.update()
         with pytest.raises((KeyError, KeyboardInterrupt)), torch.no_grad():
             model.failing(where, lambda: model(batch(rank, 3)))
-    steps(both, rank, 2)
+    steps(both, rank, 1)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -135,23 +120,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@matrix.combined("name, options", SCENARIOS, OPTIONS, each=3)
-def test_numbers_are_those_of_the_reference(name, options):
-    ranks.run(SCENARIOS[name], args=(OPTIONS[options],), timeout=20)
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_numbers_of_a_single_rank(name):
-    ranks.run(SCENARIOS[name], world=1, args=({},), timeout=20)
-
-
-@ranks.raises(2, RuntimeError, "out of step", "the gathering of unit", timeout=20)
-def test_a_graph_that_one_rank_alone_goes_through_again_is_refused_on_every_rank(rank, world):
-    model = zero.FSDP(Stack())
-    first = loss_on(rank, 0)(model)
-    first.backward(retain_graph=True)
-    second = loss_on(rank, 1)(model)
-    (first + second if rank == 0 else second).backward()
+@matrix.combined(
+    "scenario, options", [a_graph_after_one_whose_backward_failed, a_forward_that_is_broken_off], OPTIONS, each=3
+)
+def test_numbers_are_those_of_the_reference(scenario, options):
+    ranks.run(scenario, args=(OPTIONS[options],), timeout=20)
 
 
 @ranks.raises(2, RuntimeError, r"blocks\.0\.up\.weight", "inside forward", timeout=20)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import SGD, Adam, Optimizer
 
 import ranks
-import zero
 from assertions import same
 from runs import at_stage, stage_3, take_step
 from zoo import data
@@ -57,13 +55,10 @@ def train(model: nn.Module, optimizer: Optimizer, rank: int, steps: range) -> li
 @pytest.mark.parametrize(
     ("at", "to", "optim", "kind"),
     [
-        (1, 2, "adam", "sharded"),
         (3, 2, "sgd", "sharded"),
         (2, 3, "adam", "full"),
         (1, 3, "sgd", "from rank 0"),
-        (3, 1, "adam", "from rank 0"),
-        (2, 0, "adam", "flat"),
-        (3, 3, "adam", "flat"),
+        (3, 1, "adam", "flat"),
     ],
 )
 @ranks.on(2)
@@ -80,10 +75,9 @@ def test_states_are_full_and_load_at_any_stage(rank, world, at, to, optim, kind)
     assert train(*again, rank, range(2, 4)) == train(*plain, rank, range(2, 4))
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
 @ranks.on(2)
-def test_a_full_state_on_the_cpu_is_rank_0s(rank, world, stage):
-    plain, sharded = trained(0, "adam", rank), trained(stage, "adam", rank)
+def test_a_full_state_on_the_cpu_is_rank_0s(rank, world):
+    plain, sharded = trained(0, "adam", rank), trained(3, "adam", rank)
     options = OPTIONS["full on the CPU"]
     found = get_state_dict(*sharded, options=options)
     if rank == 0:
@@ -93,7 +87,7 @@ def test_a_full_state_on_the_cpu_is_rank_0s(rank, world, stage):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize(("at", "to"), [(1, 3), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("at", "to"), [(1, 3), (3, 2)])
 @ranks.on(2)
 def test_what_torchs_distributed_checkpoint_saved_it_loads(rank, world, at, to, tmp_path):
     plain, sharded, again = trained(0, "adam", rank), trained(at, "adam", rank), trained(to, "adam", rank, 0)
@@ -105,16 +99,3 @@ def test_what_torchs_distributed_checkpoint_saved_it_loads(rank, world, at, to, 
     set_model_state_dict(again[0], found["model"])
     set_optimizer_state_dict(*again, found["optimizer"])
     assert train(*again, rank, range(2, 4)) == train(*plain, rank, range(2, 4))
-
-
-@pytest.mark.filterwarnings("ignore:this state_dict.. is only one rank's shard:UserWarning")
-@ranks.raises(2, RuntimeError, "rank 0 of 2", "optim_state_dict", timeout=15)
-def test_another_ranks_state_is_refused_by_a_fresh_optimizer_at_its_step(rank, world):
-    """Shards of one shape, so that nothing but the mark tells them apart."""
-    model = zero.FSDP(nn.Linear(8, 8))
-    optimizer, fresh = Adam(model.parameters()), Adam(model.parameters())
-    train(model, optimizer, rank, range(1))
-    states: list[Any] = [None] * world
-    torch.distributed.all_gather_object(states, optimizer.state_dict())
-    fresh.load_state_dict(states[0])
-    train(model, fresh, rank, range(1))

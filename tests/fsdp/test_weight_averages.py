@@ -19,15 +19,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def averaged(rank: int, stage: int, optim: Any, kind: str) -> tuple[dict[str, Tensor], Tensor]:
+def averaged(rank: int, stage: int, kind: str) -> tuple[dict[str, Tensor], Tensor]:
     """The averaged weights, and what they compute."""
     torch.manual_seed(rank)
     net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 1))
     average = AveragedModel(net, **KINDS[kind])
-    model, optimizer = zero.setup(net, optim, stage=stage, lr=0.1)
+    model, optimizer = zero.setup(net, torch.optim.Adam, stage=stage, lr=0.1)
     if stage == 3:
         average.module = zero.FSDP(average.module)
-    for step in range(4):
+    for step in range(3):
         torch.manual_seed(2 * step + rank)
         optimizer.zero_grad()
         model(torch.randn(4, 5)).square().mean().backward()
@@ -38,20 +38,12 @@ def averaged(rank: int, stage: int, optim: Any, kind: str) -> tuple[dict[str, Te
         return weights, average.eval()(torch.ones(2, 5))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @ranks.on(2)
 def test_averages_are_those_of_ddp(rank, world, kind):
-    for optim in (torch.optim.SGD, torch.optim.Adam):
-        expected, computed = averaged(rank, 0, optim, kind)
-        for stage in (1, 2, 3):
-            found, output = averaged(rank, stage, optim, kind)
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[name], value) for name, value in expected.items())
-            assert rank or torch.equal(output, computed)  # a forward of FSDP has the buffers of rank 0
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@ranks.raises(2, TypeError, "cannot be copied", "AveragedModel", timeout=15)
-def test_a_copy_of_a_wrapper_is_refused_with_the_recipe(rank, world, stage):
-    AveragedModel(zero.setup(nn.Linear(5, 7), torch.optim.Adam, stage=stage)[0])
+    expected, computed = averaged(rank, 0, kind)
+    for stage in (1, 2, 3):
+        found, output = averaged(rank, stage, kind)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert rank or torch.equal(output, computed)  # a forward of FSDP has the buffers of rank 0

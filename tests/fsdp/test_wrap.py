@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from functools import partial
 
 import pytest
@@ -12,7 +11,6 @@ from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
     lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
 
@@ -51,22 +49,6 @@ def test_units_within_units_come_from_the_outside_in():
     assert names(GPT(), ModuleWrapPolicy({DecoderBlock, Attention})) == ["", *inner]
 
 
-def test_by_size_agrees_with_pytorchs_own_wrapping():
-    from torch.distributed.fsdp.wrap import _recursive_wrap
-
-    class Wrapped(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
-            super().__init__()
-            self.module = module
-
-    for limit in (100, 500, 1300, 5000, 100_000):
-        policy = partial(size_based_auto_wrap_policy, min_num_params=limit)
-        reference = GPT()
-        _recursive_wrap(reference, policy, Wrapped, set(), set(), only_wrap_children=True)
-        expected = [name for name, module in reference.named_modules() if isinstance(module, Wrapped)]
-        assert names(GPT(), policy)[1:] == [name.replace(".module", "") for name in expected], limit
-
-
 def test_without_a_policy_blocks_that_a_list_repeats_are_units():
     net = nn.Module()
     net.repeated = nn.ModuleList([nn.Sequential(nn.Linear(2, 2)) for _ in range(2)])
@@ -83,7 +65,6 @@ def block() -> nn.Module:
 
 LAYERS = {
     "lists": lambda: nn.ModuleList([nn.Linear(2, 2), block()]),
-    "dicts": lambda: nn.ModuleDict({"0": nn.Linear(2, 2), "1": block()}),
     "lists of lists": lambda: nn.ModuleList([nn.Identity(), nn.ModuleList([None, block()])]),
     "lists with parameters": lambda: nn.ModuleList([nn.ParameterList([torch.ones(2)]), block()]),
 }
@@ -110,12 +91,6 @@ def test_a_list_with_a_forward_of_its_own_is_a_module_like_others(policy):
     net = nn.Module()
     net.stacks = nn.ModuleList(Stack([nn.Linear(2, 2)]) for _ in range(2))
     assert names(net, policy) == ["", "stacks.0", "stacks.1"]
-
-
-def test_a_list_of_parameters_is_no_unit_however_large():
-    net = nn.Module()
-    net.params, net.linear = nn.ParameterList([torch.ones(9)]), nn.Linear(2, 2)
-    assert names(net, None, prefetch=zero.MEMORY_FIRST) == ["", "linear"]
 
 
 def test_a_model_without_blocks_is_one_unit():
@@ -160,30 +135,6 @@ def test_tied_weights_belong_to_the_innermost_unit_around_all_their_places():
     assert "layers.0.linear.weight" in found[""]
     assert not any("linear.weight" in name for unit in ("layers.0", "layers.2") for name in found[unit])
     assert "layers.1.linear.weight" in found["layers.1"]
-
-    net = GPT()
-    net.blocks[0].mlp[0].weight = net.blocks[0].attention.mix.weight  # of other shape, which does not matter here
-    found = owned(net, ModuleWrapPolicy({DecoderBlock, Attention}))
-    assert "blocks.0.attention.mix.weight" in found["blocks.0"]
-    assert found["blocks.0.attention"] == [
-        "blocks.0.attention.mix.bias",
-        *(f"blocks.0.attention.out.{n}" for n in ("weight", "bias")),
-    ]
-    assert "tokens.weight" in found[""] and "head.weight" not in found[""]
-
-
-def test_a_module_that_stands_in_two_places_keeps_its_parameters_where_it_is_a_unit():
-    def net() -> nn.Module:
-        shared = nn.Sequential(nn.Linear(2, 2))
-        return nn.Sequential(OrderedDict(left=nn.Sequential(shared), right=nn.Sequential(shared)))
-
-    around = owned(two := net(), CustomPolicy(lambda module: module in (two.left, two.right)))
-    assert around == {"": ["left.0.0.weight", "left.0.0.bias"], "left": [], "right": []}
-    itself = owned(two := net(), CustomPolicy(lambda module: module is two.left[0]))
-    assert itself == {"": [], "left.0": ["left.0.0.weight", "left.0.0.bias"]}
-    repeated = nn.Module()
-    repeated.blocks = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))] * 3)
-    assert owned(repeated, None) == {"": [], "blocks.0": ["blocks.0.0.weight", "blocks.0.0.bias"]}
 
 
 def test_ignored_parameters_belong_to_no_unit():

@@ -25,7 +25,7 @@ def _sum(rank, world, start):
     return rank, world, value
 
 
-@pytest.mark.parametrize("world", [3, 1, 2])
+@pytest.mark.parametrize("world", [3, 1])
 def test_results_come_by_rank(world):
     total = sum(10 + rank for rank in range(world))
     found = ranks.run(_sum, world, args=(torch.tensor(10),))
@@ -34,17 +34,14 @@ def test_results_come_by_rank(world):
 
 def _tensors(rank, world, given):
     weight = nn.Parameter(torch.arange(1000.0))
-    half = torch.ones((), dtype=torch.bfloat16)
-    return {"view": (weight * 2)[3:7:2], "half": half, "empty": weight[:0], "given": given}
+    return {"view": (weight * 2)[3:7:2], "half": torch.ones((), dtype=torch.bfloat16), "given": given}
 
 
 def test_tensors_arrive_as_detached_copies():
     given = torch.tensor([[True, False]])
     (result,) = ranks.run(_tensors, world=1, args=(given,))
-    torch.testing.assert_close(result["view"], torch.tensor([6.0, 10.0]))
-    torch.testing.assert_close(result["half"], torch.ones((), dtype=torch.bfloat16))
-    torch.testing.assert_close(result["given"], given)
-    assert result["empty"].shape == (0,)
+    expected = {"view": torch.tensor([6.0, 10.0]), "half": torch.ones((), dtype=torch.bfloat16), "given": given}
+    torch.testing.assert_close(result, expected)
     assert not result["view"].requires_grad
     assert result["view"].untyped_storage().nbytes() == 8
     result["given"].logical_not_()  # writable, and nobody else's
@@ -78,21 +75,13 @@ def _raise_on_rank_1(rank, world):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("short_grace")
-def test_processes_are_kept_until_a_run_fails():
+def test_processes_are_kept_until_a_run_fails_which_tells_the_state_of_each_rank():
     before = ranks.run(_pid)
-    assert ranks.run(_pid) == before
     assert set(ranks.run(_pid, fresh=True)).isdisjoint(before)
     assert ranks.run(_pid) == before
-    with pytest.raises(ranks.RankError):
-        ranks.run(_raise_on_rank_1)
-    assert set(ranks.run(_pid)).isdisjoint(before)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("short_grace")
-def test_error_on_one_rank_is_told_with_the_state_of_the_others():
     with pytest.raises(ranks.RankError) as caught:
         ranks.run(_raise_on_rank_1)
+    assert set(ranks.run(_pid)).isdisjoint(before)
     waiting, raised = caught.value.outcomes
     assert waiting.verdict.startswith("was still running")
     assert "in barrier" in waiting.detail and "in _raise_on_rank_1" in waiting.detail
@@ -110,13 +99,10 @@ def _hang_on_rank_1(rank, world):
 
 @pytest.mark.slow
 def test_hang_names_the_rank_and_the_line():
-    began = time.monotonic()
     with pytest.raises(ranks.RankError) as caught:
-        ranks.run(_hang_on_rank_1, timeout=1)
-    assert time.monotonic() - began < 10
+        ranks.run(_hang_on_rank_1, timeout=0.3)
     returned, hung = caught.value.outcomes
     assert returned.verdict == "returned"
-    assert hung.verdict.startswith("was still running")
     line = _hang_on_rank_1.__code__.co_firstlineno + 2
     assert f'test_ranks.py", line {line} in _hang_on_rank_1' in hung.detail
     assert "--- rank 1 was still running" in str(caught.value)
@@ -127,7 +113,6 @@ def _die_on_rank_0(rank, world):
         signal.raise_signal(signal.SIGSEGV)  # in this thread, whose stack is told
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("short_grace")
 def test_death_of_a_rank_is_told():
     with pytest.raises(ranks.RankError, match=f"rank 0 died with exit code -{signal.SIGSEGV.value}") as caught:
@@ -136,20 +121,17 @@ def test_death_of_a_rank_is_told():
 
 
 def _raise(rank, world):
-    raise KeyError(f"key {rank}")
+    raise ValueError(f"key {rank}")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("short_grace")
 def test_an_error_is_expected_of_every_rank():
-    assert ranks.expect_error(_raise, 2, KeyError, "key") == ["'key 0'", "'key 1'"]
-    ranks.expect_error(_raise, 2, "LookupError", "k.y", r"\d")
-    for run, kind, pattern, told in [
-        (_raise, ValueError, "", "should raise on each of 2 rank"),
-        (_raise, KeyError, "key 0", "'key 1'"),
-        (_raise_on_rank_1, ValueError, "", "rank 0 was still running"),
-    ]:
-        with pytest.raises(ranks.RankError, match=told):
-            ranks.expect_error(run, 2, kind, pattern)
+    assert ranks.expect_error(_raise, 2, ValueError, "k.y", r"\d") == ["key 0", "key 1"]
+    with pytest.raises(ranks.RankError, match="should raise on each of 2 rank"):
+        ranks.expect_error(_raise, 2, TypeError)
+    with pytest.raises(ranks.RankError, match="'key 0'"):
+        ranks.expect_error(_raise, 2, ValueError, "key 0")
 
 
 @ranks.on(2)
@@ -163,16 +145,9 @@ def _raises_other_words(rank, world, words):
     raise ValueError("other words")
 
 
-@ranks.raises(2, ValueError)
-def _raises_nothing(rank, world):
-    pass
-
-
 def test_a_test_on_ranks_fails_where_a_rank_does_and_tells_the_values_there():
     with pytest.raises(ranks.RankError, match=r"rank 1 raised AssertionError(.|\n)*told = 'this is rank 1'"):
         _fails_on_rank_1()
-    with pytest.raises(ranks.RankError, match="should raise on each of 2 rank"):
-        _raises_nothing()
     with pytest.raises(ranks.RankError, match=r"ValueError and .words. and .these."):
         _raises_other_words(words=["words", "these"])
 
@@ -186,11 +161,3 @@ def test_warnings_on_ranks_meet_the_filters_of_the_test():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ranks.run(_warn)
-
-
-def _return_unpicklable(rank, world):
-    return lambda: None
-
-
-def test_unpicklable_result_is_an_error_of_the_rank():
-    ranks.expect_error(_return_unpicklable, 1, Exception, "_return_unpicklable.<locals>")

@@ -24,7 +24,7 @@ import zero
 from transports import TRANSPORTS, by
 from zoo import GPT, DecoderBlock
 
-STEPS = int(os.environ.get("ZERO_SOAK", "105"))
+STEPS = int(os.environ.get("ZERO_SOAK", "60"))
 SETTLED, SAVE_EVERY = (200, 100) if STEPS > 1000 else (45, 15)
 WORLD = 2
 GROWTH = 0.01
@@ -32,34 +32,26 @@ GROWTH = 0.01
 
 CASES = [(stage, transport) for stage in (1, 2, 3) for transport in TRANSPORTS]
 if STEPS <= 1000:
-    CASES = [(2, "host memory"), (3, "gloo")]
+    CASES = [(3, "host memory")]
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")]
 
 
 class Sample(NamedTuple):
-    """What a process holds."""
+    """What a process holds: bytes of memory; handles, threads, hooks and tensors of a graph; objects."""
 
     resident: int
-    handles: int
-    threads: int
-    hooks: int
-    graph: int
+    counts: tuple[int, int, int, int]
     objects: int
 
 
 def sample(model: nn.Module) -> Sample:
     gc.collect()
-    objects = gc.get_objects()
-    tensors = [one for one in objects if isinstance(one, Tensor)]
-    return Sample(
-        resident=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
-        handles=len(os.listdir("/proc/self/fd")),
-        threads=threading.active_count(),
-        hooks=sum(len(held) for module in model.modules() for name, held in vars(module).items() if "_hooks" in name),
-        graph=sum(one.grad_fn is not None for one in tensors),
-        objects=len(objects),
-    )
+    objects, threads = gc.get_objects(), threading.active_count()
+    graph = sum(one.grad_fn is not None for one in objects if isinstance(one, Tensor))
+    hooks = sum(len(held) for module in model.modules() for name, held in vars(module).items() if "_hooks" in name)
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return Sample(resident, (len(os.listdir("/proc/self/fd")), threads, hooks, graph), len(objects))
 
 
 def soak(rank: int, world: int, stage: int, transport: str, folder: Path) -> tuple[list[float], list[Sample]]:
@@ -106,5 +98,5 @@ def test_nothing_grows_and_the_losses_stay_those_of_distributed_data_parallel(st
             print(f"\nstage {stage}, {transport}, rank {rank}: {growth:+.2%}, {first} -> {last}", end="")
         assert losses == expected()[rank]
         assert last.resident <= first.resident * (1 + GROWTH), samples
-        assert last[1:-1] == first[1:-1], samples
+        assert last.counts == first.counts, samples
         assert last.objects <= first.objects + 50, samples

@@ -27,19 +27,9 @@ def test_files_that_are_read(tmp_path: Path) -> None:
 
 
 @ranks.on(2)
-def test_steps_and_states(rank: int, world: int, tmp_path: Path) -> None:
-    model = nn.Linear(4, 4)
-    optimizer = zero.OSS(model.parameters(), torch.optim.Adam, lr=0.1)
+def test_steps(rank: int, world: int) -> None:
+    optimizer = zero.OSS(nn.Linear(4, 4).parameters(), torch.optim.Adam, lr=0.1)
     optimizer.step()
     with pytest.warns(UserWarning, match="found no gradient") as warned:
         optimizer.step()
-    assert here(warned) == [True]
-    model(torch.ones(2, 4)).sum().backward()
-    optimizer.step()
-    with pytest.warns(UserWarning, match="only one rank's shard") as warned:
-        torch.save(optimizer.state_dict(), tmp_path / f"{rank}.pt")
-    assert here(warned) == [True]
-    weights = {f"module.{name}": value for name, value in model.state_dict().items()}
-    with pytest.warns(UserWarning, match=r"begin with 'module\.'") as warned:
-        zero.load_full_state_dict(model, weights)
     assert here(warned) == [True]

@@ -12,7 +12,7 @@ import ranks
 
 def call(rank: int, world: int, module: str, name: str, args: tuple[Any, ...]) -> Any:
     started = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
-    with mock.patch.dict(os.environ, {name: str(value) for name, value in started.items()}):
+    with mock.patch.dict(os.environ, {name: str(value) for name, value in started.items()}, TORCHELASTIC_RUN_ID="0"):
         return getattr(importlib.import_module(module), name)(rank, world, *args)
 
 

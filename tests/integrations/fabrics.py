@@ -23,7 +23,8 @@ CASES = {"plain": (None, None), "in bfloat16": ("bf16-mixed", None), "clipped": 
 
 
 def fabric_at(rank: int, world: int, stage: int, precision: Any = None, **options: Any) -> Any:
-    strategy = ZeroFabricStrategy(stage, **options) if stage else DDPStrategy()
+    strategy: Any = ZeroFabricStrategy(stage, **options) if options else f"zero_stage_{stage}"
+    strategy = strategy if stage else DDPStrategy()
     plugins = [TorchElasticEnvironment()]
     fabric = lightning.Fabric(
         accelerator="cpu", devices=world, strategy=strategy, plugins=plugins, precision=precision or "32-true"
@@ -64,35 +65,29 @@ def all_cases(rank: int, world: int, stage: int) -> dict[str, tuple[list[float],
     for name, (precision, max_norm) in CASES.items():
         fabric = fabric_at(rank, world, stage, precision)
         parts = set_up(fabric)
-        losses = train(fabric, parts, range(3), max_norm)
+        losses = train(fabric, parts, range(2), max_norm)
         found[name] = losses, zero.full_state_dict(parts[0]._forward_module), []
     return found
 
 
 def resumed(rank: int, world: int, pairs: list[tuple[int, int]], folder: str, kind: str = "full") -> None:
-    """By fabric.load, and at a file's own stage by load_state_dict of what it holds."""
+    """By fabric.load."""
     fabric = fabric_at(rank, world, 0)
-    expected = train(fabric, set_up(fabric), range(4))[4:]
+    expected = train(fabric, set_up(fabric), range(3))[2:]
     options = {} if kind == "full" else {"checkpoint": kind}
     for first, second in pairs:
         path = Path(folder, str(first))
         if not path.exists():
             fabric = fabric_at(rank, world, first, **(options if first else {}))
             parts = model, optimizer, scheduler = set_up(fabric)
-            train(fabric, parts, range(2))
+            train(fabric, parts, range(1))
             fabric.save(path, {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 2})
         fabric = fabric_at(rank, world, second, **(options if second else {}))
         parts = model, optimizer, scheduler = set_up(fabric)
-        if not options and first == second:
-            found = fabric.load(path)
-            model.load_state_dict(found["model"]) if second < 3 else fabric.load_raw(path, {"model": model})
-            optimizer.load_state_dict(found["optimizer"])
-            scheduler.load_state_dict(found["scheduler"])
-        else:
-            state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
-            fabric.load(path, state)
-            assert state["step"] == 2
-        assert train(fabric, parts, range(2, 4)) == expected, (first, second)
+        state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}
+        fabric.load(path, state)
+        assert state["step"] == 2
+        assert train(fabric, parts, range(1, 3)) == expected, (first, second)
 
 
 def by_value(fabric: Any) -> None:
@@ -100,33 +95,15 @@ def by_value(fabric: Any) -> None:
     fabric.clip_gradients(model, optimizer, clip_val=1.0)
 
 
-def of_some(fabric: Any) -> None:
-    module = Module()
-    halves = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (module.blocks, module.head)]
-    model, *optimizers = fabric.setup(module, *halves)
-    fabric.backward(model(data(4, WIDTH, rank=0)).sum())
-    fabric.clip_gradients(model, optimizers[0], max_norm=1.0)
-
-
 def alone(fabric: Any) -> None:
     fabric.setup_module(Module())
 
 
-def overflown(fabric: Any) -> None:
-    model, optimizer, _ = set_up(fabric)
-    fabric.backward(model(data(4, WIDTH, rank=0)).sum() * (float("inf") if fabric.global_rank else 1.0))
-    fabric.clip_gradients(model, optimizer, max_norm=1.0)
-
-
 def refusals(rank: int, world: int) -> None:
-    infinite = ["RuntimeError", "total norm of order 2.0", "error_if_nonfinite=False"]
     for stage, call, words in [
         (2, by_value, ["ValueError", "by value", "stage 2"]),
         (3, by_value, ["ValueError", "by value", "stage 3"]),
-        (3, of_some, ["ValueError", "does not hold 'head.weight'"]),
         (2, alone, ["RuntimeError", "fabric.setup(model, optimizer)"]),
-        (2, overflown, infinite),
-        (3, overflown, infinite),
     ]:
         told = ranks.refusal(partial(call, fabric_at(rank, world, stage)))
         assert all(word in told for word in words), (call.__name__, told)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import json
 import re
@@ -22,40 +21,27 @@ from zero.integrations.accelerate import ZeroPlugin, deepspeed_keys, fsdp_keys
 
 PRE = BackwardPrefetch.BACKWARD_PRE
 
-FSDP: dict[str, list[tuple[Any, dict[str, Any]]]] = {
-    "fsdp_version": [(1, {"stage": 3}), ("2", {"stage": 3})],
-    "fsdp_sharding_strategy": [
-        ("SHARD_GRAD_OP", {"sharding_strategy": "SHARD_GRAD_OP"}),
-        (4, {"sharding_strategy": "HYBRID_SHARD"}),
-        ("3", {"sharding_strategy": "NO_SHARD"}),
-    ],
-    "fsdp_reshard_after_forward": [
-        (False, {"sharding_strategy": "SHARD_GRAD_OP"}),
-        ("HYBRID_SHARD_ZERO2", {"sharding_strategy": "HYBRID_SHARD_ZERO2"}),
-    ],
-    "fsdp_offload_params": [(True, {"offload": CPUOffload()}), ("false", {"offload": None})],
-    "fsdp_auto_wrap_policy": [("NO_WRAP", {"auto_wrap_policy": "NO_WRAP"})],
-    "fsdp_transformer_layer_cls_to_wrap": [("A, B", {"transformer_cls_names_to_wrap": ("A", "B")})],
-    "fsdp_min_num_params": [(2000, {"min_num_params": 2000}), ("1e8", {"min_num_params": 10**8})],
-    "fsdp_backward_prefetch": [
-        ("BACKWARD_PRE", {"prefetch": Prefetch(PRE)}),
-        (2, {"prefetch": Prefetch("BACKWARD_POST")}),
-        ("NO_PREFETCH", {"prefetch": Prefetch(None)}),
-    ],
-    "fsdp_backward_prefetch_policy": [("BACKWARD_PRE", {"prefetch": Prefetch(PRE)})],
-    "fsdp_forward_prefetch": [(True, {"prefetch": Prefetch(forward_prefetch=True)})],
-    "fsdp_state_dict_type": [("SHARDED_STATE_DICT", {"state_dict_type": "SHARDED_STATE_DICT"})],
-    "fsdp_use_orig_params": [(True, {}), (False, {})],
-    "fsdp_sync_module_states": [(False, {"sync_module_states": False})],
-    "fsdp_cpu_ram_efficient_loading": [("true", {"cpu_ram_efficient_loading": True})],
-    "fsdp_activation_checkpointing": [("True", {"activation_checkpointing": True})],
-    "fsdp_activation_checkpointing_offload": [(False, {})],
-    "fsdp_ignored_modules": [(r"blocks\.\d", {"ignored_modules": r"blocks\.\d"})],
+FSDP: dict[str, tuple[Any, dict[str, Any]]] = {
+    "fsdp_version": ("2", {"stage": 3}),
+    "fsdp_sharding_strategy": (4, {"sharding_strategy": "HYBRID_SHARD"}),
+    "fsdp_reshard_after_forward": (False, {"sharding_strategy": "SHARD_GRAD_OP"}),
+    "fsdp_offload_params": (True, {"offload": CPUOffload()}),
+    "fsdp_auto_wrap_policy": ("NO_WRAP", {"auto_wrap_policy": "NO_WRAP"}),
+    "fsdp_transformer_layer_cls_to_wrap": ("A, B", {"transformer_cls_names_to_wrap": ("A", "B")}),
+    "fsdp_min_num_params": ("1e8", {"min_num_params": 10**8}),
+    "fsdp_backward_prefetch": ("NO_PREFETCH", {"prefetch": Prefetch(None)}),
+    "fsdp_backward_prefetch_policy": ("BACKWARD_PRE", {"prefetch": Prefetch(PRE)}),
+    "fsdp_forward_prefetch": (True, {"prefetch": Prefetch(forward_prefetch=True)}),
+    "fsdp_state_dict_type": ("SHARDED_STATE_DICT", {"state_dict_type": "SHARDED_STATE_DICT"}),
+    "fsdp_use_orig_params": (False, {}),
+    "fsdp_sync_module_states": (False, {"sync_module_states": False}),
+    "fsdp_cpu_ram_efficient_loading": ("true", {"cpu_ram_efficient_loading": True}),
+    "fsdp_activation_checkpointing": ("True", {"activation_checkpointing": True}),
+    "fsdp_activation_checkpointing_offload": (False, {}),
+    "fsdp_ignored_modules": (r"blocks\.\d", {"ignored_modules": r"blocks\.\d"}),
 }
 BESIDE = {
-    "transformer_cls_names_to_wrap": {"auto_wrap_policy": "transformer_based_wrap"},
     "fsdp_transformer_layer_cls_to_wrap": {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
-    "min_num_params": {"auto_wrap_policy": "size_based_wrap"},
     "fsdp_min_num_params": {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"},
 }
 """The policy that reads a key."""
@@ -73,18 +59,11 @@ def test_no_key_of_accelerate_is_forgotten() -> None:
     assert {name.removeprefix("--") for name in options if name.startswith("--fsdp_")} <= FSDP.keys()
     written = re.findall(r'current_env\["FSDP_(\w+)"\]', inspect.getsource(accelerate_launch))
     assert {name.lower() for name in written} == {*fsdp_keys.LAUNCHED}
-    given = {one.name for one in dataclasses.fields(FullyShardedDataParallelPlugin)}
-    assert given == PLUGIN.keys()
 
 
 def test_a_key_that_another_one_makes_idle_is_named(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="fsdp_min_num_params .*SIZE_BASED_WRAP"):
         from_yaml(tmp_path, fsdp_config={"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_min_num_params": 5})
-
-
-def test_the_precision_beside_a_section_is_taken(tmp_path: Path) -> None:
-    for given, expected in (("bf16", "bf16"), (False, "no")):
-        assert from_yaml(tmp_path, mixed_precision=given, fsdp_config={"fsdp_version": 2}).mixed_precision == expected
 
 
 def launched(**named: str) -> dict[str, str]:
@@ -114,31 +93,26 @@ def test_what_the_launcher_adds_is_not_taken_for_asked() -> None:
     assert plugin is not None and (plugin.auto_wrap_policy, plugin.min_num_params) == ("SIZE_BASED_WRAP", 7)
 
 
-CAST = {"cast_forward_inputs": False, "cast_root_forward_inputs": True}
-BF16 = MixedPrecision(torch.bfloat16, torch.bfloat16, buffer_dtype=torch.bfloat16, **CAST)
-PLUGIN: dict[str, tuple[Any, dict[str, Any]]] = {
-    "fsdp_version": (2, {"stage": 3}),
-    "sharding_strategy": (fsdp.ShardingStrategy.SHARD_GRAD_OP, {"sharding_strategy": "SHARD_GRAD_OP"}),
-    "reshard_after_forward": ("FULL_SHARD", {"sharding_strategy": "FULL_SHARD"}),
-    "backward_prefetch": ("BACKWARD_PRE", {"prefetch": Prefetch(PRE)}),
-    "mixed_precision_policy": ("bf16", {"mixed_precision_policy": BF16}),
-    "auto_wrap_policy": ("transformer_based_wrap", {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}),
-    "cpu_offload": (True, {"offload": CPUOffload()}),
-    "ignored_modules": ("head", {"ignored_modules": "head"}),
-    "state_dict_type": ("SHARDED_STATE_DICT", {"state_dict_type": "SHARDED_STATE_DICT"}),
-    "state_dict_config": (None, {}),
-    "optim_state_dict_config": (None, {}),
-    "limit_all_gathers": (False, {"prefetch": Prefetch(None, limit=3)}),
-    "use_orig_params": (True, {}),
-    "param_init_fn": (torch.nn.Module.eval, {"param_init_fn": torch.nn.Module.eval}),
-    "sync_module_states": (None, {"sync_module_states": False}),
-    "forward_prefetch": (True, {"prefetch": Prefetch(None, forward_prefetch=True)}),
-    "activation_checkpointing": (True, {"activation_checkpointing": True}),
-    "activation_checkpointing_offload": (False, {}),
-    "cpu_ram_efficient_loading": (None, {"cpu_ram_efficient_loading": False}),
-    "transformer_cls_names_to_wrap": (["A"], {"transformer_cls_names_to_wrap": ("A",)}),
-    "min_num_params": (9, {"min_num_params": 9}),
-}
+def test_accelerates_own_plugins_are_taken() -> None:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=False,
+        mixed_precision_policy="bf16",
+        cpu_offload=True,
+        ignored_modules="head",
+        state_dict_type="SHARDED_STATE_DICT",
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["A"],
+        activation_checkpointing=True,
+    )
+    found = ZeroPlugin.from_fsdp_plugin(plugin)
+    assert (found.stage, found.sharding_strategy, found.state_dict_type) == (3, "SHARD_GRAD_OP", "SHARDED_STATE_DICT")
+    assert found.mixed_precision_policy.param_dtype == torch.bfloat16 and found.offload == CPUOffload()
+    assert (found.auto_wrap_policy, found.transformer_cls_names_to_wrap) == ("TRANSFORMER_BASED_WRAP", ("A",))
+    assert found.ignored_modules == "head" and found.activation_checkpointing
+    given = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 3}
+    expected = ZeroPlugin(stage=2, master_dtype=torch.float32, **given)
+    assert ZeroPlugin.from_deepspeed_plugin(DeepSpeedPlugin(zero_stage=2, **given)) == expected
 
 
 ZERO: dict[str, tuple[Any, Any, dict[str, Any]]] = {
@@ -158,20 +132,7 @@ ZERO: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "leaf_module": (3, {"classes": ["Moe"]}, {"as_one_unit": ("Moe",)}),
     "ignore_unused_parameters": (2, True, {}),
 }
-IDLE_SWITCHES = (
-    "contiguous_gradients allgather_partitions allgather_bucket_size reduce_scatter sub_group_size "
-    "use_multi_rank_bucket_allreduce round_robin_gradients legacy_stage1 stage3_param_persistence_threshold "
-    "stage3_model_persistence_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential "
-    "stage3_module_granularity_threshold mics_hierarchical_params_gather memory_efficient_linear "
-    "override_module_apply stage3_max_live_parameters stage3_max_reuse_distance "
-    "stage3_partition_stream_chunk_size load_from_fp32_weights elastic_checkpoint "
-    "pipeline_loading_checkpoint log_trace_cache_warnings enable_sanity_checks "
-    "save_muon_momentum_buffer_in_memory"
-)
-IDLE = {**dict.fromkeys(IDLE_SWITCHES.split(), True), "reduce_bucket_size": 5e8}
-UNAVAILABLE = (
-    "zero_quantized_weights zero_quantized_nontrainable_weights zero_quantized_gradients zeropp_loco_param zenflow"
-)
+IDLE = {"contiguous_gradients": True, "stage3_max_live_parameters": 1e9, "reduce_bucket_size": 5e8}
 
 
 def of_zero(stage: int, **keys: Any) -> ZeroPlugin:
@@ -187,8 +148,7 @@ BUILD: dict[str, Callable[..., ZeroPlugin]] = {
     "ZeroPlugin": lambda _, **options: ZeroPlugin(**options),
 }
 HONOURED = [
-    *(("fsdp_config", key, {}, *case) for key, cases in FSDP.items() for case in cases),
-    *(("Accelerate's plugin", key, {}, *case) for key, case in PLUGIN.items()),
+    *(("fsdp_config", key, {}, *case) for key, case in FSDP.items()),
     *(("zero_optimization", key, {"stage": stage}, *case) for key, (stage, *case) in ZERO.items()),
 ]
 
@@ -212,12 +172,6 @@ def test_keys_that_mean_nothing_here_are_named() -> None:
     assert all(name in str(warned[0].message) for name in IDLE)
     with pytest.warns(UserWarning, match="offload_param is for stage 3"):
         assert of_zero(2, offload_param={"device": "cpu"}).offload is None
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_optimizer_is_offloaded_at_every_stage(stage: int) -> None:
-    assert of_zero(stage, offload_optimizer={"device": "cpu", "pin_memory": True}).offload == CPUOffload()
-    assert of_zero(stage, offload_optimizer={"device": "nvme", "nvme_path": "x"}).offload == DiskOffload("x")
 
 
 DEEPSPEED = {
@@ -249,21 +203,15 @@ def test_the_rest_of_a_configuration_of_deepspeed(tmp_path: Path, monkeypatch: p
         scaler={"init_scale": 1024.0, "growth_interval": 500},
     )
     assert plugin == expected
-    in_yaml = {"deepspeed_config_file": str(path), "zero3_init_flag": False}
-    with pytest.warns(UserWarning, match="steps_per_print"):
-        assert from_yaml(tmp_path, mixed_precision="fp16", deepspeed_config=in_yaml) == expected
 
 
 def test_accelerates_own_words_for_deepspeed(tmp_path: Path) -> None:
     section = {
         "zero_stage": 3,
-        "offload_optimizer_device": "cpu",
         "offload_param_device": "nvme",
         "offload_param_nvme_path": "/scratch",
         "gradient_accumulation_steps": 4,
-        "gradient_clipping": 0.5,
-        "zero3_init_flag": True,
-        "zero3_save_16bit_model": True,
+        "zero3_init_flag": "true",
         "deepspeed_moe_layer_cls_names": "Moe,Other",
     }
     expected = ZeroPlugin(
@@ -271,101 +219,47 @@ def test_accelerates_own_words_for_deepspeed(tmp_path: Path) -> None:
         master_dtype=torch.float32,
         offload=DiskOffload("/scratch"),
         gradient_accumulation_steps=4,
-        gradient_clipping=0.5,
         cpu_ram_efficient_loading=True,
-        save_16bit_model=True,
         as_one_unit=("Moe", "Other"),
     )
     assert from_yaml(tmp_path, deepspeed_config=section) == expected
-    written = {**section, "zero3_init_flag": "true", "zero3_save_16bit_model": "true"}
     of_name = {name: variable for variable, name in deepspeed_keys.LAUNCHED.items()}
-    environment = {of_name[name]: str(value) for name, value in written.items()}
+    environment = {of_name[name]: str(value) for name, value in section.items()}
     assert ZeroPlugin.from_environment({"ACCELERATE_USE_DEEPSPEED": "true", **environment}) == expected
-    with pytest.warns(UserWarning, match="zero3_init_flag is for stage 3"):
-        from_yaml(tmp_path, deepspeed_config={"zero_stage": 1, "zero3_init_flag": True})
-    with pytest.warns(UserWarning, match="deepspeed_hostfile"):
-        from_yaml(tmp_path, deepspeed_config={"zero_stage": 1, "deepspeed_hostfile": "hosts"})
 
 
-def test_accelerates_plugin_for_deepspeed() -> None:
-    plugin = DeepSpeedPlugin(zero_stage=2, gradient_clipping=0.5, gradient_accumulation_steps=3)
-    masters = {"master_dtype": torch.float32}
-    expected = ZeroPlugin(stage=2, gradient_clipping=0.5, gradient_accumulation_steps=3, **masters)
-    assert ZeroPlugin.from_deepspeed_plugin(plugin) == expected
-
-
-HALF_OUT = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float16)
 HALF, V2 = MixedPrecision(), {"fsdp_version": 2}
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "fsdp_config": [
         ({"fsdp_activation_checkpointing_offload": True}, "activation_checkpointing_offload=True"),
-        ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "one of FULL_STATE_DICT, SHARDED_STATE_DICT"),
         ({"fsdp_speed": 3}, "fsdp_speed is not known"),
-        ({"fsdp_sharding_strategy": "FULL"}, "one of FULL_SHARD"),
-        ({"fsdp_sharding_strategy": 6}, "1 to 5"),
-        ({"fsdp_version": 3}, "1 or 2"),
-        ({"fsdp_offload_params": "maybe"}, "fsdp_offload_params='maybe'.* true or false"),
-        ({"fsdp_auto_wrap_policy": "WRAP"}, "one of TRANSFORMER_BASED_WRAP"),
         ({"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_reshard_after_forward": False}, "different things"),
-        ({"fsdp_sharding_strategy": 1, "fsdp_reshard_after_forward": "SHARD_GRAD_OP"}, "different things"),
-        ({"fsdp_backward_prefetch": 1, "fsdp_backward_prefetch_policy": 2}, "two names of one option"),
-        ({"fsdp_cpu_ram_efficient_loading": True, "fsdp_sync_module_states": False}, "never loaded"),
     ],
     "yaml": [
         ({"fsdp_config": V2, "deepspeed_config": {"zero_stage": 2}}, "fsdp_config and deepspeed_config"),
-        ({"mixed_precision": "bf16"}, "neither fsdp_config nor deepspeed_config"),
         ({"parallelism_config": {"tp_size": 2}, "fsdp_config": V2}, "parallelism_config is not available"),
-        ({"megatron_lm_config": {"tp_size": 2}, "fsdp_config": V2}, "megatron_lm_config is not available"),
-        ({"fp8_config": {"tp_size": 2}, "fsdp_config": V2}, "fp8_config is not available"),
-        ({"tensor_config": {}, "fsdp_config": V2}, "tensor_config is not known"),
-        ({"deepspeed_config": {"zero_stag": 1}}, "zero_stag is not known"),
-        ({"deepspeed_config": {"deepspeed_config_file": "x", "zero_stage": 1}}, "zero_stage is not known"),
     ],
     "Accelerate's plugin": [
         ({"state_dict_config": fsdp.FullStateDictConfig(offload_to_cpu=False)}, "state_dict_config"),
-        ({"fsdp_version": 2, "mixed_precision_policy": HALF_OUT}, "output_dtype"),
     ],
     "zero_optimization": [
-        *(({"stage": 3, key: {"x": 1}}, key) for key in UNAVAILABLE.split()),
-        ({"stage": 3, "zero_hpz_partition_size": 8}, "zero_hpz_partition_size=8.*mics_shard_size"),
-        ({"stage": 3, "zero_fast": True}, "zero_fast is not known"),
+        ({"stage": 3, "zero_quantized_weights": True}, "zero_quantized_weights"),
         ({"stage": 4}, "stage=4"),
         ({"stage": 3, "offload_param": {"device": "nvme"}}, "nvme_path"),
-        ({"stage": 3, "offload_param": {"device": "tape"}}, "one of NONE, CPU, NVME"),
         ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "ratio"),
-        ({"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}, "super_offload"),
-        ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, "stages 1 to 3"),
-        ({"stage": 2, "ignore_unused_parameters": False}, "ignore_unused_parameters=false"),
-        ({"stage": 3, "leaf_module": {"names": ["a"]}}, r"names=\['a'\]"),
     ],
     "json": [
         ({"train_batch_size": 25}, "train_batch_size=25"),
         ({"optimizer": {"type": "Lamb"}}, "type='Lamb'.* build the optimizer"),
-        ({"optimizer": {"type": "SGD", "params": {"betas": "auto"}}}, "SGD has no 'betas'"),
         ({"scheduler": {"type": "OneCycle"}}, "type='OneCycle'.* build the scheduler"),
-        ({"scheduler": {"type": "WarmupDecayLR"}}, "total_num_steps"),
-        ({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [0.1]}}}, "warmup_max_lr is a list"),
-        ({"amp": {"enabled": True}}, "amp"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "data-parallel"),
-        ({"bf16": {"enabled": True}}, "both enabled"),
-        ({"fp16": {"enabled": True, "loss_scale": 128}}, "loss_scale=128"),
         ({"wings": 2}, "wings is not known"),
     ],
     "ZeroPlugin": [
         ({"stage": 5}, "0 \\(DDP\\)"),
         ({"stage": 2, "mixed_precision_policy": HALF}, "mixed_precision_policy .* stage 3"),
-        ({"stage": 3, "mixed_precision_policy": HALF, "master_dtype": torch.float32}, "decides the dtypes"),
-        ({"stage": 0, "master_dtype": torch.float32}, "stage 0"),
-        ({"stage": 2, "master_dtype": torch.float64}, "torch.float32"),
-        ({"stage": 2, "sharding_strategy": "SHARD_GRAD_OP"}, "sharding_strategy .* stage 3"),
         ({"stage": 1, "reduce_dtype": torch.bfloat16}, "comm_hook"),
         ({"stage": 3, "reduce_bucket_size": 7}, "reduce_bucket_size .* stages 1 and 2"),
         ({"stage": 3, "sharding_strategy": "SOME"}, "sharding_strategy='SOME'"),
-        ({"stage": 3, "auto_wrap_policy": "SOME"}, "auto_wrap_policy='SOME'"),
-        ({"stage": 3, "state_dict_type": "LOCAL_STATE_DICT"}, "state_dict_type='LOCAL_STATE_DICT'"),
-        ({"stage": 3, "mixed_precision": "fp8"}, "mixed_precision='fp8'"),
-        ({"stage": 3, "partition": "odd"}, "partition='odd'"),
-        ({"stage": 3, "offload": "cpu"}, "offload='cpu'"),
     ],
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch.optim import Adam, Optimizer
+from torch.optim import Adam
 
 import ranks
 import zero
@@ -19,28 +19,12 @@ def slow_adam(params: Any, **options: Any) -> Slow:
     return Slow(Adam(params, **options))
 
 
-class Passing(Optimizer):
-    """Hands everything on, as the optimizers of training libraries do."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["optimizer"], name)
-
-    def step(self, closure: Any = None) -> Any:
-        return self.optimizer.step()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.optimizer.zero_grad(set_to_none)
-
-
 def trained(rank: int, stage: int, *, inside: bool = True) -> tuple[Any, Any]:
     model, optimizer = zero.setup(built(), slow_adam if inside else Adam, stage=stage, lr=0.01)
-    return train(model, optimizer if inside else Slow(optimizer), rank, range(5)), zero.full_state_dict(model)
+    return train(model, optimizer if inside else Slow(optimizer), rank, range(3)), zero.full_state_dict(model)
 
 
-@pytest.mark.parametrize(("stage", "inside"), [(1, True), (1, False), (2, True), (3, True)])
+@pytest.mark.parametrize(("stage", "inside"), [(1, False), (2, True), (3, True)])
 @ranks.on(2)
 def test_wrappers_train_as_the_plain_ones_inside_oss_and_around_parameters_of_fsdp(rank, world, stage, inside):
     same(trained(rank, stage, inside=inside), trained(rank, 0), "losses and weights")
@@ -49,12 +33,3 @@ def test_wrappers_train_as_the_plain_ones_inside_oss_and_around_parameters_of_fs
 @ranks.raises(2, RuntimeError, "Slow steps by OSS", r"lambda params, \*\*options: Slow\(Adam")
 def test_around_oss_they_are_refused_at_stage_2_where_gradients_are_with_their_owners(rank, world):
     trained(rank, 2, inside=False)
-
-
-@ranks.on(2)
-def test_those_that_only_hand_on_are_not(rank, world):
-    losses = []
-    for wrap in (Passing, lambda optimizer: optimizer):
-        model, optimizer = zero.setup(built(), Adam, stage=2, lr=0.01)
-        losses.append(train(model, wrap(optimizer), rank, range(3)))
-    assert losses[0] == losses[1]

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW
 
-import gpus
 import ranks
 import zero
 from assertions import same_where_the_cpu_steps
@@ -29,7 +28,7 @@ def step(pair: tuple[nn.Module, Any], rank: int, number: int) -> float:
     return take_step(optimizer, model(inputs.to(dtype)).float().square().mean())
 
 
-@pytest.mark.parametrize("where", ["cpu", pytest.param("disk", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", ["cpu", "disk"])
 @ranks.on(2)
 def test_parameters_of_16_bits_are_stepped_as_float32(rank, world, tmp_path, where):
     """What is stepped is float32, unless another dtype is asked for."""
@@ -48,18 +47,6 @@ def test_parameters_of_16_bits_are_stepped_as_float32(rank, world, tmp_path, whe
     assert not list(tmp_path.iterdir()), "files have no names, and are gone with the processes"
 
 
-@gpus.cpu_only("says what is without a GPU")
-@ranks.on(2)
-def test_without_a_gpu_shards_stay_where_they_are(rank, world):
-    model = CASE.model()
-    optimizer = zero.OSS(model.parameters(), SGD, lr=0.1, offload=zero.CPUOffload())
-    for param in model.parameters():
-        if param.requires_grad and param.is_contiguous():
-            shard = optimizer.part(param)
-            inside = param.data_ptr() <= shard.data_ptr() < param.data_ptr() + max(param.nbytes, 1)
-            assert not shard.numel() or inside, "on the CPU shards of enough bits are where they should be"
-
-
 @ranks.on(2)
 def test_at_stage_3_an_optimizer_may_have_parameters_that_are_not_sharded(rank, world, tmp_path):
     """Its step is one step for them, and for its hooks, however many pieces of files it steps."""
@@ -74,7 +61,7 @@ def test_at_stage_3_an_optimizer_may_have_parameters_that_are_not_sharded(rank, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 3), (3, 1)])
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 2)])
 @ranks.on(2)
 def test_checkpoints_go_from_files_to_memory_and_back(rank, world, tmp_path, before, after):
     pairs = {

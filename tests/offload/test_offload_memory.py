@@ -4,7 +4,6 @@ simulated GPU. The bytes are those that the tables in docs/memory.md have for th
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, Adam
 
+import matrix
 import zero
 from inner import set_bucket_size
 from simulated.memory import FROM_CPU, NUMBERS, TO_CPU
-from simulated.scenarios import HALF, WORLD, built, in_two_backwards, net, ones, sgd, step, with_clipping
+from simulated.scenarios import HALF, WORLD, block, built, in_two_backwards, ones, sgd, step, with_clipping
 from simulated.world import Simulated, pinning, simulated
-from zoo import Block
+from zoo import Block, Stack
 
 WIDTH = 64
 NUMEL = WIDTH * WIDTH
@@ -61,9 +61,9 @@ def in_buckets(there: Simulated, stage: int, *, dtype: torch.dtype = torch.float
 
 
 def crossed(there: Simulated, model: nn.Module, optimizer: Any) -> dict[str, int]:
-    """Bytes of one step after three. Nobody lists the parameters in between."""
+    """Bytes of one step after two. Nobody lists the parameters in between."""
     inputs = ones(model)
-    for _ in range(4):
+    for _ in range(3):
         there.memory.crossed.clear()
         optimizer.zero_grad()
         model(inputs).sum().backward()
@@ -71,20 +71,13 @@ def crossed(there: Simulated, model: nn.Module, optimizer: Any) -> dict[str, int
     return dict(there.memory.crossed)
 
 
-@pytest.mark.parametrize("ratio", [1.0, 0.5])
-@pytest.mark.parametrize(
-    ("stage", "dtype", "world", "leaving"),
-    [
-        (1, torch.float32, WORLD, 4),
-        (2, torch.float32, WORLD, 4),
-        (1, torch.bfloat16, WORLD, 2),
-        (2, torch.bfloat16, WORLD, 4),
-        (2, torch.bfloat16, 1, 4),
-    ],
-)
-def test_gradients_go_to_the_cpu_and_stepped_shards_come_back_in_the_dtype_of_the_parameters(
-    stage, dtype, world, leaving, ratio
-):
+SENT = [(1, torch.float32, WORLD, 4), (2, torch.float32, WORLD, 4), (2, torch.bfloat16, WORLD, 4)]
+SENT += [(1, torch.bfloat16, WORLD, 2), (2, torch.bfloat16, 1, 4)]
+
+
+@matrix.combined("case, ratio", SENT, [1.0, 0.5])
+def test_gradients_go_to_the_cpu_and_stepped_shards_come_back_in_the_dtype_of_the_parameters(case, ratio):
+    stage, dtype, world, leaving = case
     with simulated() as there:
         how = {"world": world, "offload": zero.CPUOffload(ratio=ratio)}
         found = crossed(there, *in_buckets(there, stage, dtype=dtype, **how))
@@ -95,13 +88,12 @@ def test_gradients_go_to_the_cpu_and_stepped_shards_come_back_in_the_dtype_of_th
 @pytest.mark.parametrize(
     ("options", "ratio", "gathered", "world"),
     [
-        ({}, 1.0, 2 * 2 + 2, WORLD),  # the block that ran last, and the root unit, stay unsharded for backward
-        ({"mixed_precision": HALF}, 1.0, 2 * 2 + 2, WORLD),
+        ({"mixed_precision": HALF}, 1.0, 2 * 2 + 2, WORLD),  # what ran last and the root stay unsharded for backward
         ({"mixed_precision": HALF}, 1.0, 2 * 3 + 1, 1),  # the block that ran last does not
         ({"reshard_after_forward": False}, 1.0, 4, WORLD),
         ({}, 0.5, 2 + 1, WORLD),  # of two units, of which one stays unsharded for backward
     ],
-    ids=["float32", "16 bits", "one rank", "kept", "half"],
+    ids=["16 bits", "one rank", "kept", "half"],
 )
 def test_at_stage_3_shards_go_to_the_device_for_forward_and_for_backward(options, ratio, gathered, world):
     """In float32 also where the device computes in 16 bits.
@@ -114,8 +106,7 @@ def test_at_stage_3_shards_go_to_the_device_for_forward_and_for_backward(options
     assert found == {TO_CPU: 4 * ratio * 4 * NUMEL // world, FROM_CPU: 4 * gathered * NUMEL // world}
 
 
-@pytest.mark.parametrize("ratio", [1.0, 0.5])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@matrix.combined("stage, ratio", [1, 2, 3], [1.0, 0.5])
 def test_with_adam_the_cpu_holds_16_bytes_of_an_element_that_a_rank_owns(stage, ratio):
     """4 of what is stepped, 8 of Adam's state, and 4 of the gradient: at stage 1 only during the step. Of what is not
     offloaded, the device holds shards at stage 3 and the state."""
@@ -141,17 +132,6 @@ def test_with_adam_the_cpu_holds_16_bytes_of_an_element_that_a_rank_owns(stage, 
     assert 16 * offloaded <= in_step < 16 * offloaded + computing + FEW
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_what_forward_needs_first_stays_on_the_device(stage):
-    with simulated() as there:
-        model, optimizer = in_buckets(there, stage, offload=zero.CPUOffload(ratio=0.6))
-        params = [*model.parameters()]
-        shards = params if stage == 3 else [optimizer.part(param) for param in params]
-        kinds = [shard.device.type for shard in shards]
-    first = 3 if stage == 3 else 0  # of the root unit
-    assert [number for number, kind in enumerate(kinds) if kind == "cuda"] == [first]
-
-
 # --------------------------------------------------------------------------------------------------------- The numbers
 
 
@@ -168,37 +148,18 @@ def with_a_closure(model: nn.Module, optimizer: Any) -> None:
     step(model, optimizer)
 
 
-def doubled(values: Tensor) -> None:
-    values.mul_(2)
-
-
-def negated(values: Tensor) -> None:
-    values.neg_()
-
-
-def swapped(values: Tensor) -> None:
-    values.view(-1)[[0, 3]] = values.view(-1)[[3, 0]]
-
-
-def one_more(values: Tensor) -> None:
-    values.view(-1)[-1] += 1
-
-
-def writing(change: Callable[[Tensor], None]) -> Callable[[nn.Module, Any], None]:
-    def take(model: nn.Module, optimizer: Any) -> None:
+def with_written_weights(model: nn.Module, optimizer: Any) -> None:
+    """Written so that some sum over the weights would not tell."""
+    for number in range(4):
         step(model, optimizer)
-        for param in model.parameters():
-            if param.numel() > 3:
-                change(param.data)
+        for values in (param.data.view(-1) for param in model.parameters() if param.numel() > 3):
+            if number < 2:
+                values.mul_(2 if number else -1)
+            else:
+                values[[0, -1]] = values[[-1, 0]] if number == 2 else values[[0, -1]] + values.new_tensor([0, 1])
 
-    return take
 
-
-LOOPS: dict[str, Any] = {"accumulated": in_two_backwards, "clipped": with_clipping, "with a closure": with_a_closure}
-WRITTEN: dict[str, Any] = {
-    f"{change.__name__} weights": writing(change) for change in (doubled, negated, swapped, one_more)
-}
-"""So that some sum over the weights would not tell."""
+LOOPS = [with_clipping, in_two_backwards, with_a_closure]
 
 
 def trained(
@@ -208,39 +169,30 @@ def trained(
     if dtype != torch.float32:
         options |= {"mixed_precision": HALF} if stage == 3 else {"master_dtype": torch.float32}
     with simulated() as there:
-        module = net().to(dtype if stage < 3 else torch.float32)
+        module = Stack(block, 8, 3, blocks=2).to(dtype if stage < 3 else torch.float32)
         model, optimizer = built(there, stage, module, world=world, optim=optim, **options)
-        for _ in range(3):
+        for _ in range(2):
             take(model, optimizer)
         return [param.detach().clone() for param in model.parameters()]
 
 
-CASES: list[Any] = [(stage, "clipped") for stage in (1, 2, 3)]
-CASES += [pytest.param(1, "with a closure", marks=pytest.mark.slow)]
-CASES += [pytest.param(stage, loop, marks=pytest.mark.slow) for stage in (2, 3) for loop in LOOPS if loop != "clipped"]
-CASES += [pytest.param(2, loop, marks=pytest.mark.slow) for loop in WRITTEN]
+LOOPED = [(stage, take) for stage in (1, 2, 3) for take in LOOPS if stage > 1 or take is not in_two_backwards]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize(("stage", "loop"), CASES)
-def test_training_with_offload_has_the_same_bits(stage, loop, dtype):
+@matrix.combined("case, dtype", [*LOOPED, (2, with_written_weights)], [torch.float32, torch.bfloat16])
+def test_training_with_offload_has_the_same_bits(case, dtype):
     """In 16 bits gradients leave the device so, and add up over backwards in float32, as there."""
-    take = (LOOPS | WRITTEN)[loop]
+    stage, take = case
     given = (None, zero.CPUOffload(ratio=1.0 if stage == 1 else 0.6))
     plain, offloaded = (trained(stage, take, dtype, offload=offload) for offload in given)
     assert all(torch.equal(*pair) for pair in zip(plain, offloaded, strict=True))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"reshard_after_forward": False}, {"prefetch": zero.MEMORY_FIRST}, {"partition": "whole"}], ids=str
-)
+@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"partition": "whole"}], ids=str)
 def test_so_it_has_with_options_of_stage_3_and_optimizers_that_are_not_elementwise(options):
     optim = partial(Adafactor, lr=0.01, foreach=True) if "partition" in options else adam
-    plain, offloaded = (
-        trained(3, step, torch.float32, WORLD, optim, offload=offload, **options)
-        for offload in (None, zero.CPUOffload())
-    )
+    given = (None, zero.CPUOffload())
+    plain, offloaded = (trained(3, step, torch.float32, WORLD, optim, offload=offload, **options) for offload in given)
     assert all(torch.equal(*pair) for pair in zip(plain, offloaded, strict=True))
 
 

@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, SequentialLR
 
 import ranks
 import zero
 from assertions import same_weights
-from runs import average_gradients, take_step
+from ranks import refusal
+from runs import average_gradients
 from zoo import data
 
 
@@ -54,7 +55,6 @@ class Odd(SGD):
 
 
 BUILT = {
-    "one group": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
     "groups of their own": lambda model: AdamW(groups(model), lr=0.01, betas=(0.8, 0.9)),
     "named groups": lambda model: Adam(groups(model, named=True), lr=0.01, amsgrad=True),
     "handed on": lambda model: Odd(groups(model), lr=0.1, nesterov=True, momentum=0.5),
@@ -83,24 +83,6 @@ def test_it_trains_on_as_the_optimizer_would(rank, world, name):
     assert found["state"].keys() == wanted["state"].keys()
 
 
-@ranks.on(2)
-def test_named_groups_stand_beside_empty_ones(rank, world):
-    """As under LoRA, where nothing is left that does not decay."""
-    plain, model = net(), net()
-    built = []
-    for each in (plain, model):
-        for param in each.parameters():
-            param.requires_grad_(param.dim() > 1)
-        made = groups(each, named=True)
-        made[1]["params"], made[1]["param_names"] = [], []
-        built.append(Adam(made, lr=0.01))
-    optimizer = zero.OSS.from_optimizer(built[1], partition="whole")
-    assert [group["param_names"] for group in optimizer.param_groups] == [["0.weight", "2.weight"], []]
-    for each, one in ((plain, built[0]), (model, optimizer)):
-        take_step(one, each(data(4, 6, rank=0)).square().sum())
-    same_weights(model, plain)
-
-
 @ranks.raises(2, RuntimeError, "SGD was given to OSS.from_optimizer", "Step the OSS")
 def test_the_optimizer_that_was_given_away_steps_no_more(rank, world):
     model = net()
@@ -117,51 +99,34 @@ class Forgetful(SGD):
         super().__init__(params, lr=lr * scale)
 
 
-def forgetful(rank: int, world: int, optim: Any) -> list[Tensor]:
+@ranks.on(2)
+def test_what_an_optimizer_does_not_keep_is_asked_for(rank, world):
     model = net()
-    optimizer = zero.OSS.from_optimizer(Forgetful(model.parameters(), scale=2.0), optim=optim)
+    given = Forgetful(model.parameters(), scale=2.0)
+    told = refusal(lambda: zero.OSS.from_optimizer(given))
+    assert told.startswith("ValueError: ") and "Forgetful does not keep" in told and "functools.partial" in told
+    optimizer = zero.OSS.from_optimizer(given, optim=functools.partial(Forgetful, scale=2.0))
     train(model, optimizer, rank, [0])
-    return [*model.parameters()]
+    assert not torch.equal(model[0].weight, net()[0].weight)
 
 
-def test_what_an_optimizer_does_not_keep_is_asked_for():
-    ranks.expect_error(forgetful, 2, ValueError, "Forgetful does not keep", "scale", "functools.partial", args=(None,))
-    found = ranks.run(forgetful, args=(functools.partial(Forgetful, scale=2.0),))[0]
-    model = net()
-    before = [param.clone() for param in model.parameters()]
-    assert all(not torch.equal(one, other) for one, other in zip(found, before, strict=True))
-
-
-def no_optimizer(rank: int, model: nn.Module) -> Any:
-    return model if rank else SGD(model.parameters(), lr=0.1)
-
-
-def an_oss(rank: int, model: nn.Module) -> Any:
-    return zero.OSS(model.parameters(), SGD, lr=0.1)
-
-
-def state_on_one_rank(rank: int, model: nn.Module) -> Any:
-    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if rank:
-        take_step(optimizer, model(data(4, 6, rank=0)).sum())
+def with_state(net: nn.Module, *shape: int) -> Optimizer:
+    """The momentum of one parameter has the shape."""
+    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+    if shape:
+        optimizer.state[net[0].weight]["momentum_buffer"] = torch.ones(shape)
     return optimizer
 
 
-def state_of_another_model(rank: int, model: nn.Module) -> Any:
-    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    optimizer.state[model[0].weight]["momentum_buffer"] = torch.ones(7, 5)
-    return optimizer
+REFUSED: dict[str, tuple[Any, list[str]]] = {
+    "no optimizer": (lambda rank, net: net if rank else with_state(net), ["given a Sequential", r"\(on rank 1\)"]),
+    "an OSS": (lambda rank, net: zero.OSS(net.parameters(), SGD, lr=0.1), ["given an OSS"]),
+    "state on one rank": (lambda rank, net: with_state(net, *(10, 6)[: 2 * rank]), ["of 0 param", "of 1 param"]),
+    "another model's state": (lambda rank, net: with_state(net, 7, 5), ["momentum_buffer", r"\[7, 5\]"]),
+}
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (no_optimizer, ["given a Sequential", r"\(on rank 1\)"]),
-        (an_oss, ["given an OSS"]),
-        (state_on_one_rank, ["state of 0 parameters", "state of 4 parameters"]),
-        (state_of_another_model, ["momentum_buffer", r"\[7, 5\]"]),
-    ],
-)
+@pytest.mark.parametrize(("name", "words"), [(name, words) for name, (_, words) in REFUSED.items()])
 @ranks.raises(2, ValueError, timeout=10)
-def test_what_cannot_be_taken_over_is_refused_on_every_rank(rank, world, make, words):
-    zero.OSS.from_optimizer(make(rank, net()))
+def test_what_cannot_be_taken_over_is_refused_on_every_rank(rank, world, name, words):
+    zero.OSS.from_optimizer(REFUSED[name][0](rank, net()))

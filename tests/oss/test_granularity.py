@@ -89,7 +89,8 @@ def _trained(rank, world, stage, blocks):
     return cut, kept
 
 
-@pytest.mark.parametrize(("world", "stage", "blocks"), [(2, 1, 1), (2, 2, 2), (3, 1, 2), (4, 2, 1)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "stage", "blocks"), [(3, 1, 1), (2, 2, 2)])
 def test_an_optimizer_that_works_in_blocks_equals_the_unsharded_one(world, stage, blocks):
     told = ranks.run(_trained, world, args=(stage, blocks))
     assert any(cut for cut, _ in told), "nothing was cut"
@@ -102,40 +103,3 @@ def test_an_optimizer_that_works_in_blocks_equals_the_unsharded_one(world, stage
 @ranks.raises(2, ValueError, "Blockwise .*whole", "partition='whole'")
 def test_cuts_that_do_not_respect_blocks_are_refused(rank, world, cut):
     zero.OSS(built(Odd).parameters(), Blockwise, **cut)
-
-
-class Uneven(Blockwise):
-    """Keeps three numbers a shard, whatever its length: shards of no known layout."""
-
-    def step_one(self, param, state, group):
-        super().step_one(param, state, group)
-        state["moments"] = torch.ones(3)
-
-
-@ranks.raises(2, ValueError, "'moments'", "partition='whole'")
-def test_state_of_any_other_length_is_refused_where_parameters_are_cut(rank, world):
-    ours = built(Odd)
-    optimizer = zero.OSS(ours.parameters(), Uneven, granularity=BLOCK)
-    step(0, (ours, optimizer))
-    optimizer.consolidate_state_dict(to=None)
-
-
-@ranks.on(3)
-def test_what_is_added_later_is_cut_at_multiples_and_what_a_rank_saved_is_loaded(rank, world):
-    """Without consolidation each rank's own shard is saved and loaded as it is."""
-    model, plain = built(Odd), built(Odd)
-    optimizer, expected = (
-        zero.OSS(model.first.parameters(), Blockwise, granularity=BLOCK),
-        Blockwise(plain.first.parameters()),
-    )
-    for number in range(5):
-        if number == 2:
-            for net, its in ((model, optimizer), (plain, expected)):
-                its.add_param_group({"params": net.middle.parameters(), "lr": 0.01})
-                net.zero_grad()
-        if number == 4:
-            state, optimizer = optimizer.state_dict(), zero.OSS(model.first.parameters(), Blockwise, granularity=BLOCK)
-            optimizer.add_param_group({"params": model.middle.parameters()})
-            optimizer.load_state_dict(state)
-        step(number, (model, optimizer), (plain, expected))
-    assert_same(model, plain)

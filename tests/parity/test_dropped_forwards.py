@@ -6,11 +6,11 @@ from __future__ import annotations
 import gc
 import math
 from contextlib import suppress
-from functools import partial
 
 import pytest
 from torch import Tensor, nn
 
+import matrix
 import ranks
 from inner import Meter
 from rows import Loop, Rows, momentum
@@ -45,34 +45,30 @@ def step(t, i):
     t.o.zero_grad()
 
 
-def before_a_step(drop, t, i, drops=True):
-    if drops:
-        drop(t, i)
+def before_a_step(drop, t, i):
+    drop(t, i)
     step(t, i)
 
 
-def between_forward_and_backward(drop, t, i, drops=True):
+def between_forward_and_backward(drop, t, i):
     loss = t.loss(i)
-    if drops:
-        drop(t, i)
+    drop(t, i)
     loss.backward()
     t.o.step()
     t.o.zero_grad()
 
 
-def between_backward_and_step(drop, t, i, drops=True):
+def between_backward_and_step(drop, t, i):
     t.loss(i).backward()
-    if drops:
-        drop(t, i)
+    drop(t, i)
     t.o.step()
     t.o.zero_grad()
 
 
-def in_an_accumulation(drop, t, i, drops=True):
+def in_an_accumulation(drop, t, i):
     with t.m.no_sync():
         t.loss(20 + i).backward()
-        if drops:
-            drop(t, i)
+        drop(t, i)
     step(t, i)
 
 
@@ -142,33 +138,41 @@ def peak(t, program):
     """Of a settled step, in bytes; the least of several, as a thread of Gloo may drop its buffer a moment late."""
     peaks = []
     with Meter() as meter:
-        for i in range(7):
+        for i in range(5):
             meter.reset_peak()
             program(t, i)
             t.seen.clear()
             peaks.append(meter.peak())
-    return min(peaks[3:])
+    return min(peaks[2:])
 
 
-def units_more(rank, world, row, transport, program, without):
-    """How much more memory the peak of a program takes than that of another, in units."""
+def accumulate(t, i):
+    in_an_accumulation(lambda t, i: None, t, i)
+
+
+PROGRAMS = [*(one.program for one in row.rows), keep_one, keep_the_last]
+
+
+def units_more(rank, world, transport, which):
+    """How much more memory the peaks of some of PROGRAMS take than those of steps that drop nothing, in units."""
+    unit = sum(param.nbytes for param in Block(INNER, 4 * INNER).parameters())
     with by(transport):
-        found, expected = (peak(Loop(row, 3, rank, "."), each) for each in (program, without))
-    return (found - expected) / sum(param.nbytes for param in Block(INNER, 4 * INNER).parameters())
+        expected = {without: peak(Loop(row.rows[0], 3, rank, "."), without) for without in (step, accumulate)}
+        found = [(peak(Loop(row.rows[0], 3, rank, "."), program), program) for program in PROGRAMS[which]]
+    accumulating = row.rows[-1].program
+    return [(more - expected[accumulate if program is accumulating else step]) / unit for more, program in found]
 
 
-def dropping(rank, world, row, transport):
-    return units_more(rank, world, row, transport, row.program, partial(row.program, drops=False))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("row", row.rows, ids=lambda each: each.name)
-def test_the_peak_is_that_of_a_step_that_drops_nothing(row, transport):
-    assert max(ranks.run(dropping, 2, args=(row, transport))) < 0.1
+def test_the_peak_is_that_of_a_step_that_drops_nothing(transport):
+    which = slice(0, -2) if matrix.WHOLE else slice(TRANSPORTS.index(transport), -2, len(TRANSPORTS))
+    for found in ranks.run(units_more, 2, args=(transport, which)):
+        assert max(found) < 0.1, found
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("program", "at_most"), [(keep_one, 0.5), (keep_the_last, 2 * BLOCKS)])
-def test_a_loss_that_is_kept_costs_activations_and_in_the_next_backward_full_units(program, at_most, transport):
-    more = ranks.run(units_more, 2, args=(row.rows[0], transport, program, step))
-    assert 0 < min(more) <= max(more) <= at_most
+@pytest.mark.slow
+def test_a_loss_that_is_kept_costs_activations_and_in_the_next_backward_full_units():
+    for one, last in ranks.run(units_more, 2, args=(TRANSPORTS[-1], slice(-2, None))):
+        assert 0 < one <= 0.5
+        assert 0 < last <= 2 * BLOCKS

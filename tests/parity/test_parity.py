@@ -138,8 +138,7 @@ def train_between_hosts(rank: int, world: int, case: str, optim: str, stage: str
         return record, Comm().reads(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("stage", ["1", "2 small buckets", "3", "3 whole", "3 not resharded"])
-@pytest.mark.parametrize("case", ["gpt", "wide"])
+@matrix.combined("stage, case", ["1", "2 small buckets", "3", "3 whole", "3 not resharded"], ["gpt", "wide"])
 def test_so_do_two_hosts(case, stage):
     """Some of what `make hosts` runs in this way."""
     found = ranks.run(train_between_hosts, 2, args=(case, "adamw", stage), timeout=20)
@@ -150,28 +149,28 @@ def test_so_do_two_hosts(case, stage):
 AT = [("1", 4), ("1 whole", 3), ("2", 3), ("2 small buckets", 4), ("3", 3), ("3", 4), ("3 whole", 3)]
 
 
-@matrix.combined("at, case", AT, CASES, each=2)
+@matrix.combined("at, case", AT, CASES)
 def test_more_ranks_agree_with_ddp_within_rounding(at, case):
     stage, world = at
     assert_close(zeros(world, case, "sgd", stage), ddp(world, case, "sgd"), 2e-6)
 
 
-@pytest.mark.parametrize("stage", ["1", "2", "2 small buckets", "3", "3 not resharded"])
-@pytest.mark.parametrize("case", ODD)
+ACCUMULATING = ["1", "2", "2 small buckets", "3", "3 not resharded"]
+
+
+@matrix.combined("stage, case", ACCUMULATING, ODD, each=2)
 def test_accumulation_under_no_sync_gets_the_bits_of_ddp(case, stage):
     how = {"micro": 3, "sync": False, "steps": 3}
     assert_same_bits(zeros(2, case, "sgd", stage, **how), ddp(2, case, "sgd", **how))
 
 
-@pytest.mark.parametrize("stage", ["1", "2", "2 small buckets", "3", "3 not resharded"])
-@pytest.mark.parametrize("case", ODD)
+@matrix.combined("stage, case", ACCUMULATING, ODD)
 def test_accumulation_with_sync_agrees_with_ddp_within_rounding(case, stage):
     how = {"micro": 3, "sync": True, "steps": 3}
     assert_close(zeros(2, case, "sgd", stage, **how), ddp(2, case, "sgd", **how), 1e-5)
 
 
-@pytest.mark.parametrize("stage", ["1", "1 whole", "2", "3"])
-@pytest.mark.parametrize("case", ODD)
+@matrix.combined("stage, case", ["1", "1 whole", "2", "3"], ODD)
 def test_a_subgroup_computes_what_a_world_of_its_size_does(case, stage):
     first, outsider, second = zeros(3, case, "sgd", stage, members=[0, 2])
     assert outsider is None

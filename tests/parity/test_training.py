@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -283,23 +284,24 @@ AT: dict[str, dict[str, Any]] = {
 }
 
 
-def chosen(names: Iterable[str]) -> list[tuple[str, str, str]]:
-    """Every name at two stages, and in the suite some at the third; by each transport, in the suite in turn."""
-    pairs = [
-        (name, at) for number, name in enumerate(names) for at in [*AT][: 3 if matrix.WHOLE or number % 3 == 0 else 2]
-    ]
+def chosen(names: Iterable[str], each: int) -> list[Any]:
+    """Every name at `each` stages, which take turns, and by the transports in turn; under `make matrix` at all."""
     if matrix.WHOLE:
-        return [(*pair, transport) for pair in pairs for transport in TRANSPORTS]
-    return [(*pair, TRANSPORTS[number % len(TRANSPORTS)]) for number, pair in enumerate(pairs)]
+        return [*itertools.product(names, AT, TRANSPORTS)]
+    places = [(name, [*AT][(number + turn) % 3]) for number, name in enumerate(names) for turn in range(each)]
+    return [
+        pytest.param(*place, TRANSPORTS[number % len(TRANSPORTS)], marks=pytest.mark.slow if number % 3 else [])
+        for number, place in enumerate(places)
+    ]
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("name", "stage", "transport"), chosen(ROWS))
+@pytest.mark.parametrize(("name", "stage", "transport"), chosen(ROWS, 1))
 def test_training_is_that_of_torch_alone(name, stage, transport):
     ranks.run(calling, args=(transport, train, dataclasses.replace(ROWS[name], **AT[stage])), timeout=20)
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("name", "stage", "transport"), chosen(SCENARIOS))
+@pytest.mark.parametrize(("name", "stage", "transport"), chosen(SCENARIOS, 2))
 def test_numbers_are_those_of_the_reference(name, stage, transport):
     ranks.run(calling, args=(transport, SCENARIOS[name], stage), timeout=20)

@@ -26,7 +26,7 @@ def measured(stage: str, world: int, offload: Any, precision: zero.MixedPrecisio
     """Bytes on the device at the peak of a settled step, and in the CPU's memory between its backward and its step."""
     with simulated() as there:
         how: dict[str, Any] = {"auto_wrap_policy": POLICY, "mixed_precision": precision, "offload": offload}
-        model = zero.FSDP(Model(), there.comm(0, world), reshard_after_forward=stage == "3", **how)
+        model = zero.FSDP(Model(layers=2), there.comm(0, world), reshard_after_forward=stage == "3", **how)
         optimizer = adam(model.parameters())
         for _ in range(3):
             there.memory.reset_peaks()
@@ -49,12 +49,12 @@ ALL = [
 @pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("stage", "world", "offload", "precision"), ALL if matrix.WHOLE else [ALL[number] for number in (1, 6, 11)], ids=str
+    ("stage", "world", "offload", "precision"), ALL if matrix.WHOLE else [ALL[number] for number in (6, 9)], ids=str
 )
 def test_offload_at_stage_3_is_planned_within_one_percent(stage, world, offload, precision):
     options = Options(offload=offload, backend="nccl", precision=precision)
     how = {"optimizer": adam, "auto_wrap_policy": POLICY, "batch": BATCH}
-    cost = zero.plan(Model(), world_size=world, options=options, stages=[stage], **how).cost(stage)
+    cost = zero.plan(Model(layers=2), world_size=world, options=options, stages=[stage], **how).cost(stage)
     peak, held = measured(stage, world, offload, precision)
     assert cost.peak == pytest.approx(peak, rel=0.01)
     assert cost.host == pytest.approx(held, rel=0.01)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -15,8 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import fsdp
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ranks
@@ -24,8 +20,8 @@ import zero
 from commands import command
 from inner import nbytes, shard_groups
 from optimizers import Moments, Wrapping
-from placements import Block, Model
-from processes import ROOT, python
+from placements import Model
+from processes import ROOT
 from zero.plan import Cost, Options, Plan
 
 STAGES = ("0", "1", "2", "3 kept", "3")
@@ -47,33 +43,11 @@ def blocks(numel: float, count: int, dtype: torch.dtype = torch.float32) -> nn.M
     return nn.Sequential(*(Unit(shapes, dtype) for _ in range(count)))
 
 
-def test_buffers_are_planned_in_the_dtype_that_they_are_computed_with():
-    model = nn.Sequential(nn.Linear(3, 64), nn.BatchNorm1d(64))
-    model[0].register_buffer("mask", torch.ones(1000))
-    given = fsdp.MixedPrecision(buffer_dtype=torch.bfloat16)
-    mixed, plain = (zero.plan(model, world_size=2, precision=precision, stages=[3]) for precision in (given, None))
-    assert plain.cost(3, world=2).parameters - mixed.cost(3, world=2).parameters == 2000
-
-
-@pytest.mark.slow
-def test_the_papers_table():
-    """ZeRO (arXiv 1910.02054), figure 1: 7.5B parameters, 64 ranks, mixed precision Adam; GB (10^9 bytes).
-
-    At stage 2 gradients are kept in float32, for the masters to be stepped by: 16.9, where the paper has 16.6.
-    Stage 0 is planned for a hundredth of the parameters: its masters are compared piece by piece, which takes seconds.
-    """
-    for stage, paper in enumerate([120, 31.4, 16.6, 1.9]):
-        numel = 7.5e9 if stage else 7.5e7
-        plan = zero.plan(blocks(numel, 2), world_size=64, precision=MIXED, stages=[stage])
-        assert plan.cost(stage).resident / 1e9 * (7.5e9 / numel) == pytest.approx(paper, rel=0.02)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "backend", "buckets"),
     [
         (torch.float32, "nccl", 2),
-        (torch.bfloat16, "gloo", 2),
         (torch.bfloat16, "nccl", 3),  # gradients of 16 bits arrive beside those that are sent, to be summed in float32
     ],
 )
@@ -81,74 +55,26 @@ def test_with_offload_parameters_and_buckets_of_gradients_stay_on_the_device(dty
     """ZeRO-Offload (arXiv 2101.06840), section 4: 2 bytes a parameter on the device, 16 on the hosts together."""
     numel, world, bucket = 25 * 10**6, 64, 12 << 20
     options = Options(offload=zero.CPUOffload(), backend=backend, bucket_bytes=bucket)
-    plan = zero.plan(blocks(numel, 6, dtype), world_size=world, options=options, stages=[1, 2])
-    cost = plan.cost(2)
+    cost = zero.plan(blocks(numel, 4, dtype), world_size=world, options=options, stages=[2]).cost(2)
     assert cost.parameters == pytest.approx(dtype.itemsize * numel, rel=1e-3)
     assert cost.gradients == 0 and cost.optimizer < 200, "all but counts of steps is on the host"
-    shard = bucket // world // dtype.itemsize
-    at_stage_1 = 16 * numel if dtype == torch.float32 else 14 * numel + 4 * shard * world  # widened bucket by bucket
     assert cost.host * world == pytest.approx(16 * numel, rel=1e-3)
-    assert plan.cost(1).host * world == pytest.approx(at_stage_1, rel=1e-2)
     assert cost.peak - cost.parameters <= 1.1 * buckets * bucket
 
 
 @pytest.mark.slow
-def test_with_a_share_offloaded_the_rest_of_the_state_is_on_the_device():
-    numel = 25 * 10**6
-    options = Options(offload=zero.CPUOffload(ratio=0.5), master_dtype=torch.float32, bucket_bytes=2 << 20)
-    half = zero.plan(blocks(numel, 25, torch.bfloat16), world_size=1, options=options, stages=[2]).cost(2)
-    assert half.host == pytest.approx(16 * numel / 2, rel=0.09)  # by whole buckets, of which it has 25
-    assert half.host + half.optimizer + half.gradients == pytest.approx(16 * numel, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_files_are_planned_like_the_memory_of_the_host():
-    in_files, in_memory = (
-        zero.plan(blocks(1e5, 2), world_size=2, options=Options(offload=offload), stages=[3]).cost(3)
-        for offload in (zero.DiskOffload("unused"), zero.CPUOffload())
-    )
-    assert in_files == in_memory
-    assert in_memory.host == pytest.approx(16 * 10**5 / 2, rel=0.01)
-
-
-@pytest.mark.slow
 def test_large_worlds_against_objects_of_a_fake_process_group():
-    world = 4096
+    world = 1024
     with torch.device("meta"):
-        model, policy = Model(96, 1, 70), ModuleWrapPolicy({Block})
-        plan = zero.plan(model, world_size=world, auto_wrap_policy=policy, stages=[1, 3])
-    [[stage_1, stage_3]] = ranks.run(in_a_fake_world, 1, (world,), bare=True)
-    assert stage_1 == plan.cost(1).parameters
-    assert stage_3 == plan.cost(3).parameters
+        plan = zero.plan(Model(24, 1, 70), world_size=world, stages=[1, 3])
+    assert ranks.run(in_a_fake_world, 1, (world,), bare=True) == [[plan.cost(1).parameters, plan.cost(3).parameters]]
 
 
 def in_a_fake_world(rank: int, _: int, world: int) -> list[int]:
     dist.init_process_group("fake", rank=world // 2, world_size=world, store=FakeStore())
-    model = Model(96, 1, 70)
-    optimizer = zero.OSS(model.named_parameters(), torch.optim.Adam)
-    whole = nbytes(group.full for group in shard_groups(optimizer))
-    sharded = zero.FSDP(Model(96, 1, 70), auto_wrap_policy=ModuleWrapPolicy({Block}))
-    return [whole, nbytes(group.shard for group in shard_groups(sharded))]
-
-
-@pytest.mark.slow
-def test_blocks_are_planned_as_the_units_that_fsdp_makes_of_them():
-    with torch.device("meta"):
-        in_a_list, in_a_sequence = Model(96), Model(96)
-    in_a_sequence.blocks = nn.Sequential(*in_a_sequence.blocks)
-    plan = partial(zero.plan, world_size=2, stages=[3])
-    peak = plan(in_a_sequence).cost(3).peak
-    assert peak == plan(in_a_list).cost(3).peak
-    assert peak < plan(in_a_sequence, auto_wrap_policy=ModuleWrapPolicy({nn.Conv2d})).cost(3).peak
-
-
-@pytest.mark.slow
-def test_with_a_limit_of_one_large_embeddings_and_heads_are_units():
-    with torch.device("meta"):
-        model = Model(96, 2, 1200)
-    memory_first = partial(zero.plan, model, world_size=4, prefetch=zero.MEMORY_FIRST, stages=[3])
-    one_at_a_time, in_the_root = memory_first(), memory_first(auto_wrap_policy=ModuleWrapPolicy({Block}))
-    assert one_at_a_time.cost(3).peak < in_the_root.cost(3).peak - 1.8 * model.words.weight.nbytes
+    whole = zero.OSS(Model(24, 1, 70).named_parameters(), torch.optim.Adam)
+    sharded = zero.FSDP(Model(24, 1, 70))
+    return [nbytes(group.full for group in shard_groups(whole)), nbytes(group.shard for group in shard_groups(sharded))]
 
 
 @pytest.mark.parametrize(
@@ -158,7 +84,7 @@ def test_with_a_limit_of_one_large_embeddings_and_heads_are_units():
         (torch.optim.Adafactor, 0),
         (torch.optim.Muon, 1),
         (Moments, 1),  # two, in 16 bits
-        pytest.param(partial(Wrapping, compiled=True), 2, marks=pytest.mark.slow),
+        (partial(Wrapping, compiled=True), 2),
     ],
 )
 def test_states_of_an_optimizer_are_those_that_it_makes(optim, states):
@@ -208,7 +134,7 @@ def test_the_readmes_table_is_what_is_planned(precision):
     """On the CPU, where optimizers step one parameter after another; bytes and bytes sent, by parameter."""
     section = (ROOT / "README.md").read_text().split("## Which stage to take")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| [0-3]", line)]
-    numel, world, units = 10**8, 16, 16
+    numel, world, units = 10**7, 8, 8
     unit = (precision.param_dtype or torch.float32).itemsize / units
     options = Options(precision=precision, bucket_bytes=round(unit * numel))
     plan = zero.plan(blocks(numel, units), world_size=world, options=options)
@@ -217,7 +143,7 @@ def test_the_readmes_table_is_what_is_planned(precision):
         formula = re.fullmatch(r"(.*Ψ(?:/W)?)(?: \+ (?:.* to )?(\d*)B)?", row[2 if precision == MIXED else 1])
         least = eval(formula[1].replace("Ψ", "*1"), {"W": world})
         most = least if formula[2] is None else least + int(formula[2] or 1) * unit
-        assert 0.97 * least < cost.peak / numel < 1.02 * most, (cost.stage, formula[0])
+        assert 0.97 * least < cost.peak / numel < 1.03 * most, (cost.stage, formula[0])
         assert cost.sent / plan.cost(0).sent == pytest.approx(float(row[3]), rel=0.05)
 
 
@@ -225,11 +151,9 @@ def test_the_readmes_table_is_what_is_planned(precision):
     ("options", "message"),
     [
         ({"world_size": 0}, "world_size=0"),
-        ({"world_size": []}, "world_size is empty"),
         ({"world_size": 2, "optimizer": torch.optim.LBFGS}, "LBFGS cannot be sharded"),
         ({"world_size": 6, "options": Options(replicas=4)}, "cannot be divided into 4 replicas"),
         ({"world_size": 2, "stages": ["2", 4]}, "stages has '4'"),
-        ({"world_size": 2, "stages": [0], "options": Options(offload=zero.CPUOffload())}, "only stages 1, 2, 3 kept"),
         ({"world_size": 2, "precision": MIXED, "options": Options()}, "precision was given twice"),
         ({"world_size": 2, "model": nn.GELU()}, "has no parameters"),
     ],
@@ -237,15 +161,6 @@ def test_the_readmes_table_is_what_is_planned(precision):
 def test_what_the_stages_would_refuse_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         zero.plan(**{"model": blocks(1000, 2), **options})
-
-
-@pytest.mark.slow
-def test_the_command_line():
-    arguments = ["-m", "zero.plan", "placements:Model", "--world", "8", "--memory", "1GiB"]
-    found = json.loads(python(*arguments, "--json", "--batch", "4x32:int64", cwd=ROOT / "tests").stdout)
-    assert [one["world"] for one in found["recommended"]] == [8]
-    assert len(found["costs"]) == 5
-    assert found["activations"] is True
 
 
 def told(capsys: Any, *arguments: str) -> str:
@@ -263,9 +178,9 @@ def costs(capsys: Any, *arguments: str) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_the_table_has_a_line_for_every_stage_and_world(capsys):
-    job = ["--parameters", "1M", "--layers", "1", "--world", "8,64", "--memory", "8MiB", "--precision", "mixed"]
+    job = ["--parameters", "1e5", "--layers", "1", "--world", "8,64", "--memory", "0.6MiB", "--precision", "mixed"]
     lines = told(capsys, *job).splitlines()
-    for word in ("999,936 parameters", "a GPT of 1 blocks", "AdamW, mixed", "MiB a rank", "activations not"):
+    for word in ("parameters (a GPT of 1 blocks", "AdamW, mixed", "MiB a rank", "activations not"):
         assert word in lines[0]
     assert [line.split()[:2] for line in lines[3:8]] == [["8", "0"], ["8", "1"], ["8", "2"], ["8", "3"], ["8", "3"]]
     assert lines[-1].startswith("64 ranks: stage 2")
@@ -273,46 +188,34 @@ def test_the_table_has_a_line_for_every_stage_and_world(capsys):
 
 @pytest.mark.slow
 def test_with_offload_the_table_has_the_memory_of_the_host_from_stage_1_on(capsys):
-    job = ["--parameters", "1M", "--layers", "2", "--world", "1", "--tokens", "64", "--offload", "0.5"]
+    job = ["--parameters", "1e5", "--layers", "1", "--world", "1", "--offload", "0.5"]
     lines = told(capsys, *job).splitlines()
-    assert "activations" not in lines[0]
     assert lines[2].split()[-1] == "host"
     assert [line.split()[1] for line in lines[3:7]] == ["1", "2", "3", "3"]
     hosted = [float(line.split()[-1]) for line in lines[3:7]]
-    assert all(0 < nbytes < 16 * 10**6 / 2**20 for nbytes in hosted), "a share of 16 bytes a parameter"
+    assert all(0 < nbytes < 1.1 * 16e5 / 2**20 for nbytes in hosted), "a share of 16 bytes a parameter"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("parameters", "layers", "found"), [("125000000", 12, 125e6), ("1e6", 4, 1e6)])
-def test_a_number_of_parameters_is_a_gpt_of_that_size(capsys, parameters, layers, found):
-    first = told(capsys, "--parameters", parameters)
-    numel, blocks = re.match(r"([\d,]+) parameters \(a GPT of (\d+) blocks", first).groups()
-    assert int(blocks) == layers
-    assert int(numel.replace(",", "")) == pytest.approx(found, rel=1e-3)
+def test_a_model_is_planned_with_a_batch_as_json(capsys):
+    (cost,) = costs(capsys, "placements:Model", "--stage", "3", "--batch", "4x32:int64")
+    assert cost["world"] == 4 and cost["sent"] > 0
 
 
-GLOO = ("--parameters", "1e6", "--layers", "3", "--backend", "gloo")
+GLOO = ("--parameters", "1e6", "--layers", "3", "--backend", "gloo", "--stage", "3")
 
 
 @pytest.mark.slow
-def test_the_command_line_knows_of_one_host(capsys):
-    across, within = (costs(capsys, *GLOO, "--parameters", "1e7", *flags) for flags in ((), ("--one-host",)))
-    smaller = [one["stage"] for one, other in zip(across, within, strict=True) if other["peak"] < one["peak"]]
-    assert smaller == ["2", "3 kept", "3"]
-
-
-@pytest.mark.slow
-def test_gathering_further_ahead_needs_more(capsys):
-    how = ["memory-first", "default", "speed-first"]
-    peaks = [costs(capsys, *GLOO, "--stage", "3", "--prefetch", one)[0]["peak"] for one in how]
-    assert peaks == sorted(peaks) and len({*peaks}) == 3
+def test_the_command_line_knows_of_one_host_and_how_far_ahead_is_gathered(capsys):
+    ways = (["--one-host"], [], ["--prefetch", "memory-first"])
+    within, ahead, one_at_a_time = [costs(capsys, *GLOO, *flags)[0]["peak"] for flags in ways]
+    assert within < ahead and one_at_a_time < ahead
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--parameters", "1e999"], "inf parameters: give a finite number"),
-        (["--parameters", "10"], "10 parameters are too few for a GPT of 1 layers"),
         (["torch.nn:Linear"], "'torch.nn:Linear' takes arguments .*in_features"),
         (["builtins:dict"], "the model is a dict. Pass a torch.nn.Module"),
         (["placements:Model", "--batch", "2x4:int64,2x4:int64"], "Model.forward cannot be called .* arguments: 2"),
@@ -328,9 +231,6 @@ def test_what_the_command_line_cannot_plan_is_one_line(arguments, message):
     [
         ([], "either a model, as module:factory, or --parameters"),
         (["placements:Model", "--tokens", "64"], "--batch"),
-        (["--parameters", "1M", "--batch", "1x64:int64"], "--tokens"),
-        (["--parameters", "1M", "--tokens", "0"], "'0' is no number from 1 up"),
-        (["--parameters", "1M", "--offload", "1.5"], "'1.5' is no share above 0, up to 1"),
         (["--parameters", "1M", "--memory", "80 apples"], "'80 apples' is no size"),
     ],
 )
@@ -339,12 +239,8 @@ def test_arguments_that_do_not_fit_say_what_to_pass(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_optimizers_are_torchs_or_the_users_own(capsys):
     job = ["--parameters", "1e5", "--layers", "1", "--stage", "2", "--optimizer"]
     adam, moments = (costs(capsys, *job, name)[0]["optimizer"] for name in ("Adam", "optimizers:Moments"))
     assert 2 * moments == pytest.approx(adam, rel=0.01)
-
-
-def test_it_is_a_function_and_a_package():
-    assert zero.plan is importlib.import_module("zero.plan")
-    assert inspect.signature(zero.plan) == inspect.signature(zero.plan.plan)

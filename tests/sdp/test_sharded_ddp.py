@@ -62,7 +62,7 @@ def grads_after_backward(rank: int, world: int, options: dict[str, Any]) -> Grad
     return {name: (optimizer.part(param).grad, expected[name].grad) for name, param in net.named_parameters()}
 
 
-@pytest.mark.parametrize(("world", "options"), [(2, {}), (3, {"partition": "whole"}), (3, {"bucket": 1000})], ids=str)
+@pytest.mark.parametrize(("world", "options"), [(2, {"bucket": 1000}), (3, {"partition": "whole"})], ids=str)
 def test_each_rank_keeps_its_part_of_the_averaged_gradients_and_no_more(options, world):
     by_rank = ranks.run(grads_after_backward, world, args=(options,))
     sizes = [sum(shard.numel() for shard, _ in grads.values() if shard is not None) for grads in by_rank]
@@ -109,8 +109,6 @@ def unscale(_: Any, optimizer: Any) -> None:
 FACTS = ("(first|last).*has no full gradient", r"optimizer\.clip_grad_norm", r"zero\.grad_norm")
 row = Rows("who computes with a gradient that is sharded is told what to call", __name__, same=(), refused={2: FACTS})
 row.of("clipping by the norm", reads(lambda params, _: nn.utils.clip_grad_norm_(params, 0.1)))
-row.of("clipping by value", reads(lambda params, _: nn.utils.clip_grad_value_(params, 0.1)))
-row.of("a norm by hand", reads(lambda params, _: sum(p.grad.norm() ** 2 for p in params)))
 row.of("a norm of data", reads(lambda params, _: [p.grad.data.abs().max() for p in params]))
 row.of("torch's scaler", reads(unscale))
 row.of("a plain optimizer", reads(lambda params, _: torch.optim.SGD(params, lr=0.1).step()))
@@ -128,7 +126,7 @@ def sent_in_a_step(rank: int, world: int, options: dict[str, Any]) -> tuple[int,
     return (zero.traffic() - before).total, sum(param.nbytes for param in net.parameters())
 
 
-@pytest.mark.parametrize(("world", "options"), [(2, {}), (4, {"partition": "whole"}), (4, {"bucket": 50_000})], ids=str)
+@pytest.mark.parametrize(("world", "options"), [(2, {}), (3, {"partition": "whole"})], ids=str)
 def test_a_step_sends_what_the_all_reduce_of_ddp_sends(options, world):
     sent = ranks.run(sent_in_a_step, world, args=(options,))
     all_reduce = 2 * (world - 1) * sent[0][1]  # over all ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -140,60 +140,11 @@ def evaluated_and_written(model: nn.Module, optimizer: Any) -> None:
     step(model, optimizer)
 
 
-def interrupted(model: Any, optimizer: Any) -> None:
-    """A step after a backward that an error ended, with the gradients from before."""
-    optimizer.zero_grad()
-    model(torch.ones(2, WIDTH)).sum().backward()
-    handle = model.blocks[1].register_forward_hook(lambda module, inputs, output: _watch(output))
-    with suppress(ValueError):
-        model(torch.ones(2, WIDTH)).sum().backward()
-    handle.remove()
-    optimizer.step()
-
-
-def _watch(output: Tensor) -> None:
-    output.register_hook(_fail)
-
-
-def _fail(gradient: Tensor) -> None:
-    raise ValueError("a hook of the user's")
-
-
 def masters_written(model: nn.Module, optimizer: Any) -> None:
     """The host writes into what is stepped, as loading state does."""
     step(model, optimizer)
     for param in model.parameters():
         optimizer.part(param).data.mul_(0.9)
-
-
-class Sparing(Block):
-    """With a parameter that other ranks use."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, 2 * WIDTH)
-        self.spare = nn.Parameter(torch.ones(64 * WIDTH))  # this rank owns some of it
-
-
-def of_older_forwards(model: nn.Module, optimizer: Any) -> None:
-    """A backward through graphs from before another: it comes to every unit twice, and sends twice."""
-    optimizer.zero_grad()
-    first, second, third = (model(torch.full((2, WIDTH), scale)).sum() for scale in (0.1, 0.2, 0.3))
-    third.backward()
-    (first + second).backward()
-    optimizer.step()
-
-
-class Averaging(nn.Sequential):
-    """Writes, in forward, into parameters of blocks that are to come: as models do that learn from their average."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self[0](x)
-        with torch.no_grad():
-            for param in self[2].parameters():
-                param.mul_(0.9)
-        for block in [*self][1:]:
-            x = block(x)
-        return x
 
 
 HALF = zero.MixedPrecision(param_dtype=torch.bfloat16)
@@ -212,7 +163,6 @@ SCENARIOS: dict[str, Any] = {
     "3 full parameters": stage_3(partition="whole"),
     "3 accumulated": stage_3(take=in_two_backwards),
     "3 written before backward": stage_3(take=written_before_backward),
-    "3 written in forward": stage_3(net=lambda: Averaging(*blocks())),
     "3 evaluated": stage_3(take=evaluated_and_written),
     "3 offloaded": stage_3(offload=OFFLOAD),
     "3 offloaded in 16 bits": stage_3(offload=OFFLOAD, mixed_precision=HALF),
@@ -221,10 +171,6 @@ SCENARIOS: dict[str, Any] = {
     ),
     "3 offloaded, accumulated": stage_3(offload=OFFLOAD, take=in_two_backwards),
     "3 offloaded, evaluated": stage_3(offload=OFFLOAD, take=evaluated_and_written),
-    "3 offloaded, interrupted": stage_3(offload=OFFLOAD, take=interrupted),
-    "3 offloaded, some unused": stage_3(
-        offload=OFFLOAD, take=of_older_forwards, net=lambda: nn.Sequential(*(Sparing() for _ in range(2)))
-    ),
     "2 offloaded, clipped": stage_2(bucket=200, offload=OFFLOAD, take=with_clipping),
     "2 offloaded, accumulated": stage_2(bucket=200, offload=OFFLOAD, take=in_two_backwards),
     "2 offloaded in 16 bits, one rank, accumulated": stage_2(

@@ -16,9 +16,6 @@ from assertions import same
 from optimizers import Moments
 from zoo import built, odd_batch
 
-DTYPES = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
-"""Of the parameters, and of the moments."""
-
 
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(24, 37), nn.Tanh(), nn.Linear(37, 5))
@@ -40,13 +37,16 @@ def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> list[flo
     return losses
 
 
-CASES = [(stage, dtypes, None) for stage in (0, 1, 2, 3) for dtypes in DTYPES]
-CASES += [(stage, DTYPES[0], zero.CPUOffload()) for stage in (1, 2, 3)]
+WIDE, NARROW, OFFLOADED = torch.float32, torch.bfloat16, zero.CPUOffload()
+CASES = [(1, (WIDE, NARROW), None), (2, (NARROW, WIDE), None), (3, (WIDE, NARROW), None), (3, (NARROW, NARROW), None)]
+CASES += [(2, (WIDE, NARROW), OFFLOADED), (3, (WIDE, NARROW), OFFLOADED)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "dtypes", "offload"), CASES)
 @ranks.on(2)
 def test_moments_keep_their_dtype_and_every_bit(rank, world, stage, dtypes, offload):
+    """dtypes: of the parameters, and of the moments."""
     plain = made(0, dtypes)
     expected = train(*plain, rank, range(2))
     expected_state = deepcopy(plain[1].state_dict())
@@ -58,27 +58,17 @@ def test_moments_keep_their_dtype_and_every_bit(rank, world, stage, dtypes, offl
     own = deepcopy(optimizer.state_dict())
     assert losses + train(model, optimizer, rank, range(2, 5)) == expected
 
+    def by_itself(model: nn.Module, optimizer: Any) -> None:
+        if stage == 3:
+            model.register_optimizer(optimizer)
+        optimizer.load_state_dict(own)
+
     def alone(model: nn.Module, optimizer: Any) -> None:
         zero.load_full_optimizer_state_dict(model, optimizer, full if rank == 0 else None)
 
-    loads = [lambda *into: zero.load_full_optimizer_state_dict(*into, deepcopy(full)), alone]
-    if stage == 3:
-        loads += [lambda model, optimizer: model.load_optim_state_dict(optimizer, deepcopy(own)), registered(own)]
-    elif stage:
-        loads += [lambda _, optimizer: optimizer.load_state_dict(deepcopy(own))]
-    for load in loads:
+    for load in (by_itself, alone):
         again, by = made(stage, dtypes, offload)
         zero.load_full_state_dict(again, weights)
         load(again, by)
         assert train(again, by, rank, range(2, 5)) == expected[2:]
         assert zero.full_optimizer_state_dict(again, by)["state"][0]["mean"].dtype == dtypes[1]
-
-
-def registered(own: Any) -> Any:
-    """Loads by the optimizer's own method, which FSDP follows once it knows the optimizer."""
-
-    def load(model: nn.Module, optimizer: Any) -> None:
-        model.register_optimizer(optimizer)
-        optimizer.load_state_dict(deepcopy(own))
-
-    return load
