@@ -36,14 +36,14 @@ import zero.sdp.bucket
 from gpt import read_text
 from launch import Rank, run_ranks
 from measure import WARM_UP, Settings, Training
-from zero.checks.guard import Guard
-from zero.checks.scaling import Scaling
-from zero.checks.step_checks import Gradients, Moved
 from zero.comm import Comm
 from zero.comm.order import Order
+from zero.fsdp.guard import Guard
 from zero.fsdp.model import Model
-from zero.interop.ddp import DDPChecks
+from zero.oss.checks import Gradients, Moved
+from zero.oss.ddp import DDPChecks
 from zero.sdp.reducer import Reducer
+from zero.shards.scaling import Scaling
 
 OUT = Path(__file__).parent / "out"
 WORLD = 2

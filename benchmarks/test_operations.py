@@ -12,7 +12,7 @@ from cuts import cut
 from launch import Rank
 from turns import Clock, Turn, repeat, report, take_turns
 from zero.comm import Comm
-from zero.features.host_memory import attach
+from zero.comm.host_memory import attach
 
 WORLD, TURNS, TIMES = 2, 3, 10
 SIZES = [1 << 20] * 15 + [1 << 10] * 10

@@ -10,7 +10,7 @@ import mutants
 import ranks
 
 FOR_ALL = ["transformers.trainer", "peft", "accelerate", "lightning.pytorch", "sklearn.datasets"]
-FOR_ALL += ["torch._inductor.compile_fx"]
+FOR_ALL += ["torch._inductor.compile_fx", "torch.distributed.tensor.parallel"]
 """What takes each rank process seconds to import, and several files of the suite need."""
 
 

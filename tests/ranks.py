@@ -351,6 +351,8 @@ def _serve(pipe: Connection, stack_file: str, poses: bool) -> None:
     faulthandler.enable(stack, all_threads=False)
     faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
     torch.set_num_threads(1)
+    if not gpus.ON:
+        _leave_devices_unseeded()
     imported = _frozen()
     while True:
         pipe.send_bytes(_dumps(Outcome("returned")))  # ready for the next call
@@ -365,6 +367,12 @@ def _serve(pipe: Connection, stack_file: str, poses: bool) -> None:
             _leave_group()
         if len(sys.modules) > imported + 50:
             imported = _frozen()
+
+
+def _leave_devices_unseeded() -> None:
+    """Without a GPU torch.manual_seed would note where it was called, to seed GPUs later: 8 ms a call."""
+    for devices in (torch.cuda, torch.mtia, torch.xpu):
+        devices.manual_seed_all = lambda seed: None
 
 
 def _leave_group() -> None:

@@ -31,10 +31,9 @@ This script trains on one process, or on several that torchrun starts:
 
 from typing import TYPE_CHECKING
 
-from zero import checkpoint, checks, comm, features, interop, state  # noqa: F401 - four register themselves
+from zero import checkpoint, comm
 from zero._torch import warn_if_untested
 from zero.comm import Traffic, traffic
-from zero.features.offload import CPUOffload, DiskOffload
 from zero.fsdp import (
     FSDP,
     MEMORY_FIRST,
@@ -44,10 +43,11 @@ from zero.fsdp import (
     Prefetch,
     ShardingStrategy,
 )
-from zero.interop.grad_scaler import GradScaler
+from zero.grad_scaler import GradScaler
 from zero.join import join
+from zero.offload import CPUOffload, DiskOffload
 from zero.oss import OSS
-from zero.report import Report, report
+from zero.plan.report import Report, report
 from zero.scripts import (
     ParameterCount,
     clip_grad_norm_,

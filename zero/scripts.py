@@ -16,16 +16,19 @@ from torch.optim import Optimizer
 from zero._torch import children_of, name_without_compile, named_as_compiled, uncompiled, warn_user
 from zero.comm import Comm
 from zero.fsdp import FSDP
+from zero.fsdp.full_weights import Recipient, full_weights
 from zero.fsdp.model import models_of
+from zero.fsdp.weights_from_first import load_weights
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
-from zero.shards.parts import is_first, parts_here
-from zero.state.from_first import first_alone, load_state, load_weights
+from zero.state.from_first import first_alone, load_state
 from zero.state.optimizer_state import refuse_no_rank
 from zero.state.own_dtypes import keep_dtypes
-from zero.state.stepped_shards import SteppedShards
-from zero.state.weights import Recipient, full_weights
+from zero.state.stepped import SteppedShards, of_user
+from zero.tensor_parallel import parts
+from zero.tensor_parallel.parts import is_first
+from zero.tensor_parallel.shown import take_out_of
 from zero.wrappers import Wrapped, comms_of, prepared, unwrapped
 
 
@@ -148,13 +151,13 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
             keep_dtypes(optimizer, state_dict)
 
 
-def _stepped(inner: nn.Module, optimizer: Optimizer, comm: Comm) -> OSS | SteppedShards:
+def _stepped(inner: nn.Module, optimizer: Optimizer, comm: Comm) -> SteppedShards:
     """What holds an optimizer's state; at stage 0 none of it is a shard."""
     if isinstance(optimizer, OSS):
-        return optimizer
+        return optimizer.saved.stepped
     sharded = [model for model, _ in models_of(inner)]
     groups = [group for model in sharded for group in model.index.groups]
-    return SteppedShards(optimizer, groups, sharded[0].comm if sharded else comm)
+    return of_user(optimizer, groups, sharded[0].comm if sharded else comm)
 
 
 class ParameterCount(NamedTuple):
@@ -171,12 +174,12 @@ class ParameterCount(NamedTuple):
 def count_parameters(model: nn.Module) -> ParameterCount:
     """How many parameters a model has, at any stage; `param.numel()` would count a shard. Sends nothing."""
     inner = model.module if isinstance(model, FSDP) else model
-    counts = {param: (parts_here().numel(param, param.numel()), param.numel()) for param in inner.parameters()}
+    counts = {param: (parts.numel(param, param.numel()), param.numel()) for param in inner.parameters()}
     for group in (group for _, units in models_of(inner) for unit in units for group in unit.groups):
         for index, (param, numel) in enumerate(zip(group.params, group.layout.numels, strict=True)):
             if param in counts:
                 here = group.spans[index].numel if index in group.spans else 0
-                counts[param] = parts_here().numel(param, numel), here
+                counts[param] = parts.numel(param, numel), here
     return ParameterCount(
         sum(full for full, _ in counts.values()),
         sum(full for param, (full, _) in counts.items() if param.requires_grad),
@@ -243,5 +246,5 @@ def unwrap(model: nn.Module) -> nn.Module:
 def _without_wrapper(module: nn.Module) -> nn.Module:
     for wrapper in unwrapped(module)[1]:
         module = wrapper.unwrap() if isinstance(wrapper, FSDP | ShardedDDP) else wrapper.module
-        parts_here().take_out_of(module)
+        take_out_of(module)
     return module

@@ -13,15 +13,16 @@ from torch.optim import Optimizer
 
 from zero.comm import Comm
 from zero.fsdp import FSDP
-from zero.interop.ddp import average_by_reading
 from zero.measure.kinds import Finding, finding_of, known, title
 from zero.measure.named import build
 from zero.measure.param_groups import options
 from zero.oss import OSS
+from zero.oss.ddp import average_by_reading
 from zero.sdp import ShardedDDP
 from zero.shards.arguments import as_groups, parts_of
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
-from zero.shards.parts import parts_here
+from zero.tensor_parallel import parts
+from zero.tensor_parallel.shown import put_into, show_everywhere
 
 if TYPE_CHECKING:
     from zero.fsdp.precision import GivenPrecision
@@ -74,7 +75,7 @@ def setup(
     problem = problem or _unusable(optim, stage, given, model) or wrong or partition_problem(partition)
     found, problem = (None, problem) if problem or not stage else _measured(comm, optim, defaults, groups, partition)
     comm.compare("the stages given to zero.setup", [f"stage {stage}"], problem)
-    named = [(name, parts_here().of(param)) for name, param in model.named_parameters()] if groups is None else []
+    named = [(name, parts.of(param)) for name, param in model.named_parameters()] if groups is None else []
     if stage == 3:
         cut: Partition = cut_for(partition, found)
         if cut == "even" and known(optim) is not None:
@@ -102,7 +103,7 @@ def _ranks(group: Any, mesh: DeviceMesh | None, model: nn.Module) -> tuple[Comm,
             problem = "process_group and device_mesh both say which ranks train the model. Pass one of them."
         group = mesh.get_group()
     comm = Comm(group)
-    return comm, problem or parts_here().problem(model.named_parameters(), [comm])
+    return comm, problem or parts.problem(model.named_parameters(), [comm])
 
 
 def _measured(
@@ -142,7 +143,7 @@ def _unusable(optim: object, stage: object, given: Mapping[str, Any], model: nn.
             f"groups as params=: zero.setup(model, {name}, stage={stage}, lr=...). To shard it as it is, see "
             "zero.OSS.from_optimizer."
         )
-    if stage == 0 and any(map(parts_here().takes, model.parameters())):
+    if stage == 0 and any(map(parts.takes, model.parameters())):
         return "the model has DTensors, which DistributedDataParallel (stage 0) does not take. Take stage 1, 2 or 3."
     wrong = next((name for name in given if stage not in _STAGES[name]), None)
     return None if wrong is None else f"{wrong}={given[wrong]!r} means nothing at stage {stage}. {_INSTEAD[wrong]}"
@@ -152,8 +153,8 @@ def _averaged(model: nn.Module, comm: Comm) -> nn.Module:
     """Stage 1's DistributedDataParallel. Without views it would hold every gradient twice, more than stage 1 saves."""
     if comm.group is None:
         return model
-    parts_here().put_into(model)
-    parts_here().show(model)
+    put_into(model)
+    show_everywhere(model)
     wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
     average_by_reading(wrapped, comm)
     return wrapped

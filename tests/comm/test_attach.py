@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 
-from zero.features.host_memory import attach
+from zero.comm.host_memory import attach
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a system call of Linux")
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import ranks
 from inner import Comm
 from ranks import refusal
-from zero.features.host_memory import attach
+from zero.comm.host_memory import attach
 
 LENGTH = 5000
 
@@ -61,8 +61,8 @@ ERROR = {"side_effect": OSError("not here")}
 @pytest.mark.parametrize(
     ("hindered", "target", "effect"),
     [
-        (1, "zero.features.host_memory.attach.host", {"return_value": "another"}),
-        (2, "zero.features.host_memory.attach.read", {"return_value": None}),  # not what the other has there
+        (1, "zero.comm.host_memory.attach.host", {"return_value": "another"}),
+        (2, "zero.comm.host_memory.attach.read", {"return_value": None}),  # not what the other has there
         (1, "os.pidfd_open", ERROR),
         (0, "socket.socket.accept", ERROR),
     ],

@@ -23,8 +23,8 @@ from runs import sgd, take_step
 from simulated.world import simulated
 from transports import between_hosts, overlapping
 from zero.comm import Comm, configure
+from zero.comm.host_memory import attach
 from zero.comm.process_group import Gloo
-from zero.features.host_memory import attach
 from zoo import Stack, loss_on
 
 # --------------------------------------------------------------------------------------------------- A failed transfer

@@ -31,7 +31,7 @@ import zero
 from inner import Comm
 from matrix import WHOLE
 from transports import between_hosts, overlapping
-from zero.features.watchdog import loop
+from zero.comm.watchdog import loop
 
 VICTIM = 1
 TIMEOUT = 2.0

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mutations import Changed, mutant
+from zero.tensor_parallel import parts
 
 # -------------------------------------------------------------------------------------------------------- norms
 
@@ -29,10 +30,10 @@ def norm_type_ignored(total_norm, gradients, comm, channel, norm_type, *more):
     return total_norm(gradients, comm, channel, 2.0, *more)
 
 
-@mutant("TensorParallel.others")
-def replicated_part_counted_twice_in_the_norm(_, self, param):
+@mutant("parts.others")
+def replicated_part_counted_twice_in_the_norm(_, param):
     """The norm of a tensor parallel model counts a parameter that is not cut once for each rank that has it."""
-    return self.ranks([param])
+    return parts.ranks([param])
 
 
 @mutant("FSDP.grad_norm")
@@ -77,8 +78,8 @@ def scaler_that_skips_on_one_rank_only(unscale, self, *given):
     return {device: torch.zeros_like(one) if here else one for device, one in found.items()}
 
 
-@mutant("Overflow.backward_ends")
-def overflow_told_nobody(_, self, reduced):
+@mutant("Overflow.spread")
+def overflow_told_nobody(_, self):
     """At stage 3 only the owner of overflowed elements sees them, so that torch's scaler skips on one rank."""
 
 

@@ -39,7 +39,7 @@ def problem_of_a_backward_told_nobody(reach, self, buckets, problem=None):
     reach(self, buckets)
 
 
-@mutant("Model.refuse")
+@mutant("Refusal.raise_everywhere")
 def refusal_of_one_rank_told_nobody(_, self, problem):
     """What FSDP refuses on one rank is raised there alone, and the others wait."""
     raise RuntimeError(problem)

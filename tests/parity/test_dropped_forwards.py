@@ -17,13 +17,13 @@ from rows import Loop, Rows, momentum
 from transports import TRANSPORTS, by
 from zoo import WIDTH, Block
 
-INNER, BLOCKS = 48, 6
+INNER, BLOCKS = 48, 4
 
 row = Rows("B6: a dropped forward leaves no unit open", __name__)
 
 
 class Deep(nn.Module):
-    """Six units of the same size in a small root."""
+    """Units of the same size in a small root."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def peak(t, program):
     """Of a settled step, in bytes; the least of several, as a thread of Gloo may drop its buffer a moment late."""
     peaks = []
     with Meter() as meter:
-        for i in range(5):
+        for i in range(4):
             meter.reset_peak()
             program(t, i)
             t.seen.clear()

@@ -109,9 +109,12 @@ def beside_none(rank: int, world: int, place: str, kind: str, clips: bool) -> No
 
 
 QUICK = {"stage 1", "stage 2 whole of one weight", "stage 3"}
+LEFT_OUT = {"stage 1 whole", "stage 1 offloaded", "stage 2", "stage 2 of float16 with masters", "stage 3 whole"}
+"""Of the suite; `make matrix` has them."""
 CASES = [
     pytest.param(name, TRANSPORTS[number % len(TRANSPORTS)], marks=[] if name in QUICK else pytest.mark.slow)
     for number, name in enumerate(PLACES)
+    if matrix.WHOLE or name not in LEFT_OUT
 ]
 
 

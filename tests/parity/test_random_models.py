@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 import ranks
-from fuzz.cases import Case, Node, Step
+from fuzz.cases import Case, Micro, Node, Step
 from fuzz.drawing import cases
 from fuzz.training import refusals, train
 from transports import TRANSPORTS, calling
@@ -36,7 +36,16 @@ def check(transport: str, *cases: Case) -> None:
             raise
 
 
+PACKED = Node("packed", (Node("linear", size=4), Node("reentrant", (Node("table", size=5), Node("in place")))))
 FOUND = {
+    "a gradient of one rank alone comes too late, by re-entrant checkpointing": Case(
+        (PACKED, PACKED, Node("residual", (Node("tiny"),)), Node("list", (Node("by rank"),))),
+        stage=2,
+        steps=(Step(), Step((Micro(), Micro(2)))),
+        width=5,
+        partition="whole",
+        bucket=20,
+    ),
     "gradients cleared by the model after a forward without backward": Case(
         (Node("linear"),), world=4, steps=(Step(before="forward alone", clear="model"),), units="size"
     ),

@@ -8,6 +8,7 @@ import tempfile
 import pytest
 import torch
 
+import matrix
 import ranks
 import zero
 from rows import WIDTH, Net, Rows, sgd, trains
@@ -107,9 +108,7 @@ def ended(rank, world, stage, end, transport):
         os._exit(0)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("end", ENDS)
+@matrix.combined("stage, end, transport", [2, 3], ENDS, TRANSPORTS)
 def test_where_a_rank_ends_early_the_other_is_told_of_join(end, stage, transport):
     with pytest.raises(ranks.RankError) as raised:
         ranks.run(ended, args=(stage, end, transport), timeout=20)

@@ -172,7 +172,7 @@ def simulated(
         return {key: ([[one[n] for n in own] if one else [] for one in lists], own) for key, own in places.items()}
 
     with (
-        mock.patch.dict("zero.features.streams._by_device", clear=True),
+        mock.patch.dict("zero.comm.streams._by_device", clear=True),
         mock.patch("torch.get_device_module", return_value=device),
         mock.patch("torch.cuda.is_current_stream_capturing", device.is_current_stream_capturing),
         mock.patch("torch.frombuffer", from_buffer),
@@ -188,8 +188,8 @@ def simulated(
 def small_pieces(numel: int) -> Iterator[None]:
     """Offloaded shards are stepped, rounded and sent so many elements at a time."""
     with (
-        mock.patch("zero.features.streams._PIECE", numel),
-        mock.patch.multiple("zero.features.offload.pieces", _OF_A_THREAD=numel, _LEAST=numel),
+        mock.patch("zero.comm.streams._PIECE", numel),
+        mock.patch.multiple("zero.offload.pieces", _OF_A_THREAD=numel, _LEAST=numel),
     ):
         yield
 

@@ -25,6 +25,7 @@ from zero._torch.compiling import name_without_compile as name_without_compile
 from zero._torch.compiling import named_as_compiled as named_as_compiled
 from zero._torch.compiling import uncompiled as uncompiled
 from zero._torch.modules import BATCH_NORM as BATCH_NORM
+from zero._torch.modules import OwnHook as OwnHook
 from zero._torch.modules import averaged_by as averaged_by
 from zero._torch.modules import buffers_of as buffers_of
 from zero._torch.modules import buffers_of_each as buffers_of_each

@@ -110,3 +110,7 @@ def join_mark(joinable: Joinable) -> Any:
 def averaged_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters whose gradients DistributedDataParallel averages: those of its module when it was built."""
     return list(ddp._module_parameters)
+
+
+class OwnHook:
+    """A hook on a module's state_dict() that changes no value but as the module itself would: not the user's."""

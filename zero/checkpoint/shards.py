@@ -34,7 +34,7 @@ from zero.sdp import ShardedDDP
 from zero.sdp.sharded_ddp import sharding_of
 from zero.shards.masters import settled as settled_master
 from zero.shards.partition import Place, places_in
-from zero.shards.parts import parts_here
+from zero.tensor_parallel import parts
 from zero.wrappers import prepared, unwrapped
 
 
@@ -91,7 +91,7 @@ class Training:
         module, wrappers = unwrapped(model)
         self.stage = _stage(wrappers, self._sharding)
         self._synchronised = any(isinstance(one, DistributedDataParallel | ShardedDDP) for one in wrappers)
-        self._parts = parts_here().ranks(module.parameters())
+        self._parts = parts.ranks(module.parameters())
         shards, replicas = _comms(wrappers, self._sharding, process_group)
         self.ranks = Ranks(shards, self._parts, replicas)
         self.tensors: dict[str, Tensor] = {}
@@ -178,7 +178,7 @@ class Training:
     def repeats(self, name: str) -> bool:
         """Whether it is the same on all ranks that have parts of other tensors, and this is not the first of these."""
         repeated = self._parts is not None and self._parts.rank > 0 and self.in_shard_group(name)
-        return repeated and parts_here().others(self.tensors[name]) is None  # type: ignore[arg-type]
+        return repeated and parts.others(self.tensors[name]) is None  # type: ignore[arg-type]
 
     @property
     def unsynchronised(self) -> bool:
@@ -237,7 +237,7 @@ def _of_full(place: Place) -> Part:
     """The full tensor, and which of its elements the ranks of the shard group have."""
     shape, stride = place.group.shapes.full[place.position], place.group.shapes.strides[place.position]
     own = Geometry(tuple(shape), place.group.shard.dtype, memory_order(shape, stride))
-    slice_of = parts_here().slice_of(place.group.params[place.position])
+    slice_of = parts.slice_of(place.group.params[place.position])
     return all_of(own) if slice_of is None else own.part(*slice_of)
 
 

@@ -1,95 +1,34 @@
 """The state that all Comms of one process group share: the log of operations, and a transport for each type of device.
 
 Operations never use the user's own Gloo group: another thread may use it at the same time (torch's asynchronous
-checkpoints do), and two threads on one Gloo group end the process. Ranks get a private one, unless a transport is
-offered that needs none.
+checkpoints do), and two threads on one Gloo group end the process. Ranks get a private one, or read one another's
+memory.
 """
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary, proxy, ref
 
 import torch
 import torch.distributed as dist
 
-from zero._torch import abort, another_like, backend_of, host_of, shortest_timeout_of, store_of, timeout_of
+from zero._torch import abort, another_like, backend_of, shortest_timeout_of, store_of, timeout_of
+from zero.comm import settings
+from zero.comm.host_memory.rendezvous import rendezvous
+from zero.comm.host_memory.transport import HostMemory
 from zero.comm.order import Order
 from zero.comm.process_group import Gloo, Overlapping
+from zero.comm.store import StoreExchange
 from zero.comm.transport import Local, Transport
+from zero.comm.watchdog.watchdog import Watchdog
 
 _TIMEOUT = timedelta(minutes=30)
 """The timeout of transfers on the CPU if the group has no backend for the CPU: torch's own default."""
-
-
-class TransportFactory(Protocol):
-    """Offers a transport for tensors on the CPU in place of Gloo.
-
-    A folder that brings one appends it to `factories`.
-    """
-
-    def check(self) -> None:
-        """Raises ValueError for settings of the user's that mean nothing, before any rank waits for another."""
-
-    def offer(self, order: Order, exchange: StoreExchange) -> Transport | None:
-        """Collective. Returns the transport, or None on every rank. exchange: of a few bytes between the ranks."""
-
-
-factories: list[TransportFactory] = []
-"""Asked one after another for each new group; the first transport that is offered is taken."""
-
-watchers: list[Callable[[Link, StoreExchange, timedelta], object]] = []
-"""Collective. Called once for each group whose hosts or devices may wait in vain, with the timeout of its transfers. A
-watcher calls `Order.mark_broken` when a rank is missing. It may not keep the link alive."""
-
-settings: dict[str, Callable[[Any], None]] = {}
-"""The settings that `configure` takes, by name."""
-
-
-def configure(**given: Any) -> None:
-    """Sets how ranks reach one another, such as host_memory="off"; None uses the environment again. Call it on every
-    rank, before the first model or optimizer is built on a process group.
-
-    second_communicator: True (the default) or False, as ZERO_SECOND_COMMUNICATOR=0. Whether reductions on GPUs have an
-        NCCL communicator of their own, so that they need not wait for all-gathers. NCCL may deadlock where kernels of
-        two communicators need more of a GPU than it has. It is enough that one rank says False.
-
-    Raises ValueError for unknown values, TypeError for unknown settings.
-    """
-    for name, value in given.items():
-        if name not in settings:
-            raise TypeError(
-                f"zero.comm.configure() has no setting {name!r}. There are: {', '.join(settings) or 'none'}."
-            )
-        settings[name](value)
-
-
-_second: bool | None = None
-
-
-def _set_second_communicator(value: bool | None) -> None:
-    global _second
-    if value not in (None, True, False):
-        raise ValueError(f"second_communicator={value!r}: choose True, False, or None for the environment's setting.")
-    _second = value
-
-
-def _second_communicator() -> bool:
-    """Returns the setting. Raises ValueError if the environment has an unknown value."""
-    value = os.environ.get("ZERO_SECOND_COMMUNICATOR", "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"ZERO_SECOND_COMMUNICATOR={value!r} in the environment: choose 0, 1, or leave it out.")
-    return value != "0" if _second is None else _second
-
-
-settings["second_communicator"] = _set_second_communicator
 
 
 class Link:
@@ -104,9 +43,7 @@ class Link:
         self.order = Order(self.rank, self.world)
         self._group: Any = None if group is None else proxy(group)
         self._store = None if group is None else store_of(group)
-        for factory in factories:
-            factory.check()
-        _second_communicator()
+        settings.check()
         self._watched = False
         # Not `self`: the link is to end with its last user, and not only when garbage is collected.
         own: Any = ref(self)
@@ -144,13 +81,12 @@ class Link:
         return Overlapping(*where, blocks=True, checks=Gloo(*where), name=str(backend))
 
     def _cpu_transport(self, timeout: timedelta) -> Transport:
-        """Collective. Returns the first transport that is offered, else Gloo on a group of its own."""
+        """Collective. Returns host memory where all ranks may read one another's, else Gloo on a group of its own."""
         assert self._store is not None
         with StoreExchange(self._store, self.rank, self.world, timeout) as exchange:
-            for factory in factories:
-                offered = factory.offer(self.order, exchange)
-                if offered is not None:
-                    return offered
+            peers = rendezvous(exchange, settings.host_memory())
+            if peers is not None:
+                return HostMemory(self.order, peers, self.rank, self.world)
             # Not torch.distributed.new_group(): it is collective over all ranks of the job, or
             # (use_local_synchronization) waits for ever if ranks are in different numbers of groups (torch 2.13).
             gloo = dist.ProcessGroupGloo(self._watch(exchange), self.rank, self.world, timeout)
@@ -159,7 +95,7 @@ class Link:
     def _device_transport(self, device: torch.device, backend: str, checks: Transport) -> Transport:
         """Collective. Returns a transport for an accelerator, with a communicator of its own for reductions."""
         assert self._store is not None
-        store, second = self._store, _second_communicator()
+        store, second = self._store, settings.second_communicator()
         if backend != "fake":
             # Keys of its own: another rank may not have ended the exchange before this one.
             with StoreExchange(dist.PrefixStore(str(device), store), self.rank, self.world, _TIMEOUT) as exchange:
@@ -183,11 +119,11 @@ class Link:
         )
 
     def _watch(self, exchange: StoreExchange) -> dist.Store:
-        """Collective. Starts the watchers, unless another type of device had them started. Returns a store of this
-        link's own: that of the group may have keys of an earlier group of the same name."""
+        """Collective. Starts the watchdog, unless another type of device had it started. Returns a store of this link's
+        own: that of the group may have keys of an earlier group of the same name."""
         assert self._store is not None
-        for watch in () if self._watched else watchers:
-            watch(self, exchange, shortest_timeout_of(self._group))
+        if not self._watched:
+            Watchdog(self, self.order, exchange, shortest_timeout_of(self._group))
         self._watched = True
         return dist.PrefixStore(exchange.nonce, dist.PrefixStore("zero", self._store))
 
@@ -201,42 +137,6 @@ class Transports(dict[str, Transport]):
     def __missing__(self, kind: str) -> Transport:
         self[kind] = self._choose(kind)
         return self[kind]
-
-
-class StoreExchange:
-    """Exchanges a few bytes between the ranks, in rounds. The last rank to end it deletes all keys, so that a later
-    process group may use the same store.
-
-    `nonce`: a new name, the same on all ranks. `host`: where the store is, as this rank reaches it.
-    """
-
-    def __init__(self, store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
-        self.rank, self.world, self.timeout = rank, world, timeout
-        self.host = host_of(store)
-        self._store, self._rounds = dist.PrefixStore("zero", store), 0
-
-    def __enter__(self) -> StoreExchange:
-        self.nonce = self.all_gather(secrets.token_hex(8).encode())[0].decode()
-        return self
-
-    def all_gather(self, data: bytes) -> list[bytes]:
-        """Collective. Returns the data of every rank, by rank."""
-        keys = [f"{self._rounds}/{rank}" for rank in range(self.world)]
-        self._rounds += 1
-        self._store.set(keys[self.rank], data.hex() or "-")
-        self._store.wait(keys, self.timeout)
-        texts = [self._store.get(key).decode() for key in keys]
-        return [b"" if text == "-" else bytes.fromhex(text) for text in texts]
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with suppress(Exception):  # the store has ended, or cannot delete keys
-            if self._store.add("left", 1) == self.world:
-                for number in range(self._rounds):
-                    for rank in range(self.world):
-                        self._store.delete_key(f"{number}/{rank}")
-                self._store.delete_key("left")
 
 
 _links: WeakKeyDictionary[dist.ProcessGroup, Link] = WeakKeyDictionary()

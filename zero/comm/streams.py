@@ -1,5 +1,24 @@
-"""What the stages ask of the streams of a device, beside which transfers run. By default there are none, and everything
-runs where it is launched: zero/features/streams has those of a GPU."""
+"""The streams of a device on which transfers run beside the computing, and the order between them.
+
+    computing   torch's current stream: forward, backward, the optimizer, and all other transfers
+    gathers     all-gathers, with the allocation of full buffers and copies of shards from the memory of the CPU
+    reductions  sums of gradients, and their copies to the memory of the CPU
+
+A transfer is launched and completed on its stream; `wait` of its handle makes the computing stream wait for the
+transfer. Events on the device do this: the host waits only before it reads or writes memory itself (`settle`). Backends
+of torch (2.8) run operations with asyncOp=False on the current stream.
+
+Memory belongs to the stream that allocated it. That stream may use it again as soon as the host has dropped it:
+
+    full buffers  gathers      this stream waits, when a buffer is released, for the computing that used it
+    messages      computing    they are kept until the computing stream waits for the transfer
+    sums          reductions   this stream waits, before it allocates them, for all computing so far
+
+So only gradients that are copied to the memory of the CPU need `record_stream`, as whoever computed them may drop them.
+It frees memory only once the host has found that the device no longer uses it.
+
+The CPU has no streams: there everything runs where it is launched.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +28,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero._torch import has_values
+from zero._torch import current_stream_of, has_values, pinned_for
 from zero.comm.comm import Comm
 from zero.comm.transport import Handle
+
+_PIECE = 2**20
+"""Elements that are rounded and sent at a time: they stay in the processor's cache in between."""
 
 
 class Arrived:
@@ -74,6 +96,141 @@ class NoStreams:
 NONE = NoStreams()
 
 
+def apart(first: Tensor, second: Tensor) -> bool:
+    """Returns whether the tensors are on different devices."""
+    return first.device != second.device
+
+
+class Streams(NoStreams):
+    """The streams of one device, as above."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device)
+        self._find = current_stream_of(device)
+        self._is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
+        self._gathers, self._reductions = (self._module.Stream(device, priority=-1) for _ in range(2))
+        self._computing = self._current
+        self._at_host: set[Any] = set()
+        """Streams that read or write the memory of the CPU."""
+        self._buffers: list[Tensor | None] = [None, None]
+        """Of tensors that are rounded before they are sent: the next one to use first."""
+        self._sent: list[Any] = []
+        """The events after the copies from these buffers, the oldest first."""
+
+    @property
+    def _current(self) -> Any:
+        return self._find()
+
+    def begin(self) -> None:
+        self.compute_here()
+        self._gathers.wait_stream(self._computing)
+
+    def compute_here(self) -> None:
+        self._computing = self._current
+
+    def expect_computing(self, what: str, of: str) -> None:
+        if self._current != self._computing:
+            raise RuntimeError(
+                f"{what.format(of)} on another stream ({self._current}) than the forward or backward that it is part "
+                f"of began on ({self._computing}). Run whole steps on one stream. Code inside of a wrapped module may "
+                "use other streams, if they wait for this one and this one waits for them."
+            )
+
+    def gather(
+        self, comm: Comm, launch: Callable[[], Handle], *, keeps: object, ahead: bool, from_host: bool
+    ) -> Handle:
+        self._refuse_capture()
+        if not ahead:
+            self._gathers.wait_stream(self._current)
+        if from_host:
+            self._at_host.add(self._gathers)
+        return self._launch(self._gathers, comm, launch, keeps)
+
+    def reduce(self, comm: Comm, launch: Callable[[], Handle], *, keeps: object) -> Handle:
+        self._refuse_capture()
+        self._reductions.wait_stream(self._current)
+        return self._launch(self._reductions, comm, launch, keeps)
+
+    def _launch(self, stream: Any, comm: Comm, launch: Callable[[], Handle], keeps: object) -> Handle:
+        launched_on = self._current
+        with self._module.stream(stream):
+            result = launch().wait()
+            arrival = stream.record_event()
+
+        def finish() -> Any:
+            comm.refuse_if_broken((keeps, result))
+            for waiting in {launched_on, self._current}:
+                waiting.wait_event(arrival)
+            return result
+
+        return Handle(finish)
+
+    def bring(self, source: Tensor, like: Tensor) -> Tensor:
+        if not apart(source, like) or like.device.type != "cpu":
+            return super().bring(source, like)
+        narrower = source.element_size() < like.element_size()
+        dtype = source.dtype if narrower else like.dtype
+        if like.is_pinned():  # the host converts what is narrower, and drops it
+            copy = pinned_for(self if narrower else like, source.shape, dtype)
+        else:
+            copy = torch.empty(source.shape, dtype=dtype, device="cpu")
+        self.to_host(source, copy)
+        return copy
+
+    def send(self, source: Tensor, to: Tensor) -> None:
+        if not apart(source, to):
+            super().send(source, to)
+            return
+        if source.dtype == to.dtype:
+            to.copy_(source, non_blocking=True)
+        else:  # rounded on the host, so that fewer bytes are sent
+            for piece, there in zip(source.split(_PIECE), to.split(_PIECE), strict=True):
+                there.copy_(self._rounded(piece, to.dtype), non_blocking=True)
+                self._sent.append(self._current.record_event())
+        self._at_host.add(self._current)
+
+    def _rounded(self, source: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rounds a tensor into one of two buffers in the memory of the CPU, in turn."""
+        if len(self._sent) == 2:
+            self._sent.pop(0).synchronize()  # the last copy from this one
+        first, second = self._buffers
+        if first is None or first.dtype != dtype or len(first) < len(source):
+            first = self.host_buffer(len(source), dtype, pinned=source.is_pinned())
+        self._buffers = [second, first]
+        return first[: len(source)].copy_(source)
+
+    @staticmethod
+    def host_buffer(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=pinned)
+
+    def to_host(self, source: Tensor, to: Tensor) -> None:
+        """Launches a copy to a tensor on the CPU, after the computing so far."""
+        self._reductions.wait_stream(self._current)
+        source.record_stream(self._reductions)  # it may be a copy that the computing stream allocated, and dropped next
+        with self._module.stream(self._reductions):
+            to.copy_(source.to(to.dtype), non_blocking=True)
+        self._at_host.add(self._reductions)
+
+    def departure(self) -> Any:
+        return self._reductions.record_event()
+
+    def _refuse_capture(self) -> None:
+        if self._is_capturing():
+            raise RuntimeError(
+                "a CUDA graph is being captured, but transfers of zero cannot be part of a CUDA graph: their buffers "
+                "are freed in between, and hosts compare their operations. Capture only code inside of wrapped modules."
+            )
+
+    def release(self) -> None:
+        self._gathers.wait_stream(self._current)
+
+    def settle(self) -> None:
+        for stream in self._at_host:
+            stream.record_event().synchronize()
+        self._at_host.clear()
+
+
 class ModelStreams(NoStreams):
     """The streams of all shard groups of one model, as one."""
 
@@ -97,18 +254,14 @@ class ModelStreams(NoStreams):
             one.settle()
 
 
-def apart(first: Tensor, second: Tensor) -> bool:
-    """Returns whether the tensors are on different devices."""
-    return first.device != second.device
-
-
-stream_makers: list[Callable[[torch.device], NoStreams | None]] = []
-"""Asked for the streams of a device, one after another."""
+_by_device: dict[torch.device, NoStreams] = {}
 
 
 def streams_of(tensor: Tensor) -> NoStreams:
     """Returns the streams of the tensor's device: one object for each device."""
-    if tensor.device.type == "cpu" or not has_values(tensor):
+    device = tensor.device
+    if device.type == "cpu" or not has_values(tensor) or not hasattr(torch.get_device_module(device), "Stream"):
         return NONE
-    made = (make(tensor.device) for make in stream_makers)
-    return next((streams for streams in made if streams is not None), NONE)
+    if device not in _by_device:
+        _by_device[device] = Streams(device)
+    return _by_device[device]

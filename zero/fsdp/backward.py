@@ -9,19 +9,22 @@ A unit that backward reaches again, through another forward's graph, waits for i
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero._torch import at_end_of_backward
-from zero.fsdp.prefetch import BackwardPrefetch
+from zero.comm import Comm
+from zero.comm.streams import ModelStreams
+from zero.fsdp.at_rest import ReadsAtRest
+from zero.fsdp.overflow import Overflow
+from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.unit import Call, TrainingState, Unit
 from zero.sdp.bucket import End
-
-if TYPE_CHECKING:
-    from zero.fsdp.model import Model
+from zero.shards.scaling import Scaling
 
 
 def _take(param: nn.Parameter) -> Tensor | None:
@@ -38,12 +41,23 @@ class Backward:
     `active`: whether a backward is running. `awaited`: whether a forward expects a backward that has not begun.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        comms: Sequence[Comm],
+        streams: ModelStreams,
+        prefetch: Prefetch,
+        at_rest: ReadsAtRest,
+        overflow: Overflow,
+        scaling: Scaling,
+    ) -> None:
         self.reduces = True
         self.active = self.awaited = self.accumulates = False
-        self._model, self._units, self._root = model, model.units, model.root
-        self._limit, self._prefetches = model.prefetch.limit, model.prefetch.backward_prefetch
-        self._end = End(model.comms, "the end of a backward of FSDP")
+        self._units, self._root, self._streams = units, units[0], streams
+        self._at_rest, self._overflow, self._scaling = at_rest, overflow, scaling
+        self._params = [param for unit in units for group in unit.groups for param in group.params]
+        self._limit, self._prefetches = prefetch.limit, prefetch.backward_prefetch
+        self._end = End(comms, "the end of a backward of FSDP")
         self._interrupted = False
         self._end_callback: weakref.ref[Any] | None = None
         """The callback that autograd holds until the end of this backward."""
@@ -72,8 +86,7 @@ class Backward:
         self._begin()
         unit.calls.add(call)  # once more if the graph was retained, or is older than another backward
         self._complete_units_after(call)
-        needed = [unit, *(other for companions in self._model.events.companions for other in companions(unit))]
-        entered = [each for each in needed if each.state is TrainingState.IDLE]
+        entered = [each for each in (unit, *unit.reads) if each.state is TrainingState.IDLE]
         for each in entered:
             self._enter(each)
         if not call.has_exit_hook:  # a re-entrant checkpoint runs a backward of its own, with an end of its own
@@ -93,15 +106,15 @@ class Backward:
             self.abandon()
         if not self.active:
             self.active = True
-            self._model.streams.begin()
-            for begins in self._model.events.backward_begins:
-                begins()
+            self._streams.begin()
+            if self.awaited:
+                self._at_rest.refuse()
             finish = self._finish
             self._end_callback = weakref.ref(finish, self._callback_dropped)
             at_end_of_backward(finish)
 
     def _enter(self, unit: Unit) -> None:
-        self._model.streams.expect_computing("{} of FSDP runs", unit.title)
+        self._streams.expect_computing("{} of FSDP runs", unit.title)
         unit.unshard(for_backward=True)
         if self._reducing is unit:  # backward has reached it again
             self._finish_reduce()
@@ -170,8 +183,9 @@ class Backward:
             unit.settle()
         self.active = self.awaited = False
         self.accumulates = not self.reduces
-        for ends in self._model.events.backward_ends:
-            ends(self.reduces)
+        if self.reduces:
+            self._overflow.spread()  # before gradients are remembered
+            self._scaling.remember(self._params)
 
     def _callback_dropped(self, _: Any) -> None:
         """Notices that autograd has dropped its callback, which it does without calling it after an exception.
@@ -190,7 +204,5 @@ class Backward:
         self._reducing = None
         self.active = self.awaited = self._interrupted = False
         self._in_backward.clear()
-        for abandoned in self._model.events.abandoned:
-            abandoned()
         for unit in self._units:
             unit.abandon()

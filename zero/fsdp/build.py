@@ -3,7 +3,7 @@ module plain again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,15 +12,17 @@ from torch.utils.hooks import RemovableHandle
 
 from zero._torch import buffers_of
 from zero.fsdp.choice import Choice
+from zero.fsdp.meta import Materialiser
 from zero.fsdp.precision import CastBuffer, MixedPrecision
 from zero.fsdp.prefetch import Prefetch
+from zero.fsdp.refusal import Refusal
 from zero.fsdp.unit import TrainingState, Unit
 from zero.shards.group_state import GroupOptions
 from zero.shards.home import Home
 from zero.shards.partition import Partition, lay_out
-from zero.shards.parts import parts_here
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
+from zero.tensor_parallel.shown import take_out_of
 
 
 @dataclass(frozen=True)
@@ -47,40 +49,6 @@ class Options:
         )
 
 
-class Values:
-    """The seam at which parameters get memory and values before they are sharded: those of models on the meta device.
-    By default all have values.
-
-    `gives_memory`: whether parameters on the meta device are given memory. `problem`: the error message if a module
-    could not be initialised.
-    """
-
-    gives_memory = False
-    problem: str | None = None
-
-    def __init__(
-        self, root: nn.Module, param_init_fn: Callable[[nn.Module], None] | None, *, initialises: bool
-    ) -> None: ...
-
-    @property
-    def pending(self) -> bool:
-        """Whether this rank has modules to initialise."""
-        return False
-
-    def materialise_buffers(self) -> None:
-        """Gives memory to all buffers."""
-
-    def materialise(self, params: Iterable[nn.Parameter]) -> None:
-        """Gives memory to these parameters, and values to the modules that hold them."""
-
-    def undo(self) -> None:
-        """Takes both back, after an error."""
-
-
-values: list[type[Values]] = [Values]
-"""The last one is called for each FSDP."""
-
-
 class Builder:
     """Builds the units of one model one after another, so that at most one is unsharded.
 
@@ -88,6 +56,7 @@ class Builder:
     whether it has failed on any. If it has, the units that were sharded before are gathered again.
 
     param_init_fn: initialises modules that were built on the meta device.
+    `refusal`: how units raise on every rank.
     `cast_buffers`, `hooks`: the buffers that mixed precision has cast, and its hooks on modules.
     """
 
@@ -99,7 +68,8 @@ class Builder:
         param_init_fn: Callable[[nn.Module], None] | None,
     ) -> None:
         self._choice, self._placement, self._options = choice, placement, options
-        self._values = values[-1](choice.module, param_init_fn, initialises=placement.first)
+        self._values = Materialiser(choice.module, param_init_fn, initialises=placement.first)
+        self.refusal = Refusal(placement.comm)
         self._loads = [0] * placement.comm.world
         self.cast_buffers: list[CastBuffer] = []
         self.hooks: list[RemovableHandle] = []
@@ -130,7 +100,7 @@ class Builder:
                 self._placement.broadcast([*self._choice.ignored, *self._choice.module.buffers()])
         except ValueError:  # of all ranks
             restore_module(units, (), ())
-            parts_here().take_out_of(self._choice.module)
+            take_out_of(self._choice.module)
             self._values.undo()
             raise
         except BaseException:  # perhaps of this rank alone: the others cannot be asked for their shards
@@ -151,6 +121,7 @@ class Builder:
             self._lay_out(owned, title, home),
             precision=self._options.precision,
             stays=self._options.stays,
+            refusal=self.refusal,
         )
 
     def _lay_out(self, owned: Sequence[tuple[str, nn.Parameter]], title: str, home: Home) -> list[ShardGroup]:

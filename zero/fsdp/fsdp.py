@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
@@ -12,34 +12,37 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import children_of
-from zero.fsdp.build import Builder, Options, restore_module, values
+from zero.fsdp.build import Builder, Options, restore_module
 from zero.fsdp.choice import Choice
+from zero.fsdp.compile import Compiling, compiling_problem
+from zero.fsdp.guard import Guard
 from zero.fsdp.model import Forward, Model, refuse_forward, sharded_params
-from zero.fsdp.options import GivenOptions, ShardingStrategy, place, refuse_number_of_ranks, refuse_unknown, translate
-from zero.fsdp.precision import CastBuffer, as_precision
+from zero.fsdp.optimizer_state import registered
+from zero.fsdp.options import GivenOptions, ShardingStrategy, place, refuse_number_of_ranks, refuse_unknown
+from zero.fsdp.precision import CastBuffer
 from zero.fsdp.prefetch import Prefetch, as_prefetch
+from zero.fsdp.state_dict_guard import NO_COPIES, StateDictGuard
+from zero.fsdp.torch_options import NAMES, as_precision, from_torch
 from zero.fsdp.unit import Unit
 from zero.fsdp.units import Policy, largest_unit
 from zero.fsdp.weights import Weights
+from zero.offload import NAMES as OFFLOAD
+from zero.offload import take_home
+from zero.oss.ddp import ddp_within
 from zero.sdp.buffers import BufferSync
+from zero.sdp.wrapper import refuse_steps
 from zero.shards import norm
-from zero.shards.arguments import Wrapping, refusal
-from zero.shards.home import Home, homes, take_home
-from zero.shards.log import announce
+from zero.shards.announce import announce
+from zero.shards.home import DEVICE, Home
 from zero.shards.partition import Partition, partition_problem
-from zero.shards.parts import parts_here
 from zero.shards.placement import Placement
+from zero.tensor_parallel import parts
+from zero.tensor_parallel.shown import put_into, take_out_of
 
 if TYPE_CHECKING:
     from zero.fsdp.precision import GivenPrecision
 
 _GIVEN = "the models given to FSDP"
-
-NO_COPIES = (
-    "an FSDP cannot be copied or pickled: its parameters are spread over the ranks. Save full_state_dict(), or copy "
-    "the module before wrapping it. For averages build AveragedModel(module) before, and then wrap the copy, "
-    "too: average.module = zero.FSDP(average.module)."
-)
 
 
 class FSDP(Weights):
@@ -59,7 +62,7 @@ class FSDP(Weights):
         the shard group and the replicate group.
     device_mesh: the groups as a DeviceMesh of one dimension, or of two for hybrid strategies: (replicas, shards).
     auto_wrap_policy: chooses the modules that become units; a policy of torch.distributed.fsdp.wrap. By default these
-        are the blocks that the model repeats in an nn.ModuleList or nn.Sequential; see zero.features.blocks.
+        are the blocks that the model repeats in an nn.ModuleList or nn.Sequential; see zero.fsdp.blocks.
     as_one_unit: modules, or classes of modules, that become one unit each with everything inside them, such as a
         mixture of experts where ranks run different experts.
     ignored_modules, ignored_parameters: are not sharded, and their gradients are not averaged. Quantised parameters
@@ -78,7 +81,7 @@ class FSDP(Weights):
     broadcast_buffers: broadcast the buffers of rank 0 before each forward, as DistributedDataParallel does.
     more: offload, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload), and options of
         PyTorch's FSDP1 that have another name here: backward_prefetch, device_id, forward_prefetch, ignored_states,
-        limit_all_gathers, use_orig_params. See zero.shards.home and zero.interop.torch_options.
+        limit_all_gathers, use_orig_params. See zero.offload and zero.fsdp.torch_options.
 
     docs/fsdp.md says what else goes with it, and what does not.
 
@@ -114,7 +117,7 @@ class FSDP(Weights):
         strategy, placement, problem = place(sharding_strategy, process_group, device_mesh)
         with placement.raised_everywhere(_GIVEN):
             refuse_number_of_ranks(reshard_after_forward)
-            home = _understand(more, asked, param_init_fn)
+            home = _understand(more, asked)
             precision = as_precision(mixed_precision)
             stays = strategy.keeps_parameters or reshard_after_forward is False
             options = Options(partition, precision, stays, sync_module_states, home, as_prefetch(asked.prefetch))
@@ -125,14 +128,16 @@ class FSDP(Weights):
         problem = problem or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)
         lines = [f"{strategy}, {options.signature()}", *choice.signature()]
         placement.compare(_GIVEN, lines, problem or _problem(choice, nested, options, placement))
-        parts_here().put_into(module, choice.ignored)
+        put_into(module, choice.ignored)
         builder = Builder(choice, placement, options, param_init_fn)
         units, self._hooks = builder.build(), builder.hooks  # nothing after this fails
         for name, fsdp in nested.items():
             units += fsdp._hand_over(module, name, builder.cast_buffers, self._hooks)
         ignored, cast_buffers = asked.ignored_modules, builder.cast_buffers
-        self._model = Model(module, units, placement, options, ignored, as_one_unit, cast_buffers)
+        self._model = Model(module, units, placement, options, builder.refusal, ignored, as_one_unit, cast_buffers)
         self.broadcast_buffers = broadcast_buffers
+        self._state_dicts = StateDictGuard(module, self._model.index)
+        self._model.guard = Guard(self._model)
         self._run = self._runner()
         self._announce(strategy, len(choice.ignored))
 
@@ -144,20 +149,18 @@ class FSDP(Weights):
         announce(title, self._model.comm, self._model.index.groups, left_out, sharded="parameters and gradients")
 
     def _runner(self) -> Callable[..., Any]:
-        """Returns what runs in forward."""
+        """Installs the hooks. Returns what runs in forward."""
         buffers = BufferSync(self.module, self._model.comms) if self.broadcast_buffers else None
-        forward = Forward(self._model, buffers)
-        run: Callable[..., Any] = forward
-        for replace in self._model.events.forward:
-            run = replace(forward)
-        return run
+        compiling = Compiling(self._model)
+        self._model.schedule.install(compiling.hook, compiling.mode_begins)
+        return compiling.forward(Forward(self._model, buffers))
 
     def _hand_over(
         self, root: nn.Module, name: str, cast_buffers: list[CastBuffer], hooks: list[RemovableHandle]
     ) -> Sequence[Unit]:
         """Puts the module back into its place in `root`. Returns the units to the FSDP around this one, and appends to
         its cast buffers and hooks."""
-        self._model.dismiss()
+        self._end()
         cast_buffers += self._model.cast_buffers
         hooks += self._hooks
         for parent in root.modules():
@@ -172,10 +175,15 @@ class FSDP(Weights):
         """Collective. Returns the plain module, with full parameters and without gradients; see zero.unwrap."""
         self._model.refuse_moved()
         restore_module(self._units, self._model.cast_buffers, self._hooks)
-        parts_here().take_out_of(self.module)
-        self._model.dismiss(unwrapped=True)
+        take_out_of(self.module)
+        self._end()
+        refuse_steps(registered(self._model))
         self._run = refuse_forward
         return self.module
+
+    def _end(self) -> None:
+        self._model.dismiss()
+        self._state_dicts.remove()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Collective. Runs the module's own forward.
@@ -205,12 +213,9 @@ class FSDP(Weights):
         of torch.nn.utils.clip_grad_norm_, which sees this rank's shards only.
         """
         total = self.grad_norm(norm_type)
-        with ExitStack() as stack:
-            for scaling in self._model.events.scaling:
-                stack.enter_context(scaling())
+        with self._model.scaling.alike():
             gradients = [param.grad for param in self._model.index if param.grad is not None]
-            apart = any(group.home.apart for group in self._model.index.groups)
-            norm.clip(gradients, total, float(max_norm), apart=apart)
+            norm.clip(gradients, total, float(max_norm), apart=self._home.apart)
         return total
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
@@ -228,7 +233,13 @@ class FSDP(Weights):
             float(norm_type),
             params[0].device,
             dtypes,
+            self._home,
         )
+
+    @property
+    def _home(self) -> Home:
+        """Where shards lie that are not on the device."""
+        return next((group.home for group in self._model.index.groups if group.home.apart), DEVICE)
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -247,15 +258,13 @@ def running_model(fsdp: FSDP) -> Model:
     return fsdp._model
 
 
-def _understand(more: dict[str, Any], asked: GivenOptions, param_init_fn: object) -> Home:
-    """Takes the options of features and those of other names out of `more`. Returns where shards lie."""
-    refuse_unknown(more, known={*homes})
+def _understand(more: dict[str, Any], asked: GivenOptions) -> Home:
+    """Takes offload and options of PyTorch's names out of `more`. Returns where shards lie."""
+    refuse_unknown(more, known=(*OFFLOAD, *NAMES))
     home, wrong = take_home(more)
-    if param_init_fn is not None and not values[-1].gives_memory:
-        wrong = "param_init_fn needs a feature that is missing: zero/features/meta."
     if wrong is not None:
         raise ValueError(wrong)
-    translate(more, asked)
+    from_torch(more, asked)
     return home
 
 
@@ -276,9 +285,10 @@ def _problem(choice: Choice, nested: dict[str, FSDP], options: Options, placemen
     return (
         partition_problem(options.partition)
         or _nesting_problem(nested, placement)
-        or refusal(Wrapping(choice.module, choice.ignored, units, choice.devices() if frees else []))
-        or parts_here().problem(choice.own(), placement.all_groups())
-        or choice.unusable(synced=options.synced and values[-1].gives_memory, sharded=sharded_params())
+        or compiling_problem(choice.module, units, choice.devices() if frees else [])
+        or ddp_within(choice.module, choice.ignored)
+        or parts.problem(choice.own(), placement.all_groups())
+        or choice.unusable(synced=options.synced, sharded=sharded_params())
         or placement.comm.device_problem(choice.devices())
     )
 

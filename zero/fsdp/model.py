@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn
 from weakref import ReferenceType, ref
 
@@ -11,20 +11,31 @@ from torch import nn
 from zero._torch import params_of
 from zero.comm import Comm
 from zero.comm.streams import ModelStreams
+from zero.fsdp.at_rest import ReadsAtRest
 from zero.fsdp.backward import Backward
 from zero.fsdp.build import Options
-from zero.fsdp.events import Events, model_events
+from zero.fsdp.overflow import Overflow
 from zero.fsdp.precision import CastBuffer
+from zero.fsdp.refusal import Refusal, moved_problem
 from zero.fsdp.schedule import Schedule
+from zero.fsdp.shown import ShownUnits
 from zero.fsdp.unit import Unit
 from zero.sdp.buffers import BufferSync
 from zero.sdp.wrapper import UNWRAPPED
+from zero.shards.claimed import claim, release
 from zero.shards.partition import Place, places_in
 from zero.shards.placement import Placement
+from zero.shards.scaling import Scaling
 from zero.shards.shard_group import ShardGroup
+from zero.tensor_parallel.parts import others_of
 
 _alive: list[ReferenceType[Model]] = []
 """All models that exist, in the order of their construction, which is the same on all ranks."""
+
+
+_AVERAGES = (
+    "of which FSDP keeps another shard on each rank. Remove DistributedDataParallel: FSDP averages gradients itself."
+)
 
 
 class Index(dict[nn.Parameter, Place]):
@@ -46,7 +57,7 @@ class Model:
     module: the user's. units: the root first. ignored: modules that are not sharded.
     partition, as_one_unit: the user's options. cast_buffers: the buffers that mixed precision has cast.
     `index`: where the parameters lie. `comm`: the ranks that own shards. `comms`: all groups of ranks.
-    `events`: what features do as the model runs.
+    `scaling`: how gradients are scaled between backward and step.
     """
 
     def __init__(
@@ -55,6 +66,7 @@ class Model:
         units: Sequence[Unit],
         placement: Placement,
         options: Options,
+        refusal: Refusal,
         ignored: Sequence[nn.Module] = (),
         as_one_unit: Sequence[nn.Module | type[nn.Module]] = (),
         cast_buffers: Sequence[CastBuffer] = (),
@@ -66,12 +78,10 @@ class Model:
         self.comm: Comm = placement.comm
         self.comms = placement.all_groups()
         self.prefetch = options.prefetch.where(overlaps=any(unit.overlaps for unit in units))
-        self.streams = ModelStreams(group.streams for group in self.index.groups)
-        self.events = Events()
-        self._refusal = self.comm.channel(
-            "a refusal of FSDP, of parameters that were given other data or read outside of forward"
-        )
+        self._refusal = refusal
         self.norm_channel = self.comm.channel("the norm of all gradients")
+        self.guard: Any = None
+        """Checks the steps of optimizers that hold these parameters (guard.py)."""
         self._holders = [
             (params_of(holder), name, param)
             for holder in module.modules()
@@ -79,12 +89,18 @@ class Model:
             if param in self.index
         ]
         """Where modules hold sharded parameters."""
-        self.backward = Backward(self)
-        self.schedule = Schedule(self)
-        self.events = Events([make(self) for make in model_events])
-        for unit in units:
-            unit.events = self.events
-        self.schedule.install()
+        self.scaling = Scaling(
+            self.comm,
+            "the step of an optimizer of FSDP",
+            "clip_grad_norm_(max_norm) of the FSDP model",
+            self.index.groups,
+        )
+        self.shown = ShownUnits(units)
+        overflow = Overflow(self.index.groups, [self.comm, *others_of(self.index)])
+        common = units, self.comms, ModelStreams(group.streams for group in self.index.groups), self.prefetch
+        self.backward = Backward(*common, ReadsAtRest(self.index.groups, refusal), overflow, self.scaling)
+        self.schedule = Schedule(*common, self.backward, overflow, self.shown)
+        claim(self.index, self, _AVERAGES)
         _alive[:] = [model for model in _alive if model() is not None]
         _alive.append(ref(self))
 
@@ -94,11 +110,6 @@ class Model:
             return [unit for unit in self.units if unit.module is module]
         params = {*module.parameters()}
         return [unit for unit in self.units if not params.isdisjoint(unit.params)]
-
-    def moved_problem(self, groups: Sequence[ShardGroup] | None = None) -> str | None:
-        """Returns an error message if parameters of these groups, by default all that are not summoned, were moved or
-        given other data. 0.1 ms for 258 parameters."""
-        return moved_problem(groups or [group for group in self.index.groups if not group.summoned])
 
     def replaced_problem(self) -> str | None:
         """Returns an error message if a module holds another sharded parameter than when it was wrapped."""
@@ -119,24 +130,20 @@ class Model:
 
         Communicates only to raise. The ranks without a problem raise in their next operation.
         """
-        problem = self.moved_problem()
+        problem = moved_problem(group for group in self.index.groups if not group.summoned)
         if problem is not None:
             self.refuse(problem)
 
     def refuse(self, problem: str) -> NoReturn:
-        """Collective. Raises RuntimeError. Ranks that do not call it raise in their next operation."""
-        try:
-            self.comm.agree(self._refusal)
-        except RuntimeError as error:  # the other ranks were in another operation, and have now raised, too
-            raise RuntimeError(problem) from error
-        raise RuntimeError(problem)
+        """Collective. Raises RuntimeError on every rank."""
+        self._refusal.raise_everywhere(problem)
 
-    def dismiss(self, *, unwrapped: bool = False) -> None:
+    def dismiss(self) -> None:
         """Ends the model: its modules are called as if they were not sharded."""
         _alive[:] = [model for model in _alive if model() is not self]
         self.schedule.remove()
-        for dismissed in self.events.dismissed:
-            dismissed(unwrapped=unwrapped)
+        release(self.index, self)
+        self.shown.remove()
 
 
 class Forward:
@@ -186,16 +193,3 @@ def models_of(module: nn.Module) -> list[tuple[Model, list[Unit]]]:
 def sharded_params() -> set[nn.Parameter]:
     """Returns the parameters of all models that exist."""
     return {param for model in models() for param in model.index}
-
-
-def moved_problem(groups: Iterable[ShardGroup]) -> str | None:
-    """Returns an error message if a parameter of these groups was moved, cast or given other data, else None."""
-    for group in groups:
-        name = group.reclaim()
-        if name is not None:
-            return (
-                f"{name!r} was moved, cast or given other data (`p.data = ...`) since it was sharded, and would lose "
-                "it at the next all-gather. Write in place: `p.data.copy_(...)`, or `p.copy_(...)` under "
-                "torch.no_grad(). Move and cast the model before wrapping it."
-            )
-    return None

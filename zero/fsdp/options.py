@@ -1,17 +1,17 @@
-"""Options of FSDP: sharding strategies with their groups of ranks, and options that others bring, such as the names of
-PyTorch's FSDP1."""
+"""Options of FSDP: sharding strategies with their groups of ranks, and what the caller asked for by several names."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from zero.comm import Comm
-from zero.shards.placement import Placement, placements
+from zero.shards.placement import Placement
+from zero.shards.replicas import placement_of
 
 
 class ShardingStrategy(enum.Enum):
@@ -60,9 +60,7 @@ def place(strategy: Any, process_group: Any, device_mesh: Any) -> tuple[Sharding
         if device_mesh is not None and process_group is not None:
             raise ValueError("process_group and device_mesh both say which ranks to shard over. Pass one of them.")
         known = as_strategy(strategy)
-        if known.name not in placements:
-            raise ValueError(f"{known.name} needs a feature that is missing: zero/features/hybrid.")
-        return known, placements[known.name](known.name, groups), None
+        return known, placement_of(known.name, groups), None
     except ValueError as error:
         return ShardingStrategy.FULL_SHARD, Placement(Comm(groups[0] if groups else None)), str(error)
 
@@ -86,22 +84,11 @@ class GivenOptions:
         return [*dict.fromkeys([*of_modules, *self.ignored_parameters])]
 
 
-translators: dict[str, Callable[[dict[str, Any], GivenOptions], None]] = {}
-"""By the names of options that they know: each takes its options out of the arguments, and sets what they mean. All
-names of one translator have the same function. They may raise ValueError."""
-
-
-def translate(given: dict[str, Any], asked: GivenOptions) -> None:
-    """Takes options of other names out of `given`."""
-    for one in dict.fromkeys(translators[name] for name in [*given] if name in translators):
-        one(given, asked)
-
-
-def refuse_unknown(given: dict[str, Any], known: set[str]) -> None:
-    """Raises TypeError for options that nobody knows. known: further names."""
-    unknown = sorted(given.keys() - translators.keys() - known)
+def refuse_unknown(given: dict[str, Any], known: Iterable[str]) -> None:
+    """Raises TypeError for options that nobody knows. known: names beside FSDP's own."""
+    unknown = sorted(given.keys() - {*known})
     if unknown:
-        names = ", ".join(sorted(translators.keys() | known))
+        names = ", ".join(sorted(known))
         raise TypeError(f"FSDP got an unexpected argument {unknown[0]!r}. Besides its own names it takes {names}.")
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import BATCH_NORM, buffers_of
+from zero._torch import BATCH_NORM, OwnHook, buffers_of
 from zero.sdp.tensors import map_tensors
 
 if TYPE_CHECKING:
@@ -105,10 +105,6 @@ class CastBuffer(NamedTuple):
         return self.module.get_buffer(self.name)
 
 
-class OwnHook:
-    """A hook on a module's state_dict() that changes no value but as the module itself would: not the user's."""
-
-
 @dataclass
 class Uncast(OwnHook):
     """A hook after a module's state_dict() that casts a buffer to its original dtype, except for keep_vars=True."""
@@ -120,24 +116,6 @@ class Uncast(OwnHook):
         saved = state_dict.get(prefix + self.name)
         if isinstance(saved, Tensor) and saved is not buffers_of(module).get(self.name):
             state_dict[prefix + self.name] = saved.to(self.dtype)
-
-
-precisions: list[Callable[[Any], MixedPrecision | None]] = []
-"""Each converts what others pass as mixed precision; None for what it does not know. May raise ValueError."""
-
-
-def as_precision(given: Any) -> MixedPrecision:
-    """Returns what the user passes as MixedPrecision. Raises ValueError for what is none."""
-    if given is None:
-        return MixedPrecision()
-    converted = (convert(given) for convert in precisions)
-    found = given if isinstance(given, MixedPrecision) else next(filter(None, converted), None)
-    if found is None:
-        raise ValueError(
-            f"mixed_precision={given!r}: pass a zero.MixedPrecision, such as zero.MixedPrecision(param_dtype="
-            "torch.bfloat16), torch.distributed.fsdp.MixedPrecision or MixedPrecisionPolicy, or None."
-        )
-    return found
 
 
 def cast(value: Any, dtype: torch.dtype | None) -> Any:

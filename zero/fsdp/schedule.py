@@ -7,21 +7,26 @@ which its units ran last. Ranks whose orders differ raise when an all-gather arr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import in_a_backward
+from zero.comm import Comm
+from zero.comm.streams import ModelStreams
+from zero.fsdp.autocast import shares_casts
+from zero.fsdp.backward import Backward
 from zero.fsdp.edges import apart_from_parameters, watch_inputs, watch_inside, watch_outputs
-from zero.fsdp.prefetch import BackwardPrefetch
+from zero.fsdp.overflow import Overflow
+from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
+from zero.fsdp.reads import ForeignReads
+from zero.fsdp.shown import ShownUnits
 from zero.fsdp.unit import Call, TrainingState, Unit
-
-if TYPE_CHECKING:
-    from zero.fsdp.model import Model
 
 
 class Schedule:
@@ -34,26 +39,51 @@ class Schedule:
     `modes`: the modes (`module.training`) in which a forward of the model has begun.
     """
 
-    def __init__(self, model: Model) -> None:
-        self._model, self._root, self._backward = model, model.root, model.backward
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        comms: Sequence[Comm],
+        streams: ModelStreams,
+        prefetch: Prefetch,
+        backward: Backward,
+        overflow: Overflow,
+        shown: ShownUnits,
+    ) -> None:
+        self._units, self._root, self._comms = units, units[0], comms
+        self._streams, self._prefetch, self._backward = streams, prefetch, backward
+        self._overflow, self._shown = overflow, shown
+        self._of_params: dict[Tensor, Unit] = {param: unit for unit in units for param in unit.params}
+        self._device = next(iter(self._of_params)).device.type
         self.running: list[Unit] = []
         self.modes: set[bool] = set()
+        self._looked: set[bool] = set()
+        """The modes in which a forward of the root has begun, which looks for writes."""
         self._forwards_begun = 0
         """How many forwards of units have begun."""
         self._last_entered = self._root
         """The unit whose forward began last."""
+        self._casts_are_shared = False
+        """Whether autocast's casts of an earlier forward serve this one."""
         self.traced = False
         """Whether modules run as code that was traced, in which no reads are seen."""
+        self._search = ExitStack()
         self._hooks: dict[nn.Module, list[RemovableHandle]] = {}
 
-    def install(self) -> None:
-        """Registers the hooks."""
-        for unit in reversed(self._model.units):  # so that a unit around another is entered first
+    def install(
+        self,
+        hidden: Callable[[Unit, nn.Module, Callable[..., Any]], Callable[..., Any]],
+        begin_mode: Callable[[], object],
+    ) -> None:
+        """Registers the hooks.
+
+        hidden: returns what is registered in place of a hook on a module of a unit. begin_mode: called before the first
+        forward of the model in training and the first in evaluation; with ZERO_CHECK=each before every one.
+        """
+        self._begin_mode = begin_mode
+        for unit in reversed(self._units):  # so that a unit around another is entered first
             for module in (unit.module, *_holders(unit)):
-                before: Callable[..., Any] = partial(self._pre_forward, unit)
-                after: Callable[..., Any] = partial(self._post_forward, unit)
-                for replace in self._model.events.hook:
-                    before, after = replace(unit, module, before), replace(unit, module, after)
+                before = hidden(unit, module, partial(self._pre_forward, unit))
+                after = hidden(unit, module, partial(self._post_forward, unit))
                 self._hooks.setdefault(module, []).extend(
                     [
                         # Before the user's own, such as weight_norm's, which read parameters.
@@ -76,9 +106,8 @@ class Schedule:
         """Forgets a forward that KeyboardInterrupt has ended, which calls no hooks. Called before each forward."""
         if self.running and not self._backward.active:
             self.running.clear()
-            for abandoned in self._model.events.abandoned:
-                abandoned()
-            for unit in self._model.units:
+            self._end_search()
+            for unit in self._units:
                 unit.forget_forward()
                 unit.reshard()
 
@@ -103,34 +132,39 @@ class Schedule:
 
     def _enter(self, unit: Unit) -> None:
         """Collective. Unshards the unit, and what must be with it."""
-        events = self._model.events
         if not self.running:
             self._begin_forward()
-        self._model.streams.expect_computing("{} of FSDP runs", unit.title)
+        self._streams.expect_computing("{} of FSDP runs", unit.title)
         mode, in_backward = unit.module.training, self._backward.active
-        first = mode not in self.modes or self._model.comm.checks_each
-        if unit is self._root and unit.entry_module is None and first and not in_backward:
-            self.modes.add(mode)
-            for begins in events.mode_begins:
-                begins()
-        for entering in events.entering:
-            entering(unit)
-        unit.companions = [other for companions in events.companions for other in companions(unit)]
+        if unit is self._root:
+            if unit.entry_module is None and not in_backward and (mode not in self.modes or self._comms[0].checks_each):
+                self.modes.add(mode)
+                self._begin_mode()
+                if not self.traced:
+                    self._search.enter_context(ForeignReads(self._of_params, self._found_read))
+            if mode not in self._looked:
+                self._looked.add(mode)
+                for one in self._units:
+                    one.writes.look()
+        unit.companions = [*unit.reads]
         for each in (unit, *unit.companions):
-            each.unshard(for_backward=self._backward.active)
+            if each is not unit and not in_backward:
+                self._shown.refuse_read(each)
+            each.unshard(for_backward=in_backward)
             each.users += 1
         self.running.append(unit)
-        if not self._backward.active:
+        if not in_backward:
             self._note_order(unit)
 
     def _begin_forward(self) -> None:
-        for begins in self._model.events.forward_begins:
-            begins()
+        """No unit is running: the forward of the model begins, or that of one unit by itself."""
+        self._overflow.notice_autocast()
+        self._casts_are_shared = shares_casts(self._units, self._device)
         if self._backward.active:
             return
-        self._model.streams.begin()
-        for comm in self._model.comms:
-            comm.begin_schedule(together=comm is self._model.comms[0])  # among the first all forwards gather
+        self._streams.begin()
+        for comm in self._comms:
+            comm.begin_schedule(together=comm is self._comms[0])  # among the first all forwards gather
 
     def _note_order(self, unit: Unit) -> None:
         """Remembers which unit follows which, and launches the all-gather of the one that followed last time.
@@ -142,17 +176,28 @@ class Schedule:
             self._last_entered.after, unit.before = unit, self._last_entered
         self._last_entered = unit
         whole = self._root in self.running and self._root.entry_module is None
-        if whole and unit.after is not None and self._model.prefetch.forward_prefetch:
+        if whole and unit.after is not None and self._prefetch.forward_prefetch:
             unit.after.unshard(ahead=True)
 
-    def also_unshard(self, other: Unit) -> Unit:
-        """Collective. Unshards another unit for as long as the innermost running one runs. Returns that one."""
+    def _found_read(self, other: Unit) -> None:
+        """Collective. The innermost running unit reads parameters of another one, which is unsharded with it from now
+        on."""
+        if other in self.running:
+            return  # its forward is ending, and returns its output
         reader = self.running[-1] if self.running else self._root
+        if not self._backward.active:
+            self._shown.refuse_read(other)
         other.unshard()
         if other not in reader.companions:
             reader.companions.append(other)
             other.users += 1
-        return reader
+        other.read_by_others = True
+        if other not in reader.reads:
+            reader.reads.append(other)
+
+    def _end_search(self) -> None:
+        self._search.close()
+        self._shown.hide()
 
     def _begin(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Counts a forward of the unit. Expects a backward, and registers hooks on inputs for the end of that backward.
@@ -160,8 +205,7 @@ class Schedule:
         Returns the inputs in the dtype of computing.
         """
         self._forwards_begun += 1
-        late = any(may_be_late() for may_be_late in self._model.events.gradients_may_be_late)
-        call = Call(self._forwards_begun, late=late)
+        call = Call(self._forwards_begun, late=self._casts_are_shared)
         unit.running.append(call)
         args, kwargs = unit.precision.cast_inputs(module, (args, kwargs), root=unit is self._root)
         if unit is not self._root and torch.is_grad_enabled():
@@ -186,7 +230,7 @@ class Schedule:
         self._backward.awaited |= needs_backward
         if not unit.running:
             # Backward will reach this unit first, as it did last time, and would gather it ahead.
-            gathered_ahead = self._model.prefetch.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+            gathered_ahead = self._prefetch.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
             first_in_backward = gathered_ahead and unit is self._root.before
             stays = unit is self._root or unit.stays or first_in_backward
             self._leave(unit, stays=needs_backward and stays)
@@ -199,22 +243,22 @@ class Schedule:
         needed, unit.companions = (unit, *unit.companions), []
         for each in needed:
             each.users -= 1
-        for leaving in self._model.events.leaving:
-            leaving(unit)
         if unit is self._root:
+            self._search.close()
             unit.before = None if self._last_entered is unit else self._last_entered
-            for other in self._model.units:
+            for other in self._units:
                 if other.gathering:
                     other.reshard_unused()  # gathered ahead, but it did not run this time
         if not stays:
             for each in needed:
                 each.reshard_unused()
         if not self.running:
-            self._model.streams.settle()  # the user may write into shards from here on
+            self._streams.settle()  # the user may write into shards from here on
 
     def _abandon(self) -> None:
         """Forgets a forward or backward that an exception has ended, so that the model can be used again."""
         self.running.clear()
+        self._end_search()
         self._backward.abandon()
 
 

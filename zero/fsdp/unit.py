@@ -12,9 +12,10 @@ from weakref import WeakSet
 from torch import nn
 from torch.autograd.graph import Node
 
-from zero.fsdp.events import Events
 from zero.fsdp.precision import MixedPrecision
+from zero.fsdp.refusal import Refusal
 from zero.fsdp.unit_gradients import UnitGradients
+from zero.fsdp.writes import Writes
 from zero.shards.group_state import GroupState
 from zero.shards.shard_group import ShardGroup
 
@@ -52,9 +53,10 @@ class Unit:
     `params`: the parameters of all its shard groups.
     `running`: its forwards that are running: more than one where a module calls itself.
     `users`: units whose running forward needs its parameters, itself included. `companions`: those that it needs.
+    `reads`: units whose parameters its forward was seen to read. `read_by_others`: whether others read its own.
     `before`, `after`: the units that ran before and after it in the last forward.
     `calls`: forwards whose backward is expected or running, while their graphs exist.
-    `events`: those of the model.
+    `writes`: into its parameters while they are unsharded.
     """
 
     def __init__(
@@ -65,17 +67,20 @@ class Unit:
         *,
         precision: MixedPrecision,
         stays: bool,
+        refusal: Refusal,
     ) -> None:
         self.name, self.module, self.groups = name, module, groups
         self.params = {param for group in groups for param in group.params}
         self.precision, self.stays = precision, stays
-        self.events = Events()
+        self.writes = Writes(groups, refusal)
         self.state = TrainingState.IDLE
         self.entry_module: nn.Module | None = None
         """The module whose call began the running forward, if it is not the unit's own."""
         self.running: list[Call] = []
         self.users = 0
         self.companions: list[Unit] = []
+        self.reads: list[Unit] = []
+        self.read_by_others = False
         self.inputs: set[Node] = set()
         """The autograd nodes of the inputs of the running forwards."""
         self.before: Unit | None = None
@@ -115,7 +120,7 @@ class Unit:
     @property
     def completes_at_end(self) -> bool:
         """Whether its gradients are complete only at the end of backward."""
-        return any(call.late for call in self.calls) or any(late(self) for late in self.events.late)
+        return self.read_by_others or any(call.late for call in self.calls)
 
     def forget_forward(self) -> None:
         """Forgets forwards that an exception has ended."""
@@ -155,8 +160,8 @@ class Unit:
 
         Raises RuntimeError if an earlier all-gather of them failed.
         """
-        for unsharding in () if ahead else self.events.unsharding:
-            unsharding(self)
+        if not ahead:
+            self.writes.refuse_other_data()
         for group in self.groups:
             if group.state is GroupState.SHARDED:
                 channel = self._for_backward if for_backward else self._for_forward
@@ -175,8 +180,7 @@ class Unit:
         for group in self.groups:
             if group.state is GroupState.GATHERING:
                 group.finish_unshard()
-                for unsharded in self.events.unsharded:
-                    unsharded(group)
+                self.writes.gathered(group)
 
     def reshard(self) -> None:
         """Releases the full parameters; this rank's shards remain."""
@@ -184,8 +188,7 @@ class Unit:
             self.finish_unshard()
         for group in self.groups:
             if group.state is GroupState.UNSHARDED:
-                for resharding in self.events.resharding:
-                    resharding(group)
+                self.writes.take_over(group)
                 group.reshard()
 
     def reshard_unused(self) -> None:

@@ -2,37 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from torch import nn
 
+from zero._torch import chosen_by_policy
+from zero.fsdp.blocks import blocks, only_holds
 from zero.fsdp.unit import Unit
 
 Policy = Any
 """What the user passes as auto_wrap_policy."""
-
-
-class Chooser(Protocol):
-    """Chooses units by policies of some kind. Here is one for names of modules:
-
-    def by_names(root, policy, *, apart, small):
-        return {root.get_submodule(name) for name in policy} if isinstance(policy, tuple) else None
-
-    choosers.append(by_names)                      # FSDP(model, auto_wrap_policy=("encoder", "decoder"))
-    """
-
-    def __call__(
-        self, root: nn.Module, policy: Policy, *, apart: Sequence[nn.Module], small: bool
-    ) -> Collection[nn.Module] | None:
-        """Returns the modules that the policy makes units; None for a policy of another kind. May raise ValueError.
-
-        apart: modules in which no units are chosen. small: the user wants units that are as small as is sensible.
-        """
-
-
-choosers: list[Chooser] = []
-"""Asked one after another. If all return None for the policy None, the module is one unit."""
 
 
 def unit_modules(
@@ -46,18 +26,18 @@ def unit_modules(
     """Returns the modules that become units, by name, from the outside in; the root, named "", is always the first.
 
     Parameters in no chosen module belong to the unit around them. as_one_unit: modules, or classes of modules, that
-    become units without units inside them. Other arguments are those of Chooser.
+    become units without units inside them. apart: modules in which no units are chosen. small: the user wants units
+    that are as small as is sensible.
 
     Raises ValueError for an unknown type of policy, and for a unit without a forward.
     """
-    found = (choose(root, policy, apart=apart, small=small) for choose in choosers)
-    given = next((modules for modules in found if modules is not None), None)
-    if given is None and policy is not None:
+    given = blocks(root, apart=apart, small=small) if policy is None else _by_policy(root, policy)
+    if given is None:
         raise ValueError(
             f"auto_wrap_policy is a {type(policy).__name__}. Pass a policy of torch.distributed.fsdp.wrap, such as "
             "ModuleWrapPolicy({Block}), or None."
         )
-    chosen = {*(given or ())}
+    chosen = {*given}
     classes = tuple(entry for entry in as_one_unit if isinstance(entry, type))
     single = {module for module in root.modules() if isinstance(module, classes) or module in as_one_unit}
     chosen -= {inner for module in single for inner in module.modules()}
@@ -74,10 +54,26 @@ def unit_modules(
     return units
 
 
-def only_holds(module: nn.Module) -> bool:
-    """Returns whether the module is a container that cannot be called."""
-    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    return isinstance(module, containers) and type(module).forward is nn.Module.forward
+def _by_policy(root: nn.Module, policy: Policy) -> set[nn.Module] | None:
+    """Returns the modules that `ModuleWrapPolicy`, `CustomPolicy`, `lambda_auto_wrap_policy` and similar ones make
+    units, called as PyTorch calls them; None for a policy of another kind."""
+    chosen = chosen_by_policy(policy, root)
+    if chosen is None and callable(policy):
+        chosen = set()
+        _ask(policy, root, chosen)
+    return chosen
+
+
+def _ask(policy: Callable[..., bool], module: nn.Module, chosen: set[nn.Module], *, is_root: bool = True) -> int:
+    """Calls a policy function from the inside out, as PyTorch does. Returns the number of elements in chosen units."""
+    numel = sum(param.numel() for param in module.parameters())
+    if not policy(module=module, recurse=True, nonwrapped_numel=numel):
+        return 0
+    wrapped = sum(_ask(policy, child, chosen, is_root=False) for child in module.children())
+    if not is_root and policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped):
+        chosen.add(module)
+        return numel
+    return wrapped
 
 
 def params_by_unit(

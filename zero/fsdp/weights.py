@@ -4,53 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from torch import nn
 from torch.optim import Optimizer
 
 from zero._torch import named_as_compiled
+from zero.fsdp import full_weights, optimizer_state
+from zero.fsdp.dtensors import summon
 from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
-from zero.oss.saved import Missing
 from zero.sdp.wrapper import Wrapper
-from zero.shards.parts import parts_here
+from zero.tensor_parallel import parts
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-class OptimizerState(Protocol):
-    """The seam at which the state of the user's optimizer, which steps shards of the model, is saved and loaded."""
-
-    def full(self, model: Model, optimizer: Optimizer, to: int | None) -> dict[str, Any] | None:
-        """Collective. See FSDP.optim_state_dict."""
-
-    def load(self, model: Model, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """See FSDP.load_optim_state_dict."""
-
-    def register(self, model: Model, optimizer: Optimizer) -> None:
-        """Has the optimizer's own `load_state_dict` take full state."""
-
-
-states: list[OptimizerState] = [Missing()]
-"""The last one is asked. zero/state plugs in."""
-
-
-class ModelWeights(Protocol):
-    """The seam at which full weights are gathered."""
-
-    def state_dict(self, model: Model, *args: Any, **kwargs: Any) -> Any:
-        """Collective. See FSDP.state_dict."""
-
-    def summon(
-        self, module: nn.Module, *, wrapped: nn.Module, recurse: bool, **options: bool
-    ) -> AbstractContextManager[None]:
-        """Collective. See FSDP.summon_full_params. wrapped: the module inside it if it is an FSDP, else itself."""
-
-
-weights: list[ModelWeights] = [Missing()]
-"""The last one is asked. zero/state plugs in."""
 
 
 class Weights(Wrapper):
@@ -94,7 +62,7 @@ class Weights(Wrapper):
         every rank if parameters were given other data inside and writeback is True. Raises RuntimeError if they were
         given other data before, and within forward, backward or another summon_full_params.
         """
-        return weights[-1].summon(
+        return summon(
             module,
             wrapped=module.module if isinstance(module, Weights) else module,
             recurse=recurse,
@@ -108,7 +76,7 @@ class Weights(Wrapper):
         """Collective. Calls fn with every module, as nn.Module.apply, on full parameters; keeps rank 0's results."""
         with self.summon_full_params():
             super().apply(fn)
-            params = [parts_here().of(param) for param in self.module.parameters()]
+            params = [parts.of(param) for param in self.module.parameters()]
             self._model.placement.broadcast([*params, *self.module.buffers()])
         return self
 
@@ -118,7 +86,7 @@ class Weights(Wrapper):
         Raises RuntimeError if parameters were moved, cast or given other data.
         """
         self._model.refuse_moved()
-        return weights[-1].state_dict(self._model, *args, **kwargs)
+        return full_weights.state_dict(self.module, [(self._model, [*self._units])], *args, **kwargs)
 
     def _load_from_state_dict(
         self,
@@ -166,7 +134,7 @@ class Weights(Wrapper):
         `optimizer.state_dict()`. Raises ValueError on every rank for state that cannot be consolidated.
         """
         self.reshard()
-        return states[-1].full(self._model, optimizer, to)
+        return optimizer_state.full(self._model, optimizer, to)
 
     def load_optim_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Loads a full state, the same on every rank: the plain optimizer's, or the result of `optim_state_dict`.
@@ -175,8 +143,8 @@ class Weights(Wrapper):
         not fit.
         """
         self.reshard()
-        states[-1].load(self._model, optimizer, state_dict)
+        optimizer_state.load(self._model, optimizer, state_dict)
 
     def register_optimizer(self, optimizer: Optimizer) -> None:
         """Lets `optimizer.load_state_dict` take full state from now on, as it does after its first step anyway."""
-        states[-1].register(self._model, optimizer)
+        optimizer_state.register(self._model, optimizer)

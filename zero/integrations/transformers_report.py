@@ -8,7 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-import zero
+from zero.comm import Traffic, traffic
+from zero.plan.report import Report, report
 
 
 class MemoryCallback(TrainerCallback):  # type: ignore[misc]
@@ -20,18 +21,18 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]
 
     def __init__(self, every: int = 50) -> None:
         self._every = every
-        self._before: zero.Traffic | None = None
-        self.report: zero.Report | None = None
+        self._before: Traffic | None = None
+        self.report: Report | None = None
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
-        before, self._before = self._before, zero.traffic()
+        before, self._before = self._before, traffic()
         if before is None or (state.global_step + 1) % self._every:
             return
         model: nn.Module = given["model"]
         optimizer: Optimizer = getattr(given["optimizer"], "optimizer", given["optimizer"])
-        self.report = zero.report(model, optimizer, since=before)
+        self.report = report(model, optimizer, since=before)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         if self.report is not None:

@@ -15,6 +15,7 @@ from zero.comm import Comm
 from zero.measure.kinds import Finding, Kind, finding_of, known, narrow_among, title
 from zero.measure.named import build
 from zero.measure.param_groups import called, described_options, options
+from zero.offload import take_home
 from zero.shards.arguments import (
     as_groups,
     describe,
@@ -24,10 +25,9 @@ from zero.shards.arguments import (
     named_params,
     parts_of,
 )
-from zero.shards.home import take_home
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
-from zero.shards.parts import parts_here
+from zero.tensor_parallel import parts
 
 if TYPE_CHECKING:
     from zero.oss.optimizer import OSS
@@ -74,7 +74,7 @@ class Choices:
             f"parameters without gradients written by steps: {self.writes_frozen}",
         ]
         problem = problem or comm.device_problem(devices_of(self.groups)) or unfit
-        problem = problem or parts_here().problem(named_params(self.groups), [comm])
+        problem = problem or parts.problem(named_params(self.groups), [comm])
         comm.compare("the parameters given to OSS", [*signature, *describe(self.groups)], problem)
         self.groups = parts_of(self.groups)
 
@@ -82,7 +82,7 @@ class Choices:
         """Collective. Returns another group in torch's form. seen: the parameters so far."""
         groups, problem = as_groups([param_group], seen=set(seen))
         problem = problem or self._look_at(groups, cut=self.cut)[1]
-        problem = problem or parts_here().problem(named_params(groups), [self._comm])
+        problem = problem or parts.problem(named_params(groups), [self._comm])
         self._comm.compare("the parameters added to OSS", describe(groups), problem)
         return parts_of(groups)[0]
 

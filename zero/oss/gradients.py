@@ -237,7 +237,7 @@ class OwnedGradients:
             owned = [(param, shares.get(param)) for param in shards]
         dtypes = {shard.dtype for shard in shards.values()}
         device = shards.shard_groups[0].full.device
-        return norm.total_norm(owned, self._oss.comm, self._norm, norm_type, device, dtypes)
+        return norm.total_norm(owned, self._oss.comm, self._norm, norm_type, device, dtypes, shards.home)
 
     def refuse(self) -> None:
         """Raises RuntimeError if `problem` finds one. The other ranks find the same, or wait for this one in vain."""

@@ -15,18 +15,21 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.comm import Comm
 from zero.measure.param_groups import called
+from zero.oss.checks import Gradients, Moved, Numbers, ScaledInHooks
 from zero.oss.choices import Choices, build_inner
+from zero.oss.ddp import DDPChecks
+from zero.oss.dtensor_checks import WrappedCheck
+from zero.oss.from_optimizer import from_optimizer
 from zero.oss.gradients import OwnedGradients
-from zero.oss.saved import saved_states
+from zero.oss.saved import Saved
 from zero.oss.state_mapping import StateMapping
 from zero.oss.step import Step
-from zero.shards.log import announce
+from zero.shards.announce import announce
 from zero.shards.masters import differs
 from zero.shards.partition import Partition
-from zero.shards.steps import checks
 
-from_others: list[Callable[..., OSS]] = []
-"""The last one makes an OSS of another optimizer."""
+CHECKS = (Moved, Gradients, Numbers, ScaledInHooks, WrappedCheck, DDPChecks)
+"""What is checked around each step."""
 
 
 class OSS(Optimizer):
@@ -59,7 +62,7 @@ class OSS(Optimizer):
     master_dtype: torch.float32: owners keep master weights of their shards in this dtype; parameters of a narrower
         dtype are the rounded masters (2Ψ + 2Ψ + 12Ψ/W bytes with Adam; section 3.1 of the paper).
     defaults: also offload, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload); see
-        zero.shards.home.
+        zero.offload.
 
     If data ends earlier on some ranks than on others, take batches from zero.join.
 
@@ -93,11 +96,11 @@ class OSS(Optimizer):
         )
         self.sent_as, self.finding, self.granularity = how.sent_as, how.finding, granularity
         self._built = False
-        self.saved = saved_states[-1](self)
+        self.saved = Saved(self)
         super().__init__(how.groups, {})
         self.shards = how.lay_out(self.param_groups)
         self.gradients = OwnedGradients(self)
-        self.stepper = Step(self, [make(self) for make in checks], writes_frozen=how.writes_frozen)
+        self.stepper = Step(self, [check(self) for check in CHECKS], writes_frozen=how.writes_frozen)
         self.optim = build_inner(self, optim, defaults)
         self.defaults = dict(self.optim.defaults)
         self.stepper.share_options(self.optim.param_groups, self.param_groups)
@@ -111,8 +114,9 @@ class OSS(Optimizer):
     def from_optimizer(
         cls, optimizer: Optimizer, group: torch.distributed.ProcessGroup | None = None, **options: Any
     ) -> OSS:
-        """Collective. Builds an OSS from an existing optimizer of full parameters; see zero.interop.from_optimizer."""
-        return from_others[-1](cls, optimizer, group, **options)
+        """Collective. Builds an OSS from an existing optimizer of full parameters; see zero.oss.from_optimizer."""
+        built: OSS = from_optimizer(cls, optimizer, group, **options)
+        return built
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Collective. Shards the parameters of another group, balanced with the shards that each rank owns."""

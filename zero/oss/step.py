@@ -17,9 +17,9 @@ from torch.autograd.graph import increment_version
 
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import options
+from zero.oss.checks import StepCheck
 from zero.shards import masters
 from zero.shards.shard_group import ShardGroup
-from zero.shards.steps import StepCheck
 
 if TYPE_CHECKING:
     from zero.oss.optimizer import OSS

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.features.offload import CPUOffload
 from zero.fsdp import MEMORY_FIRST, SPEED_FIRST, MixedPrecision, Prefetch
+from zero.offload import CPUOffload
 from zero.plan.gpt import GPT, batch_of, gpt_of
 from zero.plan.planner import plan
 from zero.plan.rehearsal import misfit

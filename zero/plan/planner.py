@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero.fsdp import MixedPrecision, Prefetch
-from zero.fsdp.precision import as_precision
 from zero.fsdp.prefetch import as_prefetch
+from zero.fsdp.torch_options import as_precision
 from zero.fsdp.units import Policy, unit_modules
 from zero.measure.kinds import finding_of, title
 from zero.plan.result import Plan

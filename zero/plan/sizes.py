@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import nn
 
-from zero.features.offload import CPUOffload, DiskOffload
 from zero.fsdp import MixedPrecision
 from zero.fsdp.units import params_by_unit
+from zero.offload import CPUOffload, DiskOffload
 from zero.shards.partition import Partition
 
 

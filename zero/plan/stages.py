@@ -18,11 +18,11 @@ from torch.optim import Optimizer
 from zero.comm import Comm
 from zero.comm.packing import batches
 from zero.comm.traffic import traffic
-from zero.features.offload import home_of
 from zero.fsdp import FSDP, Prefetch
 from zero.fsdp.fsdp import running_model
 from zero.measure.kinds import Finding, assumed, finding_of
 from zero.measure.param_groups import params_of
+from zero.offload import home_of
 from zero.oss import OSS
 from zero.oss.gradients import full_gradient
 from zero.oss.optimizer import set_bucket_size

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from zero.comm import Comm
+from zero.comm.host_memory.transport import CHUNK, QueuedHandle
 from zero.comm.link import Link, Transports
 from zero.comm.order import Order
 from zero.comm.packing import summed_as
 from zero.comm.process_group import scatters
 from zero.comm.transport import Handle, Message, Transport
-from zero.features.host_memory.transport import CHUNK, QueuedHandle
 
 Rehearsed = Literal["gloo", "host memory", "nccl"]
 """The name of the rehearsed transport; "nccl" stands for all backends that overlap."""

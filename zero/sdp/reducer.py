@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import finalize, proxy, ref
@@ -44,6 +45,9 @@ class Reducer:
         self._numbers: dict[ShardGroup, int] = {}
         name = f"the end of a backward of ShardedDDP({type(module).__name__})"
         self._end = End([comm], name, f"on another rank, {WRITTEN}")
+        self._refusal = comm.channel(
+            "the refusal of a gradient, as of one that came after its gradients were sent to their owner"
+        )
         self._hooks: dict[Tensor, RemovableHandle] = {}
         finalize(self, _remove, self._hooks)  # whoever trains the module without the wrapper has plain parameters
         self._hooks_on_leaves: list[RemovableHandle] = []
@@ -142,9 +146,14 @@ class Reducer:
         number = self._numbers[group]
         bucket = self._buckets[number]
         self._streams.expect_computing("the gradient of {} arrived", group.names[index])
-        if number < self._launched:
-            bucket.refuse_late(index)
-        bucket.take(index, self._owners[number].gradients.take(param, group.names[index]))
+        try:
+            if number < self._launched:
+                bucket.refuse_late(index)
+            bucket.take(index, self._owners[number].gradients.take(param, group.names[index]))
+        except RuntimeError:
+            with suppress(RuntimeError):  # the other ranks raise in the operation in which they wait for this one
+                self._comm.agree(self._refusal)
+            raise
         self._limit_memory(bucket)
         if bucket.complete:
             self._launch()

@@ -17,13 +17,20 @@ from torch import nn
 
 from zero._torch import children_of, named_as_compiled
 from zero.comm import Comm
+from zero.oss.ddp import ddp_within
 from zero.oss.optimizer import OSS, set_bucket_size
 from zero.sdp.buffers import BufferSync
 from zero.sdp.reducer import Reducer
 from zero.sdp.wrapper import UNWRAPPED, Wrapper, refuse_steps
-from zero.shards.arguments import Wrapping, dtype_sent, on_two_devices, refusal
-from zero.shards.log import announce
-from zero.shards.parts import parts_here
+from zero.shards.announce import announce
+from zero.shards.arguments import dtype_sent, on_two_devices
+from zero.shards.claimed import claim, release
+from zero.tensor_parallel import parts
+from zero.tensor_parallel.shown import put_into, show_everywhere, take_out_of
+
+_AVERAGES = (
+    "whose gradient ShardedDDP reduces to its owner. Remove DistributedDataParallel: ShardedDDP averages itself."
+)
 
 
 class ShardedDDP(Wrapper):
@@ -70,15 +77,15 @@ class ShardedDDP(Wrapper):
         )
         of_optimizer = process_group is None and bool(self._optimizers) and isinstance(self._optimizers[0], OSS)
         self._comm = self._optimizers[0].comm if of_optimizer else Comm(process_group)
-        names = {parts_here().of(param): name for name, param in module.named_parameters()}
+        names = {parts.of(param): name for name, param in module.named_parameters()}
         options = f"reduce_buffer_size {reduce_buffer_size}, reduce_fp16 {reduce_fp16}"
         signature = [options, *describe(module)]
         sent_as, problem = dtype_sent(reduce_fp16, "reduce_fp16")
         problem = problem or self._misfit(names) or on_two_devices(module.named_parameters())
         self._comm.compare("the models given to ShardedDDP", signature, problem)
         held = {param for optimizer in self._optimizers for param in optimizer.shards.places}
-        parts_here().put_into(module, {param for param in module.parameters() if parts_here().of(param) not in held})
-        parts_here().show(module)
+        put_into(module, {param for param in module.parameters() if parts.of(param) not in held})
+        show_everywhere(module)
         if sync_models_at_startup:
             self._comm.broadcast([*module.parameters(), *module.buffers()])
         self.broadcast_buffers = broadcast_buffers
@@ -89,6 +96,7 @@ class ShardedDDP(Wrapper):
                 set_bucket_size(optimizer, reduce_buffer_size)
             optimizer.shards.rename(optimizer.param_groups, names)
         self._reducer = Reducer(module, self._optimizers, self._comm, sent_as)
+        claim(module.parameters(), self, _AVERAGES)
         self._announce(names)
 
     def _misfit(self, names: dict[nn.Parameter, str]) -> str | None:
@@ -111,7 +119,7 @@ class ShardedDDP(Wrapper):
                     f"the optimizer has {len(foreign)} parameters that are not in the module, such as {foreign[0]}. "
                     "Build OSS from the parameters of the same module object that is wrapped."
                 )
-        problem = refusal(Wrapping(self.module))
+        problem = ddp_within(self.module)
         if problem is not None:
             return problem
         held = {param for optimizer in self._optimizers for param in optimizer.shards.places}
@@ -171,7 +179,8 @@ class ShardedDDP(Wrapper):
         """Collective. Returns the plain module, without gradients and hooks; see zero.unwrap."""
         self.zero_grad()
         self._reducer.retire(UNWRAPPED)
-        parts_here().take_out_of(self.module)
+        release(self.module.parameters(), self)
+        take_out_of(self.module)
         refuse_steps(self._optimizers)
         return self.module
 

@@ -1,18 +1,17 @@
 """What users pass, looked at while nothing is changed yet: parameter groups, converted to torch's form and described
-for comparing ranks; options; and models, which features may refuse."""
+for comparing ranks; and options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zero.measure.param_groups import described_options, options
-from zero.shards.parts import parts_here
 from zero.shards.shapes import shared_memory, unusable
+from zero.tensor_parallel import parts
 
 
 def as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> tuple[list[dict[str, Any]], str | None]:
@@ -92,10 +91,10 @@ def named_params(groups: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
 
 
 def parts_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the groups with what is sharded in place of the user's parameters (zero/shards/parts.py)."""
+    """Returns the groups with what is sharded in place of the user's parameters (zero/tensor_parallel)."""
 
     def part(entry: Any) -> Any:
-        return (entry[0], parts_here().of(entry[1])) if isinstance(entry, tuple) else parts_here().of(entry)
+        return (entry[0], parts.of(entry[1])) if isinstance(entry, tuple) else parts.of(entry)
 
     return [{**group, "params": [*map(part, group["params"])]} for group in groups]
 
@@ -142,27 +141,3 @@ def master_problem(dtype: torch.dtype | None) -> str | None:
     if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return None
     return f"master_dtype={dtype!r}: masters are of a floating-point dtype, torch.float32 as a rule."
-
-
-@dataclass(frozen=True)
-class Wrapping:
-    """What is to be wrapped.
-
-    ignored: parameters that are left out. units: the modules of units below the root. freed: the devices of full
-    parameters that are freed at rest. Stage 2 has neither units nor freed parameters.
-    """
-
-    module: nn.Module
-    ignored: Collection[nn.Parameter] = ()
-    units: Collection[nn.Module] = ()
-    freed: Collection[torch.device] = ()
-
-
-refusals: list[Callable[[Wrapping], str | None]] = []
-"""Each returns an error message if the model cannot be wrapped, else None."""
-
-
-def refusal(wrapping: Wrapping) -> str | None:
-    """Returns the first error message, if there is one."""
-    problems = (refuse(wrapping) for refuse in refusals)
-    return next((problem for problem in problems if problem is not None), None)

@@ -1,20 +1,28 @@
 """The seam at which the tensors that an optimizer steps lie elsewhere than on the device that computes.
 
-At stage 3 these are the shards, at stages 1 and 2 what stands in their place (masters.py). A feature subclasses `Home`
-and puts a maker into `homes`, under the name of the option by which users ask for it.
+At stage 3 these are the shards, at stages 1 and 2 what stands in their place (masters.py). zero/offload has the homes
+that lie elsewhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from zero.shards.shard_group import ShardGroup
+
+class SteppedGroup(Protocol):
+    """What a step reads of a shard group. departures: the events after copies of its gradients."""
+
+    params: list[nn.Parameter]
+    stepped: Tensor
+    departures: list[Any]
+
+    def arrive(self) -> None:
+        """Makes the host wait for its gradients."""
 
 
 class Home:
@@ -57,6 +65,10 @@ class Home:
         """Called after gradients were brought here: `there`, the copy of the flat `sums`. own: the gradient of each
         parameter, views of `sums`."""
 
+    def known_norms(self, gradients: Sequence[Tensor], norm_type: float) -> Mapping[int, Tensor]:
+        """Returns the norms that are known without reading the gradients, 0-dim, by position."""
+        return {}
+
     def used(self, shard: Tensor) -> None:
         """Called after a placed tensor was read or written, when it will not be used for a while."""
 
@@ -66,7 +78,7 @@ class Home:
 
     def step_group(
         self,
-        group: ShardGroup,
+        group: SteppedGroup,
         optimizer: Optimizer,
         params: Sequence[nn.Parameter],
         then: Callable[[slice], None] | None = None,
@@ -83,7 +95,7 @@ class Home:
         unhooked(part)()
 
     def before_step(
-        self, optimizer: Optimizer, params: Sequence[nn.Parameter], groups: Sequence[ShardGroup], *, closure: bool
+        self, optimizer: Optimizer, params: Sequence[nn.Parameter], groups: Sequence[SteppedGroup], *, closure: bool
     ) -> None:
         """Called before the user steps these parameters, all at rest in these groups, and perhaps others. May step some
         of them already."""
@@ -93,22 +105,6 @@ class Home:
 
 
 DEVICE = Home()
-
-homes: dict[str, Callable[[Any], Home]] = {}
-"""By option of OSS and FSDP: returns the home for the option's value, or raises ValueError."""
-
-
-def take_home(options: dict[str, Any]) -> tuple[Home, str | None]:
-    """Takes the options that ask for a home out of arguments; returns the home, and an error message for a value."""
-    asked = {name: options.pop(name) for name in homes if name in options}
-    given = [name for name, value in asked.items() if value not in (None, False)]
-    if len(given) > 1:
-        return DEVICE, f"{given[0]} and {given[1]} both say where shards are stored. Pass one of them."
-    try:
-        found = [homes[name](value) for name, value in asked.items()]
-    except ValueError as error:
-        return DEVICE, str(error)
-    return next((home for home in found if home.apart), DEVICE), None
 
 
 def part_of(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Optimizer:

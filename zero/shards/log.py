@@ -8,15 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zero._torch import profiler_range
-from zero.comm import Comm
-
-if TYPE_CHECKING:
-    from zero.shards.shard_group import ShardGroup
 
 logger = logging.getLogger("zero")
 
@@ -27,23 +22,6 @@ def show_as_asked() -> None:
     if isinstance(level, int) and level != logging.NOTSET:
         logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
         logger.setLevel(level)
-
-
-def announce(what: str, comm: Comm, groups: Sequence[ShardGroup], left_out: str = "", *, sharded: str) -> None:
-    """Logs what was sharded. Constructors call it after their first collective operation.
-
-    what: such as "OSS(Adam)". sharded: such as "optimizer state". left_out: parameters that are not sharded, and why.
-    """
-    if comm.rank or not logger.isEnabledFor(logging.INFO) or not groups:
-        return  # the transport was chosen when ranks compared what they were given
-    params = sum(len(group.params) for group in groups)
-    full = sum(group.layout.numel * group.shard.element_size() for group in groups)
-    mine = sum(group.shard.nbytes for group in groups)
-    logger.info(
-        "%s: %s of %d parameters over %d ranks, %s of %s of their bytes on rank %d, sent by %s; left out: %s",
-        *(what, sharded, params, comm.world, f"{mine:,}", f"{full:,}", comm.rank),
-        *(comm.transport_name(groups[0].full.device), left_out or "nothing"),
-    )
 
 
 def shown(act: str, label: str, rank: int) -> AbstractContextManager[Any]:

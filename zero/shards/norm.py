@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from zero._torch import multiply_all, norms_of
 from zero.comm import Comm
-from zero.shards.parts import parts_here
-
-known_norms: list[Callable[[Sequence[Tensor], float], Mapping[int, Tensor]]] = []
-"""Asked for norms, 0-dim, by position among gradients, before gradients are read. The float is the norm's type."""
+from zero.shards.home import Home
+from zero.tensor_parallel import parts
 
 
 def total_norm(
@@ -23,33 +21,35 @@ def total_norm(
     norm_type: float,
     device: torch.device,
     dtypes: Iterable[torch.dtype],
+    home: Home,
 ) -> Tensor:
     """Collective. Returns the norm of all ranks' shards as one vector, 0-dim.
 
     gradients: this rank's shard of the gradient of each parameter, if it has one; no two ranks of `comm` have the same
-        element. Elements that ranks outside of it have (zero/shards/parts.py) are counted, too.
+        element. Elements that ranks outside of it have (zero/tensor_parallel) are counted, too.
     channel: the number of the operation.
     dtypes: of all ranks' shards. The result is float64 if one of them is, otherwise float32.
+    home: where the gradients lie; it may know norms of them.
     """
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     infinite = math.isinf(norm_type)
     shards: dict[Comm | None, list[Tensor]] = {None: []}
     for param, gradient in gradients:
-        shards.setdefault(parts_here().others(param), []).extend([] if gradient is None else [gradient])
-    local = _powers(shards.pop(None), norm_type, device)
+        shards.setdefault(parts.others(param), []).extend([] if gradient is None else [gradient])
+    local = _powers(shards.pop(None), norm_type, device, home)
     for others, own in shards.items():
         assert others is not None
-        powers = _powers(own, norm_type, device)
+        powers = _powers(own, norm_type, device, home)
         others.all_reduce(powers, maximum=infinite)
         local = torch.maximum(local, powers) if infinite else local + powers
     comm.all_reduce(local, maximum=infinite, channel=channel)
     return (local if infinite else local.pow(1 / norm_type)).to(dtype)
 
 
-def _powers(shards: Iterable[Tensor], norm_type: float, device: torch.device) -> Tensor:
+def _powers(shards: Iterable[Tensor], norm_type: float, device: torch.device, home: Home) -> Tensor:
     """Returns the sum of the powers of all elements, or for inf the largest, 0-dim, in float64."""
     own = [shard for shard in shards if shard.numel()]
-    known = {position: norm for ask in known_norms for position, norm in ask(own, norm_type).items()}
+    known = home.known_norms(own, norm_type)
     norms = [
         *known.values(),
         *(

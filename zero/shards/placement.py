@@ -1,12 +1,11 @@
-"""Over which ranks a model is sharded, and how the shards of its groups travel: among the ranks that own them. Features
-bring others (zero/features/hybrid)."""
+"""Over which ranks a model is sharded, and how the shards of its groups travel: among the ranks that own them
+(replicas.py: also among those that have the same shards)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +32,26 @@ class Exchange:
         """Sets the name of the group in error messages; on every rank at the same point."""
         self._gather = self.gathered_by.channel(f"the gathering of {label}")
         self._reduction = self.gathered_by.channel(f"the reduction of {label}")
+
+    def gather_full(self, shard: Tensor, device: torch.device, channel: int, to: int | None = None) -> Tensor | None:
+        """Collective. Gathers a full flat tensor of which each rank passes its shard, outside of the steps that train.
+
+        shard: as long as this rank's segment. to: the rank of the group that gets it, by default all; None elsewhere.
+        """
+        comm, layout = self.gathered_by, self._layout
+        owners = range(comm.world)
+        if to is not None and to != comm.rank:
+            sent = shard.to(device)
+            comm.collect([(owner, sent if owner == comm.rank else None) for owner in owners], to)
+            return None
+        full = shard.new_empty(layout.numel, device=device)
+        with torch.no_grad():
+            full[self._own] = shard
+        if to is None:
+            comm.gather(full, layout.bounds, channel).wait()
+        else:
+            comm.collect([(owner, full[layout.segment(owner)]) for owner in owners], to)
+        return full
 
     def comms(self) -> list[Comm]:
         """The groups of ranks over which gradients are reduced, one after another."""
@@ -135,16 +154,3 @@ class Placement:
         """Collective. Overwrites the tensors of all ranks by those of the first."""
         for comm in self.all_groups():
             comm.broadcast(tensors)
-
-
-def _over_one_group(strategy: str, groups: Sequence[Any]) -> Placement:
-    if len(groups) != 1:
-        raise ValueError(f"{strategy} takes one process group, but was given {len(groups)}. HYBRID_SHARD takes two.")
-    return Placement(Comm(groups[0]))
-
-
-placements: dict[str, Callable[[str, Sequence[Any]], Placement]] = {
-    "FULL_SHARD": _over_one_group,
-    "SHARD_GRAD_OP": _over_one_group,
-}
-"""By strategy: returns the placement for the strategy's name and the groups of ranks. May raise ValueError."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zero._torch import has_values, wraps_others
 from zero.measure.shapes import shard_shape
 from zero.shards.layout import ALIGNMENT, Layout, Span
-from zero.shards.parts import parts_here
+from zero.tensor_parallel import parts
 
 
 class Shapes:
@@ -88,7 +88,7 @@ def unusable(param: object, name: str) -> str | None:
         return f"{name} is a {type(param).__name__}, not a torch.Tensor. Pass model.parameters()."
     if param.grad_fn is not None or not (param.is_leaf):
         return f"{name} is not a leaf tensor: it was computed from others. Pass the nn.Parameter itself."
-    if wraps_others(param) and not parts_here().takes(param):
+    if wraps_others(param) and not parts.takes(param):
         return (
             f"{name} is a {type(param).__name__}, which wraps other tensors (DTensor, quantised). zero shards plain "
             "parameters: undo the other library's sharding or quantisation first. torchao's float8 layers have plain "

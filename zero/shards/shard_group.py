@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from zero.comm import Handle
 from zero.comm.streams import ARRIVED, NONE, NoStreams, apart, streams_of
-from zero.shards.full import gather_of
 from zero.shards.group_state import IN_PLACE, NEXT_IN_PLACE, NEXT_WITH_OWN_SHARD, GroupOptions, GroupState
 from zero.shards.layout import Layout, Span
 from zero.shards.log import shown
@@ -255,11 +254,15 @@ class ShardGroup:
         to: the rank of the group that gets the buffer, by default all. on_cpu: the buffer is in the memory of the CPU.
         """
         assert self.state is GroupState.SHARDED
-        full = gather_of(self, self.shard, to)
+        full = self.gather_full(self.shard, to)
         self._become(GroupState.SUMMONED)
         if full is not None:
             self._summoned = full.cpu() if on_cpu else full
             self._bind([with_own_storage(view) for view in self.shapes.views_of_full(self._summoned)])
+
+    def gather_full(self, shard: Tensor, to: int | None = None) -> Tensor | None:
+        """Collective. Gathers the full flat tensor of which each rank passes its shard. See Exchange.gather_full."""
+        return self.exchange.gather_full(shard, self.full.device, self.full_channel, to)
 
     def dismiss(self, *, keep: bool) -> None:
         """Ends `summon`. keep: copies this rank's segment of the full parameters into `shard`."""

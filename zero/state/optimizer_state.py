@@ -24,17 +24,16 @@ from torch.optim import Optimizer
 from zero.comm import COLLECTION
 from zero.measure import param_groups
 from zero.measure.param_groups import params_of
-from zero.oss import OSS
 from zero.shards.masters import settled
-from zero.shards.parts import parts_here
 from zero.state import leaves
 from zero.state.own_dtypes import keep_dtypes
 from zero.state.param_shard import ParamShard
 from zero.state.shard_mark import ShardMark, texts_of
-from zero.state.stepped_shards import Sharded, groups_of
+from zero.state.stepped import SteppedShards
+from zero.tensor_parallel import parts
 
 
-def consolidate(optimizer: Sharded, to: int | None, *, settle: bool = True) -> dict[str, Any] | None:
+def consolidate(optimizer: SteppedShards, to: int | None, *, settle: bool = True) -> dict[str, Any] | None:
     """Collective. The full state on rank `to` of the group (None: on every rank), None elsewhere.
 
     settle: master weights have the values for the next step; otherwise their own, whatever the parameters hold.
@@ -82,7 +81,7 @@ def refuse_no_rank(to: int | None, ranks: int) -> None:
         raise ValueError(f"to={to!r} is no rank of the group of {ranks}: choose 0 to {ranks - 1}, or None for all.")
 
 
-def _state_dict(optimizer: Sharded, states: dict[int, dict[str, Any]]) -> dict[str, Any]:
+def _state_dict(optimizer: SteppedShards, states: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """states: by number of the parameter."""
     state = {number: state for number, state in sorted(states.items()) if state}
     return {"state": state, "param_groups": numbered_groups(optimizer)}
@@ -117,7 +116,7 @@ def _full_shape(
     )
 
 
-def shard_of(optimizer: Sharded, *, settle: bool = True) -> dict[str, Any]:
+def shard_of(optimizer: SteppedShards, *, settle: bool = True) -> dict[str, Any]:
     """This rank's shard of the state, without communication. If there is one rank, it is full and has no mark."""
     comm = optimizer.comm
     states = {owned.number: _state_of(optimizer, owned, settle) for owned in _shards_of(optimizer, comm.rank)}
@@ -126,13 +125,13 @@ def shard_of(optimizer: Sharded, *, settle: bool = True) -> dict[str, Any]:
     return {**_state_dict(optimizer, states), **mark}
 
 
-def load(optimizer: Sharded, state_dict: dict[str, Any]) -> None:
+def load(optimizer: SteppedShards, state_dict: dict[str, Any]) -> None:
     """Loads a full state or this rank's own shard. Raises ValueError, and changes nothing, if it does not fit."""
     hand_over(optimizer, *own_shard(optimizer, state_dict))
 
 
 def own_shard(
-    optimizer: Sharded, state_dict: dict[str, Any]
+    optimizer: SteppedShards, state_dict: dict[str, Any]
 ) -> tuple[dict[nn.Parameter, dict[str, Any]], list[dict[str, Any]]]:
     """Returns this rank's shard of a full state, or a copy of its own, by `part(param)`, and the groups' options.
     Raises ValueError if the state does not fit."""
@@ -140,7 +139,7 @@ def own_shard(
     return cut(optimizer, states.items(), is_shard=is_shard), state_dict["param_groups"]
 
 
-def fitting(optimizer: Sharded, state_dict: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def fitting(optimizer: SteppedShards, state_dict: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """Returns states by number of the parameter. Raises ValueError if they are another rank's or of another model."""
     groups = state_dict["param_groups"]
     found, expected = ([len(group["params"]) for group in all_of] for all_of in (groups, optimizer.param_groups))
@@ -163,7 +162,7 @@ def fitting(optimizer: Sharded, state_dict: dict[str, Any]) -> dict[int, dict[st
 
 
 def cut(
-    optimizer: Sharded, states: Iterable[tuple[int, dict[str, Any]]], *, is_shard: bool = False
+    optimizer: SteppedShards, states: Iterable[tuple[int, dict[str, Any]]], *, is_shard: bool = False
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """Returns copies of this rank's shards of states, by `part(param)`. is_shard: they are its shards already."""
     own = {owned.number: owned for owned in _shards_of(optimizer, optimizer.comm.rank)}
@@ -178,7 +177,7 @@ def cut(
 
 
 def refuse_other_shard(
-    optimizer: Sharded,
+    optimizer: SteppedShards,
     mark: str | Iterable[str] | None,
     remedy: str = "Call consolidate_state_dict() before state_dict() to save what loads anywhere.",
 ) -> None:
@@ -188,10 +187,10 @@ def refuse_other_shard(
         raise ValueError(f"the state is one rank's shard ({', '.join(sorted(found))}), but this is {own}. {remedy}")
 
 
-def _refuse_other_shapes(optimizer: Sharded, states: dict[int, dict[str, Any]]) -> None:
+def _refuse_other_shapes(optimizer: SteppedShards, states: dict[int, dict[str, Any]]) -> None:
     """Raises ValueError on every rank alike. Where no parameter is cut, state may have any shape."""
     all_owned = [*_shards_of(optimizer)]
-    cuts = optimizer.shards.cut == "even" if isinstance(optimizer, OSS) else any(owned.cut for owned in all_owned)
+    cuts = any(owned.cut for owned in all_owned) if optimizer.cuts is None else optimizer.cuts
     for owned in all_owned if cuts else ():
         for key, leaf in leaves.opened(states.get(owned.number, {})).items():
             cuttable = isinstance(leaf, Tensor) and leaf.dim() > 0
@@ -203,10 +202,13 @@ def _refuse_other_shapes(optimizer: Sharded, states: dict[int, dict[str, Any]]) 
                 )
 
 
-def hand_over(optimizer: Sharded, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+def hand_over(
+    optimizer: SteppedShards, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]
+) -> None:
     """Loads this rank's shards of a state, by `part(param)`, and the options of the groups."""
-    keeps_masters = isinstance(optimizer, OSS) and optimizer.shards.masters
-    masters = {shard: state.pop("master") for shard, state in taken.items() if keeps_masters and "master" in state}
+    masters = {
+        shard: state.pop("master") for shard, state in taken.items() if optimizer.keeps_masters and "master" in state
+    }
     options = [deepcopy(param_groups.options(group)) for group in groups]
     restore(optimizer.optim, taken, options)
     for option, group in zip(options, optimizer.param_groups, strict=True):
@@ -214,8 +216,7 @@ def hand_over(optimizer: Sharded, taken: dict[nn.Parameter, dict[str, Any]], gro
     with torch.no_grad():
         for shard, master in masters.items():
             shard.copy_(master)
-    if isinstance(optimizer, OSS):
-        optimizer.shards.note_versions()
+    optimizer.loaded()
 
 
 def restore(optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: Sequence[dict[str, Any]]) -> None:
@@ -244,10 +245,10 @@ def numbered(
     }
 
 
-def _shards_of(optimizer: Sharded, rank: int | None = None) -> Iterator[ParamShard]:
+def _shards_of(optimizer: SteppedShards, rank: int | None = None) -> Iterator[ParamShard]:
     """Yields the shards of all ranks (or of `rank`), in the same order on all ranks."""
     numbers = {param: number for number, param in enumerate(params_of(optimizer))}
-    for group in groups_of(optimizer):
+    for group in optimizer.shard_groups:
         for owner in range(group.layout.world) if rank is None else [rank]:
             for span in group.layout.spans(owner):
                 number = numbers.get(group.params[span.index])
@@ -255,13 +256,13 @@ def _shards_of(optimizer: Sharded, rank: int | None = None) -> Iterator[ParamSha
                     yield ParamShard(number, group, span.index, owner, span, optimizer.granularity)
 
 
-def _unsharded(optimizer: Sharded) -> Iterator[tuple[int, nn.Parameter]]:
+def _unsharded(optimizer: SteppedShards) -> Iterator[tuple[int, nn.Parameter]]:
     """Yields the parameters in no shard group, with their numbers."""
-    sharded = {param for group in groups_of(optimizer) for param in group.params}
+    sharded = {param for group in optimizer.shard_groups for param in group.params}
     yield from ((number, param) for number, param in enumerate(params_of(optimizer)) if param not in sharded)
 
 
-def _described(optimizer: Sharded, own: dict[ParamShard, dict[str, Any]]) -> str:
+def _described(optimizer: SteppedShards, own: dict[ParamShard, dict[str, Any]]) -> str:
     """Descriptions of this rank's leaves as JSON: {number of the parameter: {key of the leaf: description}}.
 
     Raises ValueError on every rank if the state of any cannot be described, or has tensors whose class would be lost.
@@ -284,7 +285,7 @@ def _described(optimizer: Sharded, own: dict[ParamShard, dict[str, Any]]) -> str
     return json.dumps(described)
 
 
-def _state_of(optimizer: Sharded, owned: ParamShard, settle: bool) -> dict[str, Any]:
+def _state_of(optimizer: SteppedShards, owned: ParamShard, settle: bool) -> dict[str, Any]:
     shard = optimizer.part(owned.param)
     state = dict(optimizer.optim.state.get(shard, {}))
     if owned.group.master is not None:
@@ -303,7 +304,7 @@ def _room(entry: dict[str, Any], owned: ParamShard, shape: tuple[int, ...] | Non
     return torch.empty(entry["shape"] if shape is None else shape, dtype=dtype, device=device)
 
 
-def numbered_groups(optimizer: Sharded) -> list[dict[str, Any]]:
+def numbered_groups(optimizer: SteppedShards) -> list[dict[str, Any]]:
     """The optimizer's current groups, with numbers for parameters."""
     numbers, groups = count(), []
     for group in optimizer.param_groups:
@@ -312,10 +313,10 @@ def numbered_groups(optimizer: Sharded) -> list[dict[str, Any]]:
     return groups
 
 
-def fingerprint(optimizer: Sharded) -> str:
+def fingerprint(optimizer: SteppedShards) -> str:
     """The mark of this rank's shard: rank, world size and a digest of the layout."""
-    bounds = [list(group.layout.bounds) for group in groups_of(optimizer)]
+    bounds = [list(group.layout.bounds) for group in optimizer.shard_groups]
     layout = hashlib.sha256(json.dumps(bounds).encode()).hexdigest()[:12]
-    parts = parts_here().ranks(params_of(optimizer))
-    part = "" if parts is None else f", part {parts.rank} of {parts.world}"
+    others = parts.ranks(params_of(optimizer))
+    part = "" if others is None else f", part {others.rank} of {others.world}"
     return f"rank {optimizer.comm.rank} of {optimizer.comm.world}, layout {layout}{part}"

@@ -1,4 +1,4 @@
-"""Optimizer state of parameters that are parts of larger tensors (zero/shards/parts.py): full state has whole tensors.
+"""Optimizer state of parameters that are parts of larger tensors (zero/tensor_parallel): full state has whole tensors.
 
 An entry in the shape of the part is a part as well; single values are the same for all parts.
 """
@@ -12,17 +12,18 @@ from torch import Tensor, nn
 
 from zero.measure.param_groups import SHARD_MARK, params_of
 from zero.shards.partition import Place, places_in
-from zero.shards.parts import is_first, parts_here
 from zero.state import leaves
 from zero.state.optimizer_state import consolidate
-from zero.state.stepped_shards import Sharded, groups_of
+from zero.state.stepped import SteppedShards
+from zero.tensor_parallel import parts
+from zero.tensor_parallel.parts import is_first
 
 
-def has_parts(optimizer: Sharded) -> bool:
-    return parts_here().ranks(params_of(optimizer)) is not None
+def has_parts(optimizer: SteppedShards) -> bool:
+    return parts.ranks(params_of(optimizer)) is not None
 
 
-def consolidate_whole(optimizer: Sharded, to: int | None, *, settle: bool = True) -> dict[str, Any] | None:
+def consolidate_whole(optimizer: SteppedShards, to: int | None, *, settle: bool = True) -> dict[str, Any] | None:
     """Collective, also among the ranks that have the parts. See `consolidate`. One of these returns the state."""
     full = consolidate(optimizer, to, settle=settle)
     if full is None or not has_parts(optimizer):
@@ -31,8 +32,8 @@ def consolidate_whole(optimizer: Sharded, to: int | None, *, settle: bool = True
     def whole(place: Place, key: str, param: nn.Parameter, value: Tensor) -> Tensor:
         shape = place.group.shapes.full[place.position]
         if value.shape == shape:
-            return parts_here().whole(param, value)
-        if parts_here().others(param) is None:
+            return parts.whole(param, value)
+        if parts.others(param) is None:
             return value
         raise ValueError(
             f"the state {leaves.entry_of(key)!r} of {place.name} has the shape {list(value.shape)}, but this rank's "
@@ -44,12 +45,12 @@ def consolidate_whole(optimizer: Sharded, to: int | None, *, settle: bool = True
     return full if to is None or is_first(params_of(optimizer)) else None
 
 
-def cut_whole(optimizer: Sharded, state_dict: dict[str, Any]) -> dict[str, Any]:
+def cut_whole(optimizer: SteppedShards, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns a full state with this rank's parts of whole tensors. Raises ValueError for other shapes."""
 
     def cut(place: Place, key: str, param: nn.Parameter, value: Tensor) -> Tensor:
         try:
-            return parts_here().cut(param, value)
+            return parts.cut(param, value)
         except ValueError as error:
             raise ValueError(
                 f"the state {leaves.entry_of(key)!r} of {place.name} {error}. Load full state, such as "
@@ -61,10 +62,10 @@ def cut_whole(optimizer: Sharded, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mapped(
-    optimizer: Sharded, full: dict[str, Any], change: Callable[[Place, str, nn.Parameter, Tensor], Tensor]
+    optimizer: SteppedShards, full: dict[str, Any], change: Callable[[Place, str, nn.Parameter, Tensor], Tensor]
 ) -> dict[str, Any]:
     """Returns a full state with each tensor that has dimensions changed."""
-    places = places_in(groups_of(optimizer))
+    places = places_in(optimizer.shard_groups)
     keys = [key for group in full["param_groups"] for key in group["params"]]
     states = {}
     for number, param in zip(keys, params_of(optimizer), strict=False):

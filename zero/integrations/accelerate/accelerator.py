@@ -20,11 +20,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from zero._torch import follow
+from zero.grad_scaler import GradScaler
 from zero.integrations.accelerate import choosing, sections, states
 from zero.integrations.accelerate.keys import DTYPES
 from zero.integrations.accelerate.plugin import ZeroPlugin
 from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together, inside
-from zero.interop.grad_scaler import GradScaler
 from zero.measure.param_groups import params_of
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 
-import zero
 from zero._torch import warn_user
 from zero.fsdp import SPEED_FIRST, BackwardPrefetch, Prefetch
 from zero.integrations.accelerate.keys import DTYPES, Keys, count, flag, names, one_of
 from zero.integrations.accelerate.sections import section
+from zero.offload import CPUOffload, DiskOffload
 
 _FLAT = "parameters, gradients and state are in flat buffers"
 _ENGINE = "zero has no engine that measures or logs"
@@ -189,7 +189,7 @@ def _zero(keys: Keys) -> dict[str, Any]:
     return found
 
 
-def _offload(keys: Keys, stage: int) -> zero.CPUOffload | zero.DiskOffload | None:
+def _offload(keys: Keys, stage: int) -> CPUOffload | DiskOffload | None:
     """The further of the two offloads: shards, their gradients and the optimizer's state are offloaded together."""
     pinned = keys.take("cpu_offload_use_pin_memory", flag, False)
     offloads = {}
@@ -209,8 +209,8 @@ def _offload(keys: Keys, stage: int) -> zero.CPUOffload | zero.DiskOffload | Non
         if device == "nvme" and path is None:
             raise ValueError(f"{keys.name}: device nvme needs a folder: set nvme_path.")
         if device == "nvme":
-            return zero.DiskOffload(path)
-    return zero.CPUOffload(pin_memory=any(pin for _, _, pin in asked)) if asked else None
+            return DiskOffload(path)
+    return CPUOffload(pin_memory=any(pin for _, _, pin in asked)) if asked else None
 
 
 def _prefetch(keys: Keys, stage: int) -> Prefetch | None:

@@ -10,10 +10,10 @@ import torch
 from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-import zero
 from zero.fsdp import MixedPrecision, Prefetch
-from zero.fsdp.precision import as_precision
+from zero.fsdp.torch_options import as_precision
 from zero.integrations.accelerate.keys import DTYPES, STATE_DICT_TYPES, WRAPPING, Keys, count, flag, names, one_of
+from zero.offload import CPUOffload
 
 OTHER_NAMES = {
     "backward_prefetch_policy": "backward_prefetch",  # an old name, which Accelerate 1.15 drops
@@ -134,14 +134,14 @@ def _reshard(value: Any) -> bool | str:
         return _STRATEGY(value)
 
 
-def _offload(value: Any) -> zero.CPUOffload | None:
+def _offload(value: Any) -> CPUOffload | None:
     if isinstance(value, fsdp.CPUOffload):
-        return zero.CPUOffload() if value.offload_params else None
+        return CPUOffload() if value.offload_params else None
     if isinstance(value, fsdp.CPUOffloadPolicy):
-        return zero.CPUOffload(pin_memory=value.pin_memory)
+        return CPUOffload(pin_memory=value.pin_memory)
     if isinstance(value, fsdp.OffloadPolicy):
         return None
-    return zero.CPUOffload() if flag(value) else None
+    return CPUOffload() if flag(value) else None
 
 
 def _wrapping(keys: Keys, *, launched: bool) -> dict[str, Any]:

@@ -11,15 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-import zero
 from zero.fsdp import MixedPrecision, Prefetch
 from zero.fsdp.options import as_strategy
-from zero.fsdp.precision import as_precision
 from zero.fsdp.prefetch import as_prefetch
+from zero.fsdp.torch_options import as_precision
 from zero.integrations.accelerate import deepspeed_keys, fsdp_keys
 from zero.integrations.accelerate.keys import STATE_DICT_TYPES, WRAPPING, Keys
 from zero.integrations.accelerate.sections import Section
-from zero.shards.home import take_home
+from zero.offload import CPUOffload, DiskOffload, take_home
 from zero.shards.partition import Partition, partition_problem
 
 _OF_FSDP = "mixed_precision_policy", "cpu_ram_efficient_loading", "param_init_fn", "ignored_modules"
@@ -78,7 +77,7 @@ class ZeroPlugin:
     ignored_modules: Iterable[nn.Module] | str = ()
     partition: Partition = "auto"
     prefetch: Prefetch | None = None
-    offload: zero.CPUOffload | zero.DiskOffload | None = None
+    offload: CPUOffload | DiskOffload | None = None
     param_init_fn: Callable[[nn.Module], None] | None = None
     mixed_precision_policy: MixedPrecision | None = None
     master_dtype: torch.dtype | None = None

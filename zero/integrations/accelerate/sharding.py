@@ -24,10 +24,10 @@ from zero.fsdp import FSDP, MixedPrecision
 from zero.fsdp.options import as_strategy
 from zero.fsdp.units import unit_modules
 from zero.integrations.accelerate.plugin import ZeroPlugin
-from zero.interop.ddp import average_by_reading
 from zero.measure.built import finding_of_built
 from zero.measure.param_groups import params_of, steps
 from zero.oss import OSS
+from zero.oss.ddp import average_by_reading
 from zero.sdp import ShardedDDP
 from zero.shards.partition import Partition, cut_for
 from zero.wrappers import Wrapped

@@ -12,9 +12,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
-import zero
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
+from zero.scripts import full_state_dict
 
 _CURRENT = "current_model_state"
 """Where WeightAveraging keeps the weights of the model in a checkpoint, whose "state_dict" has their averages."""
@@ -26,7 +26,7 @@ class ShardedAverage(FSDP):
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any) -> Any:
         """Collective."""
         found = {} if destination is None else destination
-        found.update({prefix + name: value for name, value in zero.full_state_dict(self, to=0).items()})
+        found.update({prefix + name: value for name, value in full_state_dict(self, to=0).items()})
         return found
 
 

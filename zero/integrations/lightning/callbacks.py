@@ -6,7 +6,9 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_info
 from torch.optim import Optimizer
 
-import zero
+from zero.comm import Traffic, traffic
+from zero.plan.report import Report, report
+from zero.scripts import grad_norm
 
 
 class MemoryCallback(pl.Callback):
@@ -18,17 +20,17 @@ class MemoryCallback(pl.Callback):
 
     def __init__(self, every: int = 50) -> None:
         self._every = every
-        self._before: zero.Traffic | None = None
-        self.report: zero.Report | None = None
+        self._before: Traffic | None = None
+        self.report: Report | None = None
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        before, self._before = self._before, zero.traffic()
+        before, self._before = self._before, traffic()
         if before is None or (trainer.global_step + 1) % self._every:
             return
         model = trainer.strategy.model or pl_module
-        self.report = zero.report(model, trainer.optimizers, since=before)
+        self.report = report(model, trainer.optimizers, since=before)
         for logger in trainer.loggers:
             logger.log_metrics(dict(self.report.numbers()), step=trainer.global_step)
 
@@ -54,6 +56,6 @@ class GradNormCallback(pl.Callback):
     ) -> None:
         if (trainer.global_step + 1) % self._every:
             return
-        self.norm = zero.grad_norm(trainer.strategy.model or pl_module, optimizer, self._norm_type).item()
+        self.norm = grad_norm(trainer.strategy.model or pl_module, optimizer, self._norm_type).item()
         for logger in trainer.loggers:
             logger.log_metrics({"grad_norm": self.norm}, step=trainer.global_step)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-import zero
+from zero import checkpoint
 from zero._torch import named_as_compiled
 from zero.fsdp import FSDP
 from zero.integrations.lightning import sharding
+from zero.scripts import full_state_dict
 
 
 class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
@@ -99,7 +100,7 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any | Tensor]:
         """Collective. Full weights: at stage 3 on rank 0, {} elsewhere."""
         wrapper = _wrapper(module)
-        return zero.full_state_dict(wrapper, to=0 if isinstance(wrapper, FSDP) else None)
+        return full_state_dict(wrapper, to=0 if isinstance(wrapper, FSDP) else None)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Collective at stage 3."""
@@ -128,7 +129,7 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
         if filter:
             raise ValueError("filter: a sharded checkpoint has the full model. Leave it out, or use checkpoint='full'.")
         model, optimizers, rest = _divided(state)
-        zero.checkpoint.save(path, model, optimizers or None, keep=1)
+        checkpoint.save(path, model, optimizers or None, keep=1)
         super().save_checkpoint(Path(path, sharding.REST), rest, storage_options)
 
     def load_checkpoint(
@@ -141,7 +142,7 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
         if not isinstance(given, dict):
             raise ValueError(f"{path} is a sharded checkpoint. Pass a dictionary with the model, or the model.")
         model, optimizers, rest = _divided(given)
-        zero.checkpoint.load(path, model, optimizers or None)
+        checkpoint.load(path, model, optimizers or None)
         remainder = super().load_checkpoint(Path(path, sharding.REST), rest, strict, weights_only)
         given.update(rest)
         return remainder

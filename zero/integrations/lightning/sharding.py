@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-import zero
 from zero.fsdp import FSDP
 from zero.fsdp.model import sharded_params
+from zero.grad_scaler import GradScaler
 from zero.measure.param_groups import params_of, steps
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
@@ -141,7 +141,7 @@ def scale_for_shards(plugin: Any) -> None:
     ranks skip the step."""
     scaler = getattr(plugin, "scaler", None)
     if type(scaler) is torch.amp.GradScaler:
-        plugin.scaler = zero.GradScaler(plugin.device, enabled=scaler.is_enabled())
+        plugin.scaler = GradScaler(plugin.device, enabled=scaler.is_enabled())
         if scaler.is_enabled():
             plugin.scaler.load_state_dict(scaler.state_dict())
 

@@ -18,12 +18,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-import zero
+from zero import checkpoint as saved
 from zero._torch import follow, named_as_compiled
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.integrations.lightning import averages, sharding
 from zero.integrations.lightning.launcher import Launcher
+from zero.scripts import full_state_dict, unwrap
 
 _IN_SHARDS = "zero_in_shards"
 
@@ -62,7 +63,7 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
         if averages.averaging(self.lightning_module.trainer):
             before = sharding.sharded_before(self.lightning_module)
             if before is not None:
-                zero.unwrap(before)
+                unwrap(before)
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Collective. Shards the model and its optimizers, for the run that begins."""
@@ -74,7 +75,7 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
             averages.refuse_directories(trainer)
         before = sharding.sharded_before(self.lightning_module)
         if before is not None and self._stage < 3:
-            zero.unwrap(before)
+            unwrap(before)
             before = None
         if before is None:
             if fitting and self._layer_sync:
@@ -135,7 +136,7 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
         for name in ("clip_grad_by_norm", "clip_grad_by_value"):
             vars(self.precision_plugin).pop(name, None)
         if self.model is not None and self._stage < 3:
-            self.model = zero.unwrap(self.model)
+            self.model = unwrap(self.model)
             if self._layer_sync:
                 self.model = self._layer_sync.revert(self.model)
         self.cluster_environment.teardown()
@@ -154,7 +155,7 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
             return {}
         wrapper = sharding.sharded_before(self.lightning_module)
         if wrapper is not None:
-            return zero.full_state_dict(wrapper, to=0)
+            return full_state_dict(wrapper, to=0)
         return self.lightning_module.state_dict()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
@@ -173,7 +174,7 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         path = Path(self.broadcast(filepath))
-        zero.checkpoint.save(path, self._whole(), self._optimizers_in(checkpoint), keep=1)
+        saved.save(path, self._whole(), self._optimizers_in(checkpoint), keep=1)
         super().save_checkpoint({**checkpoint, _IN_SHARDS: True}, path / sharding.REST, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -181,7 +182,7 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
         if not sharding.is_in_shards(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         found = super().load_checkpoint(Path(checkpoint_path, sharding.REST), weights_only)
-        zero.checkpoint.load(checkpoint_path, self._whole(), self._optimizers_in(found))
+        saved.load(checkpoint_path, self._whole(), self._optimizers_in(found))
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -1,0 +1,168 @@
+"""The watchdog of one rank of a group."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import time
+from contextlib import suppress
+from datetime import timedelta
+from threading import Event, Thread
+from weakref import finalize, ref
+
+from zero.comm.order import Order
+from zero.comm.store import StoreExchange
+from zero.comm.watchdog import loop
+from zero.comm.watchdog.connections import Connections, Message, address_towards, listen
+from zero.comm.watchdog.hub import Hub, Position
+
+_TICK = 0.2
+"""Seconds between two looks at the log of this rank."""
+
+_REPORTS = 400
+"""Reports that the hub is to read in a second, at most: ranks of large groups report later that their log stands."""
+
+_SAYS = 1.0
+"""Seconds for which a rank that fails tries to tell the others, and waits for their word on who is missing."""
+
+
+class Watchdog:
+    """Collective. Watches a group as long as `user` lives, which holds its log, or as this process does.
+
+    timeout: how long ranks wait for one another. Who is missing is found a little sooner, since NCCL then ends the
+        process.
+    """
+
+    def __init__(self, user: object, order: Order, exchange: StoreExchange, timeout: timedelta) -> None:
+        self._order, self._rank, self._world = order, exchange.rank, exchange.world
+        limit = timeout.total_seconds() - min(2.0, timeout.total_seconds() / 10)
+        self._limit, self._beat = limit, min(limit / 4, 30.0)
+        self._stands = max(2 * _TICK, self._world / _REPORTS)
+        self._at: Position = (0, 0)
+        self._since = self._said = time.monotonic()
+        self._heard: float | None = None
+        """When the hub was last heard of; None before this rank is connected."""
+        self._reported: Position | None = None
+        self._hub_ended: Position | None = None
+        self._learned, self._word, self._process = False, Event(), os.getpid()
+        self._hub = None if self._rank else Hub(self._order, limit, self._tell)
+        hear, lost = (self._learn_from, self._lose_hub) if self._hub is None else (self._hub.hear, self._hub.lost)
+        self._connections = Connections(self._rank, exchange.nonce, hear, lost, limit)
+        listening = None if self._rank else listen()
+        own = [] if listening is None else [address_towards(exchange.host), listening.getsockname()[1]]
+        host, port = json.loads(exchange.all_gather(json.dumps(own).encode())[0])
+        self._order.at_failure.insert(0, self._fail)  # before transfers are aborted, which may take long
+        self._order.inquire = self._inquire
+        self._working = loop.run(self._work(listening, host or exchange.host, port))
+        finalize(user, self._end, ref(user))
+
+    # --------------------------------------------------------------------------------------- in other threads
+
+    def _fail(self, reason: str) -> None:
+        """Tells the other ranks that this one has failed."""
+        if not self._learned and self._process == os.getpid():
+            self._wait_until_said({"failed": reason})
+        self._word.set()
+
+    def _inquire(self) -> None:
+        """Waits a moment for the word on who is missing, after a transfer has failed."""
+        self._word.wait(_SAYS / 2)
+
+    def _end(self, user: ref[object]) -> None:
+        """Says that this rank uses the group no more: it has dropped the group, or its process ends."""
+        if self._process != os.getpid():
+            return
+        # Where the user is gone, an error that nobody caught was another one, as in an earlier cell of a notebook.
+        error: BaseException | None = getattr(sys, "last_value", None) if user() is not None else None
+        how = None if error is None else f"has ended with {type(error).__name__}: {str(error)[:500]}"
+        self._wait_until_said({"ended": self._order.position, "how": how}, last=True)
+        self._order.at_failure.remove(self._fail)  # the order and this refer to each other
+        self._order.inquire = lambda: None
+
+    def _wait_until_said(self, message: Message, *, last: bool = False) -> None:
+        said = loop.run(self._say_now(message, last))
+        if not loop.is_here():
+            with suppress(Exception):
+                said.result(_SAYS)
+
+    # --------------------------------------------------------------------------------------------- in the loop
+
+    async def _work(self, listening: socket.socket | None, host: str, port: int) -> None:
+        if listening is not None:
+            await self._connections.serve(listening)
+        connecting = None if listening else asyncio.ensure_future(self._connections.connect(host, port))
+        try:
+            while True:
+                await asyncio.sleep(_TICK)
+                self._look()
+        finally:
+            if connecting is not None:
+                connecting.cancel()
+
+    async def _say_now(self, message: Message, last: bool) -> None:
+        self._say(message)
+        if last and self._hub is not None:
+            self._connections.send(message)
+        await self._connections.drain()
+        if last:
+            self._working.cancel()
+            self._connections.close()
+
+    def _say(self, message: Message) -> None:
+        """Says something to the hub."""
+        self._said = time.monotonic()
+        if self._hub is None:
+            self._connections.send(message)
+        else:
+            self._hub.hear(0, message)
+
+    def _tell(self, message: Message) -> None:
+        """Tells all ranks what the hub has found."""
+        self._connections.send(message)
+        self._learn_from(0, message)
+
+    def _learn_from(self, hub: int, message: Message) -> None:
+        self._heard = time.monotonic()
+        if "ended" in message:
+            self._hub_ended = tuple(message["ended"])
+        elif "failed" in message:
+            self._learn(message["failed"])
+        elif "missing" in message:
+            self._learn(self._order.missing(message["missing"], message["how"]))
+
+    def _lose_hub(self, hub: int) -> None:
+        if self._hub_ended is None:
+            self._learn(self._order.missing(0, "has stopped"))
+
+    def _learn(self, reason: str) -> None:
+        if not self._learned:
+            self._learned = True
+            # In a thread, because transfers on the device are aborted there, which may take long.
+            Thread(target=self._order.mark_broken, args=(reason,), daemon=True).start()
+
+    def _look(self) -> None:
+        """Reports where this rank is, if its log has not moved for a while."""
+        now, position = time.monotonic(), self._order.position
+        if position != self._at:
+            self._at, self._since = position, now
+            if self._reported is not None:
+                self._reported = None
+                self._say({"moves": True})
+        elif now - self._since >= self._stands and self._reported is None:
+            log = self._order.history[1]
+            if self._order.position == position:  # it did not move while it was read
+                self._reported = position
+                self._say({"at": position, "log": log})
+        if now - self._said > self._beat:
+            self._say({})
+            if self._hub is not None:
+                self._connections.send({})
+        if self._hub is not None:
+            self._hub.look()
+        elif self._hub_ended is not None and self._hub_ended < position:
+            self._learn(self._order.missing(0, "has ended before it reached this operation"))
+        elif self._heard is not None and now - self._heard > self._limit:
+            self._learn(self._order.missing(0, f"has not answered for {self._limit:.0f} s"))

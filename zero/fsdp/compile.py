@@ -1,0 +1,231 @@
+"""torch.compile: hooks that are not traced, models compiled as a whole or in pieces, and what is refused.
+
+torch.compile accepts units, the module or the FSDP. The code that unshards and reshards units is never traced, so
+graphs break where units begin and end, and only units can be compiled with fullgraph=True. If the whole module is
+compiled, its first forward in training and its first in evaluation run uncompiled, to find which modules read
+parameters of other units. If units are compiled, FSDP does not search for such reads, and no module may read parameters
+of another unit. On GPUs CUDA graphs are refused: mode="reduce-overhead", "max-autotune" and
+triton.cudagraphs of torch.compile, and torch.cuda.graph.
+
+torch.compile examines the gradient of every parameter that it meets, and refuses a gradient of another shape, dtype or
+device than the parameter. `param.grad` is the shard's gradient even if the parameter is unsharded while it is traced.
+So gradients of shards are hidden while torch.compile traces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+
+from zero._torch import (
+    call_around_compiling,
+    called_by_cuda_graphs,
+    compiled_to_cuda_graphs,
+    compiled_without_breaks,
+    forward_hooks_of,
+    is_compiled,
+    uncompiled,
+)
+from zero.fsdp.model import Forward, Model, sharded_params
+from zero.fsdp.unit import Unit
+
+BETWEEN_UNITS = (
+    "FSDP gathers and releases parameters between its units, which cannot be traced. Compile the model without "
+    "fullgraph=True, or each of its units by itself, by unit.compile(fullgraph=True)"
+)
+
+RECORDING = ("cuda",)
+"""The device types whose work can be recorded as a CUDA graph."""
+
+_MOVING = (
+    "which go on reading parameters where they were recorded. FSDP frees full parameters and gathers them into other "
+    "memory each time (resize_)"
+)
+
+_AS_GRAPHS = (
+    f"was compiled to run as CUDA graphs, {_MOVING}. Call torch.compile without mode='reduce-overhead' or "
+    "'max-autotune' ('max-autotune-no-cudagraphs' can be), and without triton.cudagraphs in its options or in "
+    "torch._inductor.config."
+)
+
+
+class Compiling:
+    """Runs the forward of one model. Once a model that is compiled as a whole has run uncompiled, the hooks inside its
+    units are removed, which would break graphs.
+
+    Raises RuntimeError for a use of torch.compile that FSDP cannot run, in the first forward in training and the first
+    in evaluation, and while CUDA graphs are recorded.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._uncompiled = False
+        """Whether the running forward runs uncompiled although modules are compiled."""
+        self._enters_by_units = False
+        self._direct: set[Callable[..., Any]] = set()
+        """Hooks that are not hidden."""
+        self._inner = {unit.module for unit in model.units[1:]}
+        self._freed = {group.full.device for group in model.index.groups if group.frees}
+        _watch()
+        _all.add(self)
+
+    def hook(self, unit: Unit, module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Hides hooks from tracing: torch.compile would make different code of the module for each unit.
+
+        Those inside units are as they are until something is compiled: that takes less of each forward.
+        """
+        if unit is not self.model.root and module is not unit.module:
+            self._direct.add(function)
+            return function
+        hidden: Callable[..., Any] = _hidden(function)
+        if module is unit.module:
+            return hidden
+
+        def unless_traced(*args: Any) -> Any:
+            if torch.compiler.is_compiling() and unit.running and unit.entry_module is None:
+                return None
+            return hidden(*args)
+
+        return unless_traced
+
+    def tracing_begins(self) -> None:
+        """Removes or hides hooks inside units: modules may have been compiled since the first forwards."""
+        self.mode_begins()
+        for module in self.model.module.modules() if self._direct else ():
+            for hooks in forward_hooks_of(module):
+                for number, function in hooks.items():
+                    if function in self._direct:
+                        hooks[number] = _hidden(function)
+        self._direct.clear()
+
+    def mode_begins(self) -> None:
+        """Compiled modules lose the hooks of modules inside, which are called through them alone. Code that is traced
+        must not contain the search for reads."""
+        compiled = [] if self._uncompiled else _compiled_in(self.model.module)
+        self.model.schedule.traced = bool(compiled)
+        self._remove_inner_hooks(inner for module in compiled for inner in module.modules())
+
+    def _remove_inner_hooks(self, modules: Iterable[nn.Module]) -> None:
+        """Removes the hooks from those of `modules` that are inside units: units then call them.
+
+        Modules of the root that are in no other unit keep their hooks, unless the root is the only unit.
+        """
+        units = self.model.units
+        inner = {module for unit in units[1:] or units for module in unit.module.modules()}
+        self.model.schedule.remove(inner.intersection(modules) - {unit.module for unit in units})
+
+    def forward(self, run: Forward) -> Callable[..., Any]:
+        begin, end, uncompiled = _hidden(self._begin), _hidden(run.end), _hidden(self._run_uncompiled)
+        module = run.module
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            """Of all this, only the code of this function is traced if the model is compiled from outside."""
+            if begin(run, torch.compiler.is_compiling()):
+                output = uncompiled(module, *args, **kwargs)
+            else:
+                output = module(*args, **kwargs)
+            end()
+            return output
+
+        return forward
+
+    def _begin(self, run: Forward, traced: bool) -> bool:
+        """Begins a forward. Returns whether the module is to run uncompiled although it is compiled."""
+        _watch()
+        if _records(self._freed) and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"FSDP ran forward while torch.cuda.graph or make_graphed_callables records CUDA graphs, {_MOVING}, "
+                "and a replay would gather nothing. Run forward and backward without recording them."
+            )
+        module, schedule = self.model.module, self.model.schedule
+        searches = module.training not in schedule.modes and schedule.installed and not self.model.root.summoned
+        if searches and (problem := compiling_problem(module, self._inner, self._freed)) is not None:
+            raise RuntimeError(problem)
+        run.begin()
+        if not traced and not is_compiled(module):
+            return False
+        if searches and {*_compiled_in(module)} <= {module, uncompiled(module)}:
+            return True
+        if not self._enters_by_units:
+            self._enters_by_units = True
+            self._remove_inner_hooks(module.modules())
+        return False
+
+    def _run_uncompiled(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        self._uncompiled = True
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                return module(*args, **kwargs)
+        finally:
+            self._uncompiled = False
+
+
+def _hidden(function: Callable[..., Any]) -> Any:
+    """Returns the function, which torch.compile does not trace."""
+    return torch.compiler.disable(function, reason=BETWEEN_UNITS)
+
+
+_all: WeakSet[Compiling] = WeakSet()
+
+_hidden_gradients: list[tuple[nn.Parameter, Tensor]] = []
+
+
+def _watch() -> None:
+    """Has torch.compile hide gradients. Call it again after torch.compiler.reset()."""
+    call_around_compiling(_hide, _show)
+
+
+def _hide(_: object) -> None:
+    """Hides the gradients of shards that torch.compile would refuse, and hooks, before it traces anything."""
+    for compiling in _all:
+        compiling.tracing_begins()
+    for param in sharded_params():
+        gradient = param.grad
+        if gradient is not None and _kind(gradient) != _kind(param):
+            _hidden_gradients.append((param, gradient))
+            param.grad = None
+
+
+def _show(_: object) -> None:
+    while _hidden_gradients:
+        param, gradient = _hidden_gradients.pop()
+        data = param.data
+        param.data = gradient  # torch takes only a gradient of the shape, dtype and device of the data
+        param.grad = gradient
+        param.data = data
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def compiling_problem(root: nn.Module, units: Collection[nn.Module], freed: Iterable[torch.device]) -> str | None:
+    """Returns an error message if torch.compile was called with modules or options that FSDP cannot run, else None.
+
+    units: the modules of all units below the root. freed: the devices of full parameters that are freed at rest.
+    """
+    records = _records(freed)
+    if records and called_by_cuda_graphs():
+        return f"the code that calls the FSDP {_AS_GRAPHS}"
+    for name, module in root.named_modules():
+        if not is_compiled(module):
+            continue
+        title = f"{type(uncompiled(module)).__name__} {name!r}"
+        inside = {*module.modules()} - {module, uncompiled(module)}
+        if compiled_without_breaks(module) and not inside.isdisjoint(units):
+            return f"{title} was compiled with fullgraph=True, and units are inside it. {BETWEEN_UNITS}."
+        if records and compiled_to_cuda_graphs(module):
+            return f"{title} {_AS_GRAPHS}"
+    return None
+
+
+def _compiled_in(root: nn.Module) -> list[nn.Module]:
+    return [module for module in root.modules() if is_compiled(module)]
+
+
+def _records(devices: Iterable[torch.device]) -> bool:
+    return any(device.type in RECORDING for device in devices)

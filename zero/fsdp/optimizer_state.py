@@ -1,0 +1,123 @@
+"""The state of a user's optimizer that steps shards of an FSDP, as it is saved and loaded.
+
+Hooks on the optimizer mark this rank's shard, so that no other rank loads it as its own, and convert to and from full
+state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch.optim import Optimizer
+
+from zero._torch import asked_by_torch_checkpoint, takes_state_hooks
+from zero.fsdp.model import Model, models
+from zero.measure.param_groups import SHARD_MARK, params_of
+from zero.state import optimizer_state as state
+from zero.state.own_dtypes import keep_dtypes
+from zero.state.shard_mark import ShardMark, texts_of
+from zero.state.stepped import SteppedShards, of_user
+from zero.state.whole import consolidate_whole, cut_whole
+
+
+def full(model: Model, optimizer: Optimizer, to: int | None) -> dict[str, Any] | None:
+    """Collective. See FSDP.optim_state_dict."""
+    state.refuse_no_rank(to, model.placement.ranks)
+    return consolidate_whole(_shards(model, optimizer), None if to is None else model.placement.owner(to))
+
+
+def load(model: Model, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """See FSDP.load_optim_state_dict."""
+    stepped = _shards(model, optimizer)
+    if _marked_as_own(stepped, state_dict["param_groups"]):
+        optimizer.load_state_dict(state_dict)
+        keep_dtypes(optimizer, state_dict)
+    else:
+        state.load(stepped, cut_whole(stepped, state_dict))
+
+
+def register(model: Model, optimizer: Optimizer) -> None:
+    """Registers hooks on the optimizer's state_dict() and load_state_dict(). The second time does nothing.
+
+    state_dict() marks each parameter group. Called by torch's distributed checkpoint, it is collective and returns
+    the full state; it refuses that where parameters are of several FSDPs. load_state_dict() cuts a full state, and
+    raises ValueError for another rank's shard.
+    """
+    known = _registered.setdefault(model, WeakSet())
+    if optimizer in known:
+        return
+    known.add(optimizer)
+    if model.comm.world == 1 or not takes_state_hooks(optimizer):
+        return
+    shard_groups, comm = model.index.groups, model.comm  # not the model, which the hooks would keep alive
+    others = (other.index for other in models() if other is not model)
+    alone = all({*params_of(optimizer)}.isdisjoint(index) for index in others)
+
+    def mark(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        stepped = of_user(optimizer, shard_groups, comm)
+        if asked_by_torch_checkpoint():
+            if not alone:
+                raise RuntimeError(
+                    "torch.distributed.checkpoint was given an optimizer that holds parameters of several FSDPs. "
+                    "Build one optimizer for each, or save with zero.checkpoint."
+                )
+            return consolidate_whole(stepped, None)
+        groups = state_dict["param_groups"]
+        shard_mark = ShardMark([*_marks_of(groups), state.fingerprint(stepped)])  # one, which warns once
+        for group in groups:
+            group[SHARD_MARK] = shard_mark
+        return None
+
+    taken: list[dict[str, Any]] = []
+
+    def cut(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
+        stepped = of_user(optimizer, shard_groups, comm)
+        if given.get(SHARD_MARK) == state.OWN:
+            return None
+        if not _marked_as_own(stepped, given["param_groups"]):
+            given = state.numbered(optimizer, *state.own_shard(stepped, cut_whole(stepped, given)))
+        taken[:] = [given]
+        return given
+
+    def keep(optimizer: Optimizer) -> None:
+        if taken:
+            keep_dtypes(optimizer, taken.pop())
+
+    optimizer.register_state_dict_post_hook(mark)
+    optimizer.register_load_state_dict_pre_hook(cut)
+    optimizer.register_load_state_dict_post_hook(keep)
+
+
+_registered: WeakKeyDictionary[Model, WeakSet[Optimizer]] = WeakKeyDictionary()
+"""By model: the optimizers that have hooks, all that have stepped its parameters."""
+
+
+def registered(model: Model) -> list[Optimizer]:
+    """The optimizers that have stepped parameters of the model."""
+    return [*_registered.get(model, ())]
+
+
+def problem_of_state(model: Model, optimizer: Optimizer) -> str | None:
+    """The error message for an optimizer that has loaded another rank's shard; None for others."""
+    try:
+        _marked_as_own(_shards(model, optimizer), optimizer.param_groups)
+    except ValueError as error:
+        return f"{type(optimizer).__name__} has loaded what does not belong to it: {error}"
+    return None
+
+
+def _shards(model: Model, optimizer: Optimizer) -> SteppedShards:
+    return of_user(optimizer, model.index.groups, model.comm)
+
+
+def _marks_of(groups: list[dict[str, Any]]) -> set[str]:
+    return {text for group in groups for text in texts_of(group.get(SHARD_MARK))}
+
+
+def _marked_as_own(stepped: SteppedShards, groups: list[dict[str, Any]]) -> bool:
+    """Whether the groups have marks of this rank's shard. Raises ValueError for marks of another shard."""
+    marks = _marks_of(groups)
+    remedy = "Save state that loads anywhere: FSDP's optim_state_dict(optimizer), or zero.checkpoint."
+    state.refuse_other_shard(stepped, marks, remedy)
+    return bool(marks)

@@ -1,0 +1,54 @@
+"""Units that read parameters of other units, such as an embedding's weight that the output layer uses.
+
+No hook is called for such a read, so every call of torch is examined during the first forward in training and the first
+in evaluation. From then on the other unit is unsharded with the one that reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from zero._torch import leaves
+from zero.fsdp.unit import Unit
+
+_GETTERS_THAT_READ = {
+    attribute.__get__
+    for attribute in (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.data, Tensor.shape)
+    if hasattr(attribute, "__get__")
+}
+"""The getters of attributes that differ between shard and full parameter. dtype and device, for example, do not."""
+
+_CALLS_THAT_DO_NOT = {"__set__", "register_hook", "requires_grad_", "is_floating_point", "is_complex"}
+
+
+class ForeignReads(TorchFunctionMode):
+    """While active, finds the unit of each parameter that is read while no running forward unshards it.
+
+    A unit that stays unsharded from forward to backward is reported, too: in another forward it may be sharded.
+
+    units: by parameter. found: called with the unit.
+    """
+
+    def __init__(self, units: Mapping[Tensor, Unit], found: Callable[[Unit], object]) -> None:
+        super().__init__()
+        self._units, self._found = units, found
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for given in (*args, *kwargs.values()) if _reads(func) else ():
+            for value in leaves(given) if isinstance(given, (tuple, list, dict)) else (given,):
+                unit = self._units.get(value) if isinstance(value, Tensor) else None
+                if unit is not None and not (unit.readable and (unit.users or unit.summoned)):
+                    self._found(unit)
+        return func(*args, **kwargs)
+
+
+def _reads(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return func in _GETTERS_THAT_READ if name == "__get__" else name not in _CALLS_THAT_DO_NOT

@@ -1,0 +1,51 @@
+"""Refuses state_dict() and copies of modules inside an FSDP, which would contain shards instead of full weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from torch import nn
+
+from zero._torch import OwnHook
+from zero.shards.partition import Place
+from zero.shards.shard_group import ShardGroup
+
+NO_COPIES = (
+    "an FSDP cannot be copied or pickled: its parameters are spread over the ranks. Save full_state_dict(), or copy "
+    "the module before wrapping it. For averages build AveragedModel(module) before, and then wrap the copy, "
+    "too: average.module = zero.FSDP(average.module)."
+)
+
+
+class StateDictGuard:
+    """Registers a Refusal on every module that holds parameters of the index."""
+
+    def __init__(self, root: nn.Module, index: Mapping[nn.Parameter, Place]) -> None:
+        self._hooks = []
+        for module in root.modules():
+            groups = [index[param].group for param in module.parameters(recurse=False) if param in index]
+            if groups:
+                self._hooks.append(module.register_state_dict_pre_hook(Refusal(groups)))
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+class Refusal(OwnHook):
+    """A hook before the state_dict() of a module, which raises RuntimeError. Copying it raises TypeError."""
+
+    def __init__(self, groups: Sequence[ShardGroup]) -> None:
+        self._groups = groups
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars and any(group.comm.world > 1 and not group.summoned for group in self._groups):
+            raise RuntimeError(
+                f"state_dict() of a module inside FSDP ({type(module).__name__} {prefix.rstrip('.')!r}) would hold "
+                "this rank's shards, not full weights. Call state_dict() of the FSDP model, or zero.full_state_dict"
+                "(model), on every rank; or call this one inside summon_full_params(). keep_vars=True gives the shards."
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(NO_COPIES)

@@ -1,0 +1,140 @@
+"""Converts options of PyTorch's FSDP1 that have another name in zero, and its mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from zero._torch import buffers_of, classes_to_ignore
+from zero.fsdp.options import GivenOptions
+from zero.fsdp.precision import MixedPrecision
+from zero.fsdp.prefetch import Prefetch
+
+NAMES = (
+    "backward_prefetch",
+    "device_id",
+    "forward_prefetch",
+    "ignored_states",
+    "limit_all_gathers",
+    "use_orig_params",
+)
+
+
+def from_torch(given: dict[str, Any], asked: GivenOptions) -> None:
+    """Takes PyTorch's options out of `given`, and sets what they mean.
+
+    Raises ValueError for options that zero does not have, and if two options set the same thing.
+    """
+    own = {name: given.pop(name) for name in NAMES if name in given}
+    if not isinstance(own.get("use_orig_params"), bool | None):
+        raise ValueError(f"use_orig_params={own['use_orig_params']!r}: leave it out. Parameters are always original.")
+    for ignored in own.get("ignored_states") or ():
+        if isinstance(ignored, nn.Module):
+            asked.ignored_modules.append(ignored)
+        elif isinstance(ignored, nn.Parameter):
+            asked.ignored_parameters.append(ignored)
+        else:
+            got = type(ignored).__name__
+            raise ValueError(f"ignored_states holds a {got}. Pass modules and parameters of the model.")
+    asked.prefetch = _prefetch(own, asked.prefetch)
+    device = _device(own.get("device_id"))
+    if device is not None:
+        asked.before.append(partial(_move, device))
+
+
+def _move(device: torch.device, module: nn.Module) -> None:
+    """Moves parameters and buffers that have values to the device. Parameters remain the same objects."""
+    for param in module.parameters():
+        if not param.is_meta and param.device != device:
+            param.data = param.data.to(device)
+    for holder in module.modules():
+        for name, buffer in holder.named_buffers(recurse=False):
+            if not buffer.is_meta and buffer.device != device:
+                buffers_of(holder)[name] = buffer.to(device)
+
+
+def _prefetch(given: Mapping[str, Any], own: Any) -> Any:
+    """Returns the Prefetch. limit_all_gathers=True is the default limit, False the largest."""
+    names = [name for name in ("backward_prefetch", "forward_prefetch", "limit_all_gathers") if name in given]
+    if not names:
+        return own
+    if own is not None:
+        raise ValueError(f"prefetch and {names[0]} both say what is gathered ahead. Pass one of them.")
+    for name in names:
+        if name != "backward_prefetch" and not isinstance(given[name], bool):
+            raise ValueError(f"{name}={given[name]!r}: pass True or False, or a zero.Prefetch as prefetch.")
+    default = Prefetch()
+    return Prefetch(
+        given.get("backward_prefetch", default.backward_prefetch),
+        forward_prefetch=given.get("forward_prefetch", default.forward_prefetch),
+        limit=None if given.get("limit_all_gathers", True) else 3,
+    )
+
+
+def _device(given: Any) -> torch.device | None:
+    if given is None:
+        return None
+    if isinstance(given, int) and not isinstance(given, bool) and torch.cuda.is_available():
+        device = torch.device("cuda", given)
+    elif isinstance(given, torch.device):
+        device = given
+    else:
+        raise ValueError(
+            f"device_id={given!r}: pass the number of a GPU that torch can use (there are "
+            f"{torch.cuda.device_count()}), a torch.device, or leave it out and move the model yourself."
+        )
+    if device.type != "cuda":
+        return device
+    current = torch.device("cuda", torch.cuda.current_device())
+    if device.index not in (None, current.index):
+        raise ValueError(
+            f"device_id={given!r}, but this rank's current GPU is number {current.index}, which NCCL and meta modules "
+            f"use. Call torch.cuda.set_device({device.index}) first."
+        )
+    return current
+
+
+def as_precision(given: Any) -> MixedPrecision:
+    """Returns what the user passes as MixedPrecision. Raises ValueError for what is none."""
+    if given is None:
+        return MixedPrecision()
+    found = given if isinstance(given, MixedPrecision) else _of_torch(given)
+    if found is None:
+        raise ValueError(
+            f"mixed_precision={given!r}: pass a zero.MixedPrecision, such as zero.MixedPrecision(param_dtype="
+            "torch.bfloat16), torch.distributed.fsdp.MixedPrecision or MixedPrecisionPolicy, or None."
+        )
+    return found
+
+
+def _of_torch(given: Any) -> MixedPrecision | None:
+    """Converts PyTorch's MixedPrecision and MixedPrecisionPolicy. Raises ValueError for options that zero lacks."""
+    from torch.distributed import fsdp  # takes 0.7 s; whoever passes one of its classes has imported it
+
+    if isinstance(given, fsdp.MixedPrecisionPolicy):  # of FSDP2, which does not except batch normalisation
+        if given.output_dtype is not None:
+            raise ValueError(
+                f"MixedPrecisionPolicy(output_dtype={given.output_dtype}) is not available. Leave it out, and cast the "
+                "output of forward."
+            )
+        cast_inputs = given.cast_forward_inputs
+        return MixedPrecision(given.param_dtype, given.reduce_dtype, cast_forward_inputs=cast_inputs, keep_fp32=())
+    if not isinstance(given, fsdp.MixedPrecision):
+        return None
+    if given.keep_low_precision_grads:
+        raise ValueError(
+            "MixedPrecision(keep_low_precision_grads=True) leaves gradients in 16 bits, but zero adds them up and "
+            "steps them in the parameters' own dtype. Leave it out."
+        )
+    return MixedPrecision(
+        given.param_dtype,
+        given.reduce_dtype,
+        given.buffer_dtype,
+        cast_forward_inputs=given.cast_forward_inputs,
+        cast_root_forward_inputs=given.cast_root_forward_inputs,
+        keep_fp32=classes_to_ignore(given),
+    )

@@ -1,0 +1,141 @@
+"""Shards and optimizer state in the memory of the CPU or in files: the option `offload` of OSS and FSDP.
+
+At stage 3 the parameters' shards are offloaded, at stages 1 and 2 the tensors that the optimizer steps in their place
+(zero/shards/masters.py). Only all-gathers and steps read them. Files are mapped into memory: the operating system reads
+and writes pages as they are touched, and used pages are released.
+
+(S. Rajbhandari et al., ZeRO-Infinity, 2021, section 5; J. Ren et al., ZeRO-Offload, 2021.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero._torch import has_values, pinned
+from zero.offload.digests import digest
+from zero.offload.disk import Disk
+from zero.offload.on_host import OnHost
+from zero.shards.home import DEVICE, Home
+
+
+@dataclass(frozen=True)
+class CPUOffload(OnHost):
+    """Shards, their gradients and the optimizer's state lie in the memory of the CPU, where the optimizer steps them.
+
+    torch steps a parameter on its device, with a gradient and state on the same device. Without a GPU this changes
+    nothing. torch.optim.Adam(fused=True) is fast on the CPU.
+
+    pin_memory: keep shards in pinned memory, which a GPU reads asynchronously.
+    ratio: the share of the parameters whose shards and optimizer state are offloaded, by whole buckets (stages 1 and 2)
+        or units (stage 3). Those that forward needs first stay on the device, which steps them, as many as fit into the
+        remaining share.
+    """
+
+    pin_memory: bool = True
+    ratio: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio <= 1:
+            raise ValueError(
+                f"CPUOffload(ratio={self.ratio}): pass a share above 0 and up to 1, or offload=None for 0."
+            )
+
+    @property
+    def alike(self) -> str:  # type: ignore[override]
+        return f"offload CPUOffload, ratio {self.ratio}"
+
+    def of_groups(self, numels: Sequence[int]) -> list[Home]:
+        homes: list[Home] = []
+        left = (1 - self.ratio) * sum(numels)
+        for numel in numels:
+            stays = numel <= left
+            left -= numel * stays
+            homes.append(DEVICE if stays else self)
+        return homes
+
+    def place(self, shard: Tensor) -> Tensor:
+        if shard.device.type == "cpu":
+            return shard.clone()
+        pins = self.pin_memory and has_values(shard)
+        there = pinned(shard.shape, shard.dtype) if pins else torch.empty_like(shard, device="cpu")
+        return there.copy_(shard)
+
+    def has(self, shard: Tensor) -> bool:
+        return shard.device.type == "cpu"
+
+    def returned(self, shard: Tensor) -> None:
+        if not self.has(shard):
+            _digests[shard] = digest(shard)
+
+    def holds(self, shard: Tensor) -> bool:
+        before = None if self.has(shard) else _digests.get(shard)
+        return before is not None and (not has_values(shard) or bool(digest(shard) == before))
+
+
+_digests = WeakIdKeyDictionary()
+"""Of shards on the device, when they were written last."""
+
+
+@dataclass(frozen=True)
+class DiskOffload:
+    """Shards and the optimizer's state lie in files, mapped into memory; gradients stay in the memory of the CPU.
+
+    The optimizer steps one parameter after another, so that the state of one parameter is resident at a time. An
+    optimizer that does not treat each element by itself, and a step with a closure, step all parameters at once.
+
+    path: a directory on this rank's machine, created if it is missing. The files are unnamed and vanish when the
+        process ends; save checkpoints to keep the state.
+
+    glibc keeps much of the memory of freed tensors, unless MALLOC_MMAP_THRESHOLD_=262144 is in the environment when the
+    process starts.
+
+    Raises ValueError on every rank if a rank cannot create its files or its disk is full; OSError in the first step if
+    the disk has no room for the state.
+    """
+
+    path: str | Path
+
+
+def home_of(given: Any) -> Home:
+    """Converts the option: zero's classes, a home, PyTorch's CPUOffload and policies, None. Raises ValueError for other
+    values."""
+    if given is None or isinstance(given, Home):
+        return given or DEVICE
+    if isinstance(given, DiskOffload):
+        return Disk(Path(given.path), given)
+    from torch.distributed import fsdp  # takes 0.7 s, and has been imported where it is needed
+
+    if isinstance(given, fsdp.CPUOffload):
+        return CPUOffload() if given.offload_params else DEVICE
+    if isinstance(given, fsdp.CPUOffloadPolicy):
+        return CPUOffload(pin_memory=given.pin_memory)
+    if type(given) is fsdp.OffloadPolicy:  # PyTorch's word for none
+        return DEVICE
+    raise ValueError(
+        f"offload={given!r}: pass zero.CPUOffload(), zero.DiskOffload(path), torch.distributed.fsdp.CPUOffload or "
+        "CPUOffloadPolicy, or None, which offloads nothing."
+    )
+
+
+NAMES = ("offload", "cpu_offload")
+"""The options that say where shards are stored; the second is PyTorch's name."""
+
+
+def take_home(options: dict[str, Any]) -> tuple[Home, str | None]:
+    """Takes these options out of arguments; returns the home, and an error message for a value."""
+    asked = {name: options.pop(name) for name in NAMES if name in options}
+    given = [name for name, value in asked.items() if value not in (None, False)]
+    if len(given) > 1:
+        return DEVICE, f"{given[0]} and {given[1]} both say where shards are stored. Pass one of them."
+    try:  # PyTorch takes False for none
+        found = [home_of(None if value is False and name == NAMES[1] else value) for name, value in asked.items()]
+    except ValueError as error:
+        return DEVICE, str(error)
+    return next((home for home in found if home.apart), DEVICE), None

@@ -1,0 +1,115 @@
+"""The home of shards in files."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero.measure.param_groups import params_of
+from zero.offload.on_host import OnHost
+from zero.shards.home import unhooked
+
+
+class Disk(OnHost):
+    """Files in one directory, and the tensors that are mapped to them. offload: named in the error for a full disk."""
+
+    by_group = True
+    alike = "offload DiskOffload"
+
+    def __init__(self, path: Path, offload: object = None) -> None:
+        self._path, self._offload = path, offload
+        self._full: str | None = None
+        self._mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
+        """By address of the mapping, so that views of a tensor are found, too. The tensor keeps it."""
+
+    def place(self, shard: Tensor) -> Tensor:
+        try:
+            return self.map(shard)
+        except OSError as error:  # other ranks wait until this one says so: `problem`
+            self._full = str(error)
+            return shard.clone()
+
+    def problem(self, what: str) -> str | None:
+        if self._full is None:
+            return None
+        return f"there is no room for {what} in {self._offload}: {self._full}. Free some, or choose another directory."
+
+    def map(self, shard: Tensor) -> Tensor:
+        """Copies a tensor into a file. Raises OSError where the disk is full."""
+        if not shard.numel():
+            return shard.cpu()
+        self._path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._path) as file:
+            os.posix_fallocate(file.fileno(), 0, shard.nbytes)  # a full disk is an error here, not a signal later
+            pages = mmap.mmap(file.fileno(), shard.nbytes)
+        there = torch.frombuffer(pages, dtype=shard.dtype).as_strided(shard.shape, shard.stride())
+        there.copy_(shard)
+        self._mapped[_address(there)] = pages
+        self.used(there)
+        return there
+
+    def has(self, shard: Tensor) -> bool:
+        return _address(shard) in self._mapped
+
+    def used(self, shard: Tensor) -> None:
+        """Releases the memory; the operating system writes changed pages to the file."""
+        pages = self._mapped.get(_address(shard))
+        if pages is not None:
+            pages.madvise(mmap.MADV_DONTNEED)
+
+    def at_once(self) -> int:
+        return sys.maxsize  # `step_part` reads the files of one parameter while it steps the one before
+
+    def step_part(self, part: Optimizer) -> None:
+        """Steps parameters one by one, so that the state of one is resident at a time."""
+        step = unhooked(part)  # hooks and schedulers are to see one step
+        gradients = [(param, param.grad) for param in params_of(part) if param.grad is not None]
+        try:
+            for param, _ in gradients:
+                param.grad = None
+            for number, (param, gradient) in enumerate(gradients):
+                for following, _ in gradients[number + 1 : number + 2]:
+                    self._need(part, following)
+                param.grad = gradient
+                step()
+                param.grad = None
+                self._rest(part, param)
+        finally:
+            for param, gradient in gradients:
+                param.grad = gradient
+
+    def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        """Puts the gradients back, and moves state that the step created in memory into files."""
+        super().stepped(optimizer, params)
+        for param in params:
+            self._rest(optimizer, param)
+
+    def _need(self, optimizer: Optimizer, param: nn.Parameter) -> None:
+        """Has the operating system read a parameter and its state from the files."""
+        for tensor in (param, *optimizer.state.get(param, {}).values()):
+            pages = self._mapped.get(_address(tensor)) if isinstance(tensor, Tensor) else None
+            if pages is not None:
+                pages.madvise(mmap.MADV_WILLNEED)
+
+    def _rest(self, optimizer: Optimizer, param: nn.Parameter) -> None:
+        """Moves the state of a parameter into files, and releases the memory of both."""
+        state = optimizer.state.get(param, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim():
+                if not self.has(value):
+                    state[key] = self.map(value)
+                self.used(state[key])
+        self.used(param.data)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

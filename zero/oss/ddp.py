@@ -1,0 +1,134 @@
+"""DistributedDataParallel: its instances in this process, the modules that none may wrap, and gradient averaging for
+ranks of one host that can read one another's memory.
+
+torch calls a hook when a module becomes a submodule. The constructor of DistributedDataParallel registers its module
+before it communicates, so all ranks can still refuse there.
+
+To average, each rank reads its shard of the gradients from all ranks and adds it up; then all ranks read the averages
+from their owners. This takes a fraction of the CPU time of Gloo's all-reduce, which copies every byte through the
+kernel twice.
+"""
+
+# No `from __future__ import annotations`: DistributedDataParallel compares the annotations of its hooks with types.
+
+from collections.abc import Collection
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from zero._torch import averaged_by, join_mark
+from zero.comm import Comm
+from zero.comm.packing import lengths
+from zero.oss.checks import NO_GRADIENT, StepCheck
+from zero.oss.gradients import refuse_sparse
+from zero.shards.claimed import claimed
+
+_alive: WeakSet[DistributedDataParallel] = WeakSet()
+
+
+class DDPChecks(StepCheck):
+    """Parameters of an OSS that a DistributedDataParallel averages, or was built with."""
+
+    def changed(self) -> str | None:
+        """Returns an error message after torch's Join: ranks whose data has ended would not step their shards. torch
+        does not take its mark away when a Join ends."""
+        if any(join_mark(ddp).enable and self._averages(ddp) for ddp in _alive):
+            return (
+                "DistributedDataParallel was put into torch's Join: ranks whose data has ended would not step what "
+                "they own. In place of `with ddp.join():` write `for batch, weight in zero.join(batches, ddp):`, and "
+                "multiply the loss by the weight. If that Join was of another optimizer and has ended, wrap the "
+                "module again."
+            )
+        return None
+
+    def gradients(self, found: bool) -> str | None:
+        """Returns an error message if a module had some of the parameters when it was put into a
+        DistributedDataParallel, and has none now."""
+        own = self.optimizer.shards.keys()
+        for ddp in _alive if not found else ():
+            if not own.isdisjoint(averaged_by(ddp)) and own.isdisjoint(ddp.parameters()):
+                return NO_GRADIENT
+        return None
+
+    def closure_failed(self, error: Exception) -> None:
+        """Adds a note to an error of DistributedDataParallel's, which names connections and times (Python 3.11)."""
+        comm = self.optimizer.comm
+        if hasattr(error, "add_note") and any(map(self._averages, _alive)):
+            error.add_note(
+                f"Rank {comm.rank} was in the closure of a step of OSS. If the error is of DistributedDataParallel "
+                f"having waited for others, one of the group of {comm.world} has stopped or did not come to this "
+                "backward. Look for the first error of any rank."
+            )
+
+    def _averages(self, ddp: DistributedDataParallel) -> bool:
+        """Whether it averages gradients of the optimizer's parameters."""
+        return not self.optimizer.shards.keys().isdisjoint(_averaged(ddp))
+
+
+def _averaged(ddp: DistributedDataParallel) -> list[nn.Parameter]:
+    return [param for name, param in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
+
+
+def ddp_within(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> str | None:
+    """The error message for a module that contains a DistributedDataParallel, except of ignored parameters."""
+    for name, one in module.named_modules():
+        if isinstance(one, DistributedDataParallel) and not {*_averaged(one)} <= {*ignored}:
+            which = f"{name!r} is" if name else "the module is"
+            return (
+                f"{which} a DistributedDataParallel, which averages gradients of full parameters by itself. Wrap "
+                "its .module instead."
+            )
+    return None
+
+
+def _registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """Raises RuntimeError if DistributedDataParallel is about to wrap what is sharded."""
+    if not isinstance(module, DistributedDataParallel) or name != "module" or submodule is None:
+        return
+    inside = {*submodule.modules()}
+    for named, param in submodule.named_parameters():
+        found = None if named in module.parameters_to_ignore else claimed(param)
+        if found is None:
+            continue
+        owner, why = found
+        if not isinstance(owner, nn.Module) or (owner in inside and param.requires_grad):
+            raise RuntimeError(f"DistributedDataParallel wraps {named!r}, {why}")
+    _alive.add(module)
+
+
+def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
+    """Collective. Registers a communication hook that averages by reading, if the ranks can read one another.
+
+    On two ranks the results are the same bit for bit.
+    """
+    if not comm.reads(next(model.parameters()).device):
+        return
+    channel = comm.channel("the averaging of DistributedDataParallel")
+
+    def average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            names = {param: name for name, param in model.module.named_parameters()}
+            refuse_sparse(", ".join(names[param] for param in bucket.parameters()))
+        _average(buffer, comm, channel)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+
+    model.register_comm_hook(None, average)
+
+
+def _average(gradients: Tensor, comm: Comm, channel: int) -> None:
+    bounds = [len(gradients) * rank // comm.world for rank in range(comm.world + 1)]
+    low, high = bounds[comm.rank : comm.rank + 2]
+    counts = lengths(bounds)
+    comm.reduce([(gradients, counts)], times=1 / comm.world, into=gradients[low:high], channel=channel).wait()
+    comm.gather(gradients, bounds, channel).wait()
+
+
+register_module_module_registration_hook(_registered)

@@ -1,0 +1,97 @@
+"""Refuses steps that would be wrong for DTensors of which ranks have parts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zero.measure.built import finding_of_built
+from zero.measure.kinds import Finding, Kind, known, title
+from zero.measure.param_groups import params_of
+from zero.oss.checks import StepCheck
+from zero.tensor_parallel import table
+
+_found: WeakKeyDictionary[Optimizer, tuple[int, str | None]] = WeakKeyDictionary()
+"""By optimizer: how many plain parameters there had been when it was looked at, and what is wrong with it."""
+
+
+_checked_by_itself: WeakSet[Optimizer] = WeakSet()
+"""All OSS."""
+
+
+class WrappedCheck(StepCheck):
+    """Refuses an OSS whose parameters' gradients no ShardedDDP brings, and optimizers that need whole parameters."""
+
+    _wrapped = 0
+    """How many parameters modules were found to have."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        _checked_by_itself.add(optimizer)
+        watch_steps()
+
+    def changed(self) -> str | None:
+        oss = self.optimizer
+        if len(oss.shards.places) != self._wrapped and any(map(table.is_apart, oss.shards.places)):
+            return (
+                "OSS was given DTensors of tensor parallelism, but no ShardedDDP has the model. Wrap it: "
+                "ShardedDDP(model, optimizer). For stage 1 call zero.setup: DistributedDataParallel takes no DTensors."
+            )
+        self._wrapped = len(oss.shards.places)
+        cut, found = _cut(oss.shards.places), known(type(oss.optim)) or oss.finding
+        return None if cut is None or found is None else _unfit(oss.optim, found, oss.shards.places[cut].name)
+
+
+def _cut(params: Iterable[nn.Parameter]) -> nn.Parameter | None:
+    """Returns the first parameter of which ranks have different parts."""
+    for param in params:
+        dtensor = table.dtensor_of(param)
+        if dtensor is not None and table.is_cut(dtensor):
+            return param
+    return None
+
+
+def _unfit(optimizer: Optimizer, found: Finding, name: str) -> str | None:
+    if found.kind is Kind.ELEMENTWISE:
+        return None
+    return (
+        f"{title(type(optimizer))} does not treat each element by itself ({found.reason}), but {name} is tensor "
+        "parallel: each rank has a part of it. Use an optimizer that does, such as AdamW, or train without tensor "
+        "parallelism."
+    )
+
+
+def _problem(optimizer: Optimizer) -> str | None:
+    params = params_of(optimizer)
+    if any(table.plain_of(param) is not None for param in params):
+        return (
+            f"this {type(optimizer).__name__} holds DTensors that a model had before FSDP or ShardedDDP wrapped it, "
+            "which has other parameters now. Build the optimizer from the wrapped model: optim(model.parameters())."
+        )
+    cut = _cut(params)
+    if cut is None or optimizer in _checked_by_itself:
+        return None
+    return _unfit(optimizer, finding_of_built(optimizer), f"a parameter of shape {list(cut.shape)}")
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    made = table.made()
+    if not made:
+        return
+    if _found.get(optimizer, (0, None))[0] != made:
+        _found[optimizer] = made, _problem(optimizer)
+    problem = _found[optimizer][1]
+    if problem is not None:
+        raise RuntimeError(problem)
+
+
+@cache
+def watch_steps() -> None:
+    """Has torch call this before each step of any optimizer."""
+    register_optimizer_step_pre_hook(_before_step)

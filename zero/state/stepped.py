@@ -1,0 +1,40 @@
+"""What steps the shards whose state is saved and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zero.comm import Comm
+from zero.shards.shard_group import ShardGroup
+
+
+@dataclass
+class SteppedShards:
+    """An optimizer of shards: that inside of an OSS, or the user's of an FSDP, whose parameters are the shards.
+
+    A parameter in no shard group is unsharded, and the same on every rank.
+
+    param_groups: those that the user sees. part: returns the shard of one of their parameters.
+    granularity: as of OSS. cuts: whether parameters may be cut inside; None if the layout says so.
+    keeps_masters: whether shards are master weights. loaded: called after a state was loaded.
+    """
+
+    optim: Optimizer
+    shard_groups: list[ShardGroup]
+    comm: Comm
+    param_groups: list[dict[str, Any]]
+    part: Callable[[nn.Parameter], nn.Parameter] = lambda param: param
+    granularity: int | None = None
+    cuts: bool | None = None
+    keeps_masters: bool = False
+    loaded: Callable[[], object] = lambda: None
+
+
+def of_user(optimizer: Optimizer, shard_groups: list[ShardGroup], comm: Comm) -> SteppedShards:
+    """Returns the user's optimizer of an FSDP with these shard groups."""
+    return SteppedShards(optimizer, shard_groups, comm, optimizer.param_groups)

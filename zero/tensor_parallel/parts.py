@@ -1,0 +1,144 @@
+"""Parameters that are this rank's part of a larger tensor, whose other parts ranks outside of the shard group have.
+
+The stages shard, reduce and step a plain parameter in place of the user's DTensor: its local tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from zero._torch import has_hooks, is_of_ddp
+from zero.comm import Comm
+from zero.tensor_parallel import table
+
+_REMEDY = "leave it out (ignored_parameters at stage 3)"
+
+
+def takes(param: Tensor) -> bool:
+    """Returns whether a parameter is a DTensor, which is sharded in the form of its local tensor."""
+    return table.is_dtensor(param)
+
+
+def problem(named: Iterable[tuple[str, Any]], comms: Sequence[Comm]) -> str | None:
+    """Returns an error message if DTensors among the parameters cannot be sharded over these ranks, else None."""
+    groups = [table.ranks_of(comm) for comm in comms]
+    meshes: dict[Any, str] = {}
+    for name, param in named:
+        if is_of_ddp(param):
+            return (
+                f"{name!r} is the local tensor of a DTensor, as DistributedDataParallel(device_mesh=) makes it. "
+                "Call zero.setup(model, optim, stage=1, device_mesh=mesh['dp']) with the model as it was."
+            )
+        dtensor = param if table.is_dtensor(param) else table.dtensor_of(param)
+        if dtensor is None:
+            continue
+        problem = _problem(name, dtensor, groups)
+        if problem is not None:
+            return problem
+        meshes.setdefault(dtensor.device_mesh, name)
+        if len(meshes) > 1:
+            (one, first), (other, second) = [*meshes.items()]
+            return (
+                f"{first!r} is a DTensor over {one}, and {second!r} over {other}. zero shards models that are "
+                "parallelised over one mesh: pass the same DeviceMesh to parallelize_module everywhere."
+            )
+    return None
+
+
+def of(param: Any) -> Any:
+    """Returns the plain parameter that is sharded in place of one of the user's: by default that one itself."""
+    return table.made_plain(param) if table.is_dtensor(param) else param
+
+
+def others(param: nn.Parameter) -> Comm | None:
+    """Returns the ranks that have the other elements of the tensor that a parameter is a part of; None if the part has
+    all."""
+    dtensor = table.dtensor_of(param)
+    return table.comm_of(dtensor) if dtensor is not None and table.is_cut(dtensor) else None
+
+
+def others_of(params: Iterable[nn.Parameter]) -> list[Comm]:
+    """Returns the ranks that have other elements of the tensors that these parameters are parts of, each group once."""
+    return [comm for comm in dict.fromkeys(map(others, params)) if comm is not None]
+
+
+def slice_of(param: nn.Parameter) -> tuple[Sequence[int], int, int, int] | None:
+    """Returns, for a part, the shape of the whole tensor, the dimension along which it is cut, the length of the slices
+    along it, of which the last ones may be shorter, and the number of this slice. None if the part has all."""
+    dtensor = table.dtensor_of(param)
+    if dtensor is None or not table.is_cut(dtensor):
+        return None
+    comm, dim = table.comm_of(dtensor), dtensor.placements[0].dim % dtensor.ndim  # type: ignore[attr-defined]
+    return dtensor.shape, dim, -(-dtensor.shape[dim] // comm.world), comm.rank  # as torch.chunk
+
+
+def whole(param: Tensor, value: Tensor) -> Tensor:
+    """Collective among the ranks that have the parts. Returns the whole tensor of which `value`, in the shape of the
+    parameter, is this rank's part."""
+    if table.is_dtensor(value):
+        return value.full_tensor()  # type: ignore[attr-defined, no-any-return]
+    dtensor = table.dtensor_of(param)
+    if dtensor is None:
+        return value
+    return table.like(dtensor, value.detach()).full_tensor()
+
+
+def cut(param: Tensor, value: Tensor) -> Tensor:
+    """Returns this rank's part of a whole tensor. Raises ValueError for another shape."""
+    dtensor = table.dtensor_of(param)
+    if dtensor is None:
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    if table.is_dtensor(value):
+        value = value.full_tensor()  # type: ignore[attr-defined]
+    if value.shape != dtensor.shape:
+        raise ValueError(f"has the shape {list(value.shape)}, but the whole tensor has {list(dtensor.shape)}")
+    # Without a rank to send from each rank cuts its own.
+    return distribute_tensor(value, dtensor.device_mesh, dtensor.placements, src_data_rank=None).to_local()
+
+
+def numel(param: Tensor, numel: int) -> int:
+    """Returns the elements of the whole tensor. numel: those of the part."""
+    dtensor = table.dtensor_of(param)
+    return numel if dtensor is None else dtensor.numel()
+
+
+def ranks(params: Iterable[Tensor]) -> Comm | None:
+    """Returns the ranks that have the parts, of which the first keeps what is brought together on one rank; None if
+    none of the parameters is a part."""
+    found = (table.dtensor_of(param) for param in params)
+    return next((table.comm_of(one) for one in found if one is not None), None)
+
+
+def is_first(params: Iterable[Tensor]) -> bool:
+    """Returns whether this one of the ranks that have the parts keeps what is brought together on one rank."""
+    comm = ranks(params)
+    return comm is None or comm.rank == 0
+
+
+def _problem(name: str, param: Any, groups: Sequence[set[int]]) -> str | None:
+    """Returns an error message if a DTensor cannot be sharded over these ranks, else None."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh, placements = param.device_mesh, param.placements
+    at = f"{name!r} is a DTensor with placements {placements} over {mesh}"
+    if mesh.ndim != 1:
+        return f"{at}. zero shards DTensors over one dimension of a mesh: parallelise over mesh['tp'], or {_REMEDY}."
+    if type(placements[0]) not in (Shard, Replicate):
+        return f"{at}. zero shards DTensors that are Shard or Replicate. Redistribute it, or {_REMEDY}."
+    over = {*mesh.mesh.flatten().tolist()}
+    if any(len(over & group) > 1 for group in groups):
+        return (
+            f"{at}, over ranks that are to shard the model as well: another library (FSDP2) has sharded it already. "
+            "Undo that, or give zero another dimension of the mesh than the model is parallelised over, by "
+            "FSDP(device_mesh=mesh['dp']) or OSS(group=mesh['dp'].get_group())."
+        )
+    if param.is_meta:
+        return f"{at}, on the meta device. Give the model memory and values first: to_empty(), and initialise it."
+    if has_hooks(param):
+        return f"{at}, with hooks on its gradient. Register hooks after wrapping."
+    return None
