@@ -37,7 +37,7 @@ from gpt import read_text
 from launch import Rank, run_ranks
 from measure import WARM_UP, Settings, Training
 from zero.comm import Comm
-from zero.comm.order import Order
+from zero.comm.log import Log
 from zero.fsdp.guard import Guard
 from zero.fsdp.model import Model
 from zero.oss.checks import Gradients, Moved
@@ -62,9 +62,9 @@ def _none(*args: Any, **kwargs: Any) -> None:
 
 PATCHES: list[tuple[Any, str, Any]] = [
     (Comm, "agree", _agree_unseen),
-    (Order, "append", lambda *_: False),
-    (Order, "refuse_differing", _none),
-    (Order, "attempt", lambda order, channel, buffers, act: act()),
+    (Log, "append", lambda *_: False),
+    (Log, "refuse_differing", _none),
+    (Log, "transfer", lambda log, channel, buffers: nullcontext()),
     (Scaling, "remember", _none),
     (Scaling, "compare", _none),
     (Guard, "before_step", lambda guard, optimizer, closure: closure),

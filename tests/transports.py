@@ -62,8 +62,8 @@ def overlapping(name: str = "nccl", *, returns_work: bool = True) -> Iterator[No
         yield
         return
 
-    def without_work(order: Any, group: Any, *args: Any, **kwargs: Any) -> Overlapping:
-        return Overlapping(order, _WithoutWork(group), *args, **kwargs)
+    def without_work(log: Any, group: Any, *args: Any, **kwargs: Any) -> Overlapping:
+        return Overlapping(log, _WithoutWork(group), *args, **kwargs)
 
     with mock.patch("zero.comm.link.backend_of", return_value=name), ExitStack() as stack:
         if not returns_work:

@@ -45,7 +45,7 @@ def test_what_was_in_flight_when_a_transfer_failed_has_not_arrived(rank, world, 
         channel = comm.channel("a test")
         comm.agree(channel)
         first, second = (comm.gather(torch.ones(40_000), [0, 20_000, 40_000], channel) for _ in range(2))
-        where = (Gloo, "_await") if way == "gloo" else (attach, "read")
+        where = (Gloo, "wait_for") if way == "gloo" else (attach, "read")
         if rank == 0:
             with mock.patch.object(*where, side_effect=OSError("cut off")):
                 told = [refusal(second.wait)]
@@ -72,7 +72,7 @@ def test_buffers_of_what_was_launched_before_ranks_were_out_of_step_are_kept():
         full = torch.ones(64)
         handle, kept = comm.gather(full, range(0, 65, 16)), weakref.ref(full)
         assert not there.aborted
-        order = comm._order
+        order = comm._log
         told = [refusal(lambda: order.out_of_step({})), refusal(handle.wait)]
         assert there.aborted == [1]
         assert all("different numbers of bytes" in each for each in told), told

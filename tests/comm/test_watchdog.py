@@ -69,11 +69,11 @@ def waits_for_the_device(rank: int, world: int, way: str) -> tuple[str, str]:
         if rank == VICTIM and way != "another operation":
             WAYS[way][0]()
         aborted = threading.Event()
-        comm._order.at_failure.append(lambda reason: aborted.set())
+        comm._log.at_failure.append(lambda reason: aborted.set())
         if rank == VICTIM:
-            comm._order.append(other, 12)
+            comm._log.append(other, 12)
         else:
-            comm._order.append(channel, 12)  # launched, so that the device waits in it
+            comm._log.append(channel, 12)  # launched, so that the device waits in it
         ended = aborted.wait(TIMEOUT + 3)
         told = ranks.refusal(lambda: comm.gather(full, range(4), channel))
         if way in ("stopped", "elsewhere") and store.add("told", 1) == world - 1:
@@ -168,7 +168,7 @@ def test_nothing_is_left_of_a_watchdog_whose_group_is_gone(rank, world):
         group = dist.new_group([0, 1])
         comm = Comm(group)
         comm.agree(0)
-        order = comm._order
+        order = comm._log
         assert within_five_seconds(lambda: loop.sockets), "not connected"
         dist.barrier()
         dist.destroy_process_group(group)

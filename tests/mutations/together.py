@@ -45,12 +45,12 @@ def refusal_of_one_rank_told_nobody(_, self, problem):
     raise RuntimeError(problem)
 
 
-@mutant("Order.refuse_differing", "process_group.refuse_differing_logs")
+@mutant("Log.refuse_differing", "process_group.refuse_differing_logs")
 def ranks_out_of_step_not_noticed(_, *given):
     """Ranks do different operations, and take what arrives for what they asked for."""
 
 
-@mutant("Order.append")
+@mutant("Log.append")
 def first_operations_not_compared(append, self, channel, nbytes):
     """Operations that are new are launched without a comparison."""
     append(self, channel, nbytes)

@@ -22,7 +22,7 @@ from simulated.group import Group
 from simulated.memory import Memory
 from zero.comm import Comm
 from zero.comm.link import Link, Transports
-from zero.comm.order import Order
+from zero.comm.log import Log
 from zero.comm.process_group import Overlapping
 from zero.comm.transport import Local, Transport
 from zero.plan.transport import Rehearsal
@@ -36,14 +36,14 @@ class SimulatedLink(Link):
     """What hosts compare passes among them; what is on the device goes by the group that is not there."""
 
     def __init__(self, simulated: Simulated, rank: int, world: int) -> None:
-        self.simulated, self.rank, self.world, self.order = simulated, rank, world, Order(rank, world)
-        self._checks = Rehearsal(self.order, rank, world, "gloo")
+        self.simulated, self.rank, self.world, self.log = simulated, rank, world, Log(rank, world)
+        self._checks = Rehearsal(self.log, rank, world, "gloo")
         groups = [
             Group(simulated.device, simulated.memory, world, simulated.transfer, own_stream=simulated.own_stream)
             for _ in range(2)
         ]
         overlapping = Overlapping(
-            *(self.order, groups[0], rank, world),
+            *(self.log, groups[0], rank, world),
             blocks=False,
             checks=self._checks,
             name="nccl",

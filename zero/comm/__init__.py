@@ -6,7 +6,7 @@ Transport   the interface of process_group (Gloo, and backends that overlap), lo
 """
 
 from zero.comm.comm import Comm
-from zero.comm.order import COLLECTION
+from zero.comm.log import COLLECTION
 from zero.comm.settings import configure
 from zero.comm.traffic import Traffic, traffic
 from zero.comm.transport import Handle

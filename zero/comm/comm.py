@@ -6,7 +6,7 @@ group and type of device (link.py). It does not change the results: over every t
 rank order, and 16-bit floats are added in float32.
 
 All ranks must call the same operations in the same order. Otherwise each of them raises, and no result that the ranks
-disagree on is applied (order.py).
+disagree on is applied (log.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero.comm.link import Link, link_of
-from zero.comm.order import COMPARISON, GATHER, REDUCTION, SUM
+from zero.comm.log import COMPARISON, GATHER, REDUCTION, SUM
 from zero.comm.packing import batches, copy_into, empty_flat, flatten
 from zero.comm.traffic import sent
 from zero.comm.transport import Handle, Message
@@ -57,7 +57,7 @@ class Comm:
                     "and its optimizer only on the ranks of the group, or pass on each rank a group that contains it."
                 )
             self.group, self.link = group, Link(None) if group is None else link_of(group)
-        self._order, self._transports = self.link.order, self.link.transports
+        self._log, self._transports = self.link.log, self.link.transports
         self.rank, self.world = self.link.rank, self.link.world
 
     @classmethod
@@ -103,36 +103,36 @@ class Comm:
         )
 
     def refuse_if_broken(self, buffers: object) -> None:
-        """Raises RuntimeError if a transfer of the group has failed; see Order.refuse_if_broken."""
-        self._order.refuse_if_broken(buffers)
+        """Raises RuntimeError if a transfer of the group has failed; see Log.refuse_if_broken."""
+        self._log.refuse_if_broken(buffers)
 
     # ---------------------------------------------------------------------------------- comparing the ranks
 
     @property
     def checks_each(self) -> bool:
         """Whether ZERO_CHECK=each asks for checks in every step that are otherwise made in the first ones."""
-        return self._order.each
+        return self._log.each
 
     def channel(self, name: str, remedy: str = "") -> int:
         """Returns a new number for a kind of operation, `name` in errors. All ranks must call it in the same order.
 
         remedy: a sentence for the user, if ranks are out of step in operations that all have this remedy.
         """
-        return self._order.channel(name, remedy)
+        return self._log.channel(name, remedy)
 
     def begin_schedule(self, *, together: bool = False) -> None:
         """Marks the start of a sequence of operations that may have run before in the same order, such as a forward.
 
         together: all ranks begin it at the same point, and can compare its first operation.
         """
-        self._order.begin(together=together)
+        self._log.begin(together=together)
 
     def agree(self, channel: int, *, flags: int = 0) -> int:
         """Collective. Raises RuntimeError on every rank unless all ranks call it with the same channel after the same
         operations. Returns the flags, up to two bits, that any rank has."""
         if self.world > 1:
             flags = self.link.on_host.compare(channel, flags=flags)
-            self._order.agreed()
+            self._log.agreed()
         return flags
 
     @contextmanager

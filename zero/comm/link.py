@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, proxy, ref
 
@@ -21,7 +20,7 @@ from zero._torch import abort, another_like, backend_of, shortest_timeout_of, st
 from zero.comm import settings
 from zero.comm.host_memory.rendezvous import rendezvous
 from zero.comm.host_memory.transport import HostMemory
-from zero.comm.order import Order
+from zero.comm.log import Log
 from zero.comm.process_group import Gloo, Overlapping
 from zero.comm.store import StoreExchange
 from zero.comm.transport import Local, Transport
@@ -40,7 +39,7 @@ class Link:
         self.world = 1 if group is None else dist.get_world_size(group)
         self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
         """The ranks of the job that the ranks of the group are."""
-        self.order = Order(self.rank, self.world)
+        self.log = Log(self.rank, self.world)
         self._group: Any = None if group is None else proxy(group)
         self._store = None if group is None else store_of(group)
         settings.check()
@@ -71,12 +70,13 @@ class Link:
             return self._device_transport(device, backend, self.on_host)
         if backend in (None, "gloo"):
             timeout = _TIMEOUT if backend is None else timeout_of(self._group, device)
-            return self.order.attempt(None, None, partial(self._cpu_transport, timeout))
+            with self.log.transfer(None, None):
+                return self._cpu_transport(timeout)
         assert self._store is not None
         if backend != "fake":  # whose store keeps no values
             with StoreExchange(self._store, self.rank, self.world, _TIMEOUT) as exchange:
                 self._watch(exchange)
-        where = self.order, self._group, self.rank, self.world
+        where = self.log, self._group, self.rank, self.world
         # This backend can compare operations, too.
         return Overlapping(*where, blocks=True, checks=Gloo(*where), name=str(backend))
 
@@ -86,11 +86,11 @@ class Link:
         with StoreExchange(self._store, self.rank, self.world, timeout) as exchange:
             peers = rendezvous(exchange, settings.host_memory())
             if peers is not None:
-                return HostMemory(self.order, peers, self.rank, self.world)
+                return HostMemory(self.log, peers, self.rank, self.world)
             # Not torch.distributed.new_group(): it is collective over all ranks of the job, or
             # (use_local_synchronization) waits for ever if ranks are in different numbers of groups (torch 2.13).
             gloo = dist.ProcessGroupGloo(self._watch(exchange), self.rank, self.world, timeout)
-            return Gloo(self.order, gloo, self.rank, self.world)
+            return Gloo(self.log, gloo, self.rank, self.world)
 
     def _device_transport(self, device: torch.device, backend: str, checks: Transport) -> Transport:
         """Collective. Returns a transport for an accelerator, with a communicator of its own for reductions."""
@@ -110,7 +110,7 @@ class Link:
                         abort(communicator, device)
 
         return Overlapping(
-            *(self.order, group, self.rank, self.world),
+            *(self.log, group, self.rank, self.world),
             blocks=False,
             checks=checks,
             name=backend,
@@ -123,7 +123,7 @@ class Link:
         own: that of the group may have keys of an earlier group of the same name."""
         assert self._store is not None
         if not self._watched:
-            Watchdog(self, self.order, exchange, shortest_timeout_of(self._group))
+            Watchdog(self, self.log, exchange, shortest_timeout_of(self._group))
         self._watched = True
         return dist.PrefixStore(exchange.nonce, dist.PrefixStore("zero", self._store))
 

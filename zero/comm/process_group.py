@@ -20,7 +20,7 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
 from itertools import chain, pairwise, repeat
 from operator import or_
 from typing import Any
@@ -36,7 +36,7 @@ from zero._torch import (
     in_stream_order,
     reduce_scatter_of_one_tensor,
 )
-from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, TAIL, Order
+from zero.comm.log import BROADCAST, COLLECTION, COMPARISON, TAIL, Log
 from zero.comm.packing import concatenate, lengths, summed_as
 from zero.comm.transport import Handle, Message, Transport
 
@@ -55,90 +55,75 @@ class ProcessGroupTransport(Transport):
     blocks: whether waiting blocks the host, which looks meanwhile whether another rank is known to be missing.
     """
 
-    def __init__(self, order: Order, group: Any, rank: int, world: int, *, blocks: bool) -> None:
-        self._order, self._group, self._rank, self._world = order, group, rank, world
+    def __init__(self, log: Log, group: Any, rank: int, world: int, *, blocks: bool) -> None:
+        self.log = self._log = log
+        self._group, self._rank, self._world = group, rank, world
         self._blocks = blocks
         self._reduces_by = group
         if blocks:
-            order.at_failure.append(lambda _: _never_drop(group))
+            log.at_failure.append(lambda _: _never_drop(group))
 
-    def _launch(
-        self,
-        channel: int,
-        nbytes: int,
-        buffers: object,
-        launch: Callable[[], list[dist.Work | None]],
-        result: Callable[[], Any] = lambda: None,
-    ) -> Handle:
-        """Launches an operation. Collective if it is new here: then ranks compare it. `wait` returns `result()`; the
-        buffers are kept until the transfer has ended."""
-        if self._order.append(channel, nbytes):
+    def _announce(self, channel: int, nbytes: int) -> None:
+        """Appends an operation to the log. Collective if it is new here: then ranks compare it."""
+        if self._log.append(channel, nbytes):
             self.compare(channel)
-            self._order.settle()
-        works = self._order.attempt(channel, buffers, launch)
-
-        def finish() -> Any:
-            nonlocal buffers, works
-            self._order.attempt(channel, buffers, lambda: self._await(works))
-            buffers, works = None, []  # what was sent is freed before the result gets memory
-            return result()
-
-        return Handle(finish)
+            self._log.settle()
 
     def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
         received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
-        nbytes = sum(message.nbytes for message, _ in messages)
-
-        def launch() -> list[dist.Work | None]:
-            works = []
+        self._announce(channel, sum(message.nbytes for message, _ in messages))
+        works = []
+        with self._log.transfer(channel, (messages, received)):
             for rows, (message, counts) in zip(received, messages, strict=True):
                 into, sent, own = _real(rows.view(-1)), _real(message), [counts[self._rank]] * self._world
                 works.append(all_to_all_of_one_tensor(self._reduces_by, into, sent, own, [*counts]))
-            return works
-
-        return self._launch(channel, nbytes, (messages, received), launch, lambda: received)
+        return Launched(self, channel, works, (messages, received), received)
 
     def broadcast(self, flat: Tensor, source: int) -> None:
-        self._launch(BROADCAST, flat.nbytes, flat, lambda: [self._broadcast(flat, source)]).wait()
+        self._announce(BROADCAST, flat.nbytes)
+        with self._log.transfer(BROADCAST, flat):
+            self.wait_for([self._broadcast(flat, source)])
 
     def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
         options = in_stream_order(dist.AllreduceOptions())
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
-        launch = partial(self._group.allreduce, [_real(tensor)], options)
-        self._launch(channel, tensor.nbytes, tensor, lambda: [launch()]).wait()
+        self._announce(channel, tensor.nbytes)
+        with self._log.transfer(channel, tensor):
+            self.wait_for([self._group.allreduce([_real(tensor)], options)])
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
         self.compare(COLLECTION)
         for owner, tensor in transfers:
             if tensor is not None and tensor.numel():
-                self._order.attempt(COLLECTION, tensor, partial(self._collect, owner, tensor, to))
+                with self._log.transfer(COLLECTION, tensor):
+                    self._collect(owner, tensor, to)
 
     def _collect(self, owner: int, tensor: Tensor, to: int | None) -> None:
         if to is None:
-            self._await([self._broadcast(tensor, owner)])
+            self.wait_for([self._broadcast(tensor, owner)])
         elif self._rank == owner != to:
-            self._await([self._group.send([_as_sent(tensor)], to, 0)])
+            self.wait_for([self._group.send([_as_sent(tensor)], to, 0)])
         elif self._rank == to != owner:
-            self._await([self._group.recv([_as_sent(tensor)], owner, 0)])
+            self.wait_for([self._group.recv([_as_sent(tensor)], owner, 0)])
 
     def exchange(self, data: bytes) -> list[bytes]:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         received = [torch.empty_like(sent) for _ in range(self._world)]
-        launch = partial(self._group.allgather, [received], [sent])
-        self._order.attempt(COMPARISON, (received, sent), lambda: self._await([launch()]))
+        with self._log.transfer(COMPARISON, (received, sent)):
+            self.wait_for([self._group.allgather([received], [sent])])
         return [row.numpy().tobytes() for row in received]
 
     def compare(self, channel: int, *, flags: int = 0) -> int:
-        self._order.record(channel)
-        signature = torch.tensor([channel, self._order.digest, flags], device="cpu")
+        self._log.record(channel)
+        signature = torch.tensor([channel, self._log.digest, flags], device="cpu")
         received = signature.new_empty(self._world * len(signature))
-        launch = partial(all_gather_of_one_tensor, self._group, received, signature)
-        self._order.attempt(channel, (signature, received), lambda: self._await([launch()]))
+        with self._log.transfer(channel, (signature, received)):
+            self.wait_for([all_gather_of_one_tensor(self._group, received, signature)])
         channels, digests, of_ranks = zip(*received.view(self._world, -1).tolist(), strict=True)
-        self._order.refuse_differing(channel, dict(enumerate(channels)))
+        self._log.refuse_differing(channel, dict(enumerate(channels)))
         if len(set(digests)) > 1:
-            refuse_differing_logs(self, self._order)
-        self._order.compared()
+            refuse_differing_logs(self, self._log)
+        self._log.compared()
         return reduce(or_, of_ranks, 0)
 
     def _broadcast_shards(self, full: Tensor, bounds: Sequence[int]) -> list[dist.Work | None]:
@@ -148,7 +133,8 @@ class ProcessGroupTransport(Transport):
     def _broadcast(self, flat: Tensor, source: int) -> dist.Work | None:
         return self._group.broadcast([_as_sent(flat)], _from(source))  # type: ignore[no-any-return]
 
-    def _await(self, works: Sequence[dist.Work | None]) -> None:
+    def wait_for(self, works: Sequence[dist.Work | None]) -> None:
+        """Waits, and looks meanwhile whether another rank is known to be missing."""
         for work in works:
             if work is None:  # NCCL ran it on the current stream, and there is nothing to wait for
                 continue
@@ -160,9 +146,33 @@ class ProcessGroupTransport(Transport):
                     if work.is_completed():  # it failed, or completed just after the interval
                         work.wait()
                         break
-                    self._order.refuse_if_broken()
+                    self._log.refuse_if_broken()
             else:
                 work.wait()
+
+
+class Launched(Handle):
+    """Operations of a process group that were launched. Keeps the buffers until they have ended. `wait` returns `times`
+    the result."""
+
+    def __init__(
+        self,
+        transport: ProcessGroupTransport,
+        channel: int,
+        works: Sequence[dist.Work | None],
+        buffers: object,
+        result: Any = None,
+        times: float = 1,
+    ) -> None:
+        super().__init__(self._end)
+        self._transport, self._channel, self._works, self._buffers = transport, channel, works, buffers
+        self._result, self._times = result, times
+
+    def _end(self) -> Any:
+        with self._transport.log.transfer(self._channel, self._buffers):
+            self._transport.wait_for(self._works)
+        self._buffers, self._works = None, []  # what was sent is freed before the result gets memory
+        return self._result if self._times == 1 else self._result.mul_(self._times)
 
 
 class Gloo(ProcessGroupTransport):
@@ -170,11 +180,14 @@ class Gloo(ProcessGroupTransport):
 
     name, overlaps = "gloo", False
 
-    def __init__(self, order: Order, group: Any, rank: int, world: int) -> None:
-        super().__init__(order, group, rank, world, blocks=True)
+    def __init__(self, log: Log, group: Any, rank: int, world: int) -> None:
+        super().__init__(log, group, rank, world, blocks=True)
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
-        return self._launch(channel, full.nbytes, full, lambda: self._broadcast_shards(full, bounds))
+        self._announce(channel, full.nbytes)
+        with self._log.transfer(channel, full):
+            works = self._broadcast_shards(full, bounds)
+        return Launched(self, channel, works, full)
 
 
 class Overlapping(ProcessGroupTransport):
@@ -190,7 +203,7 @@ class Overlapping(ProcessGroupTransport):
 
     def __init__(
         self,
-        order: Order,
+        log: Log,
         group: Any,
         rank: int,
         world: int,
@@ -201,39 +214,36 @@ class Overlapping(ProcessGroupTransport):
         reduces_by: Any = None,
         abort: Callable[[], object] | None = None,
     ) -> None:
-        super().__init__(order, group, rank, world, blocks=blocks)
+        super().__init__(log, group, rank, world, blocks=blocks)
         self._checks, self.name = checks, name
         if reduces_by is not None:
             self._reduces_by = reduces_by
         if abort is not None:
-            order.at_failure.append(lambda _: abort())
+            log.at_failure.append(lambda _: abort())
 
     def compare(self, channel: int, *, flags: int = 0) -> int:
         return self._checks.compare(channel, flags=flags)
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         own = full[bounds[self._rank] : bounds[self._rank + 1]]
-
-        def launch() -> list[dist.Work | None]:
+        self._announce(channel, full.nbytes)
+        with self._log.transfer(channel, full):
             if _are_equal(tuple(bounds)):
-                return [all_gather_of_one_tensor(self._group, _as_sent(full), _as_sent(own))]
-            with coalesced(self._group, full.device) as works:
-                works += self._broadcast_shards(full, bounds)
-            return works
-
-        return self._launch(channel, full.nbytes, full, launch)
+                works = [all_gather_of_one_tensor(self._group, _as_sent(full), _as_sent(own))]
+            else:
+                with coalesced(self._group, full.device) as works:
+                    works += self._broadcast_shards(full, bounds)
+        return Launched(self, channel, works, full)
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
         if not scatters(messages):
             return super().reduce(messages, times, into, channel)
         message, counts = messages[0]
         sums = message.new_empty(counts[0]) if into is None else into
-        launch = partial(reduce_scatter_of_one_tensor, self._reduces_by, _real(sums), _real(message))
-
-        def finish() -> Tensor:
-            return sums if times == 1 else sums.mul_(times)
-
-        return self._launch(channel, message.nbytes, (message, sums), lambda: [launch()], finish)
+        self._announce(channel, message.nbytes)
+        with self._log.transfer(channel, (message, sums)):
+            work = reduce_scatter_of_one_tensor(self._reduces_by, _real(sums), _real(message))
+        return Launched(self, channel, [work], (message, sums), sums, times)
 
     @staticmethod
     def sum(received: Sequence[Tensor], times: float = 1) -> Tensor:
@@ -262,15 +272,15 @@ def scatters(messages: Sequence[Message]) -> bool:
     return len(messages) == 1 and counts.count(counts[0]) == len(counts) and summed_as(message.dtype) == message.dtype
 
 
-def refuse_differing_logs(transport: Transport, order: Order) -> None:
+def refuse_differing_logs(transport: Transport, log: Log) -> None:
     """Collective. Raises RuntimeError on every rank, after their logs were found to differ."""
-    length, tail = order.history
+    length, tail = log.history
     received = transport.exchange(array("q", [length, *tail, *[-1] * (TAIL - len(tail))]).tobytes())
     histories = {}
     for rank, history in enumerate(received):
         length, *channels = array("q", history)
         histories[rank] = length, [channel for channel in channels if channel >= 0]
-    order.out_of_step(order.difference(histories))
+    log.out_of_step(log.difference(histories))
 
 
 def _never_drop(group: object) -> None:

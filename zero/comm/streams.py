@@ -23,6 +23,7 @@ The CPU has no streams: there everything runs where it is launched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,24 +44,28 @@ class Arrived:
 
 
 ARRIVED = Arrived()
+_HERE = nullcontext()
 
 
 class NoStreams:
     """The interface, and the answers for devices without streams, such as the CPU."""
 
-    def gather(
-        self, comm: Comm, launch: Callable[[], Handle], *, keeps: object, ahead: bool, from_host: bool
-    ) -> Handle:
-        """Launches an all-gather beside the computing. Returns a handle whose `wait` makes the computing stream wait.
+    def gathers(self, *, ahead: bool, from_host: bool) -> AbstractContextManager[Any]:
+        """Returns a context to launch an all-gather beside the computing; see `arriving`.
 
-        keeps: tensors to keep alive until then. from_host: it reads the memory of the CPU. ahead: it does not wait for
-        the computing since `begin`, only for the uses of released buffers.
+        from_host: it reads the memory of the CPU. ahead: it does not wait for the computing since `begin`, only for the
+        uses of released buffers.
         """
-        return launch()
+        return _HERE
 
-    def reduce(self, comm: Comm, launch: Callable[[], Handle], *, keeps: object) -> Handle:
-        """Launches a reduction of tensors computed so far beside the computing. See `gather`."""
-        return launch()
+    def reductions(self) -> AbstractContextManager[Any]:
+        """Returns a context to launch a reduction of tensors computed so far beside the computing; see `arriving`."""
+        return _HERE
+
+    def arriving(self, transfer: Handle, comm: Comm, keeps: object) -> Handle:
+        """Within such a context returns a handle of what was launched, whose `wait` makes the computing stream wait.
+        keeps: tensors to keep alive until then."""
+        return transfer
 
     def bring(self, source: Tensor, like: Tensor) -> Tensor:
         """Returns `source` on the device of `like`, in the narrower dtype of both. A copy to the CPU is complete only
@@ -101,6 +106,24 @@ def apart(first: Tensor, second: Tensor) -> bool:
     return first.device != second.device
 
 
+class Arriving(Handle):
+    """A transfer on a stream of its own. `wait` makes the stream `launched_on`, and the current one, wait for the event
+    `arrival`. comm, keeps: what refuses where a transfer has failed, and keeps what the device may use."""
+
+    def __init__(
+        self, result: Any, arrival: Any, launched_on: Any, streams: Streams, comm: Comm, keeps: object
+    ) -> None:
+        super().__init__(self._end)
+        self._result, self._arrival, self._launched_on = result, arrival, launched_on
+        self._streams, self._comm, self._keeps = streams, comm, keeps
+
+    def _end(self) -> Any:
+        self._comm.refuse_if_broken((self._keeps, self._result))
+        for waiting in {self._launched_on, self._streams.current}:
+            waiting.wait_event(self._arrival)
+        return self._result
+
+
 class Streams(NoStreams):
     """The streams of one device, as above."""
 
@@ -110,7 +133,7 @@ class Streams(NoStreams):
         self._find = current_stream_of(device)
         self._is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
         self._gathers, self._reductions = (self._module.Stream(device, priority=-1) for _ in range(2))
-        self._computing = self._current
+        self._computing = self._launched_on = self.current
         self._at_host: set[Any] = set()
         """Streams that read or write the memory of the CPU."""
         self._buffers: list[Tensor | None] = [None, None]
@@ -119,7 +142,7 @@ class Streams(NoStreams):
         """The events after the copies from these buffers, the oldest first."""
 
     @property
-    def _current(self) -> Any:
+    def current(self) -> Any:
         return self._find()
 
     def begin(self) -> None:
@@ -127,44 +150,37 @@ class Streams(NoStreams):
         self._gathers.wait_stream(self._computing)
 
     def compute_here(self) -> None:
-        self._computing = self._current
+        self._computing = self.current
 
     def expect_computing(self, what: str, of: str) -> None:
-        if self._current != self._computing:
+        if self.current != self._computing:
             raise RuntimeError(
-                f"{what.format(of)} on another stream ({self._current}) than the forward or backward that it is part "
+                f"{what.format(of)} on another stream ({self.current}) than the forward or backward that it is part "
                 f"of began on ({self._computing}). Run whole steps on one stream. Code inside of a wrapped module may "
                 "use other streams, if they wait for this one and this one waits for them."
             )
 
-    def gather(
-        self, comm: Comm, launch: Callable[[], Handle], *, keeps: object, ahead: bool, from_host: bool
-    ) -> Handle:
+    def gathers(self, *, ahead: bool, from_host: bool) -> AbstractContextManager[Any]:
         self._refuse_capture()
         if not ahead:
-            self._gathers.wait_stream(self._current)
+            self._gathers.wait_stream(self.current)
         if from_host:
             self._at_host.add(self._gathers)
-        return self._launch(self._gathers, comm, launch, keeps)
+        return self._on(self._gathers)
 
-    def reduce(self, comm: Comm, launch: Callable[[], Handle], *, keeps: object) -> Handle:
+    def reductions(self) -> AbstractContextManager[Any]:
         self._refuse_capture()
-        self._reductions.wait_stream(self._current)
-        return self._launch(self._reductions, comm, launch, keeps)
+        self._reductions.wait_stream(self.current)
+        return self._on(self._reductions)
 
-    def _launch(self, stream: Any, comm: Comm, launch: Callable[[], Handle], keeps: object) -> Handle:
-        launched_on = self._current
-        with self._module.stream(stream):
-            result = launch().wait()
-            arrival = stream.record_event()
+    def _on(self, stream: Any) -> AbstractContextManager[Any]:
+        self._launched_on = self.current
+        context: AbstractContextManager[Any] = self._module.stream(stream)
+        return context
 
-        def finish() -> Any:
-            comm.refuse_if_broken((keeps, result))
-            for waiting in {launched_on, self._current}:
-                waiting.wait_event(arrival)
-            return result
-
-        return Handle(finish)
+    def arriving(self, transfer: Handle, comm: Comm, keeps: object) -> Handle:
+        result = transfer.wait()
+        return Arriving(result, self.current.record_event(), self._launched_on, self, comm, keeps)
 
     def bring(self, source: Tensor, like: Tensor) -> Tensor:
         if not apart(source, like) or like.device.type != "cpu":
@@ -187,8 +203,8 @@ class Streams(NoStreams):
         else:  # rounded on the host, so that fewer bytes are sent
             for piece, there in zip(source.split(_PIECE), to.split(_PIECE), strict=True):
                 there.copy_(self._rounded(piece, to.dtype), non_blocking=True)
-                self._sent.append(self._current.record_event())
-        self._at_host.add(self._current)
+                self._sent.append(self.current.record_event())
+        self._at_host.add(self.current)
 
     def _rounded(self, source: Tensor, dtype: torch.dtype) -> Tensor:
         """Rounds a tensor into one of two buffers in the memory of the CPU, in turn."""
@@ -206,7 +222,7 @@ class Streams(NoStreams):
 
     def to_host(self, source: Tensor, to: Tensor) -> None:
         """Launches a copy to a tensor on the CPU, after the computing so far."""
-        self._reductions.wait_stream(self._current)
+        self._reductions.wait_stream(self.current)
         source.record_stream(self._reductions)  # it may be a copy that the computing stream allocated, and dropped next
         with self._module.stream(self._reductions):
             to.copy_(source.to(to.dtype), non_blocking=True)
@@ -223,7 +239,7 @@ class Streams(NoStreams):
             )
 
     def release(self) -> None:
-        self._gathers.wait_stream(self._current)
+        self._gathers.wait_stream(self.current)
 
     def settle(self) -> None:
         for stream in self._at_host:

@@ -1,6 +1,6 @@
 """The interface of all transports, the handle of a transfer, and the transport of a group of one rank.
 
-Code above does not know which transport runs. `channel` is the number of an operation (order.py). Ranks compare it, so
+Code above does not know which transport runs. `channel` is the number of an operation (log.py). Ranks compare it, so
 that all raise when they are out of step.
 """
 
@@ -36,7 +36,7 @@ class Transport(ABC):
     """Sends tensors on one type of device between the ranks of one group.
 
     All methods are collective. The tensors passed in must not change until the call, or `wait` of the returned handle,
-    has returned. Ranks compare each call as order.py says; where they differ, it raises RuntimeError on every rank.
+    has returned. Ranks compare each call as log.py says; where they differ, it raises RuntimeError on every rank.
     """
 
     name: str
@@ -56,13 +56,7 @@ class Transport(ABC):
         """Sums over the ranks the elements sent to this rank. `wait` returns `times` the sums, flat, one message after
         another: a new tensor (float32 for 16-bit floats), or the flat `into`, which may overlap this rank's share of
         the messages. On the CPU they are added in rank order."""
-        received = self.all_to_all(messages, channel)
-
-        def sums() -> Tensor:
-            total = self.sum(received.wait(), times)
-            return total if into is None else into.copy_(total)
-
-        return Handle(sums)
+        return Summed(self, self.all_to_all(messages, channel), times, into)
 
     sum = staticmethod(sum_in_rank_order)
     """Adds what `all_to_all` has received."""
@@ -90,6 +84,18 @@ class Transport(ABC):
     @abstractmethod
     def compare(self, channel: int, *, flags: int = 0) -> int:
         """Compares between ranks this operation and the logs. Returns the flags, up to two bits, that any rank has."""
+
+
+class Summed(Handle):
+    """Sums of what `received` brings."""
+
+    def __init__(self, transport: Transport, received: Handle, times: float, into: Tensor | None) -> None:
+        super().__init__(self._sum)
+        self._transport, self._received, self._times, self._into = transport, received, times, into
+
+    def _sum(self) -> Tensor:
+        total = self._transport.sum(self._received.wait(), self._times)
+        return total if self._into is None else self._into.copy_(total)
 
 
 class Local(Transport):

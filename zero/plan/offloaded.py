@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -44,13 +44,8 @@ class BesideComputing(NoStreams):
     """The streams of a GPU: the result of a transfer is there once it is launched, and what it reads is kept until it
     is waited for."""
 
-    def gather(
-        self, comm: Comm, launch: Callable[[], Handle], *, keeps: object, ahead: bool, from_host: bool
-    ) -> Handle:
-        return self.reduce(comm, launch, keeps=keeps)
-
-    def reduce(self, comm: Comm, launch: Callable[[], Handle], *, keeps: object) -> Handle:
-        held = keeps, launch().wait()
+    def arriving(self, transfer: Handle, comm: Comm, keeps: object) -> Handle:
+        held = keeps, transfer.wait()
         return Handle(lambda: held[1])
 
     def bring(self, source: Tensor, like: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from zero.comm import Comm
 from zero.comm.host_memory.transport import CHUNK, QueuedHandle
 from zero.comm.link import Link, Transports
-from zero.comm.order import Order
+from zero.comm.log import Log
 from zero.comm.packing import summed_as
 from zero.comm.process_group import scatters
 from zero.comm.transport import Handle, Message, Transport
@@ -31,9 +31,9 @@ Finish = Callable[[], Any]
 class Rehearsal(Transport):
     """The simulated transport. like: the transport whose buffers are allocated."""
 
-    def __init__(self, order: Order, rank: int, world: int, like: Rehearsed) -> None:
+    def __init__(self, log: Log, rank: int, world: int, like: Rehearsed) -> None:
         self.name, self.overlaps = f"{like}, rehearsed", like == "nccl"
-        self._order, self._rank, self._world = order, rank, world
+        self._log, self._rank, self._world = log, rank, world
         self._host_memory = like == "host memory"
         self._handle: Callable[[Finish], Handle] = Handle
         if self._host_memory:
@@ -104,8 +104,8 @@ class RehearsedLink(Link):
 
     def __init__(self, rank: int, world: int, like: Rehearsed) -> None:
         self.rank, self.world, self.like = rank, world, like
-        self.order = Order(rank, world)
-        self._rehearsal = Rehearsal(self.order, rank, world, like)
+        self.log = Log(rank, world)
+        self._rehearsal = Rehearsal(self.log, rank, world, like)
         self.transports = Transports(lambda kind: self._rehearsal)
 
     def without_backend(self, devices: Iterable[torch.device]) -> str | None:

@@ -10,7 +10,6 @@ this rank did not use a parameter, it learns only at the end of the backward whe
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import NoReturn
 
 import torch
@@ -126,9 +125,9 @@ class GradBucket:
         self.used |= self._sent
         self.missing = self.missing or len(self._sent) < len(self.trained)
         self._taken, self.taken_bytes = {}, 0
-        launch = partial(group.exchange.reduce, messages)
-        with shown("reduce", group.label, group.comm.rank):
-            self._handle = group.streams.reduce(group.exchange.gathered_by, launch, keeps=messages)
+        with shown("reduce", group.label, group.comm.rank), group.streams.reductions():
+            averages = group.exchange.reduce(messages)
+            self._handle = group.streams.arriving(averages, group.exchange.gathered_by, messages)
 
     def finish(self) -> None:
         """Waits for the reduce, if one is in flight, and adds the averages to the gradients of this rank's shard. It

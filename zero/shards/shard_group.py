@@ -13,7 +13,6 @@ that no tool takes the parameters of one buffer for tied weights.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -172,21 +171,20 @@ class ShardGroup:
         ahead: the parameters are needed later, and `shard` was written before the running forward or backward began.
         """
         self._become(GroupState.GATHERING)
-        by, keeps, from_host = self.exchange.gathered_by, (self.full, self.exchange), self.home.apart
-        gather = partial(self._gather, channel, sent_as)
+        streams, exchange, from_host = self.streams, self.exchange, self.home.apart
         try:
             with shown("unshard", self.label, self.comm.rank), torch.no_grad():
-                self._handle = self.streams.gather(by, gather, keeps=keeps, ahead=ahead, from_host=from_host)
+                with streams.gathers(ahead=ahead, from_host=from_host):
+                    if self.frees:
+                        self.full.untyped_storage().resize_(self.full.nbytes)
+                    shard = self.shard if self.frees else None
+                    gather = exchange.gather(self.full, shard, sent_as=sent_as, channel=channel)
+                    self._handle = streams.arriving(gather, exchange.gathered_by, (self.full, exchange))
                 if from_host:
                     self.home.used(self.shard)
         except BaseException:
             self._become(GroupState.LOST)
             raise
-
-    def _gather(self, channel: int | None, sent_as: torch.dtype | None) -> Handle:
-        if self.frees:
-            self.full.untyped_storage().resize_(self.full.nbytes)
-        return self.exchange.gather(self.full, self.shard if self.frees else None, sent_as=sent_as, channel=channel)
 
     def finish_unshard(self) -> None:
         """Waits for the all-gather in flight, and binds the parameters to `full`."""

@@ -182,7 +182,8 @@ def refuse_other_shard(
     remedy: str = "Call consolidate_state_dict() before state_dict() to save what loads anywhere.",
 ) -> None:
     """Raises ValueError for the shard of another rank or layout. mark: of the state; None if it is full."""
-    found, own = texts_of(mark), fingerprint(optimizer)
+    found = texts_of(mark)
+    own = fingerprint(optimizer) if found else ""
     if found and own not in found:
         raise ValueError(f"the state is one rank's shard ({', '.join(sorted(found))}), but this is {own}. {remedy}")
 

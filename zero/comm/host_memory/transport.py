@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zero.comm.host_memory.peers import Peers
-from zero.comm.order import BROADCAST, COLLECTION, COMPARISON, Order
+from zero.comm.log import BROADCAST, COLLECTION, COMPARISON, Log
 from zero.comm.packing import add_in_order, lengths, sum_in_rank_order, summed_as
 from zero.comm.process_group import refuse_differing_logs
 from zero.comm.transport import Handle, Message, Transport
@@ -68,40 +68,41 @@ class HostMemory(Transport):
 
     name, overlaps, reads = "host memory", False, True
 
-    def __init__(self, order: Order, peers: Peers, rank: int, world: int) -> None:
-        self._order, self._peers, self._rank, self._world = order, peers, rank, world
+    def __init__(self, log: Log, peers: Peers, rank: int, world: int) -> None:
+        self._log, self._peers, self._rank, self._world = log, peers, rank, world
         self._queue: list[QueuedHandle] = []
-        order.at_failure.append(lambda _: peers.close())  # the other ranks wait for this rank to read: it will not
+        log.at_failure.append(lambda _: peers.close())  # the other ranks wait for this rank to read: it will not
 
     def _launch(self, channel: int, address: int, read: Callable[[Addresses], Any], buffers: object) -> Handle:
         """Announces an operation. `wait` returns the result of `read` after all ranks have read. buffers: the owners of
         the memory that any rank reads or writes."""
         self._announce(channel, address, buffers)
+        return QueuedHandle(partial(self._read_all, channel, read, buffers), self._queue)
 
-        def read_all(addresses: Addresses) -> Any:
+    def _read_all(self, channel: int, read: Callable[[Addresses], Any], buffers: object) -> Any:
+        addresses = self._notes(channel, buffers)
+        with self._log.transfer(channel, buffers):
             result = read(addresses)
             self._peers.finish()
-            return result
-
-        return QueuedHandle(
-            lambda: self._order.attempt(channel, buffers, partial(read_all, self._notes(channel, buffers))), self._queue
-        )
+        return result
 
     def _announce(self, channel: int, address: int, buffers: object) -> None:
-        self._order.attempt(channel, buffers, partial(self._peers.announce, channel, address))
+        with self._log.transfer(channel, buffers):
+            self._peers.announce(channel, address)
 
     def _notes(self, channel: int, buffers: object) -> Addresses:
-        notes = self._order.attempt(channel, buffers, self._peers.notes)
-        self._order.refuse_differing(channel, {rank: number for rank, (number, _) in notes.items()})
+        with self._log.transfer(channel, buffers):
+            notes = self._peers.notes()
+        self._log.refuse_differing(channel, {rank: number for rank, (number, _) in notes.items()})
         return {rank: address for rank, (_, address) in notes.items()}
 
     def compare(self, channel: int, *, flags: int = 0) -> int:
-        digest = self._order.digest & _DIGEST_MASK  # of operations by other transports of the group
+        digest = self._log.digest & _DIGEST_MASK  # of operations by other transports of the group
         self._announce(channel, digest << 2 | flags, None)  # in place of an address
-        received: Addresses = QueuedHandle(lambda: self._notes(channel, None), self._queue).wait()
+        received: Addresses = QueuedHandle(partial(self._notes, channel, None), self._queue).wait()
         if any(word >> 2 != digest for word in received.values()):
-            refuse_differing_logs(self, self._order)
-        self._order.compared()
+            refuse_differing_logs(self, self._log)
+        self._log.compared()
         return reduce(or_, (word & 3 for word in received.values()), flags)
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
@@ -111,7 +112,7 @@ class HostMemory(Transport):
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
         shares = _Shares(messages, self._rank, self._peers)
         buffers = messages, shares, into
-        return self._launch(channel, shares.address, lambda addresses: shares.sum(addresses, times, into), buffers)
+        return self._launch(channel, shares.address, partial(shares.sum, times=times, into=into), buffers)
 
     def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
         shares = _Shares(messages, self._rank, self._peers)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from zero.comm.order import Order
+from zero.comm.log import Log
 
 Position = tuple[int, int]
 """How far a rank has come: the number of comparisons, and of operations since the last one."""
@@ -29,8 +29,8 @@ class Report:
 class Hub:
     """limit: seconds for which ranks wait for another. tell: sends a message to all ranks."""
 
-    def __init__(self, order: Order, limit: float, tell: Callable[[dict[str, Any]], object]) -> None:
-        self._order, self._limit, self._tell = order, limit, tell
+    def __init__(self, log: Log, limit: float, tell: Callable[[dict[str, Any]], object]) -> None:
+        self._log, self._limit, self._tell = log, limit, tell
         self._reports: dict[int, Report] = {}
         self._heard: dict[int, float] = {}
         """When a rank was last heard of, of those that are connected and have not ended."""
@@ -84,9 +84,9 @@ class Hub:
         if not others:
             return
         other, longest = max(others, key=lambda item: item[1].position)
-        channels = self._order.difference({other: longest.history, rank: report.history})
+        channels = self._log.difference({other: longest.history, rank: report.history})
         if channels:
-            self._tell({"failed": self._order.differing(dict(sorted(channels.items())))})
+            self._tell({"failed": self._log.differing(dict(sorted(channels.items())))})
 
     def _end(self, rank: int, position: Position, how: str | None) -> None:
         if how is not None:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from threading import Event, Thread
 from weakref import finalize, ref
 
-from zero.comm.order import Order
+from zero.comm.log import Log
 from zero.comm.store import StoreExchange
 from zero.comm.watchdog import loop
 from zero.comm.watchdog.connections import Connections, Message, address_towards, listen
@@ -36,8 +36,8 @@ class Watchdog:
         process.
     """
 
-    def __init__(self, user: object, order: Order, exchange: StoreExchange, timeout: timedelta) -> None:
-        self._order, self._rank, self._world = order, exchange.rank, exchange.world
+    def __init__(self, user: object, log: Log, exchange: StoreExchange, timeout: timedelta) -> None:
+        self._log, self._rank, self._world = log, exchange.rank, exchange.world
         limit = timeout.total_seconds() - min(2.0, timeout.total_seconds() / 10)
         self._limit, self._beat = limit, min(limit / 4, 30.0)
         self._stands = max(2 * _TICK, self._world / _REPORTS)
@@ -48,14 +48,14 @@ class Watchdog:
         self._reported: Position | None = None
         self._hub_ended: Position | None = None
         self._learned, self._word, self._process = False, Event(), os.getpid()
-        self._hub = None if self._rank else Hub(self._order, limit, self._tell)
+        self._hub = None if self._rank else Hub(self._log, limit, self._tell)
         hear, lost = (self._learn_from, self._lose_hub) if self._hub is None else (self._hub.hear, self._hub.lost)
         self._connections = Connections(self._rank, exchange.nonce, hear, lost, limit)
         listening = None if self._rank else listen()
         own = [] if listening is None else [address_towards(exchange.host), listening.getsockname()[1]]
         host, port = json.loads(exchange.all_gather(json.dumps(own).encode())[0])
-        self._order.at_failure.insert(0, self._fail)  # before transfers are aborted, which may take long
-        self._order.inquire = self._inquire
+        self._log.at_failure.insert(0, self._fail)  # before transfers are aborted, which may take long
+        self._log.inquire = self._inquire
         self._working = loop.run(self._work(listening, host or exchange.host, port))
         finalize(user, self._end, ref(user))
 
@@ -78,9 +78,9 @@ class Watchdog:
         # Where the user is gone, an error that nobody caught was another one, as in an earlier cell of a notebook.
         error: BaseException | None = getattr(sys, "last_value", None) if user() is not None else None
         how = None if error is None else f"has ended with {type(error).__name__}: {str(error)[:500]}"
-        self._wait_until_said({"ended": self._order.position, "how": how}, last=True)
-        self._order.at_failure.remove(self._fail)  # the order and this refer to each other
-        self._order.inquire = lambda: None
+        self._wait_until_said({"ended": self._log.position, "how": how}, last=True)
+        self._log.at_failure.remove(self._fail)  # the order and this refer to each other
+        self._log.inquire = lambda: None
 
     def _wait_until_said(self, message: Message, *, last: bool = False) -> None:
         said = loop.run(self._say_now(message, last))
@@ -131,29 +131,29 @@ class Watchdog:
         elif "failed" in message:
             self._learn(message["failed"])
         elif "missing" in message:
-            self._learn(self._order.missing(message["missing"], message["how"]))
+            self._learn(self._log.missing(message["missing"], message["how"]))
 
     def _lose_hub(self, hub: int) -> None:
         if self._hub_ended is None:
-            self._learn(self._order.missing(0, "has stopped"))
+            self._learn(self._log.missing(0, "has stopped"))
 
     def _learn(self, reason: str) -> None:
         if not self._learned:
             self._learned = True
             # In a thread, because transfers on the device are aborted there, which may take long.
-            Thread(target=self._order.mark_broken, args=(reason,), daemon=True).start()
+            Thread(target=self._log.mark_broken, args=(reason,), daemon=True).start()
 
     def _look(self) -> None:
         """Reports where this rank is, if its log has not moved for a while."""
-        now, position = time.monotonic(), self._order.position
+        now, position = time.monotonic(), self._log.position
         if position != self._at:
             self._at, self._since = position, now
             if self._reported is not None:
                 self._reported = None
                 self._say({"moves": True})
         elif now - self._since >= self._stands and self._reported is None:
-            log = self._order.history[1]
-            if self._order.position == position:  # it did not move while it was read
+            log = self._log.history[1]
+            if self._log.position == position:  # it did not move while it was read
                 self._reported = position
                 self._say({"at": position, "log": log})
         if now - self._said > self._beat:
@@ -163,6 +163,6 @@ class Watchdog:
         if self._hub is not None:
             self._hub.look()
         elif self._hub_ended is not None and self._hub_ended < position:
-            self._learn(self._order.missing(0, "has ended before it reached this operation"))
+            self._learn(self._log.missing(0, "has ended before it reached this operation"))
         elif self._heard is not None and now - self._heard > self._limit:
-            self._learn(self._order.missing(0, f"has not answered for {self._limit:.0f} s"))
+            self._learn(self._log.missing(0, f"has not answered for {self._limit:.0f} s"))

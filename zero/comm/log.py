@@ -17,9 +17,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
-
-T = TypeVar("T")
+from typing import Any, NoReturn
 
 COMPARISON, SUM, BROADCAST, COLLECTION, GATHER, REDUCTION = range(6)
 """Channels that every process group has."""
@@ -36,7 +34,7 @@ _MOST_SETTLED = 1 << 17
 """Number of settled positions that are remembered. All are forgotten then: the schedule of the model keeps changing."""
 
 
-class Order:
+class Log:
     """The log of one process group in one process.
 
     digest: a digest of the operations since the ranks last compared their logs.
@@ -62,7 +60,7 @@ class Order:
         """Whether ranks have agreed since the schedule began; whether they must compare the next operation."""
         self._settled: set[int] = set()
         """Positions at which all ranks have compared their operations."""
-        self._log: deque[int] = deque(maxlen=TAIL)
+        self._channels: deque[int] = deque(maxlen=TAIL)
         self._length = 0
         self._kept_alive: list[Any] = []
         """Buffers of transfers that failed or were in flight at a failure: these may still write into them."""
@@ -108,7 +106,7 @@ class Order:
 
     def record(self, channel: int) -> None:
         """Appends an operation to the log that other ranks read while they wait, without its bytes."""
-        self._log.append(channel)
+        self._channels.append(channel)
         self._length += 1
 
     def append(self, channel: int, nbytes: int) -> bool:
@@ -118,7 +116,7 @@ class Order:
         """
         if self.broken:
             self.refuse_if_broken()
-        self._log.append(channel)
+        self._channels.append(channel)
         self._length += 1
         self.digest = hash((self.digest, channel, nbytes))
         self._position = hash((self._position, channel, nbytes))
@@ -136,12 +134,12 @@ class Order:
         """Empties the log, after a comparison that found all logs to be the same."""
         self.digest, self._length = 0, 0
         self.comparisons += 1
-        self._log.clear()
+        self._channels.clear()
 
     @property
     def history(self) -> tuple[int, list[int]]:
         """The number of operations since the last comparison, and the channels of the last TAIL of them."""
-        return self._length, [*self._log]
+        return self._length, [*self._channels]
 
     @property
     def position(self) -> tuple[int, int]:
@@ -158,20 +156,12 @@ class Order:
         i = min(differing)
         return {rank: log[i] for rank, log in sorted(logs.items()) if i in log}
 
-    def attempt(self, channel: int | None, buffers: object, act: Callable[[], T]) -> T:
-        """Returns the result of `act`, a part of a transfer that can fail. Keeps the buffers alive if it does.
+    def transfer(self, channel: int | None, buffers: object) -> Transfer:
+        """Returns a context for a part of a transfer that can fail. Keeps the buffers alive if it does.
 
         Raises RuntimeError for errors of a backend or the system, and if an earlier transfer has failed.
         """
-        if self.broken:
-            self.refuse_if_broken(buffers)
-        try:
-            return act()
-        except BaseException as error:
-            reason = self._fail(channel, buffers, error)
-            if isinstance(error, (RuntimeError, OSError)):  # not Ctrl-C
-                raise RuntimeError(reason) from error
-            raise
+        return Transfer(self, channel, buffers)
 
     def refuse_if_broken(self, buffers: object = None) -> None:
         """Raises RuntimeError if a transfer has failed. Then no transfer that was in flight counts as complete, and
@@ -209,7 +199,7 @@ class Order:
 
     def missing(self, rank: int, how: str) -> str:
         """Returns an error for a rank without which this one cannot go on. how: such as "has stopped"."""
-        operation = self.name(self._log[-1]) if self._log else "no operation"
+        operation = self.name(self._channels[-1]) if self._channels else "no operation"
         return f"rank {self._rank} failed in {operation}: rank {rank} of the group of {self._world} {how}. {_REMEDY}"
 
     def mark_broken(self, reason: str) -> None:
@@ -219,7 +209,7 @@ class Order:
             for act in self.at_failure:
                 act(reason)
 
-    def _fail(self, channel: int | None, buffers: object, error: BaseException) -> str:
+    def fail(self, channel: int | None, buffers: object, error: BaseException) -> str:
         """Records the failure of a transfer. Returns the message for the user."""
         self._kept_alive.append(buffers)
         if not self.broken:
@@ -233,6 +223,25 @@ class Order:
         )
         self.mark_broken(reason)
         return reason
+
+
+class Transfer:
+    """See Log.transfer. A class, as a context of contextlib takes as long as the launch itself."""
+
+    __slots__ = ("_buffers", "_channel", "_log")
+
+    def __init__(self, log: Log, channel: int | None, buffers: object) -> None:
+        self._log, self._channel, self._buffers = log, channel, buffers
+
+    def __enter__(self) -> None:
+        if self._log.broken:
+            self._log.refuse_if_broken(self._buffers)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            reason = self._log.fail(self._channel, self._buffers, error)
+            if isinstance(error, (RuntimeError, OSError)):  # not Ctrl-C
+                raise RuntimeError(reason) from error
 
 
 def _compares_each() -> bool:
