@@ -107,10 +107,10 @@ def frozen_parameter_stepped(step, self, *given, **options):
     return loss
 
 
-@mutant("Step.share_options")
-def options_of_the_first_group_for_all(share, self, source, target):
+@mutant("step.share_options")
+def options_of_the_first_group_for_all(share, source, target):
     """All parameter groups are stepped with the options of the first."""
-    share(self, [source[0]] * len(source), target)
+    share([source[0]] * len(source), target)
 
 
 @mutant("OSS.step")

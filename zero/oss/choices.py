@@ -4,8 +4,7 @@ that it shards."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,9 +27,6 @@ from zero.shards.arguments import (
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.tensor_parallel import parts
-
-if TYPE_CHECKING:
-    from zero.oss.optimizer import OSS
 
 
 class Choices:
@@ -121,35 +117,26 @@ class Choices:
             self._comm.compare("the shards of OSS", [], self.home.problem("the shards of OSS"))
 
 
-def build_inner(oss: OSS, optim: Callable[..., Optimizer], defaults: dict[str, Any]) -> Optimizer:
-    """Collective. Returns the optimizer. Raises ValueError on every rank if it cannot be built on any."""
+def build_inner(
+    comm: Comm,
+    shards: OwnedShards,
+    param_groups: list[dict[str, Any]],
+    optim: Callable[..., Optimizer],
+    defaults: dict[str, Any],
+) -> Optimizer:
+    """Collective. Returns the optimizer of the shards. Raises ValueError on every rank if it cannot be built on any.
+
+    param_groups: of the user's parameters; those that the optimizer makes of named ones take their place.
+    """
     inner, by_name, problem = None, False, None
-    groups, named = [oss.shards.group(group) for group in oss.param_groups], oss.shards.named(oss.param_groups)
+    groups, named = [shards.group(group) for group in param_groups], shards.named(param_groups)
     try:
         inner, by_name = build(optim, groups, named, defaults)
     except Exception as error:  # every rank must know of any error before it waits for this rank
         problem = f"{called(optim)} could not be built from these parameters: {type(error).__name__}: {error}"
     made = len(inner.param_groups) if inner is not None else 0
-    oss.comm.compare("the optimizers that OSS shards", [f"{type(inner).__name__}, {made} groups"], problem)
+    comm.compare("the optimizers that OSS shards", [f"{type(inner).__name__}, {made} groups"], problem)
     assert inner is not None
     if by_name:
-        oss.shards.regroup(inner, oss.param_groups)
-    for name in ("train", "eval"):  # by which optimizers such as Schedule-Free switch between two sets of weights
-        if callable(getattr(inner, name, None)):
-            vars(inner)[name] = _followed_by_gather(oss, getattr(inner, name))
+        shards.regroup(inner, param_groups)
     return inner
-
-
-def _followed_by_gather(oss: OSS, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method of the inner optimizer that writes into shards; makes it collective."""
-
-    @wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        oss.stepper.refuse_changes()
-        oss.shards.refresh()
-        result = method(*args, **kwargs)
-        oss.stepper.share_options(oss.optim.param_groups, oss.param_groups)
-        oss.stepper.gather(oss.shards.shard_groups)
-        return result
-
-    return call

@@ -20,16 +20,15 @@ from __future__ import annotations
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from zero._torch import in_a_backward, without_memory
+from zero._torch import asked_by_torch_checkpoint, in_a_backward, without_memory
+from zero.comm import Comm
 from zero.shards import norm
+from zero.shards.owned_shards import OwnedShards
 from zero.shards.shard_group import ShardGroup
-
-if TYPE_CHECKING:
-    from zero.oss.optimizer import OSS
 
 _KEPT, _CLEARED = {"detach", "alias"}, {"zero_", "_foreach_zero_"}
 """Operators that leave it as it is, and those that clear the shard."""
@@ -109,10 +108,10 @@ class OwnedGradients:
     `arrive_sharded`: whether ShardedDDP sets them; otherwise steps take them from `param.grad`.
     """
 
-    def __init__(self, optimizer: OSS) -> None:
+    def __init__(self, shards: OwnedShards, comm: Comm) -> None:
         self.arrive_sharded = False
-        self._oss = optimizer
-        self._norm = optimizer.comm.channel("the norm of all gradients")
+        self._shards, self._comm = shards, comm
+        self._norm = comm.channel("the norm of all gradients")
         self._keys: defaultdict[nn.Parameter, object] = defaultdict(object)
         self._made: dict[nn.Parameter, OwnedGradient] = {}
         """The last one that was made of each parameter."""
@@ -121,7 +120,7 @@ class OwnedGradients:
 
     def arrive(self) -> None:
         """Makes the host wait for gradients that are on their way to it."""
-        for group in self._oss.shards.shard_groups:
+        for group in self._shards.shard_groups:
             group.arrive()
 
     # ----------------------------------------------------------------------------------------- with ShardedDDP
@@ -136,7 +135,7 @@ class OwnedGradients:
             made = self._made.get(param)
             if made is None:
                 made = self._made[param] = OwnedGradient(param, name, self._keys[param])
-            made.shard, made.unreduced = self._oss.shards[param].grad, None
+            made.shard, made.unreduced = self._shards[param].grad, None
             param.grad = made
             self._counting.add(param)
 
@@ -154,7 +153,7 @@ class OwnedGradients:
     def settle(self, param: nn.Parameter, name: str) -> str | None:
         """Gives the shard of a parameter the gradient for which `param.grad` stands. Returns an error message for
         another parameter's, None otherwise."""
-        held, shard = param.grad, self._oss.shards[param]
+        held, shard = param.grad, self._shards[param]
         if not isinstance(held, OwnedGradient):
             shard.grad = None
             self._let_go(param)
@@ -170,7 +169,7 @@ class OwnedGradients:
     def drop_cleared(self) -> None:
         """Drops the gradients of shards whose parameters' gradients were cleared by `param.grad = None`."""
         for param in [param for param in self._counting if param.grad is None]:
-            self._oss.shards[param].grad = None
+            self._shards[param].grad = None
             self._let_go(param)
 
     def take(self, param: nn.Parameter, name: str) -> Tensor | None:
@@ -188,7 +187,7 @@ class OwnedGradients:
     def problem(self) -> str | None:
         """Gives all shards the gradients for which `param.grad` stands. Returns an error message for what stands for
         none: a gradient that was not reduced, or assigned."""
-        for param, name in _named(self._oss.shards.shard_groups):
+        for param, name in _named(self._shards.shard_groups):
             held = param.grad
             problem = self.settle(param, name)
             if problem is not None:
@@ -203,8 +202,9 @@ class OwnedGradients:
                 )
         return None
 
-    def forget(self) -> None:
-        """Drops all gradients: the parameters were laid out again."""
+    def forget(self, shards: OwnedShards) -> None:
+        """Drops all gradients: the parameters were laid out again, as these shards."""
+        self._shards = shards
         for param in self._counting:
             if isinstance(param.grad, OwnedGradient):
                 param.grad = None
@@ -217,18 +217,18 @@ class OwnedGradients:
     def collect(self) -> tuple[bool, str | None]:
         """Puts gradients where the inner optimizer finds them. Returns whether there are any (True if ShardedDDP sets
         them), and an error message for those that cannot be stepped. Raises RuntimeError for sparse ones."""
-        if self.arrive_sharded and not self._oss.saved.asked_for_full:  # who then steps with gradients of its own
+        if self.arrive_sharded and not asked_by_torch_checkpoint():  # who then steps with gradients of its own
             return True, self.problem()
-        shards = self._oss.shards
+        shards = self._shards
         for shard in shards.values():
             shard.grad = None
-        for group, index, share in _shares(self._oss.shards.shard_groups):
+        for group, index, share in _shares(self._shards.shard_groups):
             shards[group.params[index]].grad = group.bring(share, for_step=True)
         return any(param.grad is not None for param in shards), None
 
     def norm(self, norm_type: float) -> Tensor:
         """Collective. Returns the norm of all gradients, 0-dim."""
-        shards = self._oss.shards
+        shards = self._shards
         if self.arrive_sharded:
             self.refuse()
             owned = [(param, shard.grad) for param, shard in shards.items()]
@@ -237,7 +237,7 @@ class OwnedGradients:
             owned = [(param, shares.get(param)) for param in shards]
         dtypes = {shard.dtype for shard in shards.values()}
         device = shards.shard_groups[0].full.device
-        return norm.total_norm(owned, self._oss.comm, self._norm, norm_type, device, dtypes, shards.home)
+        return norm.total_norm(owned, self._comm, self._norm, norm_type, device, dtypes, shards.home)
 
     def refuse(self) -> None:
         """Raises RuntimeError if `problem` finds one. The other ranks find the same, or wait for this one in vain."""
@@ -247,8 +247,8 @@ class OwnedGradients:
 
     def clip(self, max_norm: float, total: Tensor) -> Tensor:
         """Scales all gradients, whose norm is `total`, to at most max_norm. Returns the norm before."""
-        full = [param.grad for param in self._oss.shards if param.grad is not None]
-        held, apart = self._oss.shards.gradients() if self.arrive_sharded else full, self._oss.shards.home.apart
+        full = [param.grad for param in self._shards if param.grad is not None]
+        held, apart = self._shards.gradients() if self.arrive_sharded else full, self._shards.home.apart
         norm.clip(held, total, max_norm, apart=apart)
         return total
 

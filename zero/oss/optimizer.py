@@ -23,7 +23,7 @@ from zero.oss.from_optimizer import from_optimizer
 from zero.oss.gradients import OwnedGradients
 from zero.oss.saved import Saved
 from zero.oss.state_mapping import StateMapping
-from zero.oss.step import Step
+from zero.oss.step import Step, share_options
 from zero.shards.announce import announce
 from zero.shards.masters import differs
 from zero.shards.partition import Partition
@@ -99,12 +99,17 @@ class OSS(Optimizer):
         self.saved = Saved(self)
         super().__init__(how.groups, {})
         self.shards = how.lay_out(self.param_groups)
-        self.gradients = OwnedGradients(self)
-        self.stepper = Step(self, [check(self) for check in CHECKS], writes_frozen=how.writes_frozen)
-        self.optim = build_inner(self, optim, defaults)
+        self.gradients = OwnedGradients(self.shards, self.comm)
+        checks = [check(self) for check in CHECKS]
+        self.optim = build_inner(self.comm, self.shards, self.param_groups, optim, defaults)
         self.defaults = dict(self.optim.defaults)
-        self.stepper.share_options(self.optim.param_groups, self.param_groups)
         self.by_param = StateMapping(self.optim, self.shards)
+        parts = self.comm, self.by_param, self.gradients, self.saved, checks
+        self.stepper = Step(self, *parts, sent_as=how.sent_as, writes_frozen=how.writes_frozen)
+        self.stepper.return_options()
+        for name in ("train", "eval"):  # by which optimizers such as Schedule-Free switch between two sets of weights
+            if callable(getattr(self.optim, name, None)):
+                vars(self.optim)[name] = self.stepper.followed_by_gather(getattr(self.optim, name))
         self._built = True
         announce(f"OSS({called(optim)})", self.comm, self.shards.shard_groups, sharded="optimizer state")
 
@@ -132,7 +137,7 @@ class OSS(Optimizer):
             given.pop("param_names", None)  # torch refuses groups of which only some have names
         self.optim.add_param_group(given)
         # Only of this group: a scheduler may have written into the others since the last step.
-        self.stepper.share_options(self.optim.param_groups[-1:], [added])
+        share_options(self.optim.param_groups[-1:], [added])
         self.saved.forget()
 
     def __getattr__(self, name: str) -> Any:
@@ -300,7 +305,7 @@ def set_bucket_size(optimizer: OSS, numel: int) -> None:
     full = optimizer.saved.gathered() if somewhere else None
     optimizer.shards = optimizer._how.lay_out(optimizer.param_groups, numel)
     optimizer.by_param.shards = optimizer.shards
-    optimizer.gradients.forget()
+    optimizer.gradients.forget(optimizer.shards)
     optimizer.optim.state.clear()
     for inner, outer in zip(optimizer.optim.param_groups, optimizer.param_groups, strict=True):
         inner["params"] = optimizer.shards.group(outer)["params"]

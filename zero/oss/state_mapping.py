@@ -24,7 +24,7 @@ class StateMapping(MutableMapping[nn.Parameter, State]):
     """
 
     def __init__(self, inner: Optimizer, shards: OwnedShards) -> None:
-        self._inner, self.shards = inner, shards
+        self.inner, self.shards = inner, shards
         self._elsewhere: dict[nn.Parameter, State] = {}
         """The entries of parameters of which this rank owns nothing."""
 
@@ -35,7 +35,7 @@ class StateMapping(MutableMapping[nn.Parameter, State]):
                 self._elsewhere.setdefault(param, {})
 
     def _held_in(self, param: nn.Parameter) -> tuple[MutableMapping[Any, State], nn.Parameter]:
-        return (self._inner.state, self.shards[param]) if self.shards.owns(param) else (self._elsewhere, param)
+        return (self.inner.state, self.shards[param]) if self.shards.owns(param) else (self._elsewhere, param)
 
     def __getitem__(self, param: nn.Parameter) -> State:
         held, key = self._held_in(param)

@@ -9,42 +9,68 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial, wraps
+from typing import Any, NoReturn
 
 import torch
 from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
 
+from zero.comm import Comm
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import options
 from zero.oss.checks import StepCheck
+from zero.oss.gradients import OwnedGradients
+from zero.oss.saved import Saved
+from zero.oss.state_mapping import StateMapping
 from zero.shards import masters
+from zero.shards.owned_shards import OwnedShards
 from zero.shards.shard_group import ShardGroup
-
-if TYPE_CHECKING:
-    from zero.oss.optimizer import OSS
 
 _COMPRESSED_AT_ONCE = 2
 """Shard groups whose compressed copies exist at a time."""
 
 
 class Step:
-    """The steps of one OSS. checks: what is checked around them.
+    """The steps of one OSS.
 
+    outer: the OSS, whose groups schedulers write into. by_param: has the inner optimizer and its shards.
+    checks: what is checked around steps. sent_as: as of OSS.
     writes_frozen: whether the optimizer may write into parameters without gradients.
     """
 
-    def __init__(self, optimizer: OSS, checks: Sequence[StepCheck], *, writes_frozen: bool) -> None:
+    def __init__(
+        self,
+        outer: Optimizer,
+        comm: Comm,
+        by_param: StateMapping,
+        gradients: OwnedGradients,
+        saved: Saved,
+        checks: Sequence[StepCheck],
+        *,
+        sent_as: torch.dtype | None,
+        writes_frozen: bool,
+    ) -> None:
         self.checks = checks
-        self._oss, self._comm, self._writes_frozen = optimizer, optimizer.comm, writes_frozen
+        self._outer, self._comm, self._by_param, self._inner = outer, comm, by_param, by_param.inner
+        self._gradients, self._saved = gradients, saved
+        self._sent_as, self._writes_frozen = sent_as, writes_frozen
         self._channel = self._comm.channel("the step of OSS")
         self._refusal = self._comm.channel("a step of OSS that it refuses")
         self._failure = self._comm.channel("a step of OSS in which its optimizer raised an error")
         self._numbers = self._comm.channel("the numbers that ranks compare after a step of OSS")
 
+    @property
+    def _shards(self) -> OwnedShards:
+        return self._by_param.shards
+
+    def _stepped_groups(self) -> Sequence[ShardGroup]:
+        """Those that a step may have changed, in the order in which forward reads them."""
+        return self._shards.shard_groups[::-1] if self._writes_frozen else self._shards.trained_groups()
+
     def run(self, closure: Callable[[], float] | None, given: dict[str, Any]) -> Any:
         """Collective. One step. given: further arguments of the inner optimizer's step. Returns the closure's loss."""
-        inner, loss = self._oss.optim, None
+        inner, loss = self._inner, None
         if closure is not None and type(inner) not in ELEMENTWISE:
             self.refuse_changes()
             self._hand_options()
@@ -55,54 +81,52 @@ class Step:
             self.refuse_changes()
             self.collect()
             self._hand_options()
-            if self._oss.shards.steps_by_group(inner, given):
+            if self._shards.steps_by_group(inner, given):
                 self.end(by_group=True)
                 return loss
             with self._comm.telling(self._failure):
-                self._oss.shards.step(inner, **given)
+                self._shards.step(inner, **given)
         self.end()
         return loss
 
     def collect(self) -> None:
         """Collective where it fails. Puts gradients and parameters where the inner optimizer steps them."""
-        found, problem = self._oss.gradients.collect()
+        found, problem = self._gradients.collect()
         if problem is not None:
             self._raise(problem)
         for check in self.checks:
             problem = check.gradients(found)
             if problem is not None:
                 self._raise(problem)
-        self._oss.shards.refresh()
+        self._shards.refresh()
 
     def end(self, *, by_group: bool = False) -> None:
         """Collective. Copies the options back, and gathers the shards that the step may have changed. by_group: steps
         each group before its gather."""
-        oss = self._oss
         self._compare_numbers()
-        self.share_options(oss.optim.param_groups, oss.param_groups)
-        oss.saved.forget()
+        self.return_options()
+        self._saved.forget()
         try:
-            # In the order in which forward reads them.
-            groups = oss.shards.shard_groups[::-1] if self._writes_frozen else oss.shards.trained_groups()
+            groups = self._stepped_groups()
             self.gather(groups, by_group=by_group)
             # Graphs that saved a parameter before the step cannot be used any more, as if it was stepped itself.
             stepped = [param for group in groups for param in group.params if param.grad is not None]
             increment_version(stepped)
-            oss.by_param.note_stepped(stepped)
+            self._by_param.note_stepped(stepped)
         finally:
-            oss.shards.stepped(oss.optim)
-        if not oss.gradients.arrive_sharded:  # views would keep full gradients alive past model.zero_grad()
-            oss.shards.drop_gradients()
+            self._shards.stepped(self._inner)
+        if not self._gradients.arrive_sharded:  # views would keep full gradients alive past model.zero_grad()
+            self._shards.drop_gradients()
 
     def gather(self, groups: Sequence[ShardGroup], *, by_group: bool = False) -> None:
         """Collective. Gathers every rank's shards of these groups on every rank. by_group: steps each before."""
         self._comm.agree(self._channel)
-        sent_as, in_flight = self._oss.sent_as, list[ShardGroup]()
+        sent_as, in_flight = self._sent_as, list[ShardGroup]()
         for group in groups:
             if by_group:
                 with self._comm.telling(self._failure):
                     write = partial(masters.write_part, group)
-                    self._oss.shards.step_group(self._oss.optim, group, then=write)
+                    self._shards.step_group(self._inner, group, then=write)
                 masters.written(group)
             else:
                 masters.write(group)
@@ -112,7 +136,7 @@ class Step:
             in_flight.append(group)
         for group in in_flight:
             group.finish_unshard()
-        self._oss.shards.note_versions()
+        self._shards.note_versions()
 
     # --------------------------------------------------------------------------------------------------- checks
 
@@ -151,14 +175,13 @@ class Step:
 
     def _hand_options(self) -> None:
         """Copies the options to the inner optimizer, which may write numbers into its groups from here on."""
-        self.share_options(self._oss.param_groups, self._oss.optim.param_groups)
+        share_options(self._outer.param_groups, self._inner.param_groups)
         for check in self.checks:
             check.begins()
 
-    def share_options(self, source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-        """Copies options between outer groups, which schedulers write, and inner ones, which some optimizers write."""
-        for of, to in zip(source, target, strict=True):
-            to.update(options(of))
+    def return_options(self) -> None:
+        """Copies the options back, of which some optimizers write some."""
+        share_options(self._inner.param_groups, self._outer.param_groups)
 
     # --------------------------------------------------------------------------------------------------- closures
 
@@ -173,17 +196,37 @@ class Step:
 
     def _for_inner(self, closure: Callable[[], float]) -> Callable[[], float]:
         """Wraps the closure for an optimizer that calls it within its step, once or more."""
-        oss, called = self._oss, False
+        called = False
 
         def evaluate() -> float:
             nonlocal called
             if called:  # the optimizer may have changed its shards since
-                self.gather(oss.shards.shard_groups[::-1] if self._writes_frozen else oss.shards.trained_groups())
+                self.gather(self._stepped_groups())
             called = True
             loss = self._evaluate(closure)
             self.refuse_changes()
             self.collect()
-            oss.gradients.arrive()
+            self._gradients.arrive()
             return loss
 
         return evaluate
+
+    def followed_by_gather(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Wraps a method of the inner optimizer that writes into shards; makes it collective."""
+
+        @wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.refuse_changes()
+            self._shards.refresh()
+            result = method(*args, **kwargs)
+            self.return_options()
+            self.gather(self._shards.shard_groups)
+            return result
+
+        return call
+
+
+def share_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    """Copies options between outer groups, which schedulers write, and inner ones, which some optimizers write."""
+    for of, to in zip(source, target, strict=True):
+        to.update(options(of))
