@@ -1,7 +1,7 @@
 """Whether the suite catches errors: `make mutants` puts each of mutations/ in and runs tests until the first fails.
 
     make mutants                                  all
-    make mutants ARGS="old-master late-gather"    these; options such as `-n1` are passed on to pytest
+    make mutants ARGS="old-master late-gather"    these; options such as `-v` are passed on to pytest
 
 Each runs the quick subset, and only where that passes the tests that are marked slow. The exit status is 1 unless each
 was caught by a test.
@@ -23,7 +23,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 VARIABLE = "ZERO_MUTANT"
 LONGEST = 900.0
@@ -82,7 +84,7 @@ def caught(name: str, paths: Sequence[str], options: Sequence[str]) -> Result:
 
 def _run(name: str, arguments: Sequence[str]) -> tuple[int, str]:
     """Returns pytest's exit code, and what it has written until the first test failed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "2", "--dist", "worksteal"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
     process = subprocess.Popen(
         [*command, *arguments],
         env={**os.environ, VARIABLE: name},
@@ -120,9 +122,11 @@ def main() -> int:
     if unknown := [name for name in given.names if name not in table]:
         parser.error(f"{', '.join(unknown)}: no mutants. There are {', '.join(table)}")
     results = []
-    for name in given.names or table:
-        results.append(caught(name, given.tests.split(), options))
-        print(results[-1], flush=True)
+    try_one = partial(caught, paths=given.tests.split(), options=options)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # most are caught while pytest's own workers would still collect
+        for result in pool.map(try_one, given.names or table):
+            results.append(result)
+            print(result, flush=True)
     print(f"\n{'mutant':52} {'caught by':18} {'':8}  the first test that failed", *results, sep="\n")
     counts = Counter(one.by for one in results)
     print(f"\n{len(results)} mutants:", ", ".join(f"{number} by {by}" for by, number in counts.most_common()))
