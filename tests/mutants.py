@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 VARIABLE = "ZERO_MUTANT"
 LONGEST = 900.0
@@ -78,8 +77,13 @@ def caught(name: str, paths: Sequence[str], options: Sequence[str]) -> Result:
             done = [f"--ignore={earlier}" for earlier in paths[:number]]
             code, written = _run(name, ["-m", mark, *options, *done, path])
             if code not in PASSED:
-                return Result(name, *judged(written, part), time.monotonic() - begun)
-    return Result(name, NOTHING, "", time.monotonic() - begun)
+                return _told(Result(name, *judged(written, part), time.monotonic() - begun))
+    return _told(Result(name, NOTHING, "", time.monotonic() - begun))
+
+
+def _told(result: Result) -> Result:
+    print(result, flush=True)
+    return result
 
 
 def _run(name: str, arguments: Sequence[str]) -> tuple[int, str]:
@@ -116,17 +120,13 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description="Says which test catches each mutant.")
     parser.add_argument("names", nargs="*", help="the mutants, by default all")
-    parser.add_argument("--tests", default="tests/parity tests", help="folders, one after another")
     given, options = parser.parse_known_args()
     table = mutations.load()
     if unknown := [name for name in given.names if name not in table]:
         parser.error(f"{', '.join(unknown)}: no mutants. There are {', '.join(table)}")
-    results = []
-    try_one = partial(caught, paths=given.tests.split(), options=options)
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # most are caught while pytest's own workers would still collect
-        for result in pool.map(try_one, given.names or table):
-            results.append(result)
-            print(result, flush=True)
+        names = given.names or [*table]
+        results = [*pool.map(lambda name: caught(name, table[name].tests, options), names)]
     print(f"\n{'mutant':52} {'caught by':18} {'':8}  the first test that failed", *results, sep="\n")
     counts = Counter(one.by for one in results)
     print(f"\n{len(results)} mutants:", ", ".join(f"{number} by {by}" for by, number in counts.most_common()))

@@ -25,7 +25,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-ROOMS = ("gradients", "steps", "parameters", "saved", "together")
+ROOMS = {
+    "gradients": "tests/parity",
+    "steps": "tests/parity/test_norm.py tests/parity/test_overflow.py tests/offload tests/oss tests/parity",
+    "parameters": "tests/fsdp tests/parity",
+    "saved": "tests/checkpoint tests/state tests/parity",
+    "together": "tests/faults tests/comm tests/parity",
+}
+"""By file of mutants: the tests that are run first, one after another."""
 _HERE = Path(__file__).parent
 _GIVEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
@@ -38,6 +45,11 @@ class Misfit(Exception):
 class Mutant:
     function: Callable[..., Any]
     targets: tuple[str, ...]
+
+    @property
+    def tests(self) -> list[str]:
+        """All tests, in the order in which they are run."""
+        return [*ROOMS[self.function.__module__.rpartition(".")[2]].split(), "tests"]
 
     @property
     def says(self) -> str:
