@@ -125,8 +125,8 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(place, transport
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["stage 1", "stage 1 whole of one weight"])
-def test_torchs_own_scaler_does_so_where_every_rank_has_all_gradients(place):
+@pytest.mark.parametrize("place", ["stage 1", "stage 1 whole of one weight", "stage 3 in float16"])
+def test_torchs_own_scaler_does_so_where_every_rank_has_or_is_told_of_all_gradients(place):
     ranks.run(beside_none, args=(place, "torch", False))
 
 

@@ -229,6 +229,9 @@ def backwards(*synced: bool) -> tuple[Step, ...]:
 FEEDS = "feed", "feed", "feed"
 MICROS = (Step(), Step((Micro(sync=False), Micro(2))))
 ROWS = {
+    "groups with hyperparameters of their own, clipped": row(
+        *FEEDS, groups=3, steps=(Step(before="lower rate", clip=0.1),) * 3
+    ),
     "several forwards before one backward": row(*FEEDS, steps=(Step((Micro(3),)),) * 3),
     "several backwards before a step": row(*FEEDS, steps=backwards(True, True, True)),
     "a block used twice in one forward": row(around("twice", "feed"), "feed"),
@@ -261,7 +264,6 @@ ROWS = {
         around("checkpointed", around("each checkpointed", "feed", "feed")), steps=MICROS
     ),
     "fewer elements than ranks": row("tiny", "tiny"),
-    "groups with hyperparameters of their own": row(*FEEDS, groups=3, steps=(Step(before="lower rate"),) * 3),
     "recurrent layers that keep a list of their weights": row("recurrent", "feed", "recurrent"),
     "batch normalisation whose statistics stay each rank's own": row(
         "batch norm", "feed", "batch norm", broadcast_buffers=False, steps=(Step(), Step(before="evaluate"), Step())
