@@ -164,6 +164,10 @@ def test_ranks_read_one_anothers_memory_where_nobody_says_no_and_permit_it_where
 @ranks.on(2)
 def test_what_is_not_known_is_refused(rank, world):
     assert "'auto', 'off', 'ptracer'" in refusal(lambda: configure(host_memory="on"))
+    assert "choose True, False" in refusal(lambda: configure(second_communicator="no"))
+    assert "host_memory, second_communicator" in refusal(lambda: configure(memory="off"))
+    with mock.patch.dict(os.environ, ZERO_SECOND_COMMUNICATOR="yes"):
+        assert "choose 0, 1" in refusal(Comm)
     with mock.patch.dict(os.environ, ZERO_HOST_MEMORY="yes"):
         assert "choose 0, ptracer" in refusal(Comm)
     with mock.patch.dict(os.environ, ZERO_CHECK="always"):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import ranks
@@ -58,3 +59,21 @@ def test_full_weights_of_a_module_inside_are_gathered(rank, world):
         found = zero.full_state_dict(inner)
         same(dict(found), dict(expected.state_dict()))
     assert unsharded(model) == []
+
+
+def without_bias(module: nn.Module, found: dict[str, Any], prefix: str, _: object) -> None:
+    assert found[f"{prefix}up.weight"].shape == (module.up.out_features, module.up.in_features)
+    del found[f"{prefix}up.bias"]
+
+
+@ranks.on(2, timeout=15)
+def test_hooks_on_state_dicts_of_modules_inside_see_full_parameters(rank, world):
+    plain, seen = Stack(), dict[str, Any]()
+    model = zero.FSDP(copy.deepcopy(plain))
+    model.register_state_dict_post_hook(lambda module, found, *_: seen.update(found))
+    model.blocks[1].register_state_dict_post_hook(without_bias)
+    expected = dict(plain.state_dict())
+    del expected["blocks.1.up.bias"]
+    for found in (model.state_dict(), zero.full_state_dict(model)):
+        same(dict(found), expected)
+        same(seen, expected)

@@ -31,7 +31,7 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 class Link:
-    """The order and the transports of one process group, or (None) of this process alone. The link does not keep the
+    """The log and the transports of one process group, or (None) of this process alone. The link does not keep the
     group alive, and ends with it."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

@@ -56,8 +56,7 @@ class ProcessGroupTransport(Transport):
     """
 
     def __init__(self, log: Log, group: Any, rank: int, world: int, *, blocks: bool) -> None:
-        self.log = self._log = log
-        self._group, self._rank, self._world = group, rank, world
+        self.log, self._group, self._rank, self._world = log, group, rank, world
         self._blocks = blocks
         self._reduces_by = group
         if blocks:
@@ -65,15 +64,15 @@ class ProcessGroupTransport(Transport):
 
     def _announce(self, channel: int, nbytes: int) -> None:
         """Appends an operation to the log. Collective if it is new here: then ranks compare it."""
-        if self._log.append(channel, nbytes):
+        if self.log.append(channel, nbytes):
             self.compare(channel)
-            self._log.settle()
+            self.log.settle()
 
     def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
         received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
         self._announce(channel, sum(message.nbytes for message, _ in messages))
         works = []
-        with self._log.transfer(channel, (messages, received)):
+        with self.log.transfer(channel, (messages, received)):
             for rows, (message, counts) in zip(received, messages, strict=True):
                 into, sent, own = _real(rows.view(-1)), _real(message), [counts[self._rank]] * self._world
                 works.append(all_to_all_of_one_tensor(self._reduces_by, into, sent, own, [*counts]))
@@ -81,21 +80,21 @@ class ProcessGroupTransport(Transport):
 
     def broadcast(self, flat: Tensor, source: int) -> None:
         self._announce(BROADCAST, flat.nbytes)
-        with self._log.transfer(BROADCAST, flat):
+        with self.log.transfer(BROADCAST, flat):
             self.wait_for([self._broadcast(flat, source)])
 
     def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
         options = in_stream_order(dist.AllreduceOptions())
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
         self._announce(channel, tensor.nbytes)
-        with self._log.transfer(channel, tensor):
+        with self.log.transfer(channel, tensor):
             self.wait_for([self._group.allreduce([_real(tensor)], options)])
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
         self.compare(COLLECTION)
         for owner, tensor in transfers:
             if tensor is not None and tensor.numel():
-                with self._log.transfer(COLLECTION, tensor):
+                with self.log.transfer(COLLECTION, tensor):
                     self._collect(owner, tensor, to)
 
     def _collect(self, owner: int, tensor: Tensor, to: int | None) -> None:
@@ -109,21 +108,21 @@ class ProcessGroupTransport(Transport):
     def exchange(self, data: bytes) -> list[bytes]:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         received = [torch.empty_like(sent) for _ in range(self._world)]
-        with self._log.transfer(COMPARISON, (received, sent)):
+        with self.log.transfer(COMPARISON, (received, sent)):
             self.wait_for([self._group.allgather([received], [sent])])
         return [row.numpy().tobytes() for row in received]
 
     def compare(self, channel: int, *, flags: int = 0) -> int:
-        self._log.record(channel)
-        signature = torch.tensor([channel, self._log.digest, flags], device="cpu")
+        self.log.record(channel)
+        signature = torch.tensor([channel, self.log.digest, flags], device="cpu")
         received = signature.new_empty(self._world * len(signature))
-        with self._log.transfer(channel, (signature, received)):
+        with self.log.transfer(channel, (signature, received)):
             self.wait_for([all_gather_of_one_tensor(self._group, received, signature)])
         channels, digests, of_ranks = zip(*received.view(self._world, -1).tolist(), strict=True)
-        self._log.refuse_differing(channel, dict(enumerate(channels)))
+        self.log.refuse_differing(channel, dict(enumerate(channels)))
         if len(set(digests)) > 1:
-            refuse_differing_logs(self, self._log)
-        self._log.compared()
+            refuse_differing_logs(self, self.log)
+        self.log.compared()
         return reduce(or_, of_ranks, 0)
 
     def _broadcast_shards(self, full: Tensor, bounds: Sequence[int]) -> list[dist.Work | None]:
@@ -146,7 +145,7 @@ class ProcessGroupTransport(Transport):
                     if work.is_completed():  # it failed, or completed just after the interval
                         work.wait()
                         break
-                    self._log.refuse_if_broken()
+                    self.log.refuse_if_broken()
             else:
                 work.wait()
 
@@ -185,7 +184,7 @@ class Gloo(ProcessGroupTransport):
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         self._announce(channel, full.nbytes)
-        with self._log.transfer(channel, full):
+        with self.log.transfer(channel, full):
             works = self._broadcast_shards(full, bounds)
         return Launched(self, channel, works, full)
 
@@ -227,7 +226,7 @@ class Overlapping(ProcessGroupTransport):
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         own = full[bounds[self._rank] : bounds[self._rank + 1]]
         self._announce(channel, full.nbytes)
-        with self._log.transfer(channel, full):
+        with self.log.transfer(channel, full):
             if _are_equal(tuple(bounds)):
                 works = [all_gather_of_one_tensor(self._group, _as_sent(full), _as_sent(own))]
             else:
@@ -241,7 +240,7 @@ class Overlapping(ProcessGroupTransport):
         message, counts = messages[0]
         sums = message.new_empty(counts[0]) if into is None else into
         self._announce(channel, message.nbytes)
-        with self._log.transfer(channel, (message, sums)):
+        with self.log.transfer(channel, (message, sums)):
             work = reduce_scatter_of_one_tensor(self._reduces_by, _real(sums), _real(message))
         return Launched(self, channel, [work], (message, sums), sums, times)
 

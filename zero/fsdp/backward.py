@@ -22,7 +22,7 @@ from zero.comm.streams import ModelStreams
 from zero.fsdp.at_rest import ReadsAtRest
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
-from zero.fsdp.unit import Call, TrainingState, Unit
+from zero.fsdp.unit import Call, Index, TrainingState, Unit
 from zero.sdp.bucket import End
 from zero.shards.scaling import Scaling
 
@@ -43,7 +43,7 @@ class Backward:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        index: Index,
         comms: Sequence[Comm],
         streams: ModelStreams,
         prefetch: Prefetch,
@@ -53,9 +53,8 @@ class Backward:
     ) -> None:
         self.reduces = True
         self.active = self.awaited = self.accumulates = False
-        self._units, self._root, self._streams = units, units[0], streams
+        self._index, self._units, self._root, self._streams = index, index.units, index.units[0], streams
         self._at_rest, self._overflow, self._scaling = at_rest, overflow, scaling
-        self._params = [param for unit in units for group in unit.groups for param in group.params]
         self._limit, self._prefetches = prefetch.limit, prefetch.backward_prefetch
         self._end = End(comms, "the end of a backward of FSDP")
         self._interrupted = False
@@ -185,7 +184,7 @@ class Backward:
         self.accumulates = not self.reduces
         if self.reduces:
             self._overflow.spread()  # before gradients are remembered
-            self._scaling.remember(self._params)
+            self._scaling.remember(self._index)
 
     def _callback_dropped(self, _: Any) -> None:
         """Notices that autograd has dropped its callback, which it does without calling it after an exception.

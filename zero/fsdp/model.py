@@ -19,14 +19,12 @@ from zero.fsdp.precision import CastBuffer
 from zero.fsdp.refusal import Refusal, moved_problem
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.shown import ShownUnits
-from zero.fsdp.unit import Unit
+from zero.fsdp.unit import Index, Unit
 from zero.sdp.buffers import BufferSync
 from zero.sdp.wrapper import UNWRAPPED
 from zero.shards.claimed import claim, release
-from zero.shards.partition import Place, places_in
 from zero.shards.placement import Placement
 from zero.shards.scaling import Scaling
-from zero.shards.shard_group import ShardGroup
 from zero.tensor_parallel.parts import others_of
 
 _alive: list[ReferenceType[Model]] = []
@@ -36,19 +34,6 @@ _alive: list[ReferenceType[Model]] = []
 _AVERAGES = (
     "of which FSDP keeps another shard on each rank. Remove DistributedDataParallel: FSDP averages gradients itself."
 )
-
-
-class Index(dict[nn.Parameter, Place]):
-    """Maps each parameter to its shard group and position. `units`: the root first; `groups`: those of all units."""
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self.units = units
-        self.groups: list[ShardGroup] = [group for unit in units for group in unit.groups]
-        self._units = {group: unit for unit in units for group in unit.groups}
-        super().__init__(places_in(self.groups))
-
-    def unit_of(self, param: nn.Parameter) -> Unit:
-        return self._units[self[param].group]
 
 
 class Model:
@@ -95,11 +80,11 @@ class Model:
             "clip_grad_norm_(max_norm) of the FSDP model",
             self.index.groups,
         )
-        self.shown = ShownUnits(units)
+        self._shown = ShownUnits(self.index)
         overflow = Overflow(self.index.groups, [self.comm, *others_of(self.index)])
-        common = units, self.comms, ModelStreams(group.streams for group in self.index.groups), self.prefetch
+        common = self.index, self.comms, ModelStreams(group.streams for group in self.index.groups), self.prefetch
         self.backward = Backward(*common, ReadsAtRest(self.index.groups, refusal), overflow, self.scaling)
-        self.schedule = Schedule(*common, self.backward, overflow, self.shown)
+        self.schedule = Schedule(*common, self.backward, overflow)
         claim(self.index, self, _AVERAGES)
         _alive[:] = [model for model in _alive if model() is not None]
         _alive.append(ref(self))
@@ -143,7 +128,7 @@ class Model:
         _alive[:] = [model for model in _alive if model() is not self]
         self.schedule.remove()
         release(self.index, self)
-        self.shown.remove()
+        self._shown.remove()
 
 
 class Forward:

@@ -6,14 +6,14 @@ in evaluation. From then on the other unit is unsharded with the one that reads 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from zero._torch import leaves
-from zero.fsdp.unit import Unit
+from zero.fsdp.unit import Index, Unit
 
 _GETTERS_THAT_READ = {
     attribute.__get__
@@ -30,12 +30,12 @@ class ForeignReads(TorchFunctionMode):
 
     A unit that stays unsharded from forward to backward is reported, too: in another forward it may be sharded.
 
-    units: by parameter. found: called with the unit.
+    index: where parameters lie. found: called with the unit.
     """
 
-    def __init__(self, units: Mapping[Tensor, Unit], found: Callable[[Unit], object]) -> None:
+    def __init__(self, index: Index, found: Callable[[Unit], object]) -> None:
         super().__init__()
-        self._units, self._found = units, found
+        self._index, self._found = index, found
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -43,9 +43,10 @@ class ForeignReads(TorchFunctionMode):
         kwargs = kwargs or {}
         for given in (*args, *kwargs.values()) if _reads(func) else ():
             for value in leaves(given) if isinstance(given, (tuple, list, dict)) else (given,):
-                unit = self._units.get(value) if isinstance(value, Tensor) else None
-                if unit is not None and not (unit.readable and (unit.users or unit.summoned)):
-                    self._found(unit)
+                if isinstance(value, Tensor) and value in self._index:
+                    unit = self._index.unit_of(value)  # type: ignore[arg-type]
+                    if not (unit.readable and (unit.users or unit.summoned)):
+                        self._found(unit)
         return func(*args, **kwargs)
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import in_a_backward
@@ -25,8 +25,8 @@ from zero.fsdp.edges import apart_from_parameters, watch_inputs, watch_inside, w
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.reads import ForeignReads
-from zero.fsdp.shown import ShownUnits
-from zero.fsdp.unit import Call, TrainingState, Unit
+from zero.fsdp.shown import refuse_read
+from zero.fsdp.unit import Call, Index, TrainingState, Unit
 
 
 class Schedule:
@@ -41,19 +41,16 @@ class Schedule:
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        index: Index,
         comms: Sequence[Comm],
         streams: ModelStreams,
         prefetch: Prefetch,
         backward: Backward,
         overflow: Overflow,
-        shown: ShownUnits,
     ) -> None:
-        self._units, self._root, self._comms = units, units[0], comms
+        self._index, self._units, self._root, self._comms = index, index.units, index.units[0], comms
         self._streams, self._prefetch, self._backward = streams, prefetch, backward
-        self._overflow, self._shown = overflow, shown
-        self._of_params: dict[Tensor, Unit] = {param: unit for unit in units for param in unit.params}
-        self._device = next(iter(self._of_params)).device.type
+        self._overflow, self._device = overflow, next(iter(index)).device.type
         self.running: list[Unit] = []
         self.modes: set[bool] = set()
         self._looked: set[bool] = set()
@@ -106,7 +103,7 @@ class Schedule:
         """Forgets a forward that KeyboardInterrupt has ended, which calls no hooks. Called before each forward."""
         if self.running and not self._backward.active:
             self.running.clear()
-            self._end_search()
+            self._search.close()
             for unit in self._units:
                 unit.forget_forward()
                 unit.reshard()
@@ -141,7 +138,7 @@ class Schedule:
                 self.modes.add(mode)
                 self._begin_mode()
                 if not self.traced:
-                    self._search.enter_context(ForeignReads(self._of_params, self._found_read))
+                    self._search.enter_context(ForeignReads(self._index, self._found_read))
             if mode not in self._looked:
                 self._looked.add(mode)
                 for one in self._units:
@@ -149,7 +146,7 @@ class Schedule:
         unit.companions = [*unit.reads]
         for each in (unit, *unit.companions):
             if each is not unit and not in_backward:
-                self._shown.refuse_read(each)
+                refuse_read(each)
             each.unshard(for_backward=in_backward)
             each.users += 1
         self.running.append(unit)
@@ -186,7 +183,7 @@ class Schedule:
             return  # its forward is ending, and returns its output
         reader = self.running[-1] if self.running else self._root
         if not self._backward.active:
-            self._shown.refuse_read(other)
+            refuse_read(other)
         other.unshard()
         if other not in reader.companions:
             reader.companions.append(other)
@@ -194,10 +191,6 @@ class Schedule:
         other.read_by_others = True
         if other not in reader.reads:
             reader.reads.append(other)
-
-    def _end_search(self) -> None:
-        self._search.close()
-        self._shown.hide()
 
     def _begin(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Counts a forward of the unit. Expects a backward, and registers hooks on inputs for the end of that backward.
@@ -258,7 +251,7 @@ class Schedule:
     def _abandon(self) -> None:
         """Forgets a forward or backward that an exception has ended, so that the model can be used again."""
         self.running.clear()
-        self._end_search()
+        self._search.close()
         self._backward.abandon()
 
 

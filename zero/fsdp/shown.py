@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from zero.fsdp.unit import Unit
+from zero.fsdp.unit import Index, Unit
 from zero.oss.dtensor_checks import watch_steps
 from zero.tensor_parallel.shown import Shown, Slot, slots_of
 
@@ -19,38 +20,38 @@ _OUTSIDE = (
 class ShownUnits:
     """Shows the parameters of each unit of an FSDP while the unit runs."""
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, index: Index) -> None:
         watch_steps()
-        self._units = {param: unit for unit in units for param in unit.params}
-        innermost = {module: unit for unit in units for module in unit.module.modules()}
+        self._index = index
+        innermost = {module: unit for unit in index.units for module in unit.module.modules()}
         slots: dict[Unit, list[Slot]] = {}
         holders: dict[Unit, set[nn.Module]] = {}
         for module, unit in innermost.items():
             if own := slots_of(module):
                 slots.setdefault(unit, []).extend(own)
                 holders.setdefault(unit, {unit.module}).add(module)
-        self._shown = {unit: Shown(own, self._refuse_sharded) for unit, own in slots.items()}
-        self._hooks = [hook for unit, one in self._shown.items() for hook in one.watch(holders[unit])]
+        self._hooks: list[RemovableHandle] = []
+        for unit, own in slots.items():
+            unit.shown = Shown(own, self._refuse_sharded)
+            self._hooks += unit.shown.watch(holders[unit])
 
     def _refuse_sharded(self, params: Iterable[nn.Parameter]) -> None:
         """Raises RuntimeError for a tied parameter of a unit around this one that does not run."""
         for param in params:
-            unit = self._units.get(param)
-            if unit is not None and not unit.readable:
+            if param in self._index and not (unit := self._index.unit_of(param)).readable:
                 raise RuntimeError(_OUTSIDE.format(unit.title))
-
-    def refuse_read(self, unit: Unit) -> None:
-        """Raises RuntimeError for a unit that another one reads, if its parameters are DTensors."""
-        if unit in self._shown:
-            raise RuntimeError(_OUTSIDE.format(unit.title))
-
-    def hide(self) -> None:
-        """Ends what an exception has left shown."""
-        for one in self._shown.values():
-            one.hide()
 
     def remove(self) -> None:
         """Removes the hooks."""
-        self.hide()
         for hook in self._hooks:
             hook.remove()
+        for unit in self._index.units:
+            if unit.shown is not None:
+                unit.shown.hide()
+                unit.shown = None
+
+
+def refuse_read(unit: Unit) -> None:
+    """Raises RuntimeError for a unit that another one reads, if its parameters are DTensors."""
+    if unit.shown is not None:
+        raise RuntimeError(_OUTSIDE.format(unit.title))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from weakref import WeakSet
 
 from torch import nn
@@ -17,7 +18,9 @@ from zero.fsdp.refusal import Refusal
 from zero.fsdp.unit_gradients import UnitGradients
 from zero.fsdp.writes import Writes
 from zero.shards.group_state import GroupState
+from zero.shards.partition import Place, places_in
 from zero.shards.shard_group import ShardGroup
+from zero.tensor_parallel.shown import Shown
 
 _AS_ONE_UNIT = "If ranks choose between modules, gather these as one unit: FSDP(as_one_unit=...)."
 
@@ -56,7 +59,7 @@ class Unit:
     `reads`: units whose parameters its forward was seen to read. `read_by_others`: whether others read its own.
     `before`, `after`: the units that ran before and after it in the last forward.
     `calls`: forwards whose backward is expected or running, while their graphs exist.
-    `writes`: into its parameters while they are unsharded.
+    `writes`: into its parameters while they are unsharded. `shown`: its DTensors while it runs, if it has any.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Unit:
         self.params = {param for group in groups for param in group.params}
         self.precision, self.stays = precision, stays
         self.writes = Writes(groups, refusal)
+        self.shown: Shown | None = None
         self.state = TrainingState.IDLE
         self.entry_module: nn.Module | None = None
         """The module whose call began the running forward, if it is not the unit's own."""
@@ -129,6 +133,8 @@ class Unit:
         self.running.clear()
         self.entry_module = None
         self.inputs.clear()
+        if self.shown is not None:
+            self.shown.hide()
 
     # ------------------------------------------------------------------------------------------ parameters
 
@@ -230,3 +236,16 @@ class Unit:
         self.finish_unshard()
         self.interrupt()
         self.end_backward()
+
+
+class Index(dict[nn.Parameter, Place]):
+    """Maps each parameter to its shard group and position. `units`: the root first; `groups`: those of all units."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = units
+        self.groups: list[ShardGroup] = [group for unit in units for group in unit.groups]
+        self._units = {group: unit for unit in units for group in unit.groups}
+        super().__init__(places_in(self.groups))
+
+    def unit_of(self, param: nn.Parameter) -> Unit:
+        return self._units[self[param].group]

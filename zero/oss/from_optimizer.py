@@ -27,6 +27,7 @@ def from_optimizer(
     All groups, also empty ones, keep their options and names. Schedulers of `optimizer` set the rates of the OSS. The
     state, which must be the same on every rank, moves to the OSS.
 
+    sharded: OSS, or a class made of it.
     optimizer: built of full parameters, before or after ShardedDDP or DistributedDataParallel wraps the model.
     group, options: see OSS.
     optim: builds the optimizer again, for classes that do not store their arguments: the class, or a functools.partial

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 from weakref import finalize, proxy, ref
@@ -151,9 +150,8 @@ class Reducer:
                 bucket.refuse_late(index)
             bucket.take(index, self._owners[number].gradients.take(param, group.names[index]))
         except RuntimeError:
-            with suppress(RuntimeError):  # the other ranks raise in the operation in which they wait for this one
-                self._comm.agree(self._refusal)
-            raise
+            with self._comm.telling(self._refusal):
+                raise
         self._limit_memory(bucket)
         if bucket.complete:
             self._launch()

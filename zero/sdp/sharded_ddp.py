@@ -29,7 +29,8 @@ from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, show_everywhere, take_out_of
 
 _AVERAGES = (
-    "whose gradient ShardedDDP reduces to its owner. Remove DistributedDataParallel: ShardedDDP averages itself."
+    "whose gradient ShardedDDP reduces to its owner. Remove DistributedDataParallel: ShardedDDP averages gradients "
+    "itself."
 )
 
 
