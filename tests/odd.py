@@ -96,12 +96,12 @@ class Odds(dict[str, Odd]):
         self[name] = Odd(net, loss, at or (STAGE_3 if options else [*AT]), options, tolerance)
 
     def cases(self) -> list[Any]:
-        """Every model at stage 3 as it is by default, and at the other places; in the suite every second one at one of
+        """Every model at stage 3 as it is by default, and at the other places; in the suite every third one at one of
         these, in turn. The quick subset has every third at stage 3."""
         chosen: list[Any] = []
         for number, (name, model) in enumerate(self.items()):
             others = [at for at in model.at if at != "3"]
-            others = others if matrix.WHOLE else others[number % len(others) :: len(others)][: number % 2]
+            others = others if matrix.WHOLE else others[number % len(others) :: len(others)][: number % 3 == 1]
             quick = () if number % 3 else ("3",)
             chosen += [pytest.param(name, at, marks=() if at in quick else pytest.mark.slow) for at in ("3", *others)]
         return chosen

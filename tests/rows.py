@@ -42,7 +42,7 @@ from torch.optim import SGD, Adam
 import matrix
 import ranks
 import zero
-from transports import TRANSPORTS, by
+from transports import TRANSPORTS, by, in_turn
 from zoo import WIDTH, Stack, data
 
 sgd = partial(SGD, lr=0.1)
@@ -232,15 +232,14 @@ class Rows:
         return take
 
     def tests(self) -> Callable[..., None]:
-        """A test of every row: by one transport or the other, under `make matrix` by each. The quick subset has every
-        second one. A stage that refuses, or does not hold yet, is a test of its own."""
+        """A test of every row: by one transport or the other, under `make matrix` by each. A stage that refuses, or
+        does not hold yet, is a test of its own."""
         cases = []
         for number, row in enumerate(self.rows):
             assert row.fails <= {*row.stages()}, f"{row.name} fails where it does not run"
-            for turn, (stages, quick) in enumerate(self._runs(row, number)):
+            for turn, stages in enumerate(self._runs(row)):
                 marks = [pytest.mark.xfail(strict=True, reason=self.kind)] if row.fails & {*stages} else []
-                marks += [] if quick else [pytest.mark.slow]
-                for transport in TRANSPORTS if matrix.WHOLE else [TRANSPORTS[(number + turn) % len(TRANSPORTS)]]:
+                for transport in TRANSPORTS if matrix.WHOLE else [in_turn(number + turn)]:
                     of = f"stage {stages[0]}" if len(stages) == 1 else "stages"
                     words = (row.name.replace(" ", "_"), of, transport)
                     cases.append(pytest.param(row, stages, transport, id="-".join(words), marks=marks))
@@ -254,15 +253,13 @@ class Rows:
         return test
 
     @staticmethod
-    def _runs(row: Row, number: int) -> list[tuple[list[int], bool]]:
-        """The stages that one call of the ranks runs, and whether the quick subset has them."""
+    def _runs(row: Row) -> list[list[int]]:
+        """The stages that one call of the ranks runs."""
         alone = [stage for stage in row.stages() if stage in (row.fails | {*row.refused})]
         rest = [stage for stage in row.stages() if stage not in alone]
         if row.or_refused:
             alone, rest = [*rest[1:], *alone], []
-        runs = [rest] if len(rest) > 1 else []
-        runs += [[stage] for stage in alone]
-        return [(stages, not (number + turn) % 2) for turn, stages in enumerate(runs)]
+        return [*([rest] if len(rest) > 1 else []), *([stage] for stage in alone)]
 
 
 def _found(module: str, kind: str, number: int) -> Row:

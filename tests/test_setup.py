@@ -75,6 +75,7 @@ def test_the_message_tells_how_one_of_them_trains_alone():
     assert ranks.run(in_a_group_of_one, bare=True, fresh=True) == [3]
 
 
+@pytest.mark.slow
 def test_what_trains_nothing_needs_no_group(tmp_path: Path):
     """As after destroy_process_group(), and in scripts that only plan, read or convert."""
     model = nn.Linear(4, 4)

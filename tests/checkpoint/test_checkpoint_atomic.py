@@ -110,6 +110,7 @@ def save_behind(rank, world, path, stage):
     return [handle.path.name, second.path.name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_what_is_written_behind_training_is_what_was_there_when_it_began(stage, tmp_path):
     assert ranks.run(save_behind, 2, (str(tmp_path), stage)) == [["00000001", "00000002"]] * 2

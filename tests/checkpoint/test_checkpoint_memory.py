@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import matrix
 import ranks
 import zero
 from commands import command
@@ -79,6 +80,7 @@ def measurable():
         pytest.skip(f"the peak of resident memory cannot be read here: {error}")
 
 
+@matrix.only
 def test_peak_of_save_and_load(tmp_path):
     ranks.run(save_elsewhere, 1, (str(tmp_path / "other"), 0))
     written = 3 * BLOCKS * 4 * MIB // 2  # by each rank, of weights and two averages

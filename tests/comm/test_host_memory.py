@@ -83,6 +83,7 @@ def socket_type(descriptor):
 # -------------------------------------------------------------------------------- What is read stays until it was read
 
 
+@pytest.mark.slow
 @ranks.on(3)
 def test_a_rank_that_goes_on_at_once_does_not_overwrite_what_a_slow_one_reads(rank, world):
     comm, _ = together(rank, world)

@@ -84,6 +84,7 @@ def test_buffers_of_what_was_launched_before_ranks_were_out_of_step_are_kept():
 # ----------------------------------------------------------------------------------------------- The user's own groups
 
 
+@pytest.mark.slow
 @ranks.on(2, timeout=60)
 def test_other_threads_may_use_the_default_group_meanwhile(rank, world):
     """Operations on the default group from another thread, as torch's asynchronous checkpoints have them."""

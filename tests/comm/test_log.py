@@ -105,6 +105,7 @@ WAYS = TRANSPORTS if gpus.ON else [*TRANSPORTS, "other"]
 CASES = [(name, way) for name, (settled, *_) in OUT_OF_STEP.items() for way in (TRANSPORTS if settled else WAYS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_ranks_out_of_step_are_told_where_each_is_and_the_group_refuses_to_go_on(name, way):
     """In a settled schedule transfers of one size arrive in the place of another. The timeout is not waited for."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import zero
-from matrix import WHOLE
+from matrix import WHOLE, only
 from simulated.device import Site
 from simulated.memory import Race
 from simulated.scenarios import RANK, SCENARIOS, WIDTH, WORLD, net, sgd, step, wrapped
@@ -61,19 +61,17 @@ NEEDLESS = {("arrive", "settle")}
 """What has been waited for already in all scenarios: both functions are called by others, too."""
 
 
-@pytest.mark.slow
-@pytest.mark.matrix
+@only
 @pytest.mark.timeout(600)
 def test_without_any_one_wait_an_access_comes_too_soon():
     found = {}
-    for scenario in SCENARIOS if WHOLE else FEW:
+    for scenario in SCENARIOS:
         told, found[scenario] = run(scenario)
         assert told == ""
     scenarios = sorted(found, key=lambda scenario: len(found[scenario]))
     needless = set()
     for site in sorted(set[Site]().union(*found.values())):
-        owns = (False, True) if WHOLE else (None,)
-        runs = ((one, FEW[one] if own is None else own) for own in owns for one in scenarios if site in found[one])
+        runs = ((one, own) for own in (False, True) for one in scenarios if site in found[one])
         for scenario, own in runs:
             if "nothing says which comes first" in run(scenario, site, own_stream=own)[0]:
                 scenarios.sort(key=lambda one: one != scenario)  # it is tried first for the next site

@@ -86,6 +86,7 @@ def test_only_the_first_gather_and_the_last_reduction_are_waited_for_at_stage_3(
     assert waits(stage_3(net(), **options)) == expected
 
 
+@pytest.mark.slow
 def test_kept_parameters_expose_no_more_than_resharding():
     """In mixed precision, by links that take longer than the computing."""
     half = zero.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)

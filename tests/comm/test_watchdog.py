@@ -29,7 +29,7 @@ import gpus
 import ranks
 import zero
 from inner import Comm
-from matrix import WHOLE
+from matrix import WHOLE, only
 from transports import between_hosts, overlapping
 from zero.comm.watchdog import loop
 
@@ -100,7 +100,7 @@ def test_a_host_that_waits_for_the_device_is_told_which_rank_is_missing_or_elsew
         assert all(re.search(word, told) for word in words), told
 
 
-@pytest.mark.slow
+@only
 @ranks.on(3)
 def test_ranks_that_all_take_their_time_and_one_that_is_a_little_late_are_not_told(rank, world):
     with overlapping(returns_work=False):

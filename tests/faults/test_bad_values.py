@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+import matrix
 import ranks
 import zero
 from rows import Loop, Rows
@@ -108,6 +109,7 @@ def without_their_models(rank: int, world: int) -> list[dict[str, Tensor]]:
     return [without_its_model(stage, rank) for stage in range(4)]
 
 
+@pytest.mark.slow
 def test_an_optimizer_steps_when_the_wrapper_is_gone():
     """At stage 3 what it steps are shards."""
     by_rank = ranks.run(without_their_models, timeout=20)
@@ -168,7 +170,8 @@ ERRORS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["2", "2 in small buckets", "3", "3 kept"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("stage", ["2 in small buckets", "3", *(["2", "3 kept"] if matrix.WHOLE else [])])
 @ranks.on(2, timeout=30)
 def test_training_goes_on_after_an_error(rank, world, stage):
     """Gradients from before it, sent or not, do not come back once they are cleared; before, they are there still."""

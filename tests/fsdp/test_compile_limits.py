@@ -17,7 +17,8 @@ import zero
 from simulated.world import simulated
 
 # Raised by Dynamo itself as it looks at the tensors that a module is given.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+ON_GRAD = "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(ON_GRAD)]
 
 # ---------------------------------------------------------------------------------------------------------- One graph
 
@@ -39,7 +40,6 @@ def test_several_units_in_one_graph_are_refused_on_every_rank_with_the_remedy(wh
     ranks.expect_error(in_one_graph, 2, error, *words, r"unit\.compile\(fullgraph=True\)", args=(where,))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("trained", "in_place"), [(True, False), (False, True)])
 @ranks.on(2)
 def test_each_unit_may_be_one_graph(rank, world, trained, in_place):
@@ -93,7 +93,6 @@ def refused_on_a_gpu(build: Callable[..., Any], world: int) -> str:
         return ranks.refusal(lambda: build(Net(), there.comm(0, world))(torch.ones(5, WIDTH)))
 
 
-@pytest.mark.slow
 @of_inductor
 @pytest.mark.parametrize("build", BY_GRAPHS, ids=lambda build: build.__name__)
 def test_cuda_graphs_are_refused_before_they_are_recorded(build):

@@ -93,6 +93,7 @@ def test_where_nothing_is_sharded_or_the_user_says_what_it_is_they_step():
     ranks.run(stepped, args=(partial(Curious, secret="known"), {"partition": "even"}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optim", "cut"), [(TrainedLion, True), (Lamb, False)])
 @ranks.on(2)
 def test_others_than_torchs_train_as_they_are_found_to_be(rank, world, optim, cut):

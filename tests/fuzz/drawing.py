@@ -80,7 +80,9 @@ def _stage_1(draw: Any, common: dict[str, Any]) -> dict[str, Any]:
     by_ddp = draw(st.booleans())
     by_ddp &= not kinds(common["body"]) & {"reentrant", "twice"}
     by_ddp &= all(step.before not in ("freeze", "unfreeze", "forward alone") for step in common["steps"])
-    by_ddp &= all(micro.forwards == 1 for step in common["steps"] for micro in step.micros)
+    micros = [micro for step in common["steps"] for micro in step.micros]
+    by_ddp &= all(micro.forwards == 1 for micro in micros)
+    by_ddp &= not any(micro.retained and micro.sync for micro in micros)  # it averages one backward a forward
     return {"averaged": "ddp" if by_ddp else "hand", "granularity": _granularity(draw, common)}
 
 

@@ -13,6 +13,7 @@ from processes import python
 TABLE = mutations.load()
 
 
+@pytest.mark.slow
 def test_each_of_many_fits_and_says_what_goes_wrong() -> None:
     assert len(TABLE) >= 44
     for one in TABLE.values():
@@ -21,6 +22,7 @@ def test_each_of_many_fits_and_says_what_goes_wrong() -> None:
         assert re.fullmatch(r"\S.{20,}\.", one.says)
 
 
+@pytest.mark.slow
 def test_the_environment_puts_one_in_and_an_unknown_name_is_an_error_with_all_names() -> None:
     kept = "import zero; print(zero.FSDP.reshard.__wrapped__)"
     assert "reshard" in python("-c", kept, ZERO_MUTANT="dropped-forward-leaves-its-unit-full").stdout

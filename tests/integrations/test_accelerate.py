@@ -288,7 +288,7 @@ def test_calls_beside_the_loop(rank: int, world: int, stage: int, tmp_path: Path
         assert accelerator.free_memory(script.model, script.optimizer) == [None, None] and accelerator._models == []
 
 
-@pytest.mark.slow
+@matrix.only
 @ranks.on(2)
 def test_compiled_blocks_train_as_plain_ones_and_save_names_of_those(rank: int, world: int, tmp_path: Path) -> None:
     model, dynamo = partial(GPT, layers=1), TorchDynamoPlugin("eager", use_regional_compilation=True)

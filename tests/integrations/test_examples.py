@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import matrix
 import ranks
 from launched import launched
 from processes import ROOT, python
@@ -87,7 +88,7 @@ def test_an_example_trains_and_goes_on_at_another_stage(name: str, folder: Path)
         assert float(loss) < 5.6  # of bytes that are drawn from all 256 alike it is 5.5
 
 
-@pytest.mark.slow
+@matrix.only
 def test_accelerate_launch_tells_an_example_how_to_shard(folder: Path) -> None:
     launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", "fsdp.yaml"]
     told = python(*launch, "pages/examples/accelerate_train.py", "--steps", 2, cwd=folder, ZERO_LOG="info")

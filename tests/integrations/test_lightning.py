@@ -71,7 +71,7 @@ def test_one_module_is_trained_by_one_stage_after_another():
     on_ranks("lightnings", "again")
 
 
-@pytest.mark.slow
+@matrix.only
 def test_averages_of_weights_are_those_of_ddp(tmp_path):
     on_each_rank = zip(*(on_ranks("lightnings", "averaged", stage, str(tmp_path)) for stage in (0, 3)), strict=True)
     for expected, found in on_each_rank:

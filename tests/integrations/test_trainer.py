@@ -163,7 +163,7 @@ def test_a_model_that_was_evaluated_first_is_trained_by_all_ranks(tmp_path: Path
     assert same(first, second)
 
 
-@pytest.mark.slow
+@matrix.only
 @ranks.on(2, timeout=100)
 def test_the_best_model_a_second_train_and_a_late_resume(rank: int, world: int, tmp_path: Path) -> None:
     """What people do with a Trainer after train(), against DDP."""

@@ -179,6 +179,7 @@ def trained(
 LOOPED = [(stage, take) for stage in (1, 2, 3) for take in LOOPS if stage > 1 or take is not in_two_backwards]
 
 
+@pytest.mark.slow
 @matrix.combined("case, dtype", [*LOOPED, (2, with_written_weights)], [torch.float32, torch.bfloat16])
 def test_training_with_offload_has_the_same_bits(case, dtype):
     """In 16 bits gradients leave the device so, and add up over backwards in float32, as there."""
@@ -188,6 +189,7 @@ def test_training_with_offload_has_the_same_bits(case, dtype):
     assert all(torch.equal(*pair) for pair in zip(plain, offloaded, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"partition": "whole"}], ids=str)
 def test_so_it_has_with_options_of_stage_3_and_optimizers_that_are_not_elementwise(options):
     optim = partial(Adafactor, lr=0.01, foreach=True) if "partition" in options else adam

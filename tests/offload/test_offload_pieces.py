@@ -84,6 +84,7 @@ def test_a_step_that_a_scaler_skips_leaves_each_piece_as_it_was():
     assert counts == [2] * len(params)
 
 
+@pytest.mark.slow
 def test_gradients_of_16_bits_are_not_widened_all_at_once():
     """Of an element that a rank owns, the CPU holds 14 bytes in a step at stage 1: 4 of what is stepped, 8 of Adam's
     state, 2 of the gradient; and a piece in float32. The first step, which creates the state, widens a parameter."""

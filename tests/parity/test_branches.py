@@ -103,6 +103,7 @@ odd("siblings", lambda: Stack(Side), units=[Adapted])
 odd("siblings under re-entrant checkpointing", lambda: Calling(reentrant, Side), units=[Adapted])
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("name", "at"), MODELS.cases())
 @ranks.on(2, timeout=20)
@@ -110,7 +111,8 @@ def test_numbers_are_those_of_torch(rank, world, name, at):
     MODELS[name].trains(rank, at)
 
 
-@pytest.mark.parametrize("at", ["3", pytest.param("3 memory first", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("at", ["3", "3 memory first"])
 @pytest.mark.parametrize("name", [name for name in MODELS if name.startswith(("segments", "siblings"))])
 @ranks.on(2, timeout=20)
 def test_units_that_read_one_tensor_or_are_recomputed_together_are_released_one_by_one(rank, world, name, at):

@@ -203,6 +203,7 @@ row.of("one rank alone scales", each(by(lambda t, k: 0.5 if t.rank else 1)), **R
 test_scaled = row.tests()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [1.0, 2.0, torch.inf])
 @pytest.mark.parametrize("net", ["units", "small", "one output", "wide", "half is frozen"])
 def test_clipped_weights_are_within_rounding_of_those_of_stage_0(net, norm):

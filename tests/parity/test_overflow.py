@@ -16,7 +16,7 @@ import zero
 from assertions import close, same
 from rows import adam
 from runs import on_mesh, sgd, stage_3
-from transports import TRANSPORTS, calling
+from transports import calling, in_turn
 from zoo import FEATURES, built, odd_batch
 
 SCALE = {"init_scale": 2.0**8, "growth_interval": 2}
@@ -112,7 +112,7 @@ QUICK = {"stage 1", "stage 2 whole of one weight", "stage 3"}
 LEFT_OUT = {"stage 1 whole", "stage 1 offloaded", "stage 2", "stage 2 of float16 with masters", "stage 3 whole"}
 """Of the suite; `make matrix` has them."""
 CASES = [
-    pytest.param(name, TRANSPORTS[number % len(TRANSPORTS)], marks=[] if name in QUICK else pytest.mark.slow)
+    pytest.param(name, in_turn(number), marks=[] if name in QUICK else pytest.mark.slow)
     for number, name in enumerate(PLACES)
     if matrix.WHOLE or name not in LEFT_OUT
 ]

@@ -149,6 +149,7 @@ def test_so_do_two_hosts(case, stage):
 AT = [("1", 4), ("1 whole", 3), ("2", 3), ("2 small buckets", 4), ("3", 3), ("3", 4), ("3 whole", 3)]
 
 
+@pytest.mark.slow
 @matrix.combined("at, case", AT, CASES)
 def test_more_ranks_agree_with_ddp_within_rounding(at, case):
     stage, world = at
@@ -164,6 +165,7 @@ def test_accumulation_under_no_sync_gets_the_bits_of_ddp(case, stage):
     assert_same_bits(zeros(2, case, "sgd", stage, **how), ddp(2, case, "sgd", **how))
 
 
+@pytest.mark.slow
 @matrix.combined("stage, case", ACCUMULATING, ODD)
 def test_accumulation_with_sync_agrees_with_ddp_within_rounding(case, stage):
     how = {"micro": 3, "sync": True, "steps": 3}

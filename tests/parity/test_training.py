@@ -22,7 +22,7 @@ from fuzz.cases import Case, Micro, Node, Step
 from fuzz.training import train
 from rows import Scenarios
 from runs import STAGES, SideBySide, sgd
-from transports import TRANSPORTS, calling
+from transports import TRANSPORTS, calling, in_turn
 from zoo import WIDTH, Block, batch
 
 SCENARIOS = scenario = Scenarios()
@@ -286,24 +286,21 @@ AT: dict[str, dict[str, Any]] = {
 }
 
 
-def chosen(names: Iterable[str], each: int) -> list[Any]:
-    """Every name at `each` stages, which take turns, and by the transports in turn; under `make matrix` at all."""
+def chosen(names: Iterable[str]) -> list[Any]:
+    """Every name at one of the stages and by one of the transports, in turn; under `make matrix` at all."""
     if matrix.WHOLE:
         return [*itertools.product(names, AT, TRANSPORTS)]
-    places = [(name, [*AT][(number + turn) % 3]) for number, name in enumerate(names) for turn in range(each)]
-    return [
-        pytest.param(*place, TRANSPORTS[number % len(TRANSPORTS)], marks=pytest.mark.slow if number % 3 else [])
-        for number, place in enumerate(places)
-    ]
+    return [(name, [*AT][number % 3], in_turn(number // 3)) for number, name in enumerate(names)]
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("name", "stage", "transport"), chosen(ROWS, 1))
+@pytest.mark.parametrize(("name", "stage", "transport"), chosen(ROWS))
 def test_training_is_that_of_torch_alone(name, stage, transport):
     ranks.run(calling, args=(transport, train, dataclasses.replace(ROWS[name], **AT[stage])), timeout=20)
 
 
+@pytest.mark.slow
 @pytest.mark.matrix
-@pytest.mark.parametrize(("name", "stage", "transport"), chosen(SCENARIOS, 2))
+@pytest.mark.parametrize(("name", "stage", "transport"), chosen(SCENARIOS))
 def test_numbers_are_those_of_the_reference(name, stage, transport):
     ranks.run(calling, args=(transport, SCENARIOS[name], stage), timeout=20)

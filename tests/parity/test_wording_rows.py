@@ -108,6 +108,7 @@ def ended(rank, world, stage, end, transport):
         os._exit(0)
 
 
+@pytest.mark.slow
 @matrix.combined("stage, end, transport", [2, 3], ENDS, TRANSPORTS)
 def test_where_a_rank_ends_early_the_other_is_told_of_join(end, stage, transport):
     with pytest.raises(ranks.RankError) as raised:

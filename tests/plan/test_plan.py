@@ -19,6 +19,7 @@ import ranks
 import zero
 from commands import command
 from inner import nbytes, shard_groups
+from matrix import WHOLE
 from optimizers import Moments, Wrapping
 from placements import Model
 from processes import ROOT
@@ -129,7 +130,8 @@ def test_where_nothing_fits_why_says_what_comes_closest_and_what_would_need_less
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", [zero.MixedPrecision(), MIXED], ids=["float32", "mixed"])
+@pytest.mark.matrix
+@pytest.mark.parametrize("precision", [MIXED, zero.MixedPrecision()] if WHOLE else [MIXED])
 def test_the_readmes_table_is_what_is_planned(precision):
     """On the CPU, where optimizers step one parameter after another; bytes and bytes sent, by parameter."""
     section = (ROOT / "README.md").read_text().split("## Which stage to take")[1].split("\n## ")[0]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from matrix import WHOLE
 from zero.shards import layout
 from zero.shards.partition import arrange, bucket_limit
 
@@ -64,6 +65,7 @@ def assert_parameters_lie_side_by_side(cut, align):
     assert cut.numel >= sum(padded)
 
 
+@pytest.mark.slow
 @exhaustively
 @given(numels, worlds, alignments)
 def test_even_cut_gives_equal_segments_that_hold_each_element_once(sizes, world, align):
@@ -80,6 +82,7 @@ def test_even_cut_gives_equal_segments_that_hold_each_element_once(sizes, world,
     assert all(start % align == 0 for pieces in shares(cut).values() for _, start, _ in pieces)
 
 
+@pytest.mark.slow
 @exhaustively
 @given(numels, worlds, alignments, granularities)
 def test_cuts_inside_a_parameter_fall_on_the_granularity_counted_from_its_start(sizes, world, align, granularity):
@@ -90,6 +93,7 @@ def test_cuts_inside_a_parameter_fall_on_the_granularity_counted_from_its_start(
     assert all(start % granularity == 0 for pieces in shares(cut).values() for _, start, _ in pieces)
 
 
+@pytest.mark.slow
 @exhaustively
 @given(numels, worlds, alignments, granularities)
 def test_segments_are_as_equal_as_the_granularity_allows(sizes, world, align, granularity):
@@ -103,6 +107,7 @@ def test_a_granularity_above_all_sizes_keeps_parameters_whole():
     assert [len(pieces) for pieces in shares(cut).values()] == [1, 1, 1, 1]
 
 
+@pytest.mark.slow
 @exhaustively
 @given(owned(), alignments)
 def test_whole_cut_keeps_each_parameter_with_its_owner(given_, align):
@@ -136,6 +141,7 @@ def totals(sizes, owners, loads):
     return result
 
 
+@pytest.mark.slow
 @exhaustively
 @given(st.lists(st.integers(0, 1000), max_size=40), st.lists(st.integers(0, 500), min_size=1, max_size=16))
 def test_no_rank_is_given_a_parameter_while_another_has_less(sizes, loads):
@@ -146,6 +152,7 @@ def test_no_rank_is_given_a_parameter_while_another_has_less(sizes, loads):
         assert final[rank] - smallest <= min(final)
 
 
+@pytest.mark.slow
 @exhaustively
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(2, 3))
 def test_balance_is_within_grahams_bound_of_the_best_there_is(sizes, world):
@@ -154,6 +161,7 @@ def test_balance_is_within_grahams_bound_of_the_best_there_is(sizes, world):
     assert got <= best * (4 / 3 - 1 / (3 * world)) + 1e-9
 
 
+@pytest.mark.slow
 @exhaustively
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 16), st.randoms(use_true_random=False))
 def test_balance_does_not_depend_on_the_order_of_arrival(sizes, world, random):
@@ -172,6 +180,7 @@ def test_what_ranks_own_already_counts():
     assert layout.assign([10, 10], [100, 0, 5]) == [1, 2]
 
 
+@pytest.mark.slow
 @exhaustively
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(0, 100))
 def test_runs_are_consecutive_and_as_long_as_the_limit_allows(sizes, limit):
@@ -193,8 +202,10 @@ def llama3_8b():
     return [128256 * 4096, *block * 32, 4096, 128256 * 4096]
 
 
+@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("sizes", "dtype"), [(gpt2(), torch.float32), pytest.param(llama3_8b(), torch.bfloat16, marks=pytest.mark.slow)]
+    ("sizes", "dtype"), [(gpt2(), torch.float32), *([(llama3_8b(), torch.bfloat16)] if WHOLE else [])]
 )
 def test_even_cut_in_the_buckets_of_oss_is_balanced_within_two_percent(sizes, dtype):
     params = [nn.Parameter(torch.empty(size, dtype=dtype, device="meta")) for size in sizes[::-1]]

@@ -232,6 +232,7 @@ def _part_elsewhere(rank, world, partition, shard):
     return refused
 
 
+@pytest.mark.slow
 @shards_travel
 def test_a_part_is_refused_elsewhere_with_the_remedy():
     shards = ranks.run(_part, 2, args=("even",))

@@ -87,6 +87,7 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
+@pytest.mark.slow
 @matrix.combined("kind, stage", KINDS, [1, 2, 3], each=2)
 @ranks.on(2)
 def test_state_of_any_kind_comes_out_as_at_stage_0_and_goes_in_again(rank, world, tmp_path, kind, stage):

@@ -29,7 +29,7 @@ def values(state: dict[str, Any]) -> list[tuple[int, str, Tensor]]:
     return [(n, key, value) for n, of in state["state"].items() for key, value in sorted(of.items())]
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, 3] if WHOLE else [3])
 @ranks.on(4)
 def test_full_weights_and_state_are_those_of_one_process_and_load_again(rank: int, world: int, stage: int) -> None:
     mesh = mesh_of()
@@ -101,7 +101,7 @@ def test_checkpoints_load_over_other_meshes_and_without_tensor_parallelism(rank,
         assert torch.equal(plainly.tensor(Path(saving.path), index[f"model/{name}"]), value), "read without zero"
 
 
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [1, 3] if WHOLE else [3])
 @ranks.on(4)
 def test_norms_count_each_element_once(rank: int, world: int, stage: int) -> None:
     both = Beside(stage, mesh_of(), sequence=True)
@@ -151,6 +151,7 @@ def with_fsdp2(mesh: DeviceMesh, optim: str, policy: MixedPrecisionPolicy, *, se
     return full(model.state_dict())
 
 
+@only
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @ranks.on(4, fresh=True)  # torch keeps the groups of an earlier mesh
 def test_has_the_numbers_of_fsdp2(rank: int, world: int) -> None:
@@ -167,6 +168,7 @@ def test_has_the_numbers_of_fsdp2(rank: int, world: int) -> None:
     close(zero.full_state_dict(model), with_fsdp2(mesh, "SGD", IN_16_BITS, sequence=False))
 
 
+@only
 @ranks.on(4, fresh=True)
 def test_offload_and_replicas_take_parts(rank: int, world: int) -> None:
     """Features that meet parts where they would meet parameters."""
