@@ -20,6 +20,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -91,6 +92,7 @@ def _told(result: Result) -> Result:
 def _run(name: str, arguments: Sequence[str]) -> tuple[int, str]:
     """Returns pytest's exit code, and what it has written until the first test failed."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command += ["--basetemp", f"{tempfile.mkdtemp(prefix='mutant-')}/tests"]  # not the other run's, to be emptied there
     process = subprocess.Popen(
         [*command, *arguments],
         env={**os.environ, VARIABLE: name},

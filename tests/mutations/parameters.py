@@ -95,7 +95,7 @@ def shard_not_written_back(dismiss, self, *, keep):
     dismiss(self, keep=False)
 
 
-@mutant("GroupWrites.take_over")
+@mutant("Writes.take_over")
 def writes_in_forward_lost(_, self):
     """What a forward writes into parameters is lost at the reshard."""
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.autograd import profiler
-from torch.profiler import record_function
+from torch._C._profiler import _RecordFunctionFast
 from torch.utils import _python_dispatch
 
-_UNRECORDED: AbstractContextManager[Any] = nullcontext()
 
-
-def profiler_range(*words: str) -> AbstractContextManager[Any]:
-    """torch.profiler.record_function of the words while a profiler runs; otherwise nothing, which saves microseconds.
-
-    Nothing public says whether a profiler runs.
-    """
-    return record_function("".join(words)) if profiler._is_profiler_enabled else _UNRECORDED
+def profiler_range(name: str) -> AbstractContextManager[Any]:
+    """torch.profiler.record_function that may be entered again and again: 0.4 microseconds where no profiler runs. It
+    has no public name."""
+    return _RecordFunctionFast(name)
 
 
 class DispatchMode(_python_dispatch.TorchDispatchMode):

@@ -32,6 +32,7 @@ from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.sdp.sharded_ddp import sharding_of
+from zero.shards.group_state import GroupState
 from zero.shards.masters import settled as settled_master
 from zero.shards.partition import Place, places_in
 from zero.tensor_parallel import parts
@@ -160,7 +161,7 @@ class Training:
                             "optimizer trains."
                         )
         for shard_group in self._groups:
-            if shard_group.gathering or shard_group.summoned:
+            if shard_group.state in (GroupState.GATHERING, GroupState.SUMMONED):
                 return f"{shard_group.names[0]} is being gathered, or summoned full. Save and load between steps."
             moved = shard_group.reclaim()
             if moved is not None:

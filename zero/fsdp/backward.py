@@ -14,7 +14,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from zero._torch import at_end_of_backward
 from zero.comm import Comm
@@ -25,12 +24,6 @@ from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.unit import Call, Index, TrainingState, Unit
 from zero.sdp.bucket import End
 from zero.shards.scaling import Scaling
-
-
-def _take(param: nn.Parameter) -> Tensor | None:
-    """Takes the full gradient that autograd has written."""
-    gradient, param.grad = param.grad, None
-    return gradient
 
 
 class Backward:
@@ -140,13 +133,14 @@ class Backward:
         Under no_sync stores the gradients instead of reducing them.
         """
         self._in_backward.remove(unit)
-        for bucket in unit.gradients.buckets:
-            bucket.take_all(_take)
+        for bucket in unit.buckets:
+            bucket.take_written()
         unit.end_backward()  # before waiting: an all-gather into its memory need not wait for the reduction
         if self.reduces:
             self._finish_reduce()
         else:
-            unit.gradients.show_unreduced()
+            for bucket in unit.buckets:
+                bucket.show_unreduced()
         if self._prefetches is BackwardPrefetch.BACKWARD_POST and not at_end:
             self._launch_ahead(unit)
         if self.reduces:
@@ -154,7 +148,7 @@ class Backward:
 
     def _launch_reduce(self, unit: Unit) -> None:
         self._finish_reduce()
-        for bucket in unit.gradients.buckets:
+        for bucket in unit.buckets:
             if bucket.trained:
                 bucket.launch()
         self._reducing = unit
@@ -164,7 +158,8 @@ class Backward:
     def _finish_reduce(self) -> None:
         if self._reducing is not None:
             reduced, self._reducing = self._reducing, None
-            reduced.gradients.finish(reduced.title)
+            for bucket in reduced.buckets:
+                bucket.finish()
 
     def _finish(self) -> None:
         for unit in reversed(self._units):
@@ -172,11 +167,12 @@ class Backward:
                 self._enter(unit)  # backward did not reach it here, but may have on other ranks, which reduce it
             if unit.state is TrainingState.BACKWARD:
                 self._complete(unit, at_end=True)
-            elif unit.gradients.left_unreduced and self.reduces:
-                unit.gradients.hand_over_leftovers()
+            elif self.reduces and any(bucket.left_unreduced for bucket in unit.buckets):
+                for bucket in unit.buckets:
+                    bucket.hand_over_leftovers()
                 self._launch_reduce(unit)
         self._finish_reduce()
-        self._end.reach([bucket for unit in self._units for bucket in unit.gradients.buckets])
+        self._end.reach([bucket for unit in self._units for bucket in unit.buckets])
         for unit in self._units:
             unit.end_backward()
             unit.settle()

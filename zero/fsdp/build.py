@@ -167,7 +167,7 @@ def restore_module(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], ho
         for group in unit.groups:
             for param in group.params:
                 param.grad = None
-            group.summon()  # without dismiss()
+        unit.summon()  # without dismiss()
     for cast in cast_buffers:
         buffers_of(cast.module)[cast.name] = cast.tensor.to(cast.dtype)
     for hook in hooks:

@@ -78,8 +78,8 @@ def summoned(
             unit.reshard()  # a forward without backward may have left it unsharded
         if with_grads:
             gradients = [_Gradients(group, to) for group in groups]
-        for group in groups:
-            group.summon(to, on_cpu=offload_to_cpu)
+        for unit in units:
+            unit.summon(to, on_cpu=offload_to_cpu)
         for of_group in gradients:
             of_group.show()
         yield
@@ -87,9 +87,8 @@ def summoned(
             model.placement.compare("the full parameters of FSDP", [], moved_problem(groups))
         keep = writeback
     finally:
-        for group in groups:
-            if group.summoned:
-                group.dismiss(keep=keep)
+        for unit in units:
+            unit.dismiss(keep=keep)
         for of_group in gradients:
             of_group.end(keep=keep)
 
@@ -149,7 +148,7 @@ class Recipient:
             return {}
         unit.reshard()  # a forward without backward may have left it unsharded
         copies: dict[Tensor, Tensor] = {}
-        for group in unit.groups:
+        for group in unit.groups:  # one by one, so that one alone is full
             group.summon(None if self.to is None else placement.owner(self.to))
             try:
                 if self.receives(placement):

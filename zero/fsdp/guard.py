@@ -89,7 +89,7 @@ class Guard:
         held = {*params}
         stepped: list[nn.Parameter] = []
         for unit in self.model.units:
-            for bucket in unit.gradients.buckets:
+            for bucket in unit.buckets:
                 reduced = [index for index in bucket.reduced if bucket.group.params[index] in held]
                 own = [bucket.group.params[index] for index in reduced if index in bucket.group.spans]
                 if all(param.grad is not None for param in own):
@@ -122,7 +122,7 @@ class Guard:
         for name, finding in findings.items():
             if finding.kind is not Kind.TENSORWISE:  # refused only if a parameter with a gradient is cut
                 yield optimizer_problem(name, finding, self.model.partition, of="FSDP")
-        yield moved_problem(group for group in self._index.groups if not group.summoned)
+        yield moved_problem(group for unit in self._index.units if not unit.summoned for group in unit.groups)
         yield from self._problems_of_new_parameters()
         yield problem_of_state(self.model, optimizer)
         units = [*dict.fromkeys(map(self._index.unit_of, params))]
@@ -162,12 +162,12 @@ class Guard:
         """tensorwise: name and finding of an optimizer that needs uncut parameters, if there is one."""
         unit, (group, index) = self._index.unit_of(param), self._index[param]
         name, kind = group.names[index], type(optimizer).__name__
-        if group.summoned or unit.state is not TrainingState.IDLE:
+        if unit.summoned or unit.state is not TrainingState.IDLE:
             yield (
                 f"{name!r} is unsharded, not this rank's shard, while {kind}.step() is called: backward is not "
                 "complete, or this is inside summon_full_params(). Step after backward, outside it."
             )
-        if unit.gradients.unreduced(param):
+        if unit.buckets[unit.groups.index(group)].unreduced(index):
             yield (
                 f"{name!r} has a gradient that was not reduced: the last backward ran under no_sync(). Run the last "
                 "backward before step() outside it."

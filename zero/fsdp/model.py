@@ -23,6 +23,7 @@ from zero.fsdp.unit import Index, Unit
 from zero.sdp.buffers import BufferSync
 from zero.sdp.wrapper import UNWRAPPED
 from zero.shards.claimed import claim, release
+from zero.shards.group_state import GroupState
 from zero.shards.placement import Placement
 from zero.shards.scaling import Scaling
 from zero.tensor_parallel.parts import others_of
@@ -115,7 +116,7 @@ class Model:
 
         Communicates only to raise. The ranks without a problem raise in their next operation.
         """
-        problem = moved_problem(group for group in self.index.groups if not group.summoned)
+        problem = moved_problem(group for group in self.index.groups if group.state is not GroupState.SUMMONED)
         if problem is not None:
             self.refuse(problem)
 

@@ -141,8 +141,8 @@ class Schedule:
                     self._search.enter_context(ForeignReads(self._index, self._found_read))
             if mode not in self._looked:
                 self._looked.add(mode)
-                for one in self._units:
-                    one.writes.look()
+                for writes in [one for each in self._units for one in each.writes.values()]:
+                    writes.looks = True
         unit.companions = [*unit.reads]
         for each in (unit, *unit.companions):
             if each is not unit and not in_backward:

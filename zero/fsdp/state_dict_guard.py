@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from zero._torch import OwnHook
+from zero.shards.group_state import GroupState
 from zero.shards.partition import Place
 from zero.shards.shard_group import ShardGroup
 
@@ -40,7 +41,8 @@ class Refusal(OwnHook):
         self._groups = groups
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars and any(group.comm.world > 1 and not group.summoned for group in self._groups):
+        sharded = [one for one in self._groups if one.comm.world > 1 and one.state is not GroupState.SUMMONED]
+        if sharded and not keep_vars:
             raise RuntimeError(
                 f"state_dict() of a module inside FSDP ({type(module).__name__} {prefix.rstrip('.')!r}) would hold "
                 "this rank's shards, not full weights. Call state_dict() of the FSDP model, or zero.full_state_dict"

@@ -1,6 +1,6 @@
 """The parameters of one module, which are unsharded while it computes and sharded at rest.
 
-unit_gradients.py has the gradients.
+unit_bucket.py has the gradients.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from weakref import WeakSet
 from torch import nn
 from torch.autograd.graph import Node
 
+from zero._torch import writes_so_far
 from zero.fsdp.precision import MixedPrecision
-from zero.fsdp.refusal import Refusal
-from zero.fsdp.unit_gradients import UnitGradients
+from zero.fsdp.refusal import Refusal, moved_problem
+from zero.fsdp.unit_bucket import UnitBucket
 from zero.fsdp.writes import Writes
 from zero.shards.group_state import GroupState
 from zero.shards.partition import Place, places_in
@@ -59,7 +60,9 @@ class Unit:
     `reads`: units whose parameters its forward was seen to read. `read_by_others`: whether others read its own.
     `before`, `after`: the units that ran before and after it in the last forward.
     `calls`: forwards whose backward is expected or running, while their graphs exist.
-    `writes`: into its parameters while they are unsharded. `shown`: its DTensors while it runs, if it has any.
+    `buckets`: the gradients of its shard groups. `writes`: into its parameters while they are unsharded, by group.
+    `shown`: its DTensors while it runs, if it has any.
+    `summoned`: whether it is full within summon_full_params, perhaps on another rank only.
     """
 
     def __init__(
@@ -75,7 +78,9 @@ class Unit:
         self.name, self.module, self.groups = name, module, groups
         self.params = {param for group in groups for param in group.params}
         self.precision, self.stays = precision, stays
-        self.writes = Writes(groups, refusal)
+        self.buckets = [UnitBucket(group, sent_as=precision.reduce_dtype) for group in groups]
+        self.writes = {group: Writes(group) for group in groups if group.frees}
+        self._refusal, self.summoned = refusal, False
         self.shown: Shown | None = None
         self.state = TrainingState.IDLE
         self.entry_module: nn.Module | None = None
@@ -90,7 +95,6 @@ class Unit:
         self.before: Unit | None = None
         self.after: Unit | None = None
         self.calls: WeakSet[Call] = WeakSet()
-        self.gradients = UnitGradients(groups, sent_as=precision.reduce_dtype)
         self._set_title()
 
     def _set_title(self) -> None:
@@ -148,13 +152,8 @@ class Unit:
         return all(group.readable for group in self.groups)
 
     @property
-    def summoned(self) -> bool:
-        """Whether the parameters are full within summon_full_params."""
-        return GroupState.SUMMONED in [group.state for group in self.groups]
-
-    @property
     def gathering(self) -> bool:
-        return any(group.gathering for group in self.groups)
+        return any(group.state is GroupState.GATHERING for group in self.groups)
 
     @property
     def overlaps(self) -> bool:
@@ -167,7 +166,8 @@ class Unit:
         Raises RuntimeError if an earlier all-gather of them failed.
         """
         if not ahead:
-            self.writes.refuse_other_data()
+            for group in self.writes:
+                self._refuse_other_data(group)
         for group in self.groups:
             if group.state is GroupState.SHARDED:
                 channel = self._for_backward if for_backward else self._for_forward
@@ -186,16 +186,40 @@ class Unit:
         for group in self.groups:
             if group.state is GroupState.GATHERING:
                 group.finish_unshard()
-                self.writes.gathered(group)
+                if group in self.writes:
+                    self.writes[group].when_gathered = writes_so_far(group.params)
 
     def reshard(self) -> None:
         """Releases the full parameters; this rank's shards remain."""
-        if any(group.state is GroupState.GATHERING for group in self.groups):
+        if self.gathering:
             self.finish_unshard()
         for group in self.groups:
-            if group.state is GroupState.UNSHARDED:
-                self.writes.take_over(group)
-                group.reshard()
+            if group.state is not GroupState.UNSHARDED:
+                continue
+            if group in self.writes:
+                self._refuse_other_data(group)
+                self.writes[group].take_over()
+            group.reshard()
+
+    def _refuse_other_data(self, group: ShardGroup) -> None:
+        """Raises RuntimeError on every rank if a parameter of the group was given other data, which all would lose."""
+        problem = None if group.moved() is None else moved_problem([group])
+        if problem is not None:
+            group.rebind()  # what ends this forward reshards it
+            self._refusal.raise_everywhere(problem)
+
+    def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
+        """Collective. Has full parameters, in memory of their own, until `dismiss`. See ShardGroup.summon."""
+        self.summoned = bool(self.groups)
+        for group in self.groups:
+            group.summon(to, on_cpu=on_cpu)
+
+    def dismiss(self, *, keep: bool) -> None:
+        """Ends `summon`. keep: what was written into the full parameters is copied into the shards."""
+        self.summoned = False
+        for group in self.groups:
+            if group.state is GroupState.SUMMONED:
+                group.dismiss(keep=keep)
 
     def reshard_unused(self) -> None:
         """Reshards, unless a running forward or backward needs the parameters."""
@@ -207,7 +231,8 @@ class Unit:
     def enter_backward(self) -> None:
         """Prepares for full gradients, which autograd writes from here on. The parameters are unsharded."""
         self.state = TrainingState.BACKWARD
-        self.gradients.enter_backward()
+        for bucket in self.buckets:
+            bucket.enter_backward()
 
     def end_backward(self) -> None:
         """Forgets the expected backwards, and reshards the parameters. The gradients were taken."""
@@ -223,15 +248,18 @@ class Unit:
     def interrupt(self) -> None:
         """Restores the gradients from before a backward that an exception has ended. Waits for no other rank."""
         if self.state is TrainingState.BACKWARD:
-            self.gradients.drop_full()
+            for bucket in self.buckets:
+                bucket.drop_full()
             self.end_backward()
-        if self.gradients.has_set_aside and not self.gathering:
+        if any(bucket.has_set_aside for bucket in self.buckets) and not self.gathering:
             self.reshard()
-            self.gradients.restore()
+            for bucket in self.buckets:
+                bucket.restore()
 
     def abandon(self) -> None:
         """Forgets a forward or backward that an exception has ended."""
-        self.gradients.abandon()
+        for bucket in self.buckets:
+            bucket.abandon()
         self.forget_forward()
         self.finish_unshard()
         self.interrupt()

@@ -45,8 +45,7 @@ def _send(model: Model, unit: Unit, *, first: bool) -> None:
     """Collective. Gives every rank its shards of a unit whose parameters are summoned on the first rank."""
     params = [param for group in unit.groups for param in group.params]
     loaded = [param.detach() for param in params] if first else []
-    for group in unit.groups:
-        group.dismiss(keep=False)
+    unit.dismiss(keep=False)
     with summoned(model, [unit], writeback=True), torch.no_grad():
         for param, value in zip(params, loaded, strict=False):
             param.copy_(value)

@@ -9,17 +9,16 @@ this rank did not use a parameter, it learns only at the end of the backward whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zero._torch import add_all
 from zero.comm import Comm, Handle
 from zero.oss.gradients import CREATE_GRAPH, refuse_sparse
 from zero.sdp.messages import messages_of
-from zero.shards.log import shown
 from zero.shards.shard_group import ShardGroup
 
 
@@ -29,6 +28,7 @@ class GradBucket:
     shards: by position of the parameter, what is stepped for it: its `grad` is the gradient of this rank's shard.
     sent_as: the dtype in which gradients are sent, by default that of the full parameters.
     `trained`: positions of the parameters that have gradients.
+    `taken`: flat gradients that it has taken and not sent, by position.
     `reducing`: whether a reduce is in flight.
     `used`: positions of the parameters that this rank sent gradients of since the last `decide`.
     `missing`: whether this rank has sent zeros for some parameter since then.
@@ -38,7 +38,7 @@ class GradBucket:
     def __init__(self, group: ShardGroup, shards: Sequence[Tensor], *, sent_as: torch.dtype | None = None) -> None:
         self.group, self._shards = group, shards
         self._sent_as = sent_as or group.full.dtype
-        self._taken: dict[int, Tensor] = {}
+        self.taken: dict[int, Tensor] = {}
         self.taken_bytes = 0
         self.used: set[int] = set()
         self.missing = False
@@ -65,43 +65,32 @@ class GradBucket:
         trained = tuple(index for index, param in params if param.requires_grad or param in also)
         if trained == self.trained:
             return False
-        assert not self._taken and not self.reducing
+        assert not self.taken and not self.reducing
         self.trained, self._messages = trained, messages_of(self.group, trained, self._sent_as)
         return True
 
     @property
     def complete(self) -> bool:
         """Whether the bucket has taken the gradients of all trained parameters."""
-        return len(self._taken) == len(self.trained)
+        return len(self.taken) == len(self.trained)
 
     def take(self, index: int, gradient: Tensor | None) -> None:
         """Takes the full gradient of a parameter, if it is not None. The caller should keep no reference to it."""
         if gradient is None:
             return
-        if self._handle is not None or index in self._taken:
+        if self._handle is not None or index in self.taken:
             self.refuse_late(index)
         if gradient.is_sparse:
             refuse_sparse(self.group.names[index])
         if gradient.requires_grad:
             raise RuntimeError(CREATE_GRAPH.format(self.group.names[index]))
-        self._taken[index] = self.group.shapes.in_memory_order(index, gradient)
+        self.taken[index] = self.group.shapes.in_memory_order(index, gradient)
         self.taken_bytes += gradient.nbytes
 
     def give_back(self) -> list[tuple[int, Tensor]]:
         """Returns the gradients that the bucket has taken and not sent, with their positions. It is empty then."""
-        taken, self._taken, self.taken_bytes = self._taken, {}, 0
+        taken, self.taken, self.taken_bytes = self.taken, {}, 0
         return [(index, self.group.shapes.shaped(index, flat)) for index, flat in taken.items()]
-
-    def own_of_taken(self, index: int) -> Tensor | None:
-        """Returns this rank's slice of a gradient that the bucket has taken, in the dtype and on the device of the
-        shard; None if it has taken none of this parameter."""
-        flat, group = self._taken.get(index), self.group
-        if flat is None:
-            return None
-        if index not in group.spans:
-            return torch.empty_like(group.shard_views[index])
-        span = group.spans[index]
-        return group.shapes.shaped(index, flat[span.start : span.stop].to(group.shard))
 
     def refuse_late(self, index: int) -> NoReturn:
         """Raises RuntimeError for a gradient that came after the launch."""
@@ -111,23 +100,15 @@ class GradBucket:
             "requires a gradient: use checkpoint(..., use_reentrant=False)."
         )
 
-    def take_all(self, take: Callable[[nn.Parameter], Tensor | None]) -> None:
-        """Takes the gradients that it has not yet: those of a unit that backward has passed, or, of parameters that
-        this backward did not reach, those accumulated under no_sync. take: takes one from a parameter."""
-        for index in self.trained:
-            if index not in self._taken:
-                self.take(index, take(self.group.params[index]))
-
     def launch(self) -> None:
         """Collective. Launches the reduce of all gradients to their owners; missing ones are sent as zeros."""
-        group, messages = self.group, self._messages.messages(self._taken)
-        self._sent = frozenset(self._taken)
+        group, messages = self.group, self._messages.messages(self.taken)
+        self._sent = frozenset(self.taken)
         self.used |= self._sent
         self.missing = self.missing or len(self._sent) < len(self.trained)
-        self._taken, self.taken_bytes = {}, 0
-        with shown("reduce", group.label, group.comm.rank), group.streams.reductions():
-            averages = group.exchange.reduce(messages)
-            self._handle = group.streams.arriving(averages, group.exchange.gathered_by, messages)
+        self.taken, self.taken_bytes = {}, 0
+        with group.shown("reduce"):
+            self._handle = group.exchange.reduce(messages, group.streams)
 
     def finish(self) -> None:
         """Waits for the reduce, if one is in flight, and adds the averages to the gradients of this rank's shard. It
@@ -135,7 +116,7 @@ class GradBucket:
         handle, self._handle, group = self._handle, None, self.group
         if handle is None:
             return
-        with shown("wait_for_reduce", group.label, group.comm.rank):
+        with group.shown("wait_for_reduce"):
             sums: Tensor = handle.wait()
         used: list[tuple[int, Tensor]] = []
         brought = group.bring(sums)
@@ -170,10 +151,13 @@ class GradBucket:
         self.reduced = self.used.union(index for index, anywhere in used.items() if anywhere)
         self._forget_usage()
 
-    def abandon(self, *, keeps_taken: bool = False) -> None:
+    def abandon(self) -> None:
         """Waits for the reduce in flight, and forgets a backward that was interrupted."""
-        if not keeps_taken:
-            self._taken, self.taken_bytes = {}, 0
+        self.taken, self.taken_bytes = {}, 0
+        self.forget_sent()
+
+    def forget_sent(self) -> None:
+        """The same, but keeps what it has taken and not sent."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()

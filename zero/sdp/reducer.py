@@ -171,7 +171,7 @@ class Reducer:
         while self._launched < len(self._buckets):
             bucket = self._buckets[self._launched]
             if incomplete:
-                bucket.take_all(partial(self._take, self._launched))
+                self._take_rest(self._launched)
             elif not bucket.complete:
                 return
             self._finish_in_flight()
@@ -182,9 +182,12 @@ class Reducer:
             if self._launched < len(self._buckets):
                 self._limit_memory(self._buckets[self._launched])
 
-    def _take(self, number: int, param: nn.Parameter) -> Tensor | None:
-        """Takes the full gradient of a parameter of bucket `number`."""
-        return self._owners[number].gradients.take(param, self._places[param].name)
+    def _take_rest(self, number: int) -> None:
+        """Has bucket `number` take gradients of parameters that this backward did not reach: what was accumulated."""
+        bucket, gradients = self._buckets[number], self._owners[number].gradients
+        for index in bucket.trained:
+            if index not in bucket.taken:
+                bucket.take(index, gradients.take(bucket.group.params[index], bucket.group.names[index]))
 
     def _limit_memory(self, filling: GradBucket) -> None:
         """Waits for the bucket in flight before the next one has taken 1/W of a bucket: both use two buckets at most.

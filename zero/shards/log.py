@@ -8,10 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import AbstractContextManager
-from typing import Any
-
-from zero._torch import profiler_range
 
 logger = logging.getLogger("zero")
 
@@ -22,10 +18,3 @@ def show_as_asked() -> None:
     if isinstance(level, int) and level != logging.NOTSET:
         logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
         logger.setLevel(level)
-
-
-def shown(act: str, label: str, rank: int) -> AbstractContextManager[Any]:
-    """A context for an operation. act: such as "unshard". label: of the unit or bucket."""
-    if logger.isEnabledFor(logging.DEBUG):
-        logger.debug("rank %d: %s %s", rank, act, label)
-    return profiler_range("zero::", act, " ", label)

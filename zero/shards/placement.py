@@ -1,5 +1,5 @@
 """Over which ranks a model is sharded, and how the shards of its groups travel: among the ranks that own them
-(replicas.py: also among those that have the same shards)."""
+(replicas.py: also among those that have the same shards), on which stream, and in which dtype."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero.comm import Comm, Handle
+from zero.comm.streams import NONE, NoStreams, apart
 from zero.comm.transport import Message
 from zero.shards.layout import Layout
 
@@ -58,15 +59,32 @@ class Exchange:
         return [self.gathered_by]
 
     def gather(
-        self, full: Tensor, shard: Tensor | None, *, sent_as: torch.dtype | None = None, channel: int | None = None
+        self,
+        full: Tensor,
+        shard: Tensor | None,
+        streams: NoStreams,
+        *,
+        sent_as: torch.dtype | None = None,
+        channel: int | None = None,
+        ahead: bool = False,
     ) -> Handle:
-        """Collective. Fills the full buffer.
+        """Collective. Launches the all-gather that fills the full buffer, which gets memory first if it has none.
 
         shard: this rank's shard; None if it lies in the buffer already. sent_as: a narrower dtype in which floats are
         sent; this rank's own keep their precision. channel: of `gathered_by`, by default "the gathering of" the group.
+        ahead: see NoStreams.gathers.
         """
         channel = self._gather if channel is None else channel
+        if streams is NONE:
+            return self._gather_here(full, shard, sent_as, channel)
+        with streams.gathers(ahead=ahead, from_host=shard is not None and apart(shard, full)):
+            gather = self._gather_here(full, shard, sent_as, channel)
+            return streams.arriving(gather, self.gathered_by, (full, self))
+
+    def _gather_here(self, full: Tensor, shard: Tensor | None, sent_as: torch.dtype | None, channel: int) -> Handle:
+        """On the current stream."""
         if shard is not None:
+            full.untyped_storage().resize_(full.nbytes)
             own = full[self._own]
             sent = shard if shard.dtype == own.dtype else shard.to(own.device, non_blocking=True)  # rounded there
             own.copy_(sent, non_blocking=True)
@@ -85,8 +103,15 @@ class Exchange:
 
         return Handle(widen)
 
-    def reduce(self, messages: Sequence[Message]) -> Handle:
-        """Collective. `wait` returns the averages for this rank's shard, flat, one message after another."""
+    def reduce(self, messages: Sequence[Message], streams: NoStreams) -> Handle:
+        """Collective. Launches a reduction. `wait` returns the averages for this rank's shard, flat, one message after
+        another."""
+        if streams is NONE:
+            return self._reduce_here(messages)
+        with streams.reductions():
+            return streams.arriving(self._reduce_here(messages), self.gathered_by, messages)
+
+    def _reduce_here(self, messages: Sequence[Message]) -> Handle:
         comm = self.gathered_by
         return comm.reduce(messages, times=1 / comm.world, channel=self._reduction)
 

@@ -52,8 +52,8 @@ class Replicated(Exchange):
     def comms(self) -> list[Comm]:
         return [self.gathered_by, self._replicas]
 
-    def reduce(self, messages: Sequence[Message]) -> Handle:
-        within = super().reduce(messages)
+    def _reduce_here(self, messages: Sequence[Message]) -> Handle:
+        within = super()._reduce_here(messages)
 
         def average() -> Tensor:
             averages: Tensor = within.wait()

@@ -12,19 +12,25 @@ that no tool takes the parameters of one buffer for tied weights.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zero._torch import outside_function_modes, profiler_range
 from zero.comm import Handle
 from zero.comm.streams import ARRIVED, NONE, NoStreams, apart, streams_of
 from zero.shards.group_state import IN_PLACE, NEXT_IN_PLACE, NEXT_WITH_OWN_SHARD, GroupOptions, GroupState
 from zero.shards.layout import Layout, Span
-from zero.shards.log import shown
+from zero.shards.log import logger
 from zero.shards.placement import Placement
 from zero.shards.shapes import Shapes, is_copy, with_own_storage
+
+ACTS = ("unshard", "wait_for_unshard", "reshard", "reduce", "wait_for_reduce")
+"""What is done to a group, in the profiler and the log."""
 
 
 class ShardGroup:
@@ -102,7 +108,14 @@ class ShardGroup:
         self._name_channels()
 
     def _name_channels(self) -> None:
+        self._ranges = {act: profiler_range(f"zero::{act} {self.label}") for act in ACTS}
         self.full_channel = self.comm.channel(f"the full tensors of {self.label}, as for state_dict()")
+
+    def shown(self, act: str) -> AbstractContextManager[Any]:
+        """A context for an operation, one of ACTS: a range of the profiler, and at DEBUG a line of the log."""
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("rank %d: %s %s", self.comm.rank, act, self.label)
+        return self._ranges[act]
 
     def _views_to_bind(self) -> list[Tensor]:
         views = self.shapes.views_of_full(self.full)
@@ -145,14 +158,6 @@ class ShardGroup:
         self.state = state
 
     @property
-    def gathering(self) -> bool:
-        return self.state is GroupState.GATHERING
-
-    @property
-    def summoned(self) -> bool:
-        return self.state is GroupState.SUMMONED
-
-    @property
     def readable(self) -> bool:
         """Whether the parameters are full on this rank."""
         return self.state is GroupState.UNSHARDED or self._summoned is not None
@@ -171,16 +176,11 @@ class ShardGroup:
         ahead: the parameters are needed later, and `shard` was written before the running forward or backward began.
         """
         self._become(GroupState.GATHERING)
-        streams, exchange, from_host = self.streams, self.exchange, self.home.apart
+        how: Any = {"sent_as": sent_as, "channel": channel, "ahead": ahead}
         try:
-            with shown("unshard", self.label, self.comm.rank), torch.no_grad():
-                with streams.gathers(ahead=ahead, from_host=from_host):
-                    if self.frees:
-                        self.full.untyped_storage().resize_(self.full.nbytes)
-                    shard = self.shard if self.frees else None
-                    gather = exchange.gather(self.full, shard, sent_as=sent_as, channel=channel)
-                    self._handle = streams.arriving(gather, exchange.gathered_by, (self.full, exchange))
-                if from_host:
+            with self.shown("unshard"), torch.no_grad():
+                self._handle = self.exchange.gather(self.full, self.shard if self.frees else None, self.streams, **how)
+                if self.home.apart:
                     self.home.used(self.shard)
         except BaseException:
             self._become(GroupState.LOST)
@@ -191,7 +191,7 @@ class ShardGroup:
         assert self._handle is not None, "no gather is in flight"
         handle, self._handle = self._handle, None
         try:
-            with shown("wait_for_unshard", self.label, self.comm.rank):
+            with self.shown("wait_for_unshard"):
                 handle.wait()
         except BaseException:
             self._become(GroupState.LOST)
@@ -206,7 +206,7 @@ class ShardGroup:
         """Binds the parameters to `shard`, and frees `full` (unless the group has one rank)."""
         assert self._options.own_shard
         self._become(GroupState.SHARDED)
-        with shown("reshard", self.label, self.comm.rank):
+        with self.shown("reshard"):
             if self.shard_in_full:
                 self.shard.untyped_storage().resize_(self.shard.nbytes)
                 with torch.no_grad():
@@ -285,9 +285,10 @@ class ShardGroup:
 
     def moved(self) -> str | None:
         """Returns the name of a parameter that lies elsewhere than where it was bound, if there is one."""
-        for param, view, name in zip(self.params, self._bound, self.names, strict=True):
-            if param.data_ptr() != view.data_ptr():
-                return name
+        with outside_function_modes():  # an address is no read, for which the first forwards search by such a mode
+            for param, view, name in zip(self.params, self._bound, self.names, strict=True):
+                if param.data_ptr() != view.data_ptr():
+                    return name
         return None
 
     def reclaim(self) -> str | None:
