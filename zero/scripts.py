@@ -154,7 +154,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
 def _stepped(inner: nn.Module, optimizer: Optimizer, comm: Comm) -> SteppedShards:
     """What holds an optimizer's state; at stage 0 none of it is a shard."""
     if isinstance(optimizer, OSS):
-        return optimizer.saved.stepped
+        return optimizer.stepped_shards
     sharded = [model for model, _ in models_of(inner)]
     groups = [group for model in sharded for group in model.index.groups]
     return of_user(optimizer, groups, sharded[0].comm if sharded else comm)

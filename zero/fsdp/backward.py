@@ -78,7 +78,7 @@ class Backward:
         self._begin()
         unit.calls.add(call)  # once more if the graph was retained, or is older than another backward
         self._complete_units_after(call)
-        entered = [each for each in (unit, *unit.reads) if each.state is TrainingState.IDLE]
+        entered = [each for each in (unit, *self._index.reads[unit]) if each.state is TrainingState.IDLE]
         for each in entered:
             self._enter(each)
         if not call.has_exit_hook:  # a re-entrant checkpoint runs a backward of its own, with an end of its own
@@ -123,7 +123,7 @@ class Backward:
 
     def _launch_ahead(self, unit: Unit) -> None:
         """Launches the all-gather of the unit that backward is expected to reach next, unless it is in backward."""
-        following = unit.before
+        following = self._index.before.get(unit)
         if following is not None and following.calls and following.state is TrainingState.IDLE:
             following.unshard(for_backward=True, ahead=True)
 

@@ -67,10 +67,13 @@ def repeated_blocks(root: nn.Module, apart: Collection[nn.Module] = ()) -> set[n
     def large(modules: Collection[nn.Module]) -> set[nn.Module]:
         return {module for module in modules if nbytes(module) >= _SMALL}
 
-    def look_into(module: nn.Module, around: nn.Module | None) -> None:
-        """around: the innermost block around the module."""
+    much = nbytes(root) // 4
+    left: list[tuple[nn.Module, nn.Module | None]] = [(root, None)]
+    """Modules to look into, each with the innermost block around it."""
+    while left:
+        module, around = left.pop()
         if module in seen:
-            return
+            continue
         seen.add(module)
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
             members = _members(module)
@@ -80,12 +83,8 @@ def repeated_blocks(root: nn.Module, apart: Collection[nn.Module] = ()) -> set[n
                     blocks |= large(_repeated(members, with_submodules=False))
                 else:
                     blocks = large(blocks) if nbytes(around) > much else set()
-            found.update(blocks)
-        for child in module.children():
-            look_into(child, child if child in found else around)
-
-    much = nbytes(root) // 4
-    look_into(root, None)
+            found |= blocks
+        left += [(child, child if child in found else around) for child in module.children()][::-1]
     return found
 
 

@@ -15,6 +15,7 @@ So gradients of shards are hidden while torch.compile traces.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -30,8 +31,9 @@ from zero._torch import (
     is_compiled,
     uncompiled,
 )
-from zero.fsdp.model import Forward, Model, sharded_params
-from zero.fsdp.unit import Unit
+from zero.fsdp.model import Forward, sharded_params
+from zero.fsdp.schedule import Schedule
+from zero.fsdp.unit import Index, Unit
 
 BETWEEN_UNITS = (
     "FSDP gathers and releases parameters between its units, which cannot be traced. Compile the model without "
@@ -61,15 +63,14 @@ class Compiling:
     in evaluation, and while CUDA graphs are recorded.
     """
 
-    def __init__(self, model: Model) -> None:
-        self.model = model
+    def __init__(self, index: Index, schedule: Schedule) -> None:
+        self._units, self._root, self._schedule = index.units, index.units[0], schedule
         self._uncompiled = False
         """Whether the running forward runs uncompiled although modules are compiled."""
         self._enters_by_units = False
         self._direct: set[Callable[..., Any]] = set()
         """Hooks that are not hidden."""
-        self._inner = {unit.module for unit in model.units[1:]}
-        self._freed = {group.full.device for group in model.index.groups if group.frees}
+        self._freed = {group.full.device for group in index.groups if group.frees}
         _watch()
         _all.add(self)
 
@@ -78,7 +79,7 @@ class Compiling:
 
         Those inside units are as they are until something is compiled: that takes less of each forward.
         """
-        if unit is not self.model.root and module is not unit.module:
+        if unit is not self._root and module is not unit.module:
             self._direct.add(function)
             return function
         hidden: Callable[..., Any] = _hidden(function)
@@ -95,7 +96,7 @@ class Compiling:
     def tracing_begins(self) -> None:
         """Removes or hides hooks inside units: modules may have been compiled since the first forwards."""
         self.mode_begins()
-        for module in self.model.module.modules() if self._direct else ():
+        for module in self._root.module.modules() if self._direct else ():
             for hooks in forward_hooks_of(module):
                 for number, function in hooks.items():
                     if function in self._direct:
@@ -105,8 +106,8 @@ class Compiling:
     def mode_begins(self) -> None:
         """Compiled modules lose the hooks of modules inside, which are called through them alone. Code that is traced
         must not contain the search for reads."""
-        compiled = [] if self._uncompiled else _compiled_in(self.model.module)
-        self.model.schedule.traced = bool(compiled)
+        compiled = [] if self._uncompiled else _compiled_in(self._root.module)
+        self._schedule.traced = bool(compiled)
         self._remove_inner_hooks(inner for module in compiled for inner in module.modules())
 
     def _remove_inner_hooks(self, modules: Iterable[nn.Module]) -> None:
@@ -114,9 +115,9 @@ class Compiling:
 
         Modules of the root that are in no other unit keep their hooks, unless the root is the only unit.
         """
-        units = self.model.units
+        units = self._units
         inner = {module for unit in units[1:] or units for module in unit.module.modules()}
-        self.model.schedule.remove(inner.intersection(modules) - {unit.module for unit in units})
+        self._schedule.remove(inner.intersection(modules) - {unit.module for unit in units})
 
     def forward(self, run: Forward) -> Callable[..., Any]:
         begin, end, uncompiled = _hidden(self._begin), _hidden(run.end), _hidden(self._run_uncompiled)
@@ -141,10 +142,12 @@ class Compiling:
                 f"FSDP ran forward while torch.cuda.graph or make_graphed_callables records CUDA graphs, {_MOVING}, "
                 "and a replay would gather nothing. Run forward and backward without recording them."
             )
-        module, schedule = self.model.module, self.model.schedule
-        searches = module.training not in schedule.modes and schedule.installed and not self.model.root.summoned
-        if searches and (problem := compiling_problem(module, self._inner, self._freed)) is not None:
-            raise RuntimeError(problem)
+        module, schedule = run.module, self._schedule
+        searches = module.training not in schedule.modes and schedule.installed and not self._root.summoned
+        if searches:
+            problem = compiling_problem(module, {unit.module for unit in self._units[1:]}, self._freed)
+            if problem is not None:
+                raise RuntimeError(problem)
         run.begin()
         if not traced and not is_compiled(module):
             return False
@@ -165,8 +168,8 @@ class Compiling:
 
 
 def _hidden(function: Callable[..., Any]) -> Any:
-    """Returns the function, which torch.compile does not trace."""
-    return torch.compiler.disable(function, reason=BETWEEN_UNITS)
+    """Returns the function, which torch.compile does not trace. Of a method torch would make a circle of objects."""
+    return torch.compiler.disable(partial(function), reason=BETWEEN_UNITS)
 
 
 _all: WeakSet[Compiling] = WeakSet()

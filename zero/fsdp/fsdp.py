@@ -137,7 +137,7 @@ class FSDP(Weights):
         self._model = Model(module, units, placement, options, builder.refusal, ignored, as_one_unit, cast_buffers)
         self.broadcast_buffers = broadcast_buffers
         self._state_dicts = StateDictGuard(module, self._model.index)
-        self._model.guard = Guard(self._model)
+        self._guard: Guard | None = Guard(self._model)
         self._run = self._runner()
         self._announce(strategy, len(choice.ignored))
 
@@ -151,7 +151,7 @@ class FSDP(Weights):
     def _runner(self) -> Callable[..., Any]:
         """Installs the hooks. Returns what runs in forward."""
         buffers = BufferSync(self.module, self._model.comms) if self.broadcast_buffers else None
-        compiling = Compiling(self._model)
+        compiling = Compiling(self._model.index, self._model.schedule)
         self._model.schedule.install(compiling.hook, compiling.mode_begins)
         return compiling.forward(Forward(self._model, buffers))
 
@@ -183,6 +183,7 @@ class FSDP(Weights):
 
     def _end(self) -> None:
         self._model.dismiss()
+        self._guard = None
         self._state_dicts.remove()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from zero._torch import params_of_each
-from zero.fsdp.model import Model, models
+from zero.fsdp.model import Model
 from zero.fsdp.optimizer_state import problem_of_state, register
 from zero.fsdp.refusal import moved_problem
 from zero.fsdp.unit import TrainingState, Unit
@@ -43,6 +43,8 @@ class Guard:
         """The numbers in the groups of optimizers that are stepping, except of torch's own, which write none."""
         self._numbers = model.comm.channel("the numbers that ranks compare after the step of an optimizer")
         _watch_steps()
+        _guards[:] = [guard for guard in _guards if guard() is not None]
+        _guards.append(ref(self))
 
     def before_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """Collective, if the optimizer holds any of these parameters. Returns a closure that checks after `closure`."""
@@ -214,9 +216,12 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
         guard.after_step(optimizer)
 
 
+_guards: list[ReferenceType[Guard]] = []
+"""Those of all models that exist, in the order of their construction, which is the same on all ranks."""
+
+
 def _alive() -> list[Guard]:
-    """Returns the guards of all models that exist, in the same order on every rank."""
-    return [model.guard for model in models() if model.guard is not None]
+    return [guard for reference in _guards if (guard := reference()) is not None]
 
 
 @cache

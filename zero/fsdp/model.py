@@ -66,8 +66,6 @@ class Model:
         self.prefetch = options.prefetch.where(overlaps=any(unit.overlaps for unit in units))
         self._refusal = refusal
         self.norm_channel = self.comm.channel("the norm of all gradients")
-        self.guard: Any = None
-        """Checks the steps of optimizers that hold these parameters (guard.py)."""
         self._holders = [
             (params_of(holder), name, param)
             for holder in module.modules()

@@ -7,10 +7,11 @@ which its units ran last. Ranks whose orders differ raise when an all-gather arr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from torch import nn
@@ -64,7 +65,7 @@ class Schedule:
         self.traced = False
         """Whether modules run as code that was traced, in which no reads are seen."""
         self._search = ExitStack()
-        self._hooks: dict[nn.Module, list[RemovableHandle]] = {}
+        self._hooks: MutableMapping[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
 
     def install(
         self,
@@ -74,13 +75,15 @@ class Schedule:
         """Registers the hooks.
 
         hidden: returns what is registered in place of a hook on a module of a unit. begin_mode: called before the first
-        forward of the model in training and the first in evaluation; with ZERO_CHECK=each before every one.
+        forward of the model in training and the first in evaluation; with ZERO_CHECK=each before every one. Its owner
+        is not kept alive.
         """
-        self._begin_mode = begin_mode
+        self._begin_mode = WeakMethod(begin_mode)
         for unit in reversed(self._units):  # so that a unit around another is entered first
             for module in (unit.module, *_holders(unit)):
-                before = hidden(unit, module, partial(self._pre_forward, unit))
-                after = hidden(unit, module, partial(self._post_forward, unit))
+                own = module is unit.module
+                before = hidden(unit, module, partial(self._pre_forward, unit, own))
+                after = hidden(unit, module, partial(self._post_forward, unit, own))
                 self._hooks.setdefault(module, []).extend(
                     [
                         # Before the user's own, such as weight_norm's, which read parameters.
@@ -108,22 +111,25 @@ class Schedule:
                 unit.forget_forward()
                 unit.reshard()
 
-    def _pre_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _pre_forward(
+        self, unit: Unit, own: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """own: whether this is the unit's own module, not one inside it."""
         if self._backward.active and not in_a_backward():
             self._abandon()
         if unit.state is TrainingState.IDLE:
             if unit.running:
-                if module is not unit.module:
+                if not own:
                     return None
             elif unit.summoned:
                 _refuse_to_train_summoned(unit)
                 return None
             else:
-                unit.entry_module = module if module is not unit.module else None
+                unit.entry_module = None if own else module
                 self._enter(unit)
             args, kwargs = self._begin(unit, module, args, kwargs)
             return args, kwargs
-        if module is unit.module:  # activation checkpointing computes the forward again, and backward has unsharded it
+        if own:  # activation checkpointing computes the forward again, and backward has unsharded it
             return unit.precision.cast_inputs(module, (args, kwargs), root=unit is self._root)
         return None
 
@@ -132,18 +138,20 @@ class Schedule:
         if not self.running:
             self._begin_forward()
         self._streams.expect_computing("{} of FSDP runs", unit.title)
-        mode, in_backward = unit.module.training, self._backward.active
+        in_backward = self._backward.active
         if unit is self._root:
+            mode = unit.module.training
             if unit.entry_module is None and not in_backward and (mode not in self.modes or self._comms[0].checks_each):
                 self.modes.add(mode)
-                self._begin_mode()
+                if (begin_mode := self._begin_mode()) is not None:
+                    begin_mode()
                 if not self.traced:
                     self._search.enter_context(ForeignReads(self._index, self._found_read))
             if mode not in self._looked:
                 self._looked.add(mode)
                 for writes in [one for each in self._units for one in each.writes.values()]:
                     writes.looks = True
-        unit.companions = [*unit.reads]
+        unit.companions = [*self._index.reads[unit]]
         for each in (unit, *unit.companions):
             if each is not unit and not in_backward:
                 refuse_read(each)
@@ -170,11 +178,12 @@ class Schedule:
         it would stay, and a later forward would not read what was written into its shards meanwhile.
         """
         if unit is not self._root and unit is not self._last_entered:
-            self._last_entered.after, unit.before = unit, self._last_entered
+            self._index.after[self._last_entered], self._index.before[unit] = unit, self._last_entered
         self._last_entered = unit
         whole = self._root in self.running and self._root.entry_module is None
-        if whole and unit.after is not None and self._prefetch.forward_prefetch:
-            unit.after.unshard(ahead=True)
+        following = self._index.after.get(unit)
+        if whole and following is not None and self._prefetch.forward_prefetch:
+            following.unshard(ahead=True)
 
     def _found_read(self, other: Unit) -> None:
         """Collective. The innermost running unit reads parameters of another one, which is unsharded with it from now
@@ -189,8 +198,8 @@ class Schedule:
             reader.companions.append(other)
             other.users += 1
         other.read_by_others = True
-        if other not in reader.reads:
-            reader.reads.append(other)
+        if other not in self._index.reads[reader]:
+            self._index.reads[reader].append(other)
 
     def _begin(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Counts a forward of the unit. Expects a backward, and registers hooks on inputs for the end of that backward.
@@ -207,11 +216,11 @@ class Schedule:
             call.has_exit_hook = watch_inputs(unit, args, kwargs, partial(self._backward.post_backward, unit, call))
         return args, kwargs
 
-    def _post_forward(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _post_forward(self, unit: Unit, own: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if unit.state is TrainingState.BACKWARD or not unit.running:
             return None
         trains = torch.is_grad_enabled()
-        if module not in (unit.module, unit.entry_module):
+        if not own and module is not unit.entry_module:
             if trains:
                 watch_inside(output, partial(self._backward.reached_inside, unit, unit.running[-1]))
             return None
@@ -224,7 +233,7 @@ class Schedule:
         if not unit.running:
             # Backward will reach this unit first, as it did last time, and would gather it ahead.
             gathered_ahead = self._prefetch.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-            first_in_backward = gathered_ahead and unit is self._root.before
+            first_in_backward = gathered_ahead and unit is self._index.before.get(self._root)
             stays = unit is self._root or unit.stays or first_in_backward
             self._leave(unit, stays=needs_backward and stays)
         return output
@@ -238,7 +247,9 @@ class Schedule:
             each.users -= 1
         if unit is self._root:
             self._search.close()
-            unit.before = None if self._last_entered is unit else self._last_entered
+            self._index.before.pop(unit, None)
+            if self._last_entered is not unit:
+                self._index.before[unit] = self._last_entered
             for other in self._units:
                 if other.gathering:
                     other.reshard_unused()  # gathered ahead, but it did not run this time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from weakref import proxy
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
@@ -22,7 +23,7 @@ class ShownUnits:
 
     def __init__(self, index: Index) -> None:
         watch_steps()
-        self._index = index
+        self._index: Index = proxy(index)  # which keeps the units, and these keep this
         innermost = {module: unit for unit in index.units for module in unit.module.modules()}
         slots: dict[Unit, list[Slot]] = {}
         holders: dict[Unit, set[nn.Module]] = {}

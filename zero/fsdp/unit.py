@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from torch import nn
 from torch.autograd.graph import Node
@@ -57,9 +57,11 @@ class Unit:
     `params`: the parameters of all its shard groups.
     `running`: its forwards that are running: more than one where a module calls itself.
     `users`: units whose running forward needs its parameters, itself included. `companions`: those that it needs.
-    `reads`: units whose parameters its forward was seen to read. `read_by_others`: whether others read its own.
-    `before`, `after`: the units that ran before and after it in the last forward.
+    `read_by_others`: whether the forward of another unit was seen to read its parameters.
     `calls`: forwards whose backward is expected or running, while their graphs exist.
+
+    It keeps neither its module nor other units alive: the hooks on modules keep units.
+
     `buckets`: the gradients of its shard groups. `writes`: into its parameters while they are unsharded, by group.
     `shown`: its DTensors while it runs, if it has any.
     `summoned`: whether it is full within summon_full_params, perhaps on another rank only.
@@ -75,7 +77,7 @@ class Unit:
         stays: bool,
         refusal: Refusal,
     ) -> None:
-        self.name, self.module, self.groups = name, module, groups
+        self.name, self._module, self.groups = name, ref(module), groups
         self.params = {param for group in groups for param in group.params}
         self.precision, self.stays = precision, stays
         self.buckets = [UnitBucket(group, sent_as=precision.reduce_dtype) for group in groups]
@@ -88,12 +90,9 @@ class Unit:
         self.running: list[Call] = []
         self.users = 0
         self.companions: list[Unit] = []
-        self.reads: list[Unit] = []
         self.read_by_others = False
         self.inputs: set[Node] = set()
         """The autograd nodes of the inputs of the running forwards."""
-        self.before: Unit | None = None
-        self.after: Unit | None = None
         self.calls: WeakSet[Call] = WeakSet()
         self._set_title()
 
@@ -110,6 +109,12 @@ class Unit:
         self._set_title()
         for group in self.groups:
             group.rename([f"{prefix}.{name}" for name in group.names], self.title)
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, f"the module of {self.title} does not exist any more"
+        return module
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.state.value}, {self.groups})"
@@ -267,10 +272,17 @@ class Unit:
 
 
 class Index(dict[nn.Parameter, Place]):
-    """Maps each parameter to its shard group and position. `units`: the root first; `groups`: those of all units."""
+    """Maps each parameter to its shard group and position. `units`: the root first; `groups`: those of all units.
+
+    `before`, `after`: which unit ran before and after another one in the last forward. `reads`: the units whose
+    parameters the forward of another one was seen to read.
+    """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
+        self.before: dict[Unit, Unit] = {}
+        self.after: dict[Unit, Unit] = {}
+        self.reads: dict[Unit, list[Unit]] = {unit: [] for unit in units}
         self.groups: list[ShardGroup] = [group for unit in units for group in unit.groups]
         self._units = {group: unit for unit in units for group in unit.groups}
         super().__init__(places_in(self.groups))

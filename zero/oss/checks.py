@@ -3,162 +3,145 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from zero._torch import warn_user
+from zero.comm import Comm
 from zero.measure.built import working_by
+from zero.measure.kinds import Finding
 from zero.measure.numbers import Written, differs
+from zero.oss import ddp
+from zero.oss.dtensor_checks import DTensorCheck
+from zero.oss.state_mapping import StateMapping
+from zero.shards.owned_shards import OwnedShards
 from zero.shards.scaling import Scaling
 
 
-class StepCheck:
-    """Checks nothing. One of each subclass is made for each OSS. Error messages that it returns raise RuntimeError on
-    every rank."""
+class StepChecks:
+    """Checks the steps of one OSS. Error messages that it returns raise RuntimeError on every rank.
 
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
+    by_param: has the inner optimizer and its shards. finding: what that was measured to need; None for torch's own.
+    """
 
-    def changed(self) -> str | None:
-        """Returns an error message if the optimizer, its groups or parameters were changed so that it cannot step."""
-        return None
+    def __init__(self, comm: Comm, by_param: StateMapping, finding: Finding | None) -> None:
+        self._comm, self._by_param, self._inner, self._finding = comm, by_param, by_param.inner, finding
+        self._steps_without = 0
+        self._looked_around = False
+        self._expects_numbers = finding is not None and finding.writes_numbers
+        self._written: Written | None = None
+        self._dtensors = DTensorCheck()
+        self._scaling = Scaling(comm, "a hook before the step of OSS", "clip_grad_norm(max_norm) of the optimizer")
 
-    def gradients(self, found: bool) -> str | None:
-        """Returns an error message if the gradients cannot be stepped. found: whether there are any."""
-        return None
+    def changed(self, param_groups: Sequence[dict[str, Any]]) -> str | None:
+        """Returns an error message if optimizer, groups or parameters were changed so that it cannot step.
+
+        param_groups: the groups of the OSS."""
+        shards = self._by_param.shards
+        return (
+            _moved_problem(shards)
+            or _edited_problem(param_groups, shards)
+            or self._dtensors.problem(shards.places, self._inner, self._finding)
+            or ddp.joined_problem(shards)
+        )
+
+    def gradients(self, outer: Optimizer, *, found: bool, arrive_sharded: bool) -> str | None:
+        """Returns an error message if the gradients cannot be stepped.
+
+        outer: the OSS. found: whether there are any. arrive_sharded: whether ShardedDDP brings them."""
+        self._steps_without = 0 if found else self._steps_without + 1
+        if self._steps_without == 2:  # one is normal: a first step for a scheduler, a skipped batch
+            warn_user(f"In two steps one after another {ddp.NO_GRADIENT}")
+        if arrive_sharded and not self._looked_around:
+            self._looked_around = True
+            problem = _around_problem(outer, self._inner)
+            if problem is not None:
+                return problem
+        return None if found else ddp.replaced_problem(self._by_param.shards)
+
+    def closure_failed(self, error: Exception) -> None:
+        """The user's closure raised an error, to which a note may be added."""
+        ddp.add_note(error, self._by_param.shards, self._comm)
+
+    @contextmanager
+    def around_hook(self) -> Iterator[None]:
+        """Collective. A context in which a hook of the user's may scale the gradients of shards, alike on all ranks."""
+        self._scaling.remember(self._by_param.shards.values())
+        yield
+        self._scaling.compare(None)
+
+    # Numbers that the optimizer writes into its groups, and that all ranks that step parameters of a group must write
+    # alike. Torch's own write none. If the optimizer was not seen to write any, nothing is sent until it does; that
+    # must be on all ranks.
 
     def begins(self) -> None:
         """The inner optimizer is about to step, or gets a closure."""
+        if self._finding is not None:
+            self._written = Written(self._inner)
 
     def numbers(self) -> Tensor | None:
         """Returns float64 numbers after a step, whose maximum over the ranks is given to `judge`; None for none. On all
         ranks or none."""
-        return None
+        if self._written is None:
+            return None
+        self._expects_numbers = self._expects_numbers or self._written.anything(self._inner)
+        return self._written.as_tensor(self._inner) if self._expects_numbers else None
 
     def judge(self, maxima: Tensor) -> str | None:
         """Returns an error message for the maxima of `numbers`."""
+        return differs(maxima, self._inner)
+
+
+def _moved_problem(shards: OwnedShards) -> str | None:
+    """Returns an error message if parameters no longer lie in their shard groups."""
+    for group in shards.shard_groups:
+        if group.moved() is None:
+            continue
+        taken = shards.taken_by_another()
+        if taken is not None:
+            return (
+                f"{taken} was given to another OSS since, which shards and steps it now. Give each parameter to "
+                "one OSS, drop the one that you do not step, and wrap the model again."
+            )
+        name = group.reclaim()
+        if name is not None:
+            return (
+                f"{name} was moved, cast or given other data after OSS was built, and would no longer be trained. "
+                "Move and cast the model first, then build OSS; load weights with load_state_dict (assign=False)."
+            )
+    return None
+
+
+def _edited_problem(param_groups: Sequence[dict[str, Any]], shards: OwnedShards) -> str | None:
+    """Returns an error message if the groups no longer hold the parameters that were laid out."""
+    found, given = [group["params"] for group in param_groups], shards.given
+    expected, counts = [len(params) for params in given], [len(params) for params in found]
+    if counts == expected and all(
+        all(map(operator.is_, params, own)) for params, own in zip(found, given, strict=True)
+    ):
         return None
-
-    def around_hook(self) -> AbstractContextManager[Any]:
-        """Collective. Returns a context in which a hook of the user's may change gradients of shards."""
-        return nullcontext()
-
-    def closure_failed(self, error: Exception) -> None:
-        """The user's closure raised an error, to which a note may be added."""
-
-
-class Moved(StepCheck):
-    """Parameters that no longer lie in their shard groups, and groups that no longer hold their parameters."""
-
-    def changed(self) -> str | None:
-        for group in self.optimizer.shards.shard_groups:
-            if group.moved() is None:
-                continue
-            taken = self.optimizer.shards.taken_by_another()
-            if taken is not None:
-                return (
-                    f"{taken} was given to another OSS since, which shards and steps it now. Give each parameter to "
-                    "one OSS, drop the one that you do not step, and wrap the model again."
-                )
-            name = group.reclaim()
-            if name is not None:
-                return (
-                    f"{name} was moved, cast or given other data after OSS was built, and would no longer be trained. "
-                    "Move and cast the model first, then build OSS; load weights with load_state_dict (assign=False)."
-                )
-        return self._edited()
-
-    def _edited(self) -> str | None:
-        """The error message if the groups no longer hold the parameters that were laid out; None if they do."""
-        found, given = [group["params"] for group in self.optimizer.param_groups], self.optimizer.shards.given
-        expected, counts = [len(params) for params in given], [len(params) for params in found]
-        if counts == expected and all(
-            all(map(operator.is_, params, own)) for params, own in zip(found, given, strict=True)
-        ):
-            return None
-        kept = {param for params in found for param in params}
-        flats = self.optimizer.shards.shard_groups
-        named = (pair for flat in flats for pair in zip(flat.params, flat.names, strict=True))
-        gone = next((name for param, name in named if param not in kept), None)
-        return (
-            f"param_groups were edited: OSS was given groups of {expected} parameters, and finds groups of {counts}, "
-            f"{f'without {gone}' if gone else 'not the same ones in the same order'}. Add a group by add_param_group; "
-            "to step fewer parameters, freeze them by requires_grad_(False), or build OSS again."
-        )
+    kept = {param for params in found for param in params}
+    named = (pair for flat in shards.shard_groups for pair in zip(flat.params, flat.names, strict=True))
+    gone = next((name for param, name in named if param not in kept), None)
+    return (
+        f"param_groups were edited: OSS was given groups of {expected} parameters, and finds groups of {counts}, "
+        f"{f'without {gone}' if gone else 'not the same ones in the same order'}. Add a group by add_param_group; "
+        "to step fewer parameters, freeze them by requires_grad_(False), or build OSS again."
+    )
 
 
-class Gradients(StepCheck):
-    """Optimizers around OSS that look for gradients in parameters, and steps without any."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self._steps_without = 0
-        self._looked_around = False
-
-    def gradients(self, found: bool) -> str | None:
-        self._steps_without = 0 if found else self._steps_without + 1
-        if self._steps_without == 2:  # one is normal: a first step for a scheduler, a skipped batch
-            warn_user(f"In two steps one after another {NO_GRADIENT}")
-        return self._wrapped() if self.optimizer.gradients.arrive_sharded and not self._looked_around else None
-
-    def _wrapped(self) -> str | None:
-        """Returns an error message for an optimizer around OSS that keeps state of parameters. Looks once."""
-        self._looked_around = True
-        one = next(working_by(self.optimizer), None)
-        if one is None:
-            return None
-        name, kind = type(one).__name__, type(self.optimizer.optim).__name__
-        return (
-            f"{name} steps by OSS and keeps state of its own for the parameters. With ShardedDDP gradients are with "
-            f"their owners only, so ranks would do different things. Put {name} inside: "
-            f"OSS(params, lambda params, **options: {name}({kind}(params, **options)))."
-        )
-
-
-NO_GRADIENT = (
-    "OSS found no gradient. If backward was called, the model has other parameters than OSS: load weights with "
-    "assign=False, and build OSS after replacing any."
-)
-
-
-class Numbers(StepCheck):
-    """Numbers that the optimizer writes into its groups, and that all ranks that step parameters of a group must write
-    alike. Torch's own write none. If the optimizer was not seen to write any, nothing is sent until it does; that must
-    be on all ranks."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self._expected = optimizer.finding is not None and optimizer.finding.writes_numbers
-        self._written: Written | None = None
-
-    def begins(self) -> None:
-        if self.optimizer.finding is not None:
-            self._written = Written(self.optimizer.optim)
-
-    def numbers(self) -> Tensor | None:
-        if self._written is None:
-            return None
-        self._expected = self._expected or self._written.anything(self.optimizer.optim)
-        return self._written.as_tensor(self.optimizer.optim) if self._expected else None
-
-    def judge(self, maxima: Tensor) -> str | None:
-        return differs(maxima, self.optimizer.optim)
-
-
-class ScaledInHooks(StepCheck):
-    """Hooks that scale gradients of shards by another number on each rank."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        self._scaling = Scaling(
-            optimizer.comm, "a hook before the step of OSS", "clip_grad_norm(max_norm) of the optimizer"
-        )
-
-    @contextmanager
-    def around_hook(self) -> Iterator[None]:
-        self._scaling.remember(self.optimizer.shards.values())
-        yield
-        self._scaling.compare(None)
+def _around_problem(outer: Optimizer, inner: Optimizer) -> str | None:
+    """Returns an error message for an optimizer around OSS that looks for gradients in parameters, and keeps state."""
+    one = next(working_by(outer), None)
+    if one is None:
+        return None
+    name, kind = type(one).__name__, type(inner).__name__
+    return (
+        f"{name} steps by OSS and keeps state of its own for the parameters. With ShardedDDP gradients are with "
+        f"their owners only, so ranks would do different things. Put {name} inside: "
+        f"OSS(params, lambda params, **options: {name}({kind}(params, **options)))."
+    )

@@ -11,9 +11,9 @@ kernel twice.
 
 # No `from __future__ import annotations`: DistributedDataParallel compares the annotations of its hooks with types.
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, proxy
 
 import torch
 import torch.distributed as dist
@@ -24,50 +24,54 @@ from torch.nn.parallel import DistributedDataParallel
 from zero._torch import averaged_by, join_mark
 from zero.comm import Comm
 from zero.comm.packing import lengths
-from zero.oss.checks import NO_GRADIENT, StepCheck
 from zero.oss.gradients import refuse_sparse
 from zero.shards.claimed import claimed
 
 _alive: WeakSet[DistributedDataParallel] = WeakSet()
 
 
-class DDPChecks(StepCheck):
-    """Parameters of an OSS that a DistributedDataParallel averages, or was built with."""
+NO_GRADIENT = (
+    "OSS found no gradient. If backward was called, the model has other parameters than OSS: load weights with "
+    "assign=False, and build OSS after replacing any."
+)
 
-    def changed(self) -> str | None:
-        """Returns an error message after torch's Join: ranks whose data has ended would not step their shards. torch
-        does not take its mark away when a Join ends."""
-        if any(join_mark(ddp).enable and self._averages(ddp) for ddp in _alive):
-            return (
-                "DistributedDataParallel was put into torch's Join: ranks whose data has ended would not step what "
-                "they own. In place of `with ddp.join():` write `for batch, weight in zero.join(batches, ddp):`, and "
-                "multiply the loss by the weight. If that Join was of another optimizer and has ended, wrap the "
-                "module again."
-            )
-        return None
 
-    def gradients(self, found: bool) -> str | None:
-        """Returns an error message if a module had some of the parameters when it was put into a
-        DistributedDataParallel, and has none now."""
-        own = self.optimizer.shards.keys()
-        for ddp in _alive if not found else ():
-            if not own.isdisjoint(averaged_by(ddp)) and own.isdisjoint(ddp.parameters()):
-                return NO_GRADIENT
-        return None
+def joined_problem(params: Mapping[nn.Parameter, object]) -> str | None:
+    """Returns an error message after torch's Join of what averages any of the parameters: ranks whose data has ended
+    would not step their shards. torch does not take its mark away when a Join ends."""
+    if any(join_mark(ddp).enable and _averages(ddp, params) for ddp in _alive):
+        return (
+            "DistributedDataParallel was put into torch's Join: ranks whose data has ended would not step what "
+            "they own. In place of `with ddp.join():` write `for batch, weight in zero.join(batches, ddp):`, and "
+            "multiply the loss by the weight. If that Join was of another optimizer and has ended, wrap the "
+            "module again."
+        )
+    return None
 
-    def closure_failed(self, error: Exception) -> None:
-        """Adds a note to an error of DistributedDataParallel's, which names connections and times (Python 3.11)."""
-        comm = self.optimizer.comm
-        if hasattr(error, "add_note") and any(map(self._averages, _alive)):
-            error.add_note(
-                f"Rank {comm.rank} was in the closure of a step of OSS. If the error is of DistributedDataParallel "
-                f"having waited for others, one of the group of {comm.world} has stopped or did not come to this "
-                "backward. Look for the first error of any rank."
-            )
 
-    def _averages(self, ddp: DistributedDataParallel) -> bool:
-        """Whether it averages gradients of the optimizer's parameters."""
-        return not self.optimizer.shards.keys().isdisjoint(_averaged(ddp))
+def replaced_problem(params: Mapping[nn.Parameter, object]) -> str | None:
+    """Returns an error message if a module had some of the parameters when it was put into a DistributedDataParallel,
+    and has none now."""
+    own = params.keys()
+    for ddp in _alive:
+        if not own.isdisjoint(averaged_by(ddp)) and own.isdisjoint(ddp.parameters()):
+            return NO_GRADIENT
+    return None
+
+
+def add_note(error: Exception, params: Mapping[nn.Parameter, object], comm: Comm) -> None:
+    """Adds a note to an error of DistributedDataParallel's, which names connections and times (Python 3.11)."""
+    if hasattr(error, "add_note") and any(_averages(ddp, params) for ddp in _alive):
+        error.add_note(
+            f"Rank {comm.rank} was in the closure of a step of OSS. If the error is of DistributedDataParallel "
+            f"having waited for others, one of the group of {comm.world} has stopped or did not come to this "
+            "backward. Look for the first error of any rank."
+        )
+
+
+def _averages(ddp: DistributedDataParallel, params: Mapping[nn.Parameter, object]) -> bool:
+    """Whether it averages gradients of any of the parameters."""
+    return not params.keys().isdisjoint(_averaged(ddp))
 
 
 def _averaged(ddp: DistributedDataParallel) -> list[nn.Parameter]:
@@ -108,12 +112,12 @@ def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
     """
     if not comm.reads(next(model.parameters()).device):
         return
-    channel = comm.channel("the averaging of DistributedDataParallel")
+    channel, module = comm.channel("the averaging of DistributedDataParallel"), proxy(model.module)
 
     def average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer = bucket.buffer()
         if buffer.is_sparse:
-            names = {param: name for name, param in model.module.named_parameters()}
+            names = {param: name for name, param in module.named_parameters()}
             refuse_sparse(", ".join(names[param] for param in bucket.parameters()))
         _average(buffer, comm, channel)
         done: torch.futures.Future[Tensor] = torch.futures.Future()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from zero.measure.built import finding_of_built
 from zero.measure.kinds import Finding, Kind, known, title
 from zero.measure.param_groups import params_of
-from zero.oss.checks import StepCheck
+from zero.shards.partition import Place
 from zero.tensor_parallel import table
 
 _found: WeakKeyDictionary[Optimizer, tuple[int, str | None]] = WeakKeyDictionary()
@@ -25,27 +25,29 @@ _checked_by_itself: WeakSet[Optimizer] = WeakSet()
 """All OSS."""
 
 
-class WrappedCheck(StepCheck):
+class DTensorCheck:
     """Refuses an OSS whose parameters' gradients no ShardedDDP brings, and optimizers that need whole parameters."""
 
-    _wrapped = 0
-    """How many parameters modules were found to have."""
-
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer)
-        _checked_by_itself.add(optimizer)
+    def __init__(self) -> None:
+        self._looked_at = 0
+        """How many parameters there were that modules have, or that are no DTensors."""
         watch_steps()
 
-    def changed(self) -> str | None:
-        oss = self.optimizer
-        if len(oss.shards.places) != self._wrapped and any(map(table.is_apart, oss.shards.places)):
+    def problem(self, places: Mapping[nn.Parameter, Place], inner: Optimizer, finding: Finding | None) -> str | None:
+        """Returns an error message, or None. places: of the parameters. finding: what the optimizer inside needs."""
+        if len(places) != self._looked_at and any(map(table.is_apart, places)):
             return (
                 "OSS was given DTensors of tensor parallelism, but no ShardedDDP has the model. Wrap it: "
                 "ShardedDDP(model, optimizer). For stage 1 call zero.setup: DistributedDataParallel takes no DTensors."
             )
-        self._wrapped = len(oss.shards.places)
-        cut, found = _cut(oss.shards.places), known(type(oss.optim)) or oss.finding
-        return None if cut is None or found is None else _unfit(oss.optim, found, oss.shards.places[cut].name)
+        self._looked_at = len(places)
+        cut, found = _cut(places), known(type(inner)) or finding
+        return None if cut is None or found is None else _unfit(inner, found, places[cut].name)
+
+
+def checked_by_itself(optimizer: Optimizer) -> None:
+    """Notes an OSS, whose steps DTensorCheck checks."""
+    _checked_by_itself.add(optimizer)
 
 
 def _cut(params: Iterable[nn.Parameter]) -> nn.Parameter | None:

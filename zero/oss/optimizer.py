@@ -6,7 +6,9 @@ It holds its shards (zero/shards/owned_shards.py), its step (step.py) and its sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from functools import partial
 from typing import Any, NoReturn, cast, overload
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.comm import Comm
 from zero.measure.param_groups import called
-from zero.oss.checks import Gradients, Moved, Numbers, ScaledInHooks
+from zero.oss.checks import StepChecks
 from zero.oss.choices import Choices, build_inner
-from zero.oss.ddp import DDPChecks
-from zero.oss.dtensor_checks import WrappedCheck
+from zero.oss.dtensor_checks import checked_by_itself
 from zero.oss.from_optimizer import from_optimizer
 from zero.oss.gradients import OwnedGradients
 from zero.oss.saved import Saved
@@ -27,9 +28,9 @@ from zero.oss.step import Step, share_options
 from zero.shards.announce import announce
 from zero.shards.masters import differs
 from zero.shards.partition import Partition
-
-CHECKS = (Moved, Gradients, Numbers, ScaledInHooks, WrappedCheck, DDPChecks)
-"""What is checked around each step."""
+from zero.state.optimizer_state import load
+from zero.state.stepped import SteppedShards
+from zero.state.whole import consolidate_whole, cut_whole
 
 
 class OSS(Optimizer):
@@ -96,20 +97,21 @@ class OSS(Optimizer):
         )
         self.sent_as, self.finding, self.granularity = how.sent_as, how.finding, granularity
         self._built = False
-        self.saved = Saved(self)
+        self.saved = Saved()
         super().__init__(how.groups, {})
         self.shards = how.lay_out(self.param_groups)
         self.gradients = OwnedGradients(self.shards, self.comm)
-        checks = [check(self) for check in CHECKS]
         self.optim = build_inner(self.comm, self.shards, self.param_groups, optim, defaults)
         self.defaults = dict(self.optim.defaults)
         self.by_param = StateMapping(self.optim, self.shards)
-        parts = self.comm, self.by_param, self.gradients, self.saved, checks
-        self.stepper = Step(self, *parts, sent_as=how.sent_as, writes_frozen=how.writes_frozen)
-        self.stepper.return_options()
+        self._checks = StepChecks(self.comm, self.by_param, self.finding)
+        parts = self.comm, self.by_param, self.gradients, self.saved, self._checks
+        self.stepper = Step(*parts, sent_as=how.sent_as, writes_frozen=how.writes_frozen)
+        self.stepper.return_options(self)
+        checked_by_itself(self)
         for name in ("train", "eval"):  # by which optimizers such as Schedule-Free switch between two sets of weights
             if callable(getattr(self.optim, name, None)):
-                vars(self.optim)[name] = self.stepper.followed_by_gather(getattr(self.optim, name))
+                vars(self.optim)[name] = partial(_switch, ref(self), name)
         self._built = True
         announce(f"OSS({called(optim)})", self.comm, self.shards.shard_groups, sharded="optimizer state")
 
@@ -206,7 +208,7 @@ class OSS(Optimizer):
         unreduced, param_groups were edited, the optimizer raised or wrote different numbers into its groups, or if
         ranks do different things.
         """
-        return cast("float | None", self.stepper.run(closure, options))
+        return cast("float | None", self.stepper.run(self, closure, options))
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """See torch.optim.Optimizer. With ShardedDDP the hook is called with the inner optimizer, whose `param_groups`
@@ -215,12 +217,12 @@ class OSS(Optimizer):
         The step raises RuntimeError on every rank if a hook scaled gradients differently on different ranks.
         """
 
-        def with_gradients(_: Optimizer, args: Any, kwargs: Any) -> Any:
-            if not self.gradients.arrive_sharded:
-                return hook(self, args, kwargs)
-            self.gradients.refuse()
-            with self.stepper.around_hook():
-                return hook(self.optim, args, kwargs)
+        def with_gradients(oss: OSS, args: Any, kwargs: Any) -> Any:
+            if not oss.gradients.arrive_sharded:
+                return hook(oss, args, kwargs)
+            oss.gradients.refuse()
+            with oss._checks.around_hook():
+                return hook(oss.optim, args, kwargs)
 
         return super().register_step_pre_hook(with_gradients)
 
@@ -236,7 +238,7 @@ class OSS(Optimizer):
         if not self._built:
             return {}
         if self.comm.world > 1 and self.saved.asked_for_full:
-            return self.saved.of_params()
+            return self.saved.of_params(self.stepped_shards)
         return self.by_param
 
     @state.setter  # type: ignore[override]
@@ -245,12 +247,27 @@ class OSS(Optimizer):
         if self._built:  # else the base class's constructor sets an empty one
             self.by_param.replace(state)
 
+    @property
+    def stepped_shards(self) -> SteppedShards:
+        """What the inner optimizer steps now."""
+        return SteppedShards(
+            self.optim,
+            self.shards.shard_groups,
+            self.comm,
+            param_groups=self.param_groups,
+            part=self.part,
+            granularity=self.granularity,
+            cuts=self.shards.cut == "even",
+            keeps_masters=bool(self.shards.masters),
+            loaded=self.shards.note_versions,
+        )
+
     def consolidate_state_dict(self, to: int | None = 0, *, recipient_rank: int | None = None) -> None:
         """Collective. Gathers the full state on rank `to` of the group (None: on all), for `state_dict` to return.
 
         recipient_rank: FairScale's name for `to`.
         """
-        self.saved.consolidate(to if recipient_rank is None else recipient_rank)
+        self.saved.consolidate(self.stepped_shards, to if recipient_rank is None else recipient_rank)
 
     def state_dict(self) -> dict[str, Any]:
         """The full state in the plain optimizer's format if `consolidate_state_dict` gathered it here since the last
@@ -261,7 +278,7 @@ class OSS(Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        found = self.saved.state_dict()
+        found = self.saved.state_dict(self.stepped_shards)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, found)
             found = found if changed is None else changed
@@ -276,7 +293,7 @@ class OSS(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self.saved.load_state_dict(state_dict)
+        self.saved.load_state_dict(self.stepped_shards, state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -293,16 +310,23 @@ class OSS(Optimizer):
         )
 
 
+def _switch(of: ReferenceType[OSS], name: str, *args: Any, **kwargs: Any) -> Any:
+    """Collective. Calls a method of the inner optimizer, in whose place this is."""
+    outer = of()
+    assert outer is not None, f"the OSS does not exist any more whose inner optimizer's {name}() is called"
+    return outer.stepper.call(outer, partial(getattr(type(outer.optim), name), outer.optim), args, kwargs)
+
+
 def set_bucket_size(optimizer: OSS, numel: int) -> None:
     """Collective. Lays the parameters out again, in shard groups of at most `numel` elements, or of one parameter.
 
     Keeps the optimizer state, and clears gradients. Raises RuntimeError if param_groups were edited.
     """
-    optimizer.stepper.refuse_changes()
+    optimizer.stepper.refuse_changes(optimizer)
     # Some ranks may own no shard that has state; before the first step no rank does.
     some_state = optimizer.optim.state or any(map(differs, optimizer.shards.masters))
     somewhere = any(optimizer.comm.all_gather_text("some" if some_state else ""))
-    full = optimizer.saved.gathered() if somewhere else None
+    full = consolidate_whole(optimizer.stepped_shards, None, settle=False) if somewhere else None
     optimizer.shards = optimizer._how.lay_out(optimizer.param_groups, numel)
     optimizer.by_param.shards = optimizer.shards
     optimizer.gradients.forget(optimizer.shards)
@@ -310,4 +334,4 @@ def set_bucket_size(optimizer: OSS, numel: int) -> None:
     for inner, outer in zip(optimizer.optim.param_groups, optimizer.param_groups, strict=True):
         inner["params"] = optimizer.shards.group(outer)["params"]
     if full is not None:
-        optimizer.saved.restore(full)
+        load(optimizer.stepped_shards, cut_whole(optimizer.stepped_shards, full))

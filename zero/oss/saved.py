@@ -7,36 +7,19 @@ from typing import Any
 from torch import nn
 
 from zero._torch import asked_by_torch_checkpoint
-from zero.measure.param_groups import params_of
 from zero.state import optimizer_state as state
 from zero.state.stepped import SteppedShards
 from zero.state.whole import consolidate_whole, cut_whole, has_parts
 
 
 class Saved:
-    """The state of one OSS as users save and load it. torch.distributed.checkpoint gets the full state."""
+    """The full state of one OSS, where it was gathered since the last step. stepped: what the OSS steps now."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
+    def __init__(self) -> None:
         self._full: dict[str, Any] | None = None
         """The full state, if it was consolidated here since the last step."""
         self._full_for_torch: dict[str, Any] | None = None
-
-    @property
-    def stepped(self) -> SteppedShards:
-        """What the inner optimizer steps now."""
-        oss, shards = self.optimizer, self.optimizer.shards
-        return SteppedShards(
-            oss.optim,
-            shards.shard_groups,
-            oss.comm,
-            param_groups=oss.param_groups,
-            part=oss.part,
-            granularity=oss.granularity,
-            cuts=shards.cut == "even",
-            keeps_masters=bool(shards.masters),
-            loaded=shards.note_versions,
-        )
+        """The same, if torch.distributed.checkpoint has asked for it, which gets it on every rank."""
 
     @property
     def asked_for_full(self) -> bool:
@@ -47,42 +30,37 @@ class Saved:
         """The state may have changed."""
         self._full = self._full_for_torch = None
 
-    def consolidate(self, to: int | None) -> None:
-        self._full = consolidate_whole(self.stepped, to)
+    def consolidate(self, stepped: SteppedShards, to: int | None) -> None:
+        self._full = consolidate_whole(stepped, to)
 
-    def of_params(self) -> dict[nn.Parameter, dict[str, Any]]:
+    def of_params(self, stepped: SteppedShards) -> dict[nn.Parameter, dict[str, Any]]:
         """Returns the full state by parameter, if the caller asks for it."""
-        params = params_of(self.optimizer)
-        return {params[number]: kept for number, kept in self._for_torch()["state"].items()}
+        params = [param for group in stepped.param_groups for param in group["params"]]
+        return {params[number]: kept for number, kept in self._for_torch(stepped)["state"].items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        full = self._for_torch() if self.asked_for_full else self._full
-        if full is None or (self.optimizer.comm.world == 1 and not has_parts(self.stepped)):
-            return state.shard_of(self.stepped)
-        return {**full, "param_groups": state.numbered_groups(self.stepped)}
+    def state_dict(self, stepped: SteppedShards) -> dict[str, Any]:
+        full = self._for_torch(stepped) if self.asked_for_full else self._full
+        if full is None or (stepped.comm.world == 1 and not has_parts(stepped)):
+            return state.shard_of(stepped)
+        return {**full, "param_groups": state.numbered_groups(stepped)}
 
-    def _for_torch(self) -> dict[str, Any]:
+    def _for_torch(self, stepped: SteppedShards) -> dict[str, Any]:
         """Collective the first time after a step; torch asks once for each parameter."""
         if self._full_for_torch is None:
-            self._full_for_torch = consolidate_whole(self.stepped, None)
+            self._full_for_torch = consolidate_whole(stepped, None)
         assert self._full_for_torch is not None
         return {**self._full_for_torch, "state": dict(self._full_for_torch["state"])}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        state.load(self.stepped, cut_whole(self.stepped, state_dict))
+    def load_state_dict(self, stepped: SteppedShards, state_dict: dict[str, Any]) -> None:
+        state.load(stepped, cut_whole(stepped, state_dict))
         self.forget()
 
-    def gathered(self) -> Any:
-        """Collective. Returns the full state on every rank, in a form that `restore` takes after another layout."""
-        return consolidate_whole(self.stepped, None, settle=False)
-
-    def restore(self, full: Any) -> None:
-        state.load(self.stepped, cut_whole(self.stepped, full))
-
-    def take(self, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+    def take(
+        self, stepped: SteppedShards, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]
+    ) -> None:
         """Loads this rank's shards of a state, by `part(param)`, and the options of the groups.
 
         Keeps the tensors without copying them. Master weights are not among them: write into `ShardGroup.master`.
         """
-        state.hand_over(self.stepped, taken, groups)
+        state.hand_over(stepped, taken, groups)
         self.forget()

@@ -7,9 +7,9 @@ gather     every rank's shards reach all ranks in the flat buffers of the parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial, wraps
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from zero.comm import Comm
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import options
-from zero.oss.checks import StepCheck
+from zero.oss.checks import StepChecks
 from zero.oss.gradients import OwnedGradients
 from zero.oss.saved import Saved
 from zero.oss.state_mapping import StateMapping
@@ -34,25 +34,24 @@ _COMPRESSED_AT_ONCE = 2
 class Step:
     """The steps of one OSS.
 
-    outer: the OSS, whose groups schedulers write into. by_param: has the inner optimizer and its shards.
-    checks: what is checked around steps. sent_as: as of OSS.
+    by_param: has the inner optimizer and its shards. checks: what is checked around steps. sent_as: as of OSS.
     writes_frozen: whether the optimizer may write into parameters without gradients.
+
+    outer: the OSS, into whose groups schedulers write. It is an argument: OSS holds this, and is to be freed at once.
     """
 
     def __init__(
         self,
-        outer: Optimizer,
         comm: Comm,
         by_param: StateMapping,
         gradients: OwnedGradients,
         saved: Saved,
-        checks: Sequence[StepCheck],
+        checks: StepChecks,
         *,
         sent_as: torch.dtype | None,
         writes_frozen: bool,
     ) -> None:
-        self.checks = checks
-        self._outer, self._comm, self._by_param, self._inner = outer, comm, by_param, by_param.inner
+        self._checks, self._comm, self._by_param, self._inner = checks, comm, by_param, by_param.inner
         self._gradients, self._saved = gradients, saved
         self._sent_as, self._writes_frozen = sent_as, writes_frozen
         self._channel = self._comm.channel("the step of OSS")
@@ -68,43 +67,41 @@ class Step:
         """Those that a step may have changed, in the order in which forward reads them."""
         return self._shards.shard_groups[::-1] if self._writes_frozen else self._shards.trained_groups()
 
-    def run(self, closure: Callable[[], float] | None, given: dict[str, Any]) -> Any:
+    def run(self, outer: Optimizer, closure: Callable[[], float] | None, given: dict[str, Any]) -> Any:
         """Collective. One step. given: further arguments of the inner optimizer's step. Returns the closure's loss."""
         inner, loss = self._inner, None
         if closure is not None and type(inner) not in ELEMENTWISE:
-            self.refuse_changes()
-            self._hand_options()
-            loss = inner.step(closure=self._for_inner(closure), **given)
+            self.refuse_changes(outer)
+            self._hand_options(outer)
+            loss = inner.step(closure=self._for_inner(outer, closure), **given)
         else:
             if closure is not None:
                 loss = self._evaluate(closure)
-            self.refuse_changes()
-            self.collect()
-            self._hand_options()
+            self.refuse_changes(outer)
+            self.collect(outer)
+            self._hand_options(outer)
             if self._shards.steps_by_group(inner, given):
-                self.end(by_group=True)
+                self.end(outer, by_group=True)
                 return loss
             with self._comm.telling(self._failure):
                 self._shards.step(inner, **given)
-        self.end()
+        self.end(outer)
         return loss
 
-    def collect(self) -> None:
+    def collect(self, outer: Optimizer) -> None:
         """Collective where it fails. Puts gradients and parameters where the inner optimizer steps them."""
         found, problem = self._gradients.collect()
+        if problem is None:
+            problem = self._checks.gradients(outer, found=found, arrive_sharded=self._gradients.arrive_sharded)
         if problem is not None:
             self._raise(problem)
-        for check in self.checks:
-            problem = check.gradients(found)
-            if problem is not None:
-                self._raise(problem)
         self._shards.refresh()
 
-    def end(self, *, by_group: bool = False) -> None:
+    def end(self, outer: Optimizer, *, by_group: bool = False) -> None:
         """Collective. Copies the options back, and gathers the shards that the step may have changed. by_group: steps
         each group before its gather."""
         self._compare_numbers()
-        self.return_options()
+        self.return_options(outer)
         self._saved.forget()
         try:
             groups = self._stepped_groups()
@@ -140,9 +137,9 @@ class Step:
 
     # --------------------------------------------------------------------------------------------------- checks
 
-    def refuse_changes(self) -> None:
+    def refuse_changes(self, outer: Optimizer) -> None:
         """Raises RuntimeError on every rank if the optimizer or its parameters were changed on any."""
-        problem = next((problem for check in self.checks if (problem := check.changed()) is not None), None)
+        problem = self._checks.changed(outer.param_groups)
         if problem is not None:
             self._raise(problem)
 
@@ -151,37 +148,25 @@ class Step:
             self._comm.agree(self._refusal)
         raise RuntimeError(problem)
 
-    @contextmanager
-    def around_hook(self) -> Iterator[None]:
-        """Collective. A context in which a hook of the user's may change gradients of shards."""
-        with ExitStack() as stack:
-            for check in self.checks:
-                stack.enter_context(check.around_hook())
-            yield
-
     def _compare_numbers(self) -> None:
-        found = [(check, numbers) for check in self.checks if (numbers := check.numbers()) is not None]
-        if not found:
+        numbers = self._checks.numbers()
+        if numbers is None:
             return
-        together = torch.cat([numbers for _, numbers in found])
-        self._comm.all_reduce(together, maximum=True, channel=self._numbers)
-        lengths = [len(numbers) for _, numbers in found]
-        for (check, _), maxima in zip(found, together.split(lengths), strict=True):
-            problem = check.judge(maxima)
-            if problem is not None:
-                raise RuntimeError(problem)
+        self._comm.all_reduce(numbers, maximum=True, channel=self._numbers)
+        problem = self._checks.judge(numbers)
+        if problem is not None:
+            raise RuntimeError(problem)
 
     # ------------------------------------------------------------------------------------------- options
 
-    def _hand_options(self) -> None:
+    def _hand_options(self, outer: Optimizer) -> None:
         """Copies the options to the inner optimizer, which may write numbers into its groups from here on."""
-        share_options(self._outer.param_groups, self._inner.param_groups)
-        for check in self.checks:
-            check.begins()
+        share_options(outer.param_groups, self._inner.param_groups)
+        self._checks.begins()
 
-    def return_options(self) -> None:
+    def return_options(self, outer: Optimizer) -> None:
         """Copies the options back, of which some optimizers write some."""
-        share_options(self._inner.param_groups, self._outer.param_groups)
+        share_options(self._inner.param_groups, outer.param_groups)
 
     # --------------------------------------------------------------------------------------------------- closures
 
@@ -190,11 +175,10 @@ class Step:
             try:
                 return closure()
             except RuntimeError as error:
-                for check in self.checks:
-                    check.closure_failed(error)
+                self._checks.closure_failed(error)
                 raise
 
-    def _for_inner(self, closure: Callable[[], float]) -> Callable[[], float]:
+    def _for_inner(self, outer: Optimizer, closure: Callable[[], float]) -> Callable[[], float]:
         """Wraps the closure for an optimizer that calls it within its step, once or more."""
         called = False
 
@@ -204,26 +188,21 @@ class Step:
                 self.gather(self._stepped_groups())
             called = True
             loss = self._evaluate(closure)
-            self.refuse_changes()
-            self.collect()
+            self.refuse_changes(outer)
+            self.collect(outer)
             self._gradients.arrive()
             return loss
 
         return evaluate
 
-    def followed_by_gather(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps a method of the inner optimizer that writes into shards; makes it collective."""
-
-        @wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self.refuse_changes()
-            self._shards.refresh()
-            result = method(*args, **kwargs)
-            self.return_options()
-            self.gather(self._shards.shard_groups)
-            return result
-
-        return call
+    def call(self, outer: Optimizer, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Collective. Calls a method of the inner optimizer that writes into shards, and gathers these."""
+        self.refuse_changes(outer)
+        self._shards.refresh()
+        result = method(*args, **kwargs)
+        self.return_options(outer)
+        self.gather(self._shards.shard_groups)
+        return result
 
 
 def share_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
