@@ -48,9 +48,8 @@ def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
-def outside_function_modes() -> AbstractContextManager[Any]:
-    """A context in which no TorchFunctionMode sees calls of torch. It has no public name."""
-    return torch._C.DisableTorchFunction()
+outside_function_modes: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+"""Returns a context in which no TorchFunctionMode sees calls of torch. It has no public name."""
 
 
 def writes_so_far(tensors: Iterable[Tensor]) -> int:

@@ -18,7 +18,7 @@ _WRAPPED = "_orig_mod"
 
 def is_compiled(module: nn.Module) -> bool:
     """Whether torch.compile(module) returned this module, or its method compile() was called. Nothing public says."""
-    return module._compiled_call_impl is not None or _WRAPPED in children_of(module)
+    return module._compiled_call_impl is not None or _WRAPPED in module._modules
 
 
 def uncompiled(module: nn.Module) -> nn.Module:

@@ -131,7 +131,7 @@ class Comm:
         """Collective. Raises RuntimeError on every rank unless all ranks call it with the same channel after the same
         operations. Returns the flags, up to two bits, that any rank has."""
         if self.world > 1:
-            flags = self.link.on_host.compare(channel, flags=flags)
+            flags = self._transports["cpu"].compare(channel, flags=flags)
             self._log.agreed()
         return flags
 
@@ -172,7 +172,7 @@ class Comm:
     def _exchange(self, data: bytes) -> list[bytes]:
         """Returns the data of every rank, by rank. All ranks pass the same number of bytes, at least one."""
         sent["other"] += len(data) * (self.world - 1)
-        return self.link.on_host.exchange(data)
+        return self._transports["cpu"].exchange(data)
 
     # ---------------------------------------------------------------------------------------------- shards
 

@@ -47,11 +47,7 @@ class Link:
         # Not `self`: the link is to end with its last user, and not only when garbage is collected.
         own: Any = ref(self)
         self.transports: Mapping[str, Transport] = Transports(lambda kind: own()._choose(kind))
-
-    @property
-    def on_host(self) -> Transport:
-        """The transport by which the ranks compare what they do."""
-        return self.transports["cpu"]
+        """By type of device. By that of the CPU ranks compare what they do."""
 
     def without_backend(self, devices: Iterable[torch.device]) -> str | None:
         """Returns the first of these types of device for which the group has no backend, if there is one."""
@@ -67,7 +63,7 @@ class Link:
         backend = backend_of(self._group, device)
         if kind != "cpu":
             assert backend is not None, f"the group has no backend for {device}"
-            return self._device_transport(device, backend, self.on_host)
+            return self._device_transport(device, backend, self.transports["cpu"])
         if backend in (None, "gloo"):
             timeout = _TIMEOUT if backend is None else timeout_of(self._group, device)
             with self.log.transfer(None, None):

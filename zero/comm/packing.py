@@ -82,6 +82,10 @@ def add_in_order(rows: Sequence[Tensor] | Tensor, into: Tensor, times: float = 1
         into *= times
 
 
+SIXTEEN_BITS = torch.float16, torch.bfloat16
+"""Floats whose sums are float32."""
+
+
 def summed_as(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype in which tensors are summed: float32 for 16-bit floats, else their own."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    return torch.float32 if dtype in SIXTEEN_BITS else dtype

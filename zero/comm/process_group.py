@@ -37,7 +37,7 @@ from zero._torch import (
     reduce_scatter_of_one_tensor,
 )
 from zero.comm.log import BROADCAST, COLLECTION, COMPARISON, TAIL, Log
-from zero.comm.packing import concatenate, lengths, summed_as
+from zero.comm.packing import SIXTEEN_BITS, concatenate, lengths, summed_as
 from zero.comm.transport import Handle, Message, Transport
 
 _INTERVALS = [timedelta(seconds=seconds) for seconds in (0.25, 0.25, 0.25, 0.25, 0.5, 1, 2, 4)]
@@ -163,11 +163,10 @@ class Launched(Handle):
         result: Any = None,
         times: float = 1,
     ) -> None:
-        super().__init__(self._end)
         self._transport, self._channel, self._works, self._buffers = transport, channel, works, buffers
         self._result, self._times = result, times
 
-    def _end(self) -> Any:
+    def wait(self) -> Any:
         with self._transport.log.transfer(self._channel, self._buffers):
             self._transport.wait_for(self._works)
         self._buffers, self._works = None, []  # what was sent is freed before the result gets memory
@@ -268,7 +267,7 @@ def scatters(messages: Sequence[Message]) -> bool:
     """Returns whether a backend that overlaps reduces these by a reduce-scatter: one message of equal shards, whose
     sums have the dtype of the message."""
     message, counts = messages[0]
-    return len(messages) == 1 and counts.count(counts[0]) == len(counts) and summed_as(message.dtype) == message.dtype
+    return len(messages) == 1 and counts.count(counts[0]) == len(counts) and message.dtype not in SIXTEEN_BITS
 
 
 def refuse_differing_logs(transport: Transport, log: Log) -> None:

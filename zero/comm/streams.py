@@ -247,29 +247,6 @@ class Streams(NoStreams):
         self._at_host.clear()
 
 
-class ModelStreams(NoStreams):
-    """The streams of all shard groups of one model, as one."""
-
-    def __init__(self, streams: Iterable[NoStreams]) -> None:
-        self._all = [one for one in dict.fromkeys(streams) if one is not NONE]
-
-    def begin(self) -> None:
-        for one in self._all:
-            one.begin()
-
-    def compute_here(self) -> None:
-        for one in self._all:
-            one.compute_here()
-
-    def expect_computing(self, what: str, of: str) -> None:
-        for one in self._all:
-            one.expect_computing(what, of)
-
-    def settle(self) -> None:
-        for one in self._all:
-            one.settle()
-
-
 _by_device: dict[torch.device, NoStreams] = {}
 
 
@@ -281,3 +258,8 @@ def streams_of(tensor: Tensor) -> NoStreams:
     if device not in _by_device:
         _by_device[device] = Streams(device)
     return _by_device[device]
+
+
+def streams_in(streams: Iterable[NoStreams]) -> list[NoStreams]:
+    """Returns each of the streams of a model's shard groups once; none where devices have none."""
+    return [one for one in dict.fromkeys(streams) if one is not NONE]

@@ -19,7 +19,7 @@ Message = tuple[Tensor, Sequence[int]]
 
 
 class Handle:
-    """A transfer in flight. `finish` owns the buffers until it has returned the result."""
+    """A transfer in flight, which owns its buffers until `wait` has returned. finish: returns its result."""
 
     def __init__(self, finish: Callable[[], Any]) -> None:
         self._finish: Callable[[], Any] | None = finish

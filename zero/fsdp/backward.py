@@ -17,7 +17,7 @@ import torch
 
 from zero._torch import at_end_of_backward
 from zero.comm import Comm
-from zero.comm.streams import ModelStreams
+from zero.comm.streams import NoStreams
 from zero.fsdp.at_rest import ReadsAtRest
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
@@ -38,7 +38,7 @@ class Backward:
         self,
         index: Index,
         comms: Sequence[Comm],
-        streams: ModelStreams,
+        streams: Sequence[NoStreams],
         prefetch: Prefetch,
         at_rest: ReadsAtRest,
         overflow: Overflow,
@@ -98,7 +98,8 @@ class Backward:
             self.abandon()
         if not self.active:
             self.active = True
-            self._streams.begin()
+            for streams in self._streams:
+                streams.begin()
             if self.awaited:
                 self._at_rest.refuse()
             finish = self._finish
@@ -106,7 +107,8 @@ class Backward:
             at_end_of_backward(finish)
 
     def _enter(self, unit: Unit) -> None:
-        self._streams.expect_computing("{} of FSDP runs", unit.title)
+        for streams in self._streams:
+            streams.expect_computing("{} of FSDP runs", unit.title)
         unit.unshard(for_backward=True)
         if self._reducing is unit:  # backward has reached it again
             self._finish_reduce()
@@ -175,7 +177,8 @@ class Backward:
         self._end.reach([bucket for unit in self._units for bucket in unit.buckets])
         for unit in self._units:
             unit.end_backward()
-            unit.settle()
+        for group in self._index.groups:
+            group.settle()
         self.active = self.awaited = False
         self.accumulates = not self.reduces
         if self.reduces:

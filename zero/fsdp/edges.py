@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -24,22 +24,31 @@ def watch_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], on_e
     else.
     """
     inner = [tensor for tensor in dict.fromkeys(tensors_in((args, kwargs))) if tensor.grad_fn is not None]
+    unit.inputs.update(_nodes((tensor, base_of(tensor)) for tensor in inner))
     for tensor in inner:
-        unit.inputs.update(_nodes(tensor))
         tensor.register_hook(on_exit)
     return bool(inner)
 
 
-def watch_outputs(unit: Unit, output: Any, on_entry: Callable[[Any], None]) -> bool:
-    """Calls `on_entry` when backward enters the unit through an output. Returns whether it can.
+def watch_outputs(units: Sequence[Unit], output: Any, on_entry: Callable[[Any], None] | None) -> tuple[Any, bool]:
+    """Returns the output, with copies of parameters of the units and of views of them, which are freed after forward.
+    Calls `on_entry`, unless None, when backward enters through it; also returns whether it can.
+
+    units: the one whose forward ends, and those that were unsharded with it.
 
     The hooks are on nodes: hooks on a tensor are also called if only its own gradient is asked for, which the next
     unit may do with its input.
     """
-    nodes = {node for tensor in tensors_in(output) for node in _nodes(tensor)} - unit.inputs
+    found = [(tensor, base_of(tensor)) for tensor in tensors_in(output)]
+    if any(_shares_memory(units, *one) for one in found):
+        output = map_tensors(lambda one: one.clone() if _shares_memory(units, one, base_of(one)) else one, output)
+        found = [(tensor, base_of(tensor)) for tensor in tensors_in(output)]
+    if on_entry is None:
+        return output, False
+    nodes = {*_nodes(found)} - units[0].inputs
     for node in nodes:
         node.register_prehook(on_entry)
-    return bool(nodes)
+    return output, bool(nodes)
 
 
 def watch_inside(output: Any, on_entry: Callable[[Any], None]) -> None:
@@ -52,23 +61,14 @@ def watch_inside(output: Any, on_entry: Callable[[Any], None]) -> None:
             tensor.grad_fn.register_prehook(on_entry)
 
 
-def _nodes(tensor: Tensor) -> Iterator[Node]:
-    """Yields the nodes of the tensor and of its base, through which backward goes if the view is written into."""
-    for each in (tensor, base_of(tensor)):
-        if each is not None and each.grad_fn is not None:
-            yield each.grad_fn
+def _nodes(tensors: Iterable[tuple[Tensor, Tensor | None]]) -> list[Node]:
+    """Returns the nodes of tensors and of their bases, through which backward goes if a view is written into."""
+    return [each.grad_fn for pair in tensors for each in pair if each is not None and each.grad_fn is not None]
 
 
-def apart_from_parameters(units: Sequence[Unit], output: Any) -> Any:
-    """Returns the output with copies of parameters of the units and of views of them, which are freed after forward."""
-
-    def shares_memory(tensor: Tensor) -> bool:
-        base = base_of(tensor)
-        if base is None and tensor.grad_fn is not None:
-            return False
-        base = tensor if base is None else base
-        return any(base in unit.params for unit in units)
-
-    if any(shares_memory(tensor) for tensor in tensors_in(output)):
-        return map_tensors(lambda tensor: tensor.clone() if shares_memory(tensor) else tensor, output)
-    return output
+def _shares_memory(units: Sequence[Unit], tensor: Tensor, base: Tensor | None) -> bool:
+    """Whether the tensor is a parameter of the units or a view of one."""
+    if base is None and tensor.grad_fn is not None:
+        return False
+    base = tensor if base is None else base
+    return any(base in unit.params for unit in units)

@@ -7,6 +7,7 @@ optimizer; the hook here checks the step if the optimizer holds parameters of an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -29,6 +30,20 @@ from zero.shards.home import Home
 from zero.shards.partition import optimizer_problem
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """What an optimizer was found to need, when it had so many groups.
+
+    problem: why it cannot step shards. tensorwise: the name of an optimizer that needs uncut parameters, and why.
+    writes_numbers: whether it may write numbers into its groups, as torch's own do not.
+    """
+
+    groups: int
+    problem: str | None
+    tensorwise: tuple[str, Finding] | None
+    writes_numbers: bool
+
+
 class Guard:
     """Checks every step of any optimizer that holds parameters of these units, as long as the guard exists. The step
     raises RuntimeError on every rank if it would be wrong on any."""
@@ -37,8 +52,8 @@ class Guard:
         self.model = model
         self._module_params = {*model.module.parameters()}
         self._index, self._comm = model.index, model.comm
-        self._findings: WeakKeyDictionary[Optimizer, tuple[int, dict[str, Finding]]] = WeakKeyDictionary()
-        """By optimizer: its number of groups when it was measured, and findings by the names of optimizers."""
+        self._findings: WeakKeyDictionary[Optimizer, _Measured] = WeakKeyDictionary()
+        self._apart = any(group.home.apart for group in model.index.groups)
         self._before: WeakKeyDictionary[Optimizer, Written] = WeakKeyDictionary()
         """The numbers in the groups of optimizers that are stepping, except of torch's own, which write none."""
         self._numbers = model.comm.channel("the numbers that ranks compare after the step of an optimizer")
@@ -54,9 +69,9 @@ class Guard:
         register(self.model, optimizer)
         if closure is None:
             self._check(optimizer, params)
-        if known(type(optimizer)) is None:
+        if self._measured(optimizer).writes_numbers:
             self._before[optimizer] = Written(optimizer)
-        for home, own in self._by_home(params).items():
+        for home, own in self._by_home(params).items() if self._apart else ():
             groups = [*dict.fromkeys(self._index[param].group for param in own)]
             home.before_step(optimizer, own, groups, closure=closure is not None)
         if closure is None:
@@ -73,7 +88,7 @@ class Guard:
         """Collective, if the optimizer is not torch's own. Raises RuntimeError on every rank if it has written numbers
         that differ between ranks."""
         params = self._sharded_params(optimizer)
-        for home, own in self._by_home(params).items():
+        for home, own in self._by_home(params).items() if self._apart else ():
             home.stepped(optimizer, own)
         # Graphs that saved a parameter before the step are refused in backward, on every rank at the same place.
         increment_version(self._stepped(params))
@@ -120,30 +135,40 @@ class Guard:
 
     def _problems(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Iterator[str | None]:
         """Yields error messages of what is wrong on this rank, None for what is not. The first message counts."""
-        findings = self._measured(optimizer) if self._comm.world > 1 else {}
-        for name, finding in findings.items():
-            if finding.kind is not Kind.TENSORWISE:  # refused only if a parameter with a gradient is cut
-                yield optimizer_problem(name, finding, self.model.partition, of="FSDP")
+        found = self._measured(optimizer)
+        yield found.problem
         yield moved_problem(group for unit in self._index.units if not unit.summoned for group in unit.groups)
         yield from self._problems_of_new_parameters()
-        yield problem_of_state(self.model, optimizer)
+        if any(SHARD_MARK in group for group in optimizer.param_groups):
+            yield problem_of_state(self.model, optimizer)
         units = [*dict.fromkeys(map(self._index.unit_of, params))]
         _reshard_idle(units)
-        tensorwise = next((pair for pair in findings.items() if pair[1].kind is Kind.TENSORWISE), None)
         for param in params:
             if param.grad is not None:
-                yield from self._problems_of(param, optimizer, tensorwise)
+                yield from self._problems_of(param, optimizer, found.tensorwise)
 
-    def _measured(self, optimizer: Optimizer) -> dict[str, Finding]:
-        """Findings about the optimizer and about optimizers around it that step by it (SAM), by name.
+    def _measured(self, optimizer: Optimizer) -> _Measured:
+        """Measures an optimizer at its first step, and again if the number of its groups has changed."""
+        found = self._findings.get(optimizer)
+        if found is None or found.groups != len(optimizer.param_groups):
+            found = self._findings[optimizer] = self._measure(optimizer)
+        return found
 
-        Measures them at the first step, and again if the number of parameter groups has changed.
-        """
-        groups = len(optimizer.param_groups)
-        if self._findings.get(optimizer, (0, None))[0] != groups:
-            found = {title(type(each)): finding_of_built(each) for each in (*around(optimizer), optimizer)}
-            self._findings[optimizer] = groups, found
-        return self._findings[optimizer][1]
+    def _measure(self, optimizer: Optimizer) -> _Measured:
+        """Measures the optimizer, and optimizers around it that step by it (SAM)."""
+        each = (*around(optimizer), optimizer) if self._comm.world > 1 else ()
+        findings = {title(type(one)): finding_of_built(one) for one in each}
+        problems = [
+            optimizer_problem(name, finding, self.model.partition, of="FSDP")
+            for name, finding in findings.items()
+            if finding.kind is not Kind.TENSORWISE  # refused only if a parameter with a gradient is cut
+        ]
+        return _Measured(
+            groups=len(optimizer.param_groups),
+            problem=next(filter(None, problems), None),
+            tensorwise=next((pair for pair in findings.items() if pair[1].kind is Kind.TENSORWISE), None),
+            writes_numbers=known(type(optimizer)) is None,
+        )
 
     def _problems_of_new_parameters(self) -> Iterator[str]:
         module, known = self.model.module, self._module_params

@@ -10,7 +10,7 @@ from torch import nn
 
 from zero._torch import params_of
 from zero.comm import Comm
-from zero.comm.streams import ModelStreams
+from zero.comm.streams import streams_in
 from zero.fsdp.at_rest import ReadsAtRest
 from zero.fsdp.backward import Backward
 from zero.fsdp.build import Options
@@ -81,7 +81,8 @@ class Model:
         )
         self._shown = ShownUnits(self.index)
         overflow = Overflow(self.index.groups, [self.comm, *others_of(self.index)])
-        common = self.index, self.comms, ModelStreams(group.streams for group in self.index.groups), self.prefetch
+        streams = streams_in(group.streams for group in self.index.groups)
+        common = self.index, self.comms, streams, self.prefetch
         self.backward = Backward(*common, ReadsAtRest(self.index.groups, refusal), overflow, self.scaling)
         self.schedule = Schedule(*common, self.backward, overflow)
         claim(self.index, self, _AVERAGES)

@@ -19,10 +19,10 @@ from torch.utils.hooks import RemovableHandle
 
 from zero._torch import in_a_backward
 from zero.comm import Comm
-from zero.comm.streams import ModelStreams
+from zero.comm.streams import NoStreams
 from zero.fsdp.autocast import shares_casts
 from zero.fsdp.backward import Backward
-from zero.fsdp.edges import apart_from_parameters, watch_inputs, watch_inside, watch_outputs
+from zero.fsdp.edges import watch_inputs, watch_inside, watch_outputs
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.reads import ForeignReads
@@ -44,7 +44,7 @@ class Schedule:
         self,
         index: Index,
         comms: Sequence[Comm],
-        streams: ModelStreams,
+        streams: Sequence[NoStreams],
         prefetch: Prefetch,
         backward: Backward,
         overflow: Overflow,
@@ -56,6 +56,10 @@ class Schedule:
         self.modes: set[bool] = set()
         self._looked: set[bool] = set()
         """The modes in which a forward of the root has begun, which looks for writes."""
+        self._begins_each = comms[0].checks_each
+        """Whether every forward is one in which a mode begins."""
+        self._ahead: set[Unit] = set()
+        """Units that were gathered ahead, and did not begin their forward yet."""
         self._forwards_begun = 0
         """How many forwards of units have begun."""
         self._last_entered = self._root
@@ -137,11 +141,12 @@ class Schedule:
         """Collective. Unshards the unit, and what must be with it."""
         if not self.running:
             self._begin_forward()
-        self._streams.expect_computing("{} of FSDP runs", unit.title)
+        for streams in self._streams:
+            streams.expect_computing("{} of FSDP runs", unit.title)
         in_backward = self._backward.active
         if unit is self._root:
             mode = unit.module.training
-            if unit.entry_module is None and not in_backward and (mode not in self.modes or self._comms[0].checks_each):
+            if unit.entry_module is None and not in_backward and (mode not in self.modes or self._begins_each):
                 self.modes.add(mode)
                 if (begin_mode := self._begin_mode()) is not None:
                     begin_mode()
@@ -167,7 +172,8 @@ class Schedule:
         self._casts_are_shared = shares_casts(self._units, self._device)
         if self._backward.active:
             return
-        self._streams.begin()
+        for streams in self._streams:
+            streams.begin()
         for comm in self._comms:
             comm.begin_schedule(together=comm is self._comms[0])  # among the first all forwards gather
 
@@ -180,10 +186,12 @@ class Schedule:
         if unit is not self._root and unit is not self._last_entered:
             self._index.after[self._last_entered], self._index.before[unit] = unit, self._last_entered
         self._last_entered = unit
+        self._ahead.discard(unit)
         whole = self._root in self.running and self._root.entry_module is None
         following = self._index.after.get(unit)
         if whole and following is not None and self._prefetch.forward_prefetch:
             following.unshard(ahead=True)
+            self._ahead.add(following)
 
     def _found_read(self, other: Unit) -> None:
         """Collective. The innermost running unit reads parameters of another one, which is unsharded with it from now
@@ -227,8 +235,8 @@ class Schedule:
         unit.entry_module = None if module is unit.entry_module else unit.entry_module
         call = unit.running.pop()
         call.ended = self._forwards_begun
-        output = apart_from_parameters((unit, *unit.companions), output)
-        needs_backward = trains and watch_outputs(unit, output, partial(self._backward.reached, unit, call))
+        on_entry = partial(self._backward.reached, unit, call) if trains else None
+        output, needs_backward = watch_outputs((unit, *unit.companions), output, on_entry)
         self._backward.awaited |= needs_backward
         if not unit.running:
             # Backward will reach this unit first, as it did last time, and would gather it ahead.
@@ -250,14 +258,14 @@ class Schedule:
             self._index.before.pop(unit, None)
             if self._last_entered is not unit:
                 self._index.before[unit] = self._last_entered
-            for other in self._units:
-                if other.gathering:
-                    other.reshard_unused()  # gathered ahead, but it did not run this time
+            while self._ahead:
+                self._ahead.pop().reshard_unused()  # it did not run this time
         if not stays:
             for each in needed:
                 each.reshard_unused()
         if not self.running:
-            self._streams.settle()  # the user may write into shards from here on
+            for streams in self._streams:
+                streams.settle()  # the user may write into shards from here on
 
     def _abandon(self) -> None:
         """Forgets a forward or backward that an exception has ended, so that the model can be used again."""

@@ -52,8 +52,8 @@ class UnitBucket(GradBucket):
 
         Drops both where the user has cleared `param.grad`.
         """
-        assert not self.reducing
-        left = {**self._left_frozen, **dict(self.give_back())}
+        assert self._handle is None, "a reduction is in flight"
+        left = {**self._left_frozen, **(dict(self.give_back()) if self.taken else {})}
         self.notice_trained()
         self._left, self._left_frozen = False, {i: left[i] for i in left.keys() - {*self.trained}} if left else {}
         unreduced: dict[int, Tensor] = {}

@@ -29,7 +29,6 @@ class GradBucket:
     sent_as: the dtype in which gradients are sent, by default that of the full parameters.
     `trained`: positions of the parameters that have gradients.
     `taken`: flat gradients that it has taken and not sent, by position.
-    `reducing`: whether a reduce is in flight.
     `used`: positions of the parameters that this rank sent gradients of since the last `decide`.
     `missing`: whether this rank has sent zeros for some parameter since then.
     `reduced`: positions of the parameters that got a gradient on any rank in the last backward that `decide` has ended.
@@ -52,10 +51,6 @@ class GradBucket:
         self._messages = messages_of(group, (), self._sent_as)
         self.notice_trained()
 
-    @property
-    def reducing(self) -> bool:
-        return self._handle is not None
-
     def notice_trained(self, also: Collection[Tensor] = ()) -> bool:
         """Updates which parameters are trained, and returns whether they have changed. Only between backwards.
 
@@ -65,7 +60,7 @@ class GradBucket:
         trained = tuple(index for index, param in params if param.requires_grad or param in also)
         if trained == self.trained:
             return False
-        assert not self.taken and not self.reducing
+        assert not self.taken and self._handle is None
         self.trained, self._messages = trained, messages_of(self.group, trained, self._sent_as)
         return True
 

@@ -35,6 +35,8 @@ class BufferSync:
         if shapes != self._known:
             self._compare()
             self._known = shapes
+        if not buffers:
+            return
         # As with DistributedDataParallel, a graph that has saved buffers may still be gone through: batch normalisation
         # saves its statistics in training, too, where backward does not compute with them.
         with keeping_versions([buffer for buffer in buffers if not buffer.is_inference()]):

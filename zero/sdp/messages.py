@@ -32,8 +32,9 @@ class InOneMessage:
     they are sent."""
 
     def __init__(self, group: ShardGroup, trained: Sequence[int], dtype: torch.dtype) -> None:
-        self._group, self._dtype = group, dtype
-        self._owned = [group.spans[index] for index in trained if index in group.spans]
+        self._group, self._dtype, self._numel = group, dtype, group.layout.numel
+        owned = [group.spans[index] for index in trained if index in group.spans]
+        self._owned = [(span.index, slice(span.offset, span.offset + span.numel)) for span in owned]
         starts = [*group.layout.offsets, group.layout.numel]
         lengths_with_padding = [after - start for start, after in pairwise(starts)]
         self._pieces = [
@@ -50,7 +51,7 @@ class InOneMessage:
 
     def messages(self, taken: Gradients) -> list[Message]:
         """Returns the messages to reduce."""
-        packed = self._group.full.new_zeros(self._group.layout.numel, dtype=self._dtype)
+        packed = self._group.full.new_zeros(self._numel, dtype=self._dtype)
         if taken:
             views = packed.split(self._pieces)[::2]
             copy_all([views[index] for index in taken], [*taken.values()])
@@ -58,7 +59,7 @@ class InOneMessage:
 
     def cut(self, sums: Tensor) -> Iterable[tuple[int, Tensor]]:
         """Returns the flat sums of what this rank owns of trained parameters, with their positions."""
-        return [(span.index, sums[span.offset : span.offset + span.numel]) for span in self._owned]
+        return [(index, sums[own]) for index, own in self._owned]
 
 
 class ByOwner:

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch import at_end_of_backward, in_a_backward, writes_into
 from zero.comm import Comm
-from zero.comm.streams import ModelStreams
+from zero.comm.streams import streams_in
 from zero.oss.optimizer import OSS
 from zero.sdp.bucket import End, GradBucket
 from zero.sdp.tensors import nearest_leaf, tensors_in
@@ -77,7 +77,7 @@ class Reducer:
         self._owners = [*owners.values()]
         self._numbers = {group: number for number, group in enumerate(owners)}
         self._places = {param: place for one in self._optimizers for param, place in one.shards.places.items()}
-        self._streams = ModelStreams(group.streams for group in owners)
+        self._streams = streams_in(group.streams for group in owners)
         self._largest_bucket = max(group.full.nbytes for group in owners)
         self._largest_param = max(param.nbytes for param in self._places)
 
@@ -144,7 +144,8 @@ class Reducer:
         group, index = self._places[param]
         number = self._numbers[group]
         bucket = self._buckets[number]
-        self._streams.expect_computing("the gradient of {} arrived", group.names[index])
+        for streams in self._streams:
+            streams.expect_computing("the gradient of {} arrived", group.names[index])
         try:
             if number < self._launched:
                 bucket.refuse_late(index)
@@ -160,7 +161,8 @@ class Reducer:
         if not self._in_backward:
             self._update_trained()
             self._in_backward = True
-            self._streams.compute_here()
+            for streams in self._streams:
+                streams.compute_here()
             at_end_of_backward(self._finish)
 
     def _launch(self, *, incomplete: bool = False) -> None:

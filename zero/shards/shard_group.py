@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from zero._torch import outside_function_modes, profiler_range
 from zero.comm import Handle
-from zero.comm.streams import ARRIVED, NONE, NoStreams, apart, streams_of
+from zero.comm.streams import ARRIVED, NONE, NoStreams, streams_of
 from zero.shards.group_state import IN_PLACE, NEXT_IN_PLACE, NEXT_WITH_OWN_SHARD, GroupOptions, GroupState
 from zero.shards.layout import Layout, Span
 from zero.shards.log import logger
@@ -215,7 +215,8 @@ class ShardGroup:
                 self.home.used(self.shard)
             self._bind(self.shard_views)
             if self.frees:
-                self.streams.release()
+                if self.streams is not NONE:
+                    self.streams.release()
                 self.full.untyped_storage().resize_(0)
 
     def bring(self, sums: Tensor, *, for_step: bool = False) -> Tensor:
@@ -223,7 +224,7 @@ class ShardGroup:
         for_step: nobody but the step that has begun reads it, which may widen it piece by piece."""
         arriving: Any = ARRIVED
         stays_narrow = for_step and self.home.apart
-        if apart(sums, self.stepped):
+        if sums.device != self.stepped.device:
             widens = not stays_narrow and sums.element_size() < self.stepped.element_size()
             sums = self.streams.bring(sums.to(self.stepped.dtype) if widens else sums, self.stepped)
             arriving = self.streams.departure()
@@ -242,7 +243,8 @@ class ShardGroup:
     def settle(self) -> None:
         """Makes the host wait for copies of `bring`, and for reads of `shard` by the device."""
         self.arrive()
-        self.streams.settle()
+        if self.streams is not NONE:
+            self.streams.settle()
 
     # --------------------------------------------------------------------------------------- summon_full_params
 
