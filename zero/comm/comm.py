@@ -14,8 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 
@@ -135,15 +135,10 @@ class Comm:
             self._log.agreed()
         return flags
 
-    @contextmanager
-    def telling(self, channel: int) -> Iterator[None]:
-        """Collective if an error is raised inside: the other ranks raise, too, where they would wait for this one."""
-        try:
-            yield
-        except Exception:
-            with suppress(RuntimeError):
-                self.agree(channel)
-            raise
+    def tell(self, channel: int) -> None:
+        """Collective. Called before this rank raises an error: the others raise, too, where they would wait for it."""
+        with suppress(RuntimeError):
+            self.agree(channel)
 
     def compare(self, what: str, lines: Sequence[str], problem: str | None = None, channel: int = COMPARISON) -> None:
         """Collective. Raises ValueError on every rank if any rank has a `problem`, or if the signature `lines` differs

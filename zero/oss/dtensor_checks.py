@@ -31,18 +31,22 @@ class DTensorCheck:
     def __init__(self) -> None:
         self._looked_at = 0
         """How many parameters there were that modules have, or that are no DTensors."""
+        self._problem: str | None = None
         watch_steps()
 
     def problem(self, places: Mapping[nn.Parameter, Place], inner: Optimizer, finding: Finding | None) -> str | None:
         """Returns an error message, or None. places: of the parameters. finding: what the optimizer inside needs."""
-        if len(places) != self._looked_at and any(map(table.is_apart, places)):
+        if len(places) == self._looked_at:
+            return self._problem
+        if any(map(table.is_apart, places)):
             return (
                 "OSS was given DTensors of tensor parallelism, but no ShardedDDP has the model. Wrap it: "
                 "ShardedDDP(model, optimizer). For stage 1 call zero.setup: DistributedDataParallel takes no DTensors."
             )
         self._looked_at = len(places)
         cut, found = _cut(places), known(type(inner)) or finding
-        return None if cut is None or found is None else _unfit(inner, found, places[cut].name)
+        self._problem = None if cut is None or found is None else _unfit(inner, found, places[cut].name)
+        return self._problem
 
 
 def checked_by_itself(optimizer: Optimizer) -> None:

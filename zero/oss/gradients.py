@@ -121,7 +121,8 @@ class OwnedGradients:
     def arrive(self) -> None:
         """Makes the host wait for gradients that are on their way to it."""
         for group in self._shards.shard_groups:
-            group.arrive()
+            if group.departures:
+                group.arrive()
 
     # ----------------------------------------------------------------------------------------- with ShardedDDP
 

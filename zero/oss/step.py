@@ -8,7 +8,6 @@ gather     every rank's shards reach all ranks in the flat buffers of the parame
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn
 
@@ -83,8 +82,11 @@ class Step:
             if self._shards.steps_by_group(inner, given):
                 self.end(outer, by_group=True)
                 return loss
-            with self._comm.telling(self._failure):
+            try:
                 self._shards.step(inner, **given)
+            except Exception:
+                self._comm.tell(self._failure)
+                raise
         self.end(outer)
         return loss
 
@@ -121,11 +123,8 @@ class Step:
         sent_as, in_flight = self._sent_as, list[ShardGroup]()
         for group in groups:
             if by_group:
-                with self._comm.telling(self._failure):
-                    write = partial(masters.write_part, group)
-                    self._shards.step_group(self._inner, group, then=write)
-                masters.written(group)
-            else:
+                self._step_group(group)
+            elif group.stepped is not group.shard:
                 masters.write(group)
             if sent_as is not None and len(in_flight) == _COMPRESSED_AT_ONCE:
                 in_flight.pop(0).finish_unshard()
@@ -134,6 +133,17 @@ class Step:
         for group in in_flight:
             group.finish_unshard()
         self._shards.note_versions()
+
+    def _step_group(self, group: ShardGroup) -> None:
+        """Steps the shards of a group whose home is elsewhere."""
+        write = partial(masters.write_part, group) if group.stepped is not group.shard else None
+        try:
+            self._shards.step_group(self._inner, group, then=write)
+        except Exception:
+            self._comm.tell(self._failure)
+            raise
+        if write is not None:
+            masters.written(group)
 
     # --------------------------------------------------------------------------------------------------- checks
 
@@ -144,8 +154,7 @@ class Step:
             self._raise(problem)
 
     def _raise(self, problem: str) -> NoReturn:
-        with suppress(RuntimeError):  # the other ranks raise in the operation in which they wait for this one
-            self._comm.agree(self._refusal)
+        self._comm.tell(self._refusal)
         raise RuntimeError(problem)
 
     def _compare_numbers(self) -> None:

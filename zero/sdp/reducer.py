@@ -151,8 +151,8 @@ class Reducer:
                 bucket.refuse_late(index)
             bucket.take(index, self._owners[number].gradients.take(param, group.names[index]))
         except RuntimeError:
-            with self._comm.telling(self._refusal):
-                raise
+            self._comm.tell(self._refusal)
+            raise
         self._limit_memory(bucket)
         if bucket.complete:
             self._launch()

@@ -5,7 +5,8 @@ copies elsewhere  in a home apart from the device (home.py), with their gradient
                   or copies of shards whose dtype is wide enough
 
 After a step they are copied into the parameters. Before a step, elements of the parameters that were written since
-(loaded weights) replace those of the masters.
+(loaded weights) replace those of the masters. Only groups that have such a tensor (`stepped`) are given to functions
+here, except to `step_apart`.
 """
 
 from __future__ import annotations
@@ -38,13 +39,12 @@ def differs(group: ShardGroup) -> bool:
 
 def refresh(group: ShardGroup) -> None:
     """Copies elements that were written into the parameters since the last `write` into the stepped tensor."""
-    if group.steps_apart and group.home.holds(group.shard):
+    if group.home.holds(group.shard):
         return
     for own, shard in _chunks(group):
         now = shard.to(own.device)
         torch.where(_written(now, own), now.to(own.dtype), own, out=own)
-    if group.steps_apart:
-        group.home.used(group.stepped)
+    group.home.used(group.stepped)
 
 
 def write(group: ShardGroup) -> None:
@@ -56,14 +56,12 @@ def write(group: ShardGroup) -> None:
 
 def write_part(group: ShardGroup, part: slice) -> None:
     """Copies a part of it; call `written` after the last."""
-    if group.steps_apart:
-        group.streams.send(group.stepped[part], group.own_of_full[part])
+    group.streams.send(group.stepped[part], group.own_of_full[part])
 
 
 def written(group: ShardGroup) -> None:
-    if group.steps_apart:
-        group.home.returned(group.shard)
-        group.home.used(group.stepped)
+    group.home.returned(group.shard)
+    group.home.used(group.stepped)
 
 
 def settled(master: Tensor, shard: Tensor) -> Tensor:
@@ -81,7 +79,5 @@ def _written(shard: Tensor, master: Tensor) -> Tensor:
 
 
 def _chunks(group: ShardGroup) -> Iterable[tuple[Tensor, Tensor]]:
-    """Yields the stepped tensor and the shard, some elements at a time; nothing if they are the same."""
-    if not group.steps_apart:
-        return ()
+    """Yields the stepped tensor and the shard, some elements at a time."""
     return zip(group.stepped.split(_CHUNK), group.shard.split(_CHUNK), strict=True)

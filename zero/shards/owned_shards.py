@@ -126,7 +126,8 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
     def refresh(self) -> None:
         """Copies what was written into parameters since the last step into the tensors that are stepped."""
         for flat in self.shard_groups:
-            masters.refresh(flat)
+            if flat.stepped is not flat.shard:
+                masters.refresh(flat)
 
     def trained_groups(self) -> list[ShardGroup]:
         """The shard groups that a step may have changed, in the order in which forward reads them.
@@ -150,7 +151,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
 
     def owns(self, param: nn.Parameter) -> bool:
         """Whether the shard of a parameter is not empty. Raises KeyError for what is no parameter here."""
-        return self.places[param].span is not None
+        return self.places[param].position in self.places[param].group.spans
 
     def cut_to_shard(self, param: nn.Parameter, value: Any) -> Any:
         """Returns this rank's elements of a tensor of the full shape of a parameter; anything else as it is."""

@@ -162,11 +162,6 @@ class ShardGroup:
         """Whether the parameters are full on this rank."""
         return self.state is GroupState.UNSHARDED or self._summoned is not None
 
-    @property
-    def steps_apart(self) -> bool:
-        """Whether `stepped` stands in the place of the shard."""
-        return self.stepped is not self.shard
-
     def launch_unshard(
         self, channel: int | None = None, *, sent_as: torch.dtype | None = None, ahead: bool = False
     ) -> None:
