@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from rows import Rows, adam, momentum
 
-edited = Rows("B3: at stage 3 gradients under no_sync are cleared, or edits raise", __name__)
+edited = Rows("B3: what is done to gradients under no_sync counts, or raises", __name__)
 
 NAME = r"(first|last|blocks\.\d\.\w+)\.(weight|bias)"
 
@@ -46,16 +46,17 @@ def clear_before_another_backward(t, i):
         loss.backward()
 
 
-clears = edited.within(after_a_backward_under_no_sync)
-edits = partial(clears, refused={3: (NAME, "no_sync")}, fails={3})
+edits = clears = edited.within(after_a_backward_under_no_sync)
+# torch itself refuses what has another shape than the shard, and a shard beside the full gradient.
+replaces = partial(edits, or_refused="assign a gradient of size|must match the size of tensor|" + NAME)
 
 edits("gradients are halved", lambda t, i: [grad.mul_(0.5) for grad in gradients(t)])
 edits("gradients are halved by foreach", lambda t, i: torch._foreach_mul_(gradients(t), 0.5))
 edits("gradients are halved by their data", lambda t, i: [grad.data.mul_(0.5) for grad in gradients(t)])
-edits("halves of gradients are assigned", lambda t, i: replace(t, lambda p: p.grad * 0.5))
-edits("clones of gradients are assigned", lambda t, i: replace(t, lambda p: p.grad.clone()))
-edits("one gradient is halved", halve_one)
-edits("weight decay is added", lambda t, i: replace(t, lambda p: p.grad + 0.1 * p.detach()))
+replaces("halves of gradients are assigned", lambda t, i: replace(t, lambda p: p.grad * 0.5))
+replaces("clones of gradients are assigned", lambda t, i: replace(t, lambda p: p.grad.clone()))
+replaces("one gradient is halved by *=", halve_one)
+replaces("weight decay is added", lambda t, i: replace(t, lambda p: p.grad + 0.1 * p.detach()))
 edits("the module zeroes", lambda t, i: t.n.zero_grad(set_to_none=False), optim=momentum)
 edits("the optimizer zeroes", lambda t, i: t.o.zero_grad(set_to_none=False), optim=momentum)
 edits("gradients are clipped by value", lambda t, i: clip_grad_value_(t.n.parameters(), 0.01))

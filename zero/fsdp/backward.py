@@ -132,17 +132,17 @@ class Backward:
     def _complete(self, unit: Unit, *, at_end: bool = False) -> None:
         """Collective. Reshards the unit, launches the next all-gather, which is needed first, and then the reduction.
 
-        Under no_sync stores the gradients instead of reducing them.
+        Under no_sync leaves the gradients where they are instead of reducing them.
         """
         self._in_backward.remove(unit)
-        for bucket in unit.buckets:
+        for bucket in unit.buckets if self.reduces else ():
             bucket.take_written()
         unit.end_backward()  # before waiting: an all-gather into its memory need not wait for the reduction
         if self.reduces:
             self._finish_reduce()
         else:
             for bucket in unit.buckets:
-                bucket.show_unreduced()
+                bucket.keep_unreduced()
         if self._prefetches is BackwardPrefetch.BACKWARD_POST and not at_end:
             self._launch_ahead(unit)
         if self.reduces:
@@ -171,7 +171,8 @@ class Backward:
                 self._complete(unit, at_end=True)
             elif self.reduces and any(bucket.left_unreduced for bucket in unit.buckets):
                 for bucket in unit.buckets:
-                    bucket.hand_over_leftovers()
+                    bucket.enter_backward()
+                    bucket.take_written()
                 self._launch_reduce(unit)
         self._finish_reduce()
         self._end.reach([bucket for unit in self._units for bucket in unit.buckets])

@@ -197,8 +197,8 @@ class FSDP(Weights):
     def no_sync(self) -> Iterator[None]:
         """Accumulates full gradients on every rank, without reducing them. The first backward outside reduces them.
 
-        Call both forward and backward inside. Meanwhile `param.grad` shows the elements of this rank's shard, not
-        averaged; clearing it clears the accumulated gradient.
+        Call both forward and backward inside. Meanwhile `param.grad` is this rank's own full gradient, as with
+        DistributedDataParallel: it may be written in place, and None drops it. Another tensor in its place is refused.
         """
         backward = self._model.backward
         before, backward.reduces = backward.reduces, False
@@ -223,9 +223,10 @@ class FSDP(Weights):
         """Collective. Returns the norm of all gradients, as one vector over all ranks, 0-dim, equal on every rank.
 
         Call it between backward and step: a norm of `param.grad` is that of this rank's shards. norm_type: as of
-        `clip_grad_norm_`.
+        `clip_grad_norm_`. Raises RuntimeError on every rank after a backward under no_sync.
         """
         params = [*self._model.index]
+        self._model.refuse_unreduced()
         dtypes = {param.dtype for param in params}
         return norm.total_norm(
             [(param, param.grad) for param in params],

@@ -70,6 +70,8 @@ def summoned(
             "writeback=False, or unshard the parameters on all ranks."
         )
     refuse_busy(units, "summon_full_params()")
+    if with_grads:
+        model.refuse_unreduced()
     groups, to = [group for unit in units for group in unit.groups], 0 if rank0_only else None
     gradients: list[_Gradients] = []
     keep = False

@@ -119,6 +119,17 @@ class Model:
         if problem is not None:
             self.refuse(problem)
 
+    def refuse_unreduced(self) -> None:
+        """Raises RuntimeError on every rank if no_sync has left full gradients, of which no rank has the average."""
+        for unit in self.units:
+            for bucket in unit.buckets:
+                name = bucket.name_of_unreduced()
+                if name is not None:
+                    self.refuse(
+                        f"{name} has a gradient that was not averaged: the last backward ran under no_sync(). Run the "
+                        "last backward of a step outside it; the norm is known after that."
+                    )
+
     def refuse(self, problem: str) -> NoReturn:
         """Collective. Raises RuntimeError on every rank."""
         self._refusal.raise_everywhere(problem)

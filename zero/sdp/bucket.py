@@ -82,11 +82,6 @@ class GradBucket:
         self.taken[index] = self.group.shapes.in_memory_order(index, gradient)
         self.taken_bytes += gradient.nbytes
 
-    def give_back(self) -> list[tuple[int, Tensor]]:
-        """Returns the gradients that the bucket has taken and not sent, with their positions. It is empty then."""
-        taken, self.taken, self.taken_bytes = self.taken, {}, 0
-        return [(index, self.group.shapes.shaped(index, flat)) for index, flat in taken.items()]
-
     def refuse_late(self, index: int) -> NoReturn:
         """Raises RuntimeError for a gradient that came after the launch."""
         raise RuntimeError(
@@ -149,10 +144,6 @@ class GradBucket:
     def abandon(self) -> None:
         """Waits for the reduce in flight, and forgets a backward that was interrupted."""
         self.taken, self.taken_bytes = {}, 0
-        self.forget_sent()
-
-    def forget_sent(self) -> None:
-        """The same, but keeps what it has taken and not sent."""
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
