@@ -24,7 +24,7 @@ from zero.comm import Comm
 from zero.comm.link import Link, Transports
 from zero.comm.log import Log
 from zero.comm.process_group import Overlapping
-from zero.comm.transport import Local, Transport
+from zero.comm.transport import Local
 from zero.plan.transport import Rehearsal
 
 _make_wrapper_subclass, _frombuffer = Tensor._make_wrapper_subclass, torch.frombuffer
@@ -37,7 +37,7 @@ class SimulatedLink(Link):
 
     def __init__(self, simulated: Simulated, rank: int, world: int) -> None:
         self.simulated, self.rank, self.world, self.log = simulated, rank, world, Log(rank, world)
-        self._checks = Rehearsal(self.log, rank, world, "gloo")
+        checks = Rehearsal(self.log, rank, world, "gloo")
         groups = [
             Group(simulated.device, simulated.memory, world, simulated.transfer, own_stream=simulated.own_stream)
             for _ in range(2)
@@ -45,16 +45,13 @@ class SimulatedLink(Link):
         overlapping = Overlapping(
             *(self.log, groups[0], rank, world),
             blocks=False,
-            checks=self._checks,
+            checks=checks,
             name="nccl",
             reduces_by=groups[1],
             abort=lambda: simulated.aborted.append(1),
         )
-        self.transports = Transports(lambda kind: Local() if world == 1 else overlapping)
-
-    @property
-    def on_host(self) -> Transport:
-        return Local() if self.world == 1 else self._checks
+        of = {"cpu": checks}
+        self.transports = Transports(lambda kind: Local() if world == 1 else of.get(kind, overlapping))
 
     def without_backend(self, devices: object) -> str | None:
         return None

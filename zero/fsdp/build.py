@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import buffers_of
 from zero.fsdp.choice import Choice
 from zero.fsdp.meta import Materialiser
 from zero.fsdp.precision import CastBuffer, MixedPrecision
@@ -169,7 +168,7 @@ def restore_module(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], ho
                 param.grad = None
         unit.summon()  # without dismiss()
     for cast in cast_buffers:
-        buffers_of(cast.module)[cast.name] = cast.tensor.to(cast.dtype)
+        cast.holder[cast.name] = cast.tensor.to(cast.dtype)
     for hook in hooks:
         hook.remove()
 

@@ -95,6 +95,8 @@ class Compiling:
 
     def tracing_begins(self) -> None:
         """Removes or hides hooks inside units: modules may have been compiled since the first forwards."""
+        if not self._root.exists:
+            return
         self.mode_begins()
         for module in self._root.module.modules() if self._direct else ():
             for hooks in forward_hooks_of(module):
@@ -116,8 +118,8 @@ class Compiling:
         Modules of the root that are in no other unit keep their hooks, unless the root is the only unit.
         """
         units = self._units
-        inner = {module for unit in units[1:] or units for module in unit.module.modules()}
-        self._schedule.remove(inner.intersection(modules) - {unit.module for unit in units})
+        inner = {module for unit in units[1:] or units if unit.exists for module in unit.module.modules()}
+        self._schedule.remove(inner.intersection(modules) - {unit.module for unit in units if unit.exists})
 
     def forward(self, run: Forward) -> Callable[..., Any]:
         begin, end, uncompiled = _hidden(self._begin), _hidden(run.end), _hidden(self._run_uncompiled)
@@ -145,7 +147,7 @@ class Compiling:
         module, schedule = run.module, self._schedule
         searches = module.training not in schedule.modes and schedule.installed and not self._root.summoned
         if searches:
-            problem = compiling_problem(module, {unit.module for unit in self._units[1:]}, self._freed)
+            problem = compiling_problem(module, {unit.module for unit in self._units[1:] if unit.exists}, self._freed)
             if problem is not None:
                 raise RuntimeError(problem)
         run.begin()

@@ -134,11 +134,11 @@ class FSDP(Weights):
         for name, fsdp in nested.items():
             units += fsdp._hand_over(module, name, builder.cast_buffers, self._hooks)
         ignored, cast_buffers = asked.ignored_modules, builder.cast_buffers
-        self._model = Model(module, units, placement, options, builder.refusal, ignored, as_one_unit, cast_buffers)
+        self._model = Model(module, units, placement, options, builder.refusal, ignored, cast_buffers)
         self.broadcast_buffers = broadcast_buffers
-        self._state_dicts = StateDictGuard(module, self._model.index)
-        self._guard: Guard | None = Guard(self._model)
-        self._run = self._runner()
+        compiling = Compiling(self._model.index, self._model.schedule)
+        self._state_dicts = StateDictGuard(module, self._model.index, keeps=(Guard(self._model), compiling))
+        self._run = self._runner(compiling)
         self._announce(strategy, len(choice.ignored))
 
     def _announce(self, strategy: ShardingStrategy, ignored: int) -> None:
@@ -148,10 +148,9 @@ class FSDP(Weights):
         left_out = f"{ignored} parameters, ignored as the caller asked" if ignored else ""
         announce(title, self._model.comm, self._model.index.groups, left_out, sharded="parameters and gradients")
 
-    def _runner(self) -> Callable[..., Any]:
+    def _runner(self, compiling: Compiling) -> Callable[..., Any]:
         """Installs the hooks. Returns what runs in forward."""
         buffers = BufferSync(self.module, self._model.comms) if self.broadcast_buffers else None
-        compiling = Compiling(self._model.index, self._model.schedule)
         self._model.schedule.install(compiling.hook, compiling.mode_begins)
         return compiling.forward(Forward(self._model, buffers))
 
@@ -183,7 +182,6 @@ class FSDP(Weights):
 
     def _end(self) -> None:
         self._model.dismiss()
-        self._guard = None
         self._state_dicts.remove()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -53,6 +53,8 @@ class Guard:
         self._module_params = {*model.module.parameters()}
         self._index, self._comm = model.index, model.comm
         self._findings: WeakKeyDictionary[Optimizer, _Measured] = WeakKeyDictionary()
+        self._hidden: dict[nn.Parameter, Tensor] = {}
+        """Gradients of parameters of which this rank owns nothing, while an optimizer steps."""
         self._apart = any(group.home.apart for group in model.index.groups)
         self._before: WeakKeyDictionary[Optimizer, Written] = WeakKeyDictionary()
         """The numbers in the groups of optimizers that are stepping, except of torch's own, which write none."""
@@ -69,6 +71,7 @@ class Guard:
         register(self.model, optimizer)
         if closure is None:
             self._check(optimizer, params)
+            self._hide_empty(params)
         if self._measured(optimizer).writes_numbers:
             self._before[optimizer] = Written(optimizer)
         for home, own in self._by_home(params).items() if self._apart else ():
@@ -80,6 +83,7 @@ class Guard:
         def call_and_check() -> Any:
             loss = closure()
             self._check(optimizer, params)
+            self._hide_empty(params)
             return loss
 
         return call_and_check
@@ -88,6 +92,9 @@ class Guard:
         """Collective, if the optimizer is not torch's own. Raises RuntimeError on every rank if it has written numbers
         that differ between ranks."""
         params = self._sharded_params(optimizer)
+        while self._hidden:
+            param, gradient = self._hidden.popitem()
+            param.grad = gradient if param.grad is None else param.grad
         for home, own in self._by_home(params).items() if self._apart else ():
             home.stepped(optimizer, own)
         # Graphs that saved a parameter before the step are refused in backward, on every rank at the same place.
@@ -99,6 +106,12 @@ class Guard:
             problem = differs(written, optimizer)
             if problem is not None:
                 raise RuntimeError(problem)
+
+    def _hide_empty(self, params: Sequence[nn.Parameter]) -> None:
+        """Hides gradients without elements from the step: optimizers divide by the number of elements."""
+        for param in params:
+            if param.grad is not None and not param.numel():
+                self._hidden[param], param.grad = param.grad, None
 
     def _stepped(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Returns the parameters that were stepped on any rank: those with gradients; and those of which this rank owns

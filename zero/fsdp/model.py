@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakSet, ref
 
 from torch import nn
 
@@ -38,10 +38,11 @@ _AVERAGES = (
 
 
 class Model:
-    """What an FSDP runs, as long as the FSDP exists or until `dismiss`.
+    """What an FSDP runs, as long as the sharded module exists or until `dismiss`. Hooks on modules keep it alive, and
+    it keeps no module.
 
     module: the user's. units: the root first. ignored: modules that are not sharded.
-    partition, as_one_unit: the user's options. cast_buffers: the buffers that mixed precision has cast.
+    partition: the user's. cast_buffers: the buffers that mixed precision has cast.
     `index`: where the parameters lie. `comm`: the ranks that own shards. `comms`: all groups of ranks.
     `scaling`: how gradients are scaled between backward and step.
     """
@@ -54,11 +55,10 @@ class Model:
         options: Options,
         refusal: Refusal,
         ignored: Sequence[nn.Module] = (),
-        as_one_unit: Sequence[nn.Module | type[nn.Module]] = (),
         cast_buffers: Sequence[CastBuffer] = (),
     ) -> None:
-        self.module, self.units, self.placement, self.ignored = module, units, placement, ignored
-        self.partition, self.as_one_unit, self.cast_buffers = options.partition, as_one_unit, cast_buffers
+        self._module, self.units, self.placement, self.ignored = ref(module), units, placement, WeakSet(ignored)
+        self.partition, self.cast_buffers = options.partition, cast_buffers
         self.index = Index(units)
         self.root = units[0]
         self.comm: Comm = placement.comm
@@ -89,10 +89,16 @@ class Model:
         _alive[:] = [model for model in _alive if model() is not None]
         _alive.append(ref(self))
 
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "the sharded module does not exist any more"
+        return module
+
     def units_of(self, module: nn.Module, *, recurse: bool = True) -> list[Unit]:
         """Returns the units that hold parameters of the module; without `recurse` only the module's own unit."""
         if not recurse:
-            return [unit for unit in self.units if unit.module is module]
+            return [unit for unit in self.units if unit.exists and unit.module is module]
         params = {*module.parameters()}
         return [unit for unit in self.units if not params.isdisjoint(unit.params)]
 

@@ -71,21 +71,23 @@ class MixedPrecision:
             casts = self.cast_root_forward_inputs
         return cast(inputs, self.dtype_of(module)) if casts else inputs
 
-    def buffers_to_cast(self, modules: Iterable[nn.Module]) -> Iterator[CastBuffer]:
-        """Yields the buffers of these modules that are to be cast to `buffer_dtype`."""
+    def buffers_to_cast(self, modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, CastBuffer]]:
+        """Yields the buffers of these modules that are to be cast to `buffer_dtype`, with their modules."""
         for module in modules:
             if self.buffer_dtype is not None and not isinstance(module, self.keep_fp32):
                 for name, buffer in module.named_buffers(recurse=False):
                     if buffer.is_floating_point():
-                        yield CastBuffer(module, name, buffer.dtype)
+                        yield module, CastBuffer(buffers_of(module), name, buffer.dtype)
 
     def prepare(self, modules: Iterable[nn.Module]) -> tuple[list[CastBuffer], list[RemovableHandle]]:
         """Casts buffers, and registers hooks that cast inputs and outputs of modules kept in float32."""
         modules = [*modules]
-        buffers, hooks = [*self.buffers_to_cast(modules)], []
-        for buffer in buffers:
-            buffers_of(buffer.module)[buffer.name] = buffer.tensor.to(self.buffer_dtype)
-            hooks.append(buffer.module.register_state_dict_post_hook(Uncast(buffer.name, buffer.dtype)))
+        buffers: list[CastBuffer] = []
+        hooks: list[RemovableHandle] = []
+        for module, buffer in self.buffers_to_cast(modules):
+            buffer.holder[buffer.name] = buffer.tensor.to(self.buffer_dtype)
+            hooks.append(module.register_state_dict_post_hook(Uncast(buffer.name, buffer.dtype)))
+            buffers.append(buffer)
         for module in modules:
             if self.param_dtype is not None and isinstance(module, self.keep_fp32):
                 hooks.append(module.register_forward_pre_hook(_cast_arguments, with_kwargs=True))
@@ -94,15 +96,17 @@ class MixedPrecision:
 
 
 class CastBuffer(NamedTuple):
-    """A buffer that is cast, and its original dtype."""
+    """A buffer that is cast, and its original dtype. holder: the dictionary of buffers that has it."""
 
-    module: nn.Module
+    holder: dict[str, Tensor | None]
     name: str
     dtype: torch.dtype
 
     @property
     def tensor(self) -> Tensor:
-        return self.module.get_buffer(self.name)
+        tensor = self.holder[self.name]
+        assert tensor is not None, f"the buffer {self.name} was removed"
+        return tensor
 
 
 @dataclass

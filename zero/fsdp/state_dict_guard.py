@@ -20,14 +20,17 @@ NO_COPIES = (
 
 
 class StateDictGuard:
-    """Registers a Refusal on every module that holds parameters of the index."""
+    """Registers a Refusal on every module that holds parameters of the index.
 
-    def __init__(self, root: nn.Module, index: Mapping[nn.Parameter, Place]) -> None:
+    keeps: what is to live as long as these modules, also if the FSDP is dropped and the module inside is used.
+    """
+
+    def __init__(self, root: nn.Module, index: Mapping[nn.Parameter, Place], keeps: object) -> None:
         self._hooks = []
         for module in root.modules():
             groups = [index[param].group for param in module.parameters(recurse=False) if param in index]
             if groups:
-                self._hooks.append(module.register_state_dict_pre_hook(Refusal(groups)))
+                self._hooks.append(module.register_state_dict_pre_hook(Refusal(groups, keeps)))
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -37,8 +40,8 @@ class StateDictGuard:
 class Refusal(OwnHook):
     """A hook before the state_dict() of a module, which raises RuntimeError. Copying it raises TypeError."""
 
-    def __init__(self, groups: Sequence[ShardGroup]) -> None:
-        self._groups = groups
+    def __init__(self, groups: Sequence[ShardGroup], keeps: object) -> None:
+        self._groups, self._keeps = groups, keeps
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         sharded = [one for one in self._groups if one.comm.world > 1 and one.state is not GroupState.SUMMONED]

@@ -111,6 +111,11 @@ class Unit:
             group.rename([f"{prefix}.{name}" for name in group.names], self.title)
 
     @property
+    def exists(self) -> bool:
+        """Whether its module does, which may have been taken out of the model."""
+        return self._module() is not None
+
+    @property
     def module(self) -> nn.Module:
         module = self._module()
         assert module is not None, f"the module of {self.title} does not exist any more"

@@ -8,6 +8,8 @@ no_sync       `param.grad` stays this rank's own full gradient, as with Distribu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -85,6 +87,15 @@ class UnitBucket(GradBucket):
             if index in self._set_aside:
                 param.grad = self._set_aside.pop(index)
         super().finish()
+
+    def decide(self, used: Mapping[int, bool]) -> None:
+        """Adds what only other ranks have used. A gradient of which this rank owns nothing is an empty tensor, so that
+        no rank alone finds None where there is a gradient."""
+        super().decide(used)
+        for index in self.reduced - self.group.spans.keys():
+            param = self.group.params[index]
+            if param.grad is None:
+                param.grad = torch.empty_like(param)
 
     # ---------------------------------------------------------------------------------------------- at rest
 
