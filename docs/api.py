@@ -33,7 +33,6 @@ SECTIONS = {
             "load_full_optimizer_state_dict",
             "unwrap",
             "count_parameters",
-            "ParameterCount",
             "join",
             "GradScaler",
         ],

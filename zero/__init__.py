@@ -49,7 +49,6 @@ from zero.offload import CPUOffload, DiskOffload
 from zero.oss import OSS
 from zero.plan.report import Report, report
 from zero.scripts import (
-    ParameterCount,
     clip_grad_norm_,
     count_parameters,
     full_optimizer_state_dict,
@@ -83,7 +82,6 @@ __all__ = [
     "MEMORY_FIRST",
     "MixedPrecision",
     "OSS",
-    "ParameterCount",
     "Prefetch",
     "Report",
     "SPEED_FIRST",

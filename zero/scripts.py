@@ -161,10 +161,7 @@ def _stepped(inner: nn.Module, optimizer: Optimizer, comm: Comm) -> SteppedShard
 
 
 class ParameterCount(NamedTuple):
-    """Elements of parameters; tied ones count once.
-
-    all, trained: of the full model, all parameters and those that require a gradient. here: of this rank's shards.
-    """
+    """What `count_parameters` returns."""
 
     all: int
     trained: int
@@ -172,7 +169,11 @@ class ParameterCount(NamedTuple):
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:
-    """How many parameters a model has, at any stage; `param.numel()` would count a shard. Sends nothing."""
+    """How many parameters a model has, at any stage, as (all, trained, here); `param.numel()` would count a shard.
+
+    all, trained: elements of the full model, of all parameters and of those that require a gradient. here: of this
+    rank's shards. Tied parameters count once. Sends nothing.
+    """
     inner = model.module if isinstance(model, FSDP) else model
     counts = {param: (parts.numel(param, param.numel()), param.numel()) for param in inner.parameters()}
     for group in (group for _, units in models_of(inner) for unit in units for group in unit.groups):
