@@ -32,7 +32,7 @@ def two(params):
     return program
 
 
-HELD = {"or_refused": r"(?i)other (OSS|wrapper|optimizer)|held by|two OSS|FSDP", "fails": {3}}
+HELD = {"or_refused": r"(?i)other (OSS|wrapper|optimizer)|held by|two OSS|FSDP"}
 row.of("two OSS have all parameters", two(lambda n: n.named_parameters()), **HELD)
 row.of("two OSS have all parameters without names", two(lambda n: n.parameters()), **HELD)
 row.of("a second OSS has one layer", two(lambda n: n.last.named_parameters()), **HELD)

@@ -109,9 +109,9 @@ class Backward:
     def _enter(self, unit: Unit) -> None:
         for streams in self._streams:
             streams.expect_computing("{} of FSDP runs", unit.title)
-        unit.unshard(for_backward=True)
-        if self._reducing is unit:  # backward has reached it again
+        if self._reducing is unit:  # backward has reached it again; its gradients come while it is sharded
             self._finish_reduce()
+        unit.unshard(for_backward=True)
         unit.enter_backward()
         self._in_backward.append(unit)
 

@@ -108,9 +108,10 @@ class Guard:
                 raise RuntimeError(problem)
 
     def _hide_empty(self, params: Sequence[nn.Parameter]) -> None:
-        """Hides gradients without elements from the step: optimizers divide by the number of elements."""
+        """Hides gradients of which this rank owns nothing from the step: some optimizers divide by the number of
+        elements."""
         for param in params:
-            if param.grad is not None and not param.numel():
+            if param.grad is not None and self._index[param].span is None:
                 self._hidden[param], param.grad = param.grad, None
 
     def _stepped(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:

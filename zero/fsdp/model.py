@@ -37,6 +37,12 @@ _AVERAGES = (
 )
 
 
+_SHARDED = (
+    "is sharded by FSDP, which is stage 3: no OSS can shard it once more. Build the plain optimizer of the parameters: "
+    "torch.optim.Adam(model.parameters())."
+)
+
+
 class Model:
     """What an FSDP runs, as long as the sharded module exists or until `dismiss`. Hooks on modules keep it alive, and
     it keeps no module.
@@ -85,7 +91,7 @@ class Model:
         common = self.index, self.comms, streams, self.prefetch
         self.backward = Backward(*common, ReadsAtRest(self.index.groups, refusal), overflow, self.scaling)
         self.schedule = Schedule(*common, self.backward, overflow)
-        claim(self.index, self, _AVERAGES)
+        claim(self.index, self, _AVERAGES, sharded=_SHARDED)
         _alive[:] = [model for model in _alive if model() is not None]
         _alive.append(ref(self))
 

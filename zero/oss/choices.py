@@ -24,6 +24,7 @@ from zero.shards.arguments import (
     named_params,
     parts_of,
 )
+from zero.shards.claimed import sharded_problem
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.tensor_parallel import parts
@@ -52,6 +53,7 @@ class Choices:
         self._comm, self._optim, self._defaults = comm, optim, defaults
         self._partition, self.granularity = partition, granularity
         self.groups, problem = as_groups(params)
+        problem = problem or sharded_problem(named_params(self.groups))
         self.sent_as, wrong_dtype = dtype_sent(broadcast_fp16, "broadcast_fp16")
         self.home, wrong_home = take_home(defaults)
         problem = problem or partition_problem(partition, granularity) or wrong_dtype or master_problem(master_dtype)
@@ -77,7 +79,7 @@ class Choices:
     def added(self, param_group: dict[str, Any], seen: Mapping[nn.Parameter, Any]) -> dict[str, Any]:
         """Collective. Returns another group in torch's form. seen: the parameters so far."""
         groups, problem = as_groups([param_group], seen=set(seen))
-        problem = problem or self._look_at(groups, cut=self.cut)[1]
+        problem = problem or sharded_problem(named_params(groups)) or self._look_at(groups, cut=self.cut)[1]
         problem = problem or parts.problem(named_params(groups), [self._comm])
         self._comm.compare("the parameters added to OSS", describe(groups), problem)
         return parts_of(groups)[0]

@@ -1,32 +1,51 @@
-"""Parameters that a wrapper has, whose gradients nobody else may average."""
+"""Parameters that a wrapper has, whose gradients nobody else may average, and that nobody else may shard."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from weakref import ref
+from typing import NamedTuple
+from weakref import ReferenceType, ref
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+
+class Claim(NamedTuple):
+    """owner: who has the parameter. why: nobody else may average its gradient. sharded: why nobody else may shard it, if
+    its owner has done that."""
+
+    owner: ReferenceType[object]
+    why: str
+    sharded: str | None
+
+
 _claims: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By parameter: a reference to whoever has it, and why nobody else may average its gradient."""
+"""By parameter."""
 
 
-def claim(params: Iterable[nn.Parameter], owner: object, why: str) -> None:
-    """Notes that `owner` has the parameters, as long as it exists or until `release`. why: for the user."""
-    own = ref(owner)
+def claim(params: Iterable[nn.Parameter], owner: object, why: str, *, sharded: str | None = None) -> None:
+    """Notes that `owner` has the parameters, as long as it exists or until `release`. why, sharded: for the user."""
+    made = Claim(ref(owner), why, sharded)
     for param in params:
-        _claims[param] = own, why
+        _claims[param] = made
 
 
 def release(params: Iterable[nn.Parameter], owner: object) -> None:
     for param in params:
-        if param in _claims and _claims[param][0]() is owner:
+        if param in _claims and _claims[param].owner() is owner:
             del _claims[param]
 
 
 def claimed(param: nn.Parameter) -> tuple[object, str] | None:
     """Returns who has the parameter, and why nobody else may average its gradient; None if nobody has."""
-    own, why = _claims.get(param, (None, ""))
-    owner = None if own is None else own()
-    return None if owner is None else (owner, why)
+    found: Claim | None = _claims.get(param)
+    owner = None if found is None else found.owner()
+    return None if found is None or owner is None else (owner, found.why)
+
+
+def sharded_problem(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
+    """Returns an error message if any of these parameters is sharded already, else None."""
+    for name, param in named:
+        if claimed(param) is not None and _claims[param].sharded is not None:
+            return f"{name} {_claims[param].sharded}"
+    return None
