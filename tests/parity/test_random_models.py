@@ -50,6 +50,15 @@ FOUND = {
     "gradients cleared by the model after a forward without backward": Case(
         (Node("linear"),), world=4, steps=(Step(before="forward alone", clear="model"),), units="size"
     ),
+    "a unit is reached again that has gradients of an earlier backward": Case(
+        (Node("sequence", inside=(Node("weight norm", size=5, of=1),)),),
+        world=4,
+        steps=(Step(), Step((Micro(2, retained=True),), clear="optimizer to zero")),
+        width=3,
+        partition="whole",
+        units="blocks",
+        prefetch="speed",
+    ),
     "a unit that stays is read by a checkpoint": Case(
         (Node("linear"), Node("reentrant", (Node("reads"),))), units="layers", strategy="SHARD_GRAD_OP"
     ),

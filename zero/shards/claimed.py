@@ -11,8 +11,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 class Claim(NamedTuple):
-    """owner: who has the parameter. why: nobody else may average its gradient. sharded: why nobody else may shard it, if
-    its owner has done that."""
+    """owner: who has the parameter. why: nobody else may average its gradient.
+
+    sharded: why nobody else may shard it, if its owner has done that.
+    """
 
     owner: ReferenceType[object]
     why: str
