@@ -18,7 +18,7 @@ from torch.optim import AdamW
 import ranks
 import zero
 from assertions import same, same_weights
-from inner import unsharded
+from inner import Meter, unsharded
 from runs import SideBySide, sgd, steps
 from zoo import WIDTH, Stack, batch
 
@@ -226,3 +226,17 @@ def test_gradients_of_gradients_are_refused_with_the_remedy(rank, world):
     model = zero.FSDP(Net())
     inputs = batch(rank, 0).requires_grad_()
     torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+
+
+@ranks.on(2)
+def test_gradients_that_no_sync_has_left_are_freed_where_they_are_cleared(rank, world):
+    with Meter() as meter:
+        model = zero.FSDP(Net())
+        model(batch(rank, 0)).sum().backward()
+        model.zero_grad()
+        before = meter.live()
+        with model.no_sync():
+            model(batch(rank, 1)).sum().backward()
+        assert meter.live() >= before + sum(param.grad.nbytes for param in model.parameters())
+        model.zero_grad()
+        assert meter.live() == before

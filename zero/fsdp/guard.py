@@ -111,7 +111,8 @@ class Guard:
         """Hides gradients of which this rank owns nothing from the step: some optimizers divide by the number of
         elements."""
         for param in params:
-            if param.grad is not None and self._index[param].span is None:
+            group, position = self._index[param]
+            if param.grad is not None and position not in group.spans:
                 self._hidden[param], param.grad = param.grad, None
 
     def _stepped(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from zero.sdp.bucket import GradBucket
 from zero.shards.shard_group import ShardGroup
@@ -24,8 +25,8 @@ class UnitBucket(GradBucket):
         super().__init__(group, group.params, sent_as=sent_as)
         self._set_aside: dict[int, Tensor] = {}
         """The gradients of shards from before this backward."""
-        self._unreduced: dict[int, Tensor] = {}
-        """The full gradients that no_sync has left in `param.grad`, unless the user has cleared or replaced them."""
+        self._unreduced: dict[int, TensorWeakRef] = {}
+        """The full gradients that no_sync has left in `param.grad`. Weakly: cleared ones are to be freed."""
 
     @property
     def left_unreduced(self) -> bool:
@@ -49,7 +50,7 @@ class UnitBucket(GradBucket):
                 self._set_aside.pop(index, None)
             elif left is None:
                 param.grad, self._set_aside[index] = None, self.group.as_shard(index, grad)
-            elif grad is not left:
+            elif grad is not left():
                 raise RuntimeError(
                     f"{self.group.names[index]} has another `param.grad` than the last backward under no_sync() has "
                     "left, which no backward has averaged yet. Write into it in place (`param.grad.mul_(0.5)`), or set "
@@ -72,7 +73,7 @@ class UnitBucket(GradBucket):
             if param.grad is None:  # this backward has no gradient of it
                 param.grad = self._set_aside.pop(index, None)
             else:
-                self._unreduced[index] = param.grad
+                self._unreduced[index] = TensorWeakRef(param.grad)
 
     def finish(self) -> None:
         """Waits for this rank's shards of the gradients, and adds them to those that were set aside."""
