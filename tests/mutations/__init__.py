@@ -71,13 +71,18 @@ class Mutant:
             raise self._misfit(f"zero has {len(held)} of {target}" if held else f"zero has no {target}")
         before = inspect.getattr_static(*found[0])
         function = before.__func__ if isinstance(before, (staticmethod, classmethod)) else before
-        known, (_, *named) = (
-            inspect.signature(function).parameters,
-            inspect.signature(self.function).parameters.values(),
-        )
-        missing = [one.name for one in named if one.kind not in _GIVEN and one.name not in known]
+        known, (_, *own) = inspect.signature(function).parameters, inspect.signature(self.function).parameters.values()
+        missing = [one.name for one in own if one.kind not in _GIVEN and one.name not in known]
         if missing:
             raise self._misfit(f"{target} has no argument {missing[0]}")
+        takes = {one.name for one in own}
+        takes |= {*known} if any(one.kind is one.VAR_POSITIONAL for one in own) else set()
+        given = [
+            one.name for one in known.values() if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty
+        ]
+        untaken = [name for name in given[1:] if name not in takes]  # the first is `self`, or a function's only one
+        if untaken:
+            raise self._misfit(f"{target} is given {untaken[0]}, which the mutant does not take")
         return found, before, function
 
     def _misfit(self, why: str) -> Misfit:

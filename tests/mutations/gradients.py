@@ -27,21 +27,21 @@ def gradients_of_stage_3_a_thousandth_too_large(bring, self, sums, **how):
     return bring(self, sums * 1.001 if self.frees else sums, **how)
 
 
-@mutant("Replicated.reduce")
+@mutant("Replicated._reduce_here")
 def replicas_not_averaged(_, self, messages):
     """Hybrid sharding averages within the shard group only."""
-    return type(self).__mro__[1].reduce(self, messages)
+    return type(self).__mro__[1]._reduce_here(self, messages)
 
 
 @mutant("Exchange.reduce")
-def stale_bucket(reduce, self, messages):
+def stale_bucket(reduce, self, messages, *streams):
     """A bucket hands over the averages of the backward before."""
 
     def stale(sums):
         before, self.stale = vars(self).get("stale", sums), sums.clone()
         return before if before.shape == sums.shape else sums
 
-    return Changed(reduce(self, messages), stale)
+    return Changed(reduce(self, messages, *streams), stale)
 
 
 @mutant("tensors.add_all")
@@ -99,9 +99,9 @@ def last_element_of_a_cut_dropped_at_stage_1(own_slice, self, index, full):
 
 
 @mutant("Exchange.reduce")
-def infinite_gradients_made_zero(reduce, self, messages):
+def infinite_gradients_made_zero(reduce, self, messages, *streams):
     """Infinities and NaN disappear from averages, so that no scaler can see an overflow."""
-    return Changed(reduce(self, messages), lambda sums: sums.nan_to_num_(0.0, 0.0, 0.0))
+    return Changed(reduce(self, messages, *streams), lambda sums: sums.nan_to_num_(0.0, 0.0, 0.0))
 
 
 # ------------------------------------------------------------------------------------------------ dtypes and bytes
@@ -137,20 +137,20 @@ _kept: list[object] = []
 
 
 @mutant("Exchange.reduce")
-def buckets_never_freed(reduce, self, messages):
+def buckets_never_freed(reduce, self, messages, *streams):
     """Something holds the gradients that were sent."""
     _kept.append(messages)
-    return reduce(self, messages)
+    return reduce(self, messages, *streams)
 
 
 @mutant("Exchange.gather")
-def parameters_sent_twice(gather, self, full, shard, **how):
+def parameters_sent_twice(gather, self, full, shard, *streams, **how):
     """Each all-gather runs twice."""
-    gather(self, full, shard, **how).wait()
-    return gather(self, full, shard, **how)
+    gather(self, full, shard, *streams, **how).wait()
+    return gather(self, full, shard, *streams, **how)
 
 
 @mutant("Exchange.gather")
-def wire_dtype_of_parameters_ignored(gather, self, full, shard, *, sent_as=None, **how):
+def wire_dtype_of_parameters_ignored(gather, self, full, shard, *streams, sent_as=None, **how):
     """broadcast_fp16 changes nothing: stepped parameters are sent as they are."""
-    return gather(self, full, shard, **how)
+    return gather(self, full, shard, *streams, **how)

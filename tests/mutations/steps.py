@@ -158,7 +158,7 @@ def last_bucket_not_gathered(gather, self, groups, **how):
 
 
 @mutant("Exchange.gather")
-def late_gather(gather, self, full, shard, **how):
+def late_gather(gather, self, full, shard, *streams, **how):
     """At stages 1 and 2 a rank gets what the others had stepped one step before."""
 
     def old(result):
@@ -167,5 +167,5 @@ def late_gather(gather, self, full, shard, **how):
         full[own], self.late = now[own], now
         return result
 
-    handle = gather(self, full, shard, **how)
+    handle = gather(self, full, shard, *streams, **how)
     return handle if shard is not None else Changed(handle, old)
