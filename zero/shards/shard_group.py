@@ -171,10 +171,12 @@ class ShardGroup:
         ahead: the parameters are needed later, and `shard` was written before the running forward or backward began.
         """
         self._become(GroupState.GATHERING)
-        how: Any = {"sent_as": sent_as, "channel": channel, "ahead": ahead}
+        shard = self.shard if self.frees else None
         try:
             with self.shown("unshard"), torch.no_grad():
-                self._handle = self.exchange.gather(self.full, self.shard if self.frees else None, self.streams, **how)
+                self._handle = self.exchange.gather(
+                    self.full, shard, self.streams, sent_as=sent_as, channel=channel, ahead=ahead
+                )
                 if self.home.apart:
                     self.home.used(self.shard)
         except BaseException:
