@@ -29,7 +29,7 @@ check: $(READY)  ## Lint, formatting, types of zero/ and of the code in the docu
 test: $(READY)  ## Run the tests; ARGS="-k name" chooses, TORCH=2.15.0 takes another torch
 	@$(BIN)/pytest -q -n 2 --dist worksteal $(ARGS)
 
-test-quick: $(READY)  ## One test in four, none that takes a third of a second; ARGS="tests/oss" chooses
+test-quick: $(READY)  ## One test in five, none that takes a third of a second; ARGS="tests/oss" chooses
 	@$(BIN)/pytest -q -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 nightly: $(READY)  ## All that the suite has no time for: mutants, matrix, faults, hosts, fuzz, soak; ends with a table

@@ -29,14 +29,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test whose cases are all alike the quick subset has every fourth."""
+    """Of a test whose cases are all alike the quick subset has every fifth."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for alike in cases.values():
         if not any(item.get_closest_marker("slow") for item in alike):
             for number, item in enumerate(alike):
-                if number % 4:
+                if number % 5:
                     item.add_marker("slow")
 
 
