@@ -18,6 +18,8 @@ from fuzz.drawing import cases
 from fuzz.training import refusals, train
 from transports import TRANSPORTS, calling
 
+# A loop may drop the gradients of all that is trained, of which OSS warns.
+pytestmark = pytest.mark.filterwarnings("ignore:In two steps one after another OSS found no gradient:UserWarning")
 SEARCHES = "ZERO_FUZZ" in os.environ
 SHARE = {"gloo": 15, "host memory": 45} if len(TRANSPORTS) > 1 else {TRANSPORTS[0]: 60}
 """How many by each transport; Gloo costs twice as much as host memory."""
