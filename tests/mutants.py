@@ -92,9 +92,13 @@ def _told(result: Result) -> Result:
 def _run(name: str, arguments: Sequence[str]) -> tuple[int, str]:
     """Returns pytest's exit code, and what it has written until the first test failed."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    command += ["--basetemp", f"{tempfile.mkdtemp(prefix='mutant-')}/tests"]  # not the other run's, to be emptied there
+    with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as own:  # the other run empties its
+        return _ended(name, [*command, "--basetemp", f"{own}/tests", *arguments])
+
+
+def _ended(name: str, command: Sequence[str]) -> tuple[int, str]:
     process = subprocess.Popen(
-        [*command, *arguments],
+        command,
         env={**os.environ, VARIABLE: name},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

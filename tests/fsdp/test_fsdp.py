@@ -240,3 +240,29 @@ def test_gradients_that_no_sync_has_left_are_freed_where_they_are_cleared(rank, 
         assert meter.live() >= before + sum(param.grad.nbytes for param in model.parameters())
         model.zero_grad()
         assert meter.live() == before
+
+
+class Branches(Stack):
+    """Its second block counts in the loss only where it is asked to. kept: whether a backward may come through it."""
+
+    seen: Tensor | None = None
+
+    def forward(self, x: Tensor, both: bool, kept: bool) -> Tensor:
+        x = self.first(x)
+        one = self.blocks[0](x)
+        with torch.set_grad_enabled(kept):
+            self.seen = self.blocks[1](x)
+        return one + self.seen if both else one
+
+
+@ranks.on(2)
+def test_what_no_sync_left_on_one_rank_is_averaged_by_a_backward_that_passes_the_unit_by(rank, world):
+    """All ranks reduce the unit then, although one has no gradient of it."""
+    both = SideBySide(Branches(blocks=2), "3 kept")
+    for step in range(3):
+        x = batch(rank, step)
+        both.step(
+            lambda model: model(x, rank == 0, True).square().mean(),  # noqa: B023
+            lambda model: model(x, False, False).square().mean(),  # noqa: B023
+            unsent=1,
+        )

@@ -53,6 +53,7 @@ class Guard:
         self._module_params = {*model.module.parameters()}
         self._index, self._comm = model.index, model.comm
         self._findings: WeakKeyDictionary[Optimizer, _Measured] = WeakKeyDictionary()
+        self._not_owned = [param for param, place in self._index.items() if place.span is None]
         self._hidden: dict[nn.Parameter, Tensor] = {}
         """Gradients of parameters of which this rank owns nothing, while an optimizer steps."""
         self._apart = any(group.home.apart for group in model.index.groups)
@@ -71,7 +72,7 @@ class Guard:
         register(self.model, optimizer)
         if closure is None:
             self._check(optimizer, params)
-            self._hide_empty(params)
+            self._hide_empty()
         if self._measured(optimizer).writes_numbers:
             self._before[optimizer] = Written(optimizer)
         for home, own in self._by_home(params).items() if self._apart else ():
@@ -83,7 +84,7 @@ class Guard:
         def call_and_check() -> Any:
             loss = closure()
             self._check(optimizer, params)
-            self._hide_empty(params)
+            self._hide_empty()
             return loss
 
         return call_and_check
@@ -107,12 +108,11 @@ class Guard:
             if problem is not None:
                 raise RuntimeError(problem)
 
-    def _hide_empty(self, params: Sequence[nn.Parameter]) -> None:
+    def _hide_empty(self) -> None:
         """Hides gradients of which this rank owns nothing from the step: some optimizers divide by the number of
         elements."""
-        for param in params:
-            group, position = self._index[param]
-            if param.grad is not None and position not in group.spans:
+        for param in self._not_owned:
+            if param.grad is not None:
                 self._hidden[param], param.grad = param.grad, None
 
     def _stepped(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from zero.sdp.bucket import GradBucket
 from zero.shards.shard_group import ShardGroup
@@ -25,13 +24,16 @@ class UnitBucket(GradBucket):
         super().__init__(group, group.params, sent_as=sent_as)
         self._set_aside: dict[int, Tensor] = {}
         """The gradients of shards from before this backward."""
-        self._unreduced: dict[int, TensorWeakRef] = {}
-        """The full gradients that no_sync has left in `param.grad`. Weakly: cleared ones are to be freed."""
+        self._left = False
+        """Whether a backward under no_sync has gone through the unit since the last one that reduces. It may have left
+        gradients on other ranks only, so all reduce then."""
+        self._unreduced: set[int] = set()
+        """Positions of the parameters whose `param.grad` no_sync has left full, unless the user has cleared it."""
 
     @property
     def left_unreduced(self) -> bool:
         """Whether no_sync has left gradients that a backward is to reduce."""
-        return any(self.group.params[index].requires_grad for index in self._unreduced)
+        return self._left or any(self.group.params[index].requires_grad for index in self._unreduced)
 
     # ------------------------------------------------------------------------------------------- a backward
 
@@ -39,23 +41,26 @@ class UnitBucket(GradBucket):
         """Sets `param.grad` up for the full gradients that autograd writes from here on: adds to those that no_sync has
         left, and sets those of shards aside. No reduction is in flight.
 
-        Raises RuntimeError for a gradient that took the place of one that no_sync has left.
+        Raises RuntimeError for a shard's gradient in the place of a full one that no_sync has left.
         """
         assert self._handle is None, "a reduction is in flight"
         self.notice_trained()
+        self._left = False
         for index in self.trained:
-            param, left = self.group.params[index], self._unreduced.pop(index, None)
+            param, full = self.group.params[index], self.group.shapes.full[index]
             grad = param.grad
             if grad is None:
                 self._set_aside.pop(index, None)
-            elif left is None:
+            elif index not in self._unreduced:
                 param.grad, self._set_aside[index] = None, self.group.as_shard(index, grad)
-            elif grad is not left():
+            elif grad.shape != full:
                 raise RuntimeError(
-                    f"{self.group.names[index]} has another `param.grad` than the last backward under no_sync() has "
-                    "left, which no backward has averaged yet. Write into it in place (`param.grad.mul_(0.5)`), or set "
-                    "it to None, which drops it."
+                    f"{self.group.names[index]} has a `param.grad` of shape {list(grad.shape)} in place of the full "
+                    f"gradient of shape {list(full)} that the last backward under no_sync() has left, and that no "
+                    "backward has averaged yet. Write into that in place (`param.grad.mul_(0.5)`), or set it to None, "
+                    "which drops it."
                 )
+        self._unreduced.difference_update(self.trained)
 
     def take_written(self) -> None:
         """Takes what autograd has written, once backward has passed the unit. Of parameters that this backward did not
@@ -68,12 +73,13 @@ class UnitBucket(GradBucket):
 
     def keep_unreduced(self) -> None:
         """Leaves what autograd has written in `param.grad`. The parameters are resharded."""
+        self._left = True
         for index in self.trained:
             param = self.group.params[index]
             if param.grad is None:  # this backward has no gradient of it
                 param.grad = self._set_aside.pop(index, None)
             else:
-                self._unreduced[index] = TensorWeakRef(param.grad)
+                self._unreduced.add(index)
 
     def finish(self) -> None:
         """Waits for this rank's shards of the gradients, and adds them to those that were set aside."""
@@ -118,9 +124,9 @@ class UnitBucket(GradBucket):
     @property
     def has_set_aside(self) -> bool:
         """Whether gradients from before a backward that an exception has ended are set aside."""
-        return bool(self._set_aside.keys() - self._unreduced.keys())
+        return bool(self._set_aside.keys() - self._unreduced)
 
     def restore(self) -> None:
         """Puts these gradients back into `param.grad`. Unreduced gradients remain."""
-        for index in self._set_aside.keys() - self._unreduced.keys():
+        for index in self._set_aside.keys() - self._unreduced:
             self.group.params[index].grad = self._set_aside.pop(index)
