@@ -19,6 +19,9 @@ BACKEND = "cpu:gloo,cuda:nccl" if ON else "gloo"
 PATIENCE = 3 if ON else 1
 """Times as long as on the CPU: the first use of a GPU, and of NCCL, takes a process seconds."""
 
+ROUNDING = 1e-5 if ON else 0.0
+"""Of norms: a GPU's sum depends on how a tensor lies."""
+
 if ON:  # Modules that the fork server imports may ask for GPUs; the driver's answer would leave none to its forks.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 

@@ -348,8 +348,9 @@ def _serve(pipe: Connection, stack_file: str, poses: bool) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends its ranks itself
     threading.Thread(target=_follow_parent, daemon=True).start()
     stack = open(stack_file, "w")  # noqa: SIM115 - the signal handlers write to it as long as the process lives
-    faulthandler.enable(stack, all_threads=False)
-    faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+    for_all = gpus.ON  # for whose backward autograd has a thread of its own
+    faulthandler.enable(stack, all_threads=for_all)
+    faulthandler.register(signal.SIGUSR1, stack, all_threads=for_all)
     torch.set_num_threads(1)
     if not gpus.ON:
         _leave_devices_unseeded()

@@ -39,6 +39,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
+import gpus
 import matrix
 import ranks
 import zero
@@ -122,7 +123,7 @@ class Row:
     may wait, and ranks may not find themselves out of step.
     options: further arguments of zero.setup at stages 1 to 3. ddp: arguments of DistributedDataParallel at stages 0
     and 1. fsdp: arguments of FSDP, which stands in place of zero.setup at stage 3 then. tolerance: relative to each
-    tensor's largest, where the order of summation differs for a reason.
+    tensor's largest, where the order of summation differs for a reason. cpu_only: why it says nothing on GPUs.
     """
 
     program: Program
@@ -139,6 +140,7 @@ class Row:
     options: Mapping[str, Any] = field(default_factory=dict)
     ddp: Mapping[str, Any] = field(default_factory=dict)
     fsdp: Mapping[str, Any] = field(default_factory=dict)
+    cpu_only: str | None = None
 
     def __reduce__(self) -> Any:
         return _found, self.found
@@ -238,7 +240,8 @@ class Rows:
         for number, row in enumerate(self.rows):
             assert row.fails <= {*row.stages()}, f"{row.name} fails where it does not run"
             for turn, stages in enumerate(self._runs(row)):
-                marks = [pytest.mark.xfail(strict=True, reason=self.kind)] if row.fails & {*stages} else []
+                marks = [pytest.mark.xfail(strict=not gpus.ON, reason=self.kind)] if row.fails & {*stages} else []
+                marks += [gpus.cpu_only(row.cpu_only)] if row.cpu_only else []
                 for transport in TRANSPORTS if matrix.WHOLE else [in_turn(number + turn)]:
                     of = f"stage {stages[0]}" if len(stages) == 1 else "stages"
                     words = (row.name.replace(" ", "_"), of, transport)

@@ -22,6 +22,7 @@ from ranks import refusal
 from runs import sgd, take_step
 from simulated.world import simulated
 from transports import between_hosts, overlapping
+from zero._torch import abort
 from zero.comm import Comm, configure
 from zero.comm.host_memory import attach
 from zero.comm.process_group import Gloo
@@ -63,6 +64,24 @@ def test_a_unit_whose_gather_failed_does_not_compute(rank, world, at):
             assert "cut off" in refusal(lambda: loss_on(rank, 0)(model))
         text = refusal(lambda: loss_on(rank, 0)(model))
     assert all(fact in text for fact in ("RuntimeError: ", "root unit", "have not arrived", "first error")), text
+
+
+class Aborting:
+    """A backend whose abort ends once the other's has begun, as NCCL's where one of its kernels waits for the other."""
+
+    def __init__(self, began: threading.Event, other: threading.Event) -> None:
+        self.began, self.other, self.ended = began, other, False
+
+    def abort(self) -> None:
+        self.began.set()
+        self.ended = self.other.wait(2)
+
+
+def test_both_communicators_of_a_group_are_aborted_at_once():
+    events = threading.Event(), threading.Event()
+    both = Aborting(*events), Aborting(*reversed(events))
+    abort(both, torch.device("cpu"))
+    assert both[0].ended and both[1].ended
 
 
 def test_buffers_of_what_was_launched_before_ranks_were_out_of_step_are_kept():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+import gpus
 import ranks
 import zero
 from assertions import close, same, same_weights
@@ -84,6 +85,7 @@ def shapes(module: nn.Module) -> list[tuple[int, ...]]:
     return [tuple(param.shape) for param in module.parameters()]
 
 
+@gpus.cpu_only("the weights go to the CPU")
 @ranks.on(2)
 def test_called_on_the_class_it_takes_any_module(rank, world):
     plain, model = Root(), Root().wrapped()

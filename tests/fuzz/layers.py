@@ -140,7 +140,7 @@ class Table(nn.Module):
         self.table = nn.Embedding(made.width + node.size, made.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.table(torch.arange(len(x)) % self.table.num_embeddings)
+        return x + self.table(torch.arange(len(x), device=x.device) % self.table.num_embeddings)
 
 
 class Recurrent(nn.Module):

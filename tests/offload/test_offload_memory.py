@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, Adam
 
+import gpus
 import matrix
 import zero
 from inner import set_bucket_size
@@ -19,6 +20,8 @@ from simulated.memory import FROM_CPU, NUMBERS, TO_CPU
 from simulated.scenarios import HALF, WORLD, block, built, in_two_backwards, ones, sgd, step, with_clipping
 from simulated.world import Simulated, pinning, simulated
 from zoo import Block, Stack
+
+pytestmark = gpus.cpu_only("the GPU is a simulated one")
 
 WIDTH = 64
 NUMEL = WIDTH * WIDTH

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Adam
 
+import gpus
 import matrix
 import zero
 from inner import set_bucket_size
@@ -17,6 +18,8 @@ from optimizers import ELEMENTWISE
 from simulated.scenarios import WORLD, built
 from simulated.scenarios import step as take_step
 from simulated.world import simulated, small_pieces
+
+pytestmark = gpus.cpu_only("the GPU is a simulated one")
 
 PIECE = 128
 OPTIMIZERS: dict[str, Any] = {

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
+import gpus
 import ranks
 from inner import unsharded_in_backward
 from odd import AT, Calling, Odds, recomputed, reentrant
@@ -112,6 +113,7 @@ def test_numbers_are_those_of_torch(rank, world, name, at):
 
 
 @pytest.mark.slow
+@gpus.cpu_only("there units are gathered ahead")
 @pytest.mark.parametrize("at", ["3", "3 memory first"])
 @pytest.mark.parametrize("name", [name for name in MODELS if name.startswith(("segments", "siblings"))])
 @ranks.on(2, timeout=20)

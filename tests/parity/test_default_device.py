@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 
+import gpus
 import matrix
 import ranks
 import zero
@@ -163,6 +164,7 @@ class Waves(nn.Module):
         return x * self.weight
 
 
+@gpus.cpu_only("the batch is made on the default device")
 @ranks.on(2)
 def test_a_model_built_and_sharded_where_new_tensors_have_no_values_gets_its_own(rank, world):
     with torch.device("meta"):

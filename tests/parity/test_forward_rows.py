@@ -91,6 +91,7 @@ def dual(t, i):
 
 
 CLONE, WORDS = {"or_refused": "clone", "fails": {3}}, {"or_refused": "FSDP", "fails": {3}}
+NUMPY = {"cpu_only": "NumPy reads no memory of GPUs"}
 row = Rows("C2: a Function, an array or a transform reads a parameter", __name__, net=Net, options=UNITS)
 row.of("a product reads the unit that follows", net=lambda: Net(product), **LATER)
 row.of("backward alone reads the unit that follows", net=lambda: Net(decay), **LATER)
@@ -98,16 +99,18 @@ row.of("backward alone reads the unit before", net=lambda: Net(decay, "body"), *
 row.of("a checkpoint reads", net=lambda: Net(lambda x, w: checkpoint(product, x, w, use_reentrant=False)), **LATER)
 row.of("a product reads the unit before", net=lambda: Net(product, "body"))
 row.of("a plain product reads the unit that follows", net=lambda: Net(lambda x, w: x @ w.t()))
-row.of("forward has an array", net=lambda: Net(lambda x, w: x * float(w.detach().numpy().mean()), "body"), **CLONE)
-row.of("a hook keeps an array", kept(lambda w: w.numpy()), **CLONE)
-row.of("a hook keeps an array of a clone", kept(lambda w: w.clone().numpy()))
-row.of("a backward hook keeps an array", kept(lambda w: w.numpy(), "register_full_backward_hook"), **CLONE)
+row.of(
+    "forward has an array", net=lambda: Net(lambda x, w: x * float(w.detach().numpy().mean()), "body"), **CLONE, **NUMPY
+)
+row.of("a hook keeps an array", kept(lambda w: w.numpy()), **CLONE, **NUMPY)
+row.of("a hook keeps an array of a clone", kept(lambda w: w.clone().numpy()), **NUMPY)
+row.of("a backward hook keeps an array", kept(lambda w: w.numpy(), "register_full_backward_hook"), **CLONE, **NUMPY)
 row.of("a hook keeps what has no gradient", kept(lambda w: w), **CLONE)
 row.of("a hook keeps a view by DLPack", kept(torch.from_dlpack), **CLONE)
 row.of("jvp", lambda t, i: t.note(func.jvp(t.m, (t.batch(i),), (t.batch(9),))[1]), **WORDS)
 row.of("dual tensors", dual)
 row.of("func.grad", lambda t, i: t.note(func.grad(lambda x: t.m(x).sum())(t.batch(i))), **WORDS)
-row.of("jacrev", lambda t, i: t.note(func.jacrev(t.m)(t.batch(i))), **WORDS)
+row.of("jacrev", lambda t, i: t.note(func.jacrev(t.m)(t.batch(i))), **WORDS, cpu_only="cuBLAS warns in its backward")
 row.of("vmap", lambda t, i: t.note(func.vmap(t.m)(t.batch(i))))
 test_readers = row.tests()
 
@@ -145,7 +148,11 @@ def forwards(*training, act=lambda t, i: None):
     return program
 
 
-row = Rows("C3: two forwards and one backward of a model with buffers", __name__, net=Norm)
+row = Rows(
+    *("C3: two forwards and one backward of a model with buffers", __name__),
+    net=Norm,
+    cpu_only="there DistributedDataParallel refuses them",
+)
 row.of("two in training", forwards(True, True))
 row.of("three in training", forwards(True, True, True), net=lambda: Norm(momentum=None), optim=adam)
 row.of("two with a spectral norm", forwards(True, True), net=lambda: Norm(lambda w: spectral_norm(nn.Linear(w, w))))

@@ -11,6 +11,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+import gpus
 import ranks
 import zero
 from rows import WIDTH, Net, Rows, adam, changed, momentum, trains
@@ -194,7 +195,12 @@ row.of(
     **SAME,
 )
 row.of("one of two layers is scaled", each(by(lambda t, k: 0.1), FIRST), **SAME | {"net": NETS["two alike"]})
-row.of("the norm is of one layer", each(lambda t, params: clip_grad_norm_(params, 0.01), FIRST), **REFUSED)
+row.of(
+    "the norm is of one layer",
+    each(lambda t, params: clip_grad_norm_(params, 0.01), FIRST),
+    **REFUSED,
+    tolerance=gpus.ROUNDING,
+)
 row.of("each has its norm", each(lambda t, params: [clip_grad_norm_(p, 0.01) for p in params]), **REFUSED)
 # At stage 3 torch itself raises, on a rank that owns nothing of a parameter: an empty tensor has no largest element.
 row.of("the largest is the norm", each(lambda t, params: clip_grad_norm_(params, 0.01, torch.inf)), net=Small, same={1})

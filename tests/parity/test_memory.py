@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import gpus
 import matrix
 import ranks
 import zero
@@ -27,6 +28,8 @@ import zoo
 from inner import Meter, unit_bytes
 from placements import KINDS, MODELS, Case, Equal, measured, planned
 from transports import READS, overlapping
+
+pytestmark = gpus.cpu_only("the formulas are of gathers as needed")
 
 PRESETS = (zero.MEMORY_FIRST, zero.SPEED_FIRST)
 BF16 = zero.MixedPrecision(param_dtype=torch.bfloat16)

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.testing._internal.two_tensor import TwoTensor
 
+import gpus
 import ranks
 import zero
 from runs import take_step
@@ -21,7 +22,7 @@ WIDTH = 6
 class Quantised(nn.Module):
     """Weights as a high and a low shard, and a buffer of the same kind."""
 
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = gpus.DEVICE) -> None:
         super().__init__()
         high, low = torch.randn(WIDTH, WIDTH, device=device), torch.randn(WIDTH, WIDTH, device=device) / 64
         self.weight = nn.Parameter(TwoTensor(high, low), requires_grad=False)
@@ -33,7 +34,7 @@ class Quantised(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, device: str = "cpu") -> None:
+    def __init__(self, device: str = gpus.DEVICE) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.base, self.adapter, self.norm = Quantised(device), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
@@ -45,7 +46,7 @@ class Net(nn.Module):
 def trained(wrapped, optimizer, rank):
     losses = []
     for step in range(4):
-        x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(10 * rank + step))
+        x = torch.randn(5, WIDTH, generator=gpus.generator(10 * rank + step))
         losses.append(take_step(optimizer, wrapped(x).square().mean()))
     return losses
 

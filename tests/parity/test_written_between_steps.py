@@ -10,6 +10,7 @@ import copy
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+import gpus
 from rows import Net, Rows, adam, momentum, trains
 
 row = Rows("weights that are written between steps", __name__, optim=momentum)
@@ -37,7 +38,7 @@ def fill(net):
 
 
 def stay(net):
-    net.to("cpu").float().to(torch.float32).eval().train()
+    net.to(gpus.DEVICE).float().to(torch.float32).eval().train()
 
 
 written = row.within(between_steps, same={1, 2})

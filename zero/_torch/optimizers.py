@@ -85,6 +85,10 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Unscales the optimizer's gradients; returns, by device, whether one was not finite."""
+        gradients = (param.grad for group in optimizer.param_groups for param in group["params"])
+        if any(gradient is not None and gradient.is_cpu for gradient in gradients):
+            # torch copies the scale from a GPU to them without waiting for it, and multiplies by what lies there.
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
         return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
 
     def _unscale_grads_(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from threading import Thread
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
+
+_ABORTS = 5.0
+"""Seconds that an abort may take before nobody waits for it."""
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
@@ -79,11 +83,22 @@ def another_like(group: dist.ProcessGroup, device: torch.device, store: dist.Sto
     return nccl(store, group.rank(), group.size(), options)
 
 
-def abort(group: Any, device: torch.device) -> None:
-    """Ends the collectives of a ProcessGroup or Backend on such a device that are still running. It can send nothing
-    afterwards. torch's public function ends all backends of a ProcessGroup."""
-    backend = group._get_backend(device) if hasattr(group, "_get_backend") else group
-    with suppress(RuntimeError):  # this backend has no abort
+def abort(groups: Iterable[Any], device: torch.device) -> None:
+    """Ends the collectives of ProcessGroups or Backends on such a device that are still running, and returns after some
+    seconds at most. They can send nothing afterwards. torch's public function ends all backends of a ProcessGroup.
+
+    All at once: NCCL waits for all kernels of the device, and one of them may wait for another communicator's.
+    """
+    threads = [Thread(target=_abort, args=(group, device), daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_ABORTS)
+
+
+def _abort(group: Any, device: torch.device) -> None:
+    with suppress(RuntimeError, ReferenceError):  # this backend has no abort; the user has dropped the group
+        backend = group._get_backend(device) if hasattr(group, "_get_backend") else group
         backend.abort()
 
 

@@ -111,7 +111,7 @@ class Link:
             checks=checks,
             name=backend,
             reduces_by=reduces_by,
-            abort=abort_both,
+            abort=lambda: abort([one for one in (group, reduces_by) if one is not None], device),
         )
 
     def _watch(self, exchange: StoreExchange) -> dist.Store:

@@ -19,10 +19,12 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import lru_cache, reduce
 from itertools import chain, pairwise, repeat
 from operator import or_
+from threading import RLock
 from typing import Any
 
 import torch
@@ -43,6 +45,9 @@ from zero.comm.transport import Handle, Message, Transport
 _INTERVALS = [timedelta(seconds=seconds) for seconds in (0.25, 0.25, 0.25, 0.25, 0.5, 1, 2, 4)]
 """Times between looks at the other ranks while a rank waits; the last one is repeated."""
 
+_CONNECTS = 1.0
+"""Seconds for which an abort waits for a launch."""
+
 _SUPPORTED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
 _SUPPORTED |= {torch.int64, torch.int32, torch.int8, torch.uint8}
 """Dtypes that NCCL and Gloo support. Tensors of other dtypes are sent as bytes."""
@@ -59,6 +64,7 @@ class ProcessGroupTransport(Transport):
         self.log, self._group, self._rank, self._world = log, group, rank, world
         self._blocks = blocks
         self._reduces_by = group
+        self._launching: AbstractContextManager[object] = nullcontext()
         if blocks:
             log.at_failure.append(lambda _: _never_drop(group))
 
@@ -72,7 +78,7 @@ class ProcessGroupTransport(Transport):
         received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
         self._announce(channel, sum(message.nbytes for message, _ in messages))
         works = []
-        with self.log.transfer(channel, (messages, received)):
+        with self._launching, self.log.transfer(channel, (messages, received)):
             for rows, (message, counts) in zip(received, messages, strict=True):
                 into, sent, own = _real(rows.view(-1)), _real(message), [counts[self._rank]] * self._world
                 works.append(all_to_all_of_one_tensor(self._reduces_by, into, sent, own, [*counts]))
@@ -80,21 +86,21 @@ class ProcessGroupTransport(Transport):
 
     def broadcast(self, flat: Tensor, source: int) -> None:
         self._announce(BROADCAST, flat.nbytes)
-        with self.log.transfer(BROADCAST, flat):
+        with self._launching, self.log.transfer(BROADCAST, flat):
             self.wait_for([self._broadcast(flat, source)])
 
     def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
         options = in_stream_order(dist.AllreduceOptions())
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
         self._announce(channel, tensor.nbytes)
-        with self.log.transfer(channel, tensor):
+        with self._launching, self.log.transfer(channel, tensor):
             self.wait_for([self._group.allreduce([_real(tensor)], options)])
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
         self.compare(COLLECTION)
         for owner, tensor in transfers:
             if tensor is not None and tensor.numel():
-                with self.log.transfer(COLLECTION, tensor):
+                with self._launching, self.log.transfer(COLLECTION, tensor):
                     self._collect(owner, tensor, to)
 
     def _collect(self, owner: int, tensor: Tensor, to: int | None) -> None:
@@ -217,7 +223,8 @@ class Overlapping(ProcessGroupTransport):
         if reduces_by is not None:
             self._reduces_by = reduces_by
         if abort is not None:
-            log.at_failure.append(lambda _: abort())
+            self._launching = launching = RLock()
+            log.at_failure.append(lambda _: _abort(launching, abort))
 
     def compare(self, channel: int, *, flags: int = 0) -> int:
         return self._checks.compare(channel, flags=flags)
@@ -225,7 +232,7 @@ class Overlapping(ProcessGroupTransport):
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         own = full[bounds[self._rank] : bounds[self._rank + 1]]
         self._announce(channel, full.nbytes)
-        with self.log.transfer(channel, full):
+        with self._launching, self.log.transfer(channel, full):
             if _are_equal(tuple(bounds)):
                 works = [all_gather_of_one_tensor(self._group, _as_sent(full), _as_sent(own))]
             else:
@@ -239,7 +246,7 @@ class Overlapping(ProcessGroupTransport):
         message, counts = messages[0]
         sums = message.new_empty(counts[0]) if into is None else into
         self._announce(channel, message.nbytes)
-        with self.log.transfer(channel, (message, sums)):
+        with self._launching, self.log.transfer(channel, (message, sums)):
             work = reduce_scatter_of_one_tensor(self._reduces_by, _real(sums), _real(message))
         return Launched(self, channel, [work], (message, sums), sums, times)
 
@@ -279,6 +286,14 @@ def refuse_differing_logs(transport: Transport, log: Log) -> None:
         length, *channels = array("q", history)
         histories[rank] = length, [channel for channel in channels if channel >= 0]
     log.out_of_step(log.difference(histories))
+
+
+def _abort(launching: RLock, abort: Callable[[], object]) -> None:
+    """Not while another thread launches a collective, unless that takes long: NCCL connects the ranks in the first."""
+    launched = launching.acquire(timeout=_CONNECTS)
+    abort()
+    if launched:
+        launching.release()
 
 
 def _never_drop(group: object) -> None:

@@ -43,7 +43,7 @@ class Exchange:
         owners = range(comm.world)
         if to is not None and to != comm.rank:
             sent = shard.to(device)
-            comm.collect([(owner, sent if owner == comm.rank else None) for owner in owners], to)
+            comm.collect([(owner, sent if owner == comm.rank else None) for owner in owners], to, device.type)
             return None
         full = shard.new_empty(layout.numel, device=device)
         with torch.no_grad():
@@ -51,7 +51,7 @@ class Exchange:
         if to is None:
             comm.gather(full, layout.bounds, channel).wait()
         else:
-            comm.collect([(owner, full[layout.segment(owner)]) for owner in owners], to)
+            comm.collect([(owner, full[layout.segment(owner)]) for owner in owners], to, device.type)
         return full
 
     def comms(self) -> list[Comm]:

@@ -49,25 +49,26 @@ def consolidate(optimizer: SteppedShards, to: int | None, *, settle: bool = True
     described = [json.loads(text) for text in comm.all_gather_text(_described(optimizer, own))]  # by rank
     recipient = to is None or to == comm.rank
     full: dict[int, dict[str, Any]] = {}
-    transfers: list[tuple[int, Tensor | None]] = []
+    transfers: dict[str, list[tuple[int, Tensor | None]]] = {}  # by type of device: some groups may be offloaded
     all_owned = [(owned, described[owned.owner].get(str(owned.number), {})) for owned in _shards_of(optimizer)]
     rows = _count_rows(all_owned)
     for owned, entries in all_owned:
-        state = full.setdefault(owned.number, {})
+        state, device = full.setdefault(owned.number, {}), optimizer.part(owned.param).device
         for key, entry in entries.items():
             shape = _full_shape(owned, key, entry, rows)
             if key in state and shape is None:
                 continue  # the same for all shards of this parameter: the first one counts
             if key not in state:
-                state[key] = _room(entry, owned, shape, optimizer.part(owned.param).device) if recipient else None
+                state[key] = _room(entry, owned, shape, device) if recipient else None
             if "shape" not in entry:
                 continue
             tensor = (state[key].view(-1) if shape is None else owned.slot(state[key])) if recipient else None
             if owned in own:
-                source = own[owned][key].detach().contiguous().view(-1)
+                source = own[owned][key].detach().to(device).contiguous().view(-1)
                 tensor = source if tensor is None else tensor.copy_(source)
-            transfers.append((owned.owner, tensor))
-    comm.collect(transfers, to)
+            transfers.setdefault(device.type, []).append((owned.owner, tensor))
+    for kind, of_kind in transfers.items():
+        comm.collect(of_kind, to, kind)
     if not recipient:
         return None
     states = {number: leaves.closed(found) for number, found in full.items()}
