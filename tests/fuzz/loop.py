@@ -53,7 +53,9 @@ def reload(both: Trained) -> None:
     for value in weights.values():
         if value.is_floating_point():
             value.mul_(0.5)
-        dist.broadcast(value, 0)
+        sent = value.contiguous()  # NCCL sends nothing else
+        dist.broadcast(sent, 0)
+        value.copy_(sent)
     model = both.model.module if isinstance(both.model, (ByHand, DistributedDataParallel)) else both.model
     model.load_state_dict(weights)
     both.plain.load_state_dict(weights)
