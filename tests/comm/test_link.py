@@ -91,7 +91,7 @@ def test_buffers_of_what_was_launched_before_ranks_were_out_of_step_are_kept():
         full = torch.ones(64)
         handle, kept = comm.gather(full, range(0, 65, 16)), weakref.ref(full)
         assert not there.aborted
-        order = comm._log
+        order = comm.log
         told = [refusal(lambda: order.out_of_step({})), refusal(handle.wait)]
         assert there.aborted == [1]
         assert all("different numbers of bytes" in each for each in told), told

@@ -62,18 +62,18 @@ def waits_for_the_device(rank: int, world: int, way: str) -> tuple[str, str]:
         comm = Comm(group)
         full, channel, other = torch.zeros(3), comm.channel("the gather of a unit"), comm.channel("another operation")
         for _ in range(3):
-            comm.begin_schedule()
+            comm.log.begin()
             comm.gather(full, range(4), channel).wait()
         if rank == VICTIM:
             time.sleep(0.5)  # the others may still wait for what it has sent
         if rank == VICTIM and way != "another operation":
             WAYS[way][0]()
         aborted = threading.Event()
-        comm._log.at_failure.append(lambda reason: aborted.set())
+        comm.log.at_failure.append(lambda reason: aborted.set())
         if rank == VICTIM:
-            comm._log.append(other, 12)
+            comm.log.append(other, 12)
         else:
-            comm._log.append(channel, 12)  # launched, so that the device waits in it
+            comm.log.append(channel, 12)  # launched, so that the device waits in it
         ended = aborted.wait(TIMEOUT + 3)
         told = ranks.refusal(lambda: comm.gather(full, range(4), channel))
         if way in ("stopped", "elsewhere") and store.add("told", 1) == world - 1:
@@ -106,7 +106,7 @@ def test_ranks_that_all_take_their_time_and_one_that_is_a_little_late_are_not_to
     with overlapping(returns_work=False):
         comm = Comm(dist.new_group(timeout=timedelta(seconds=TIMEOUT)))
         full, channel = torch.zeros(3), comm.channel("the gather of a unit")
-        comm.begin_schedule()
+        comm.log.begin()
         comm.gather(full, range(4), channel).wait()
         time.sleep(TIMEOUT + 0.2 + 0.9 * (rank == 1))
         comm.agree(0)
@@ -168,7 +168,7 @@ def test_nothing_is_left_of_a_watchdog_whose_group_is_gone(rank, world):
         group = dist.new_group([0, 1])
         comm = Comm(group)
         comm.agree(0)
-        order = comm._log
+        order = comm.log
         assert within_five_seconds(lambda: loop.sockets), "not connected"
         dist.barrier()
         dist.destroy_process_group(group)

@@ -28,7 +28,6 @@ from zero._torch.modules import BATCH_NORM as BATCH_NORM
 from zero._torch.modules import OwnHook as OwnHook
 from zero._torch.modules import averaged_by as averaged_by
 from zero._torch.modules import buffers_of as buffers_of
-from zero._torch.modules import buffers_of_each as buffers_of_each
 from zero._torch.modules import children_of as children_of
 from zero._torch.modules import chosen_by_policy as chosen_by_policy
 from zero._torch.modules import classes_to_ignore as classes_to_ignore
@@ -48,14 +47,12 @@ from zero._torch.pinned import PinnedMemory as PinnedMemory
 from zero._torch.pinned import pinned as pinned
 from zero._torch.pinned import pinned_for as pinned_for
 from zero._torch.process_groups import abort as abort
-from zero._torch.process_groups import all_gather_of_one_tensor as all_gather_of_one_tensor
-from zero._torch.process_groups import all_to_all_of_one_tensor as all_to_all_of_one_tensor
 from zero._torch.process_groups import another_like as another_like
 from zero._torch.process_groups import backend_of as backend_of
 from zero._torch.process_groups import coalesced as coalesced
+from zero._torch.process_groups import collectives_of_one_tensor as collectives_of_one_tensor
 from zero._torch.process_groups import host_of as host_of
 from zero._torch.process_groups import in_stream_order as in_stream_order
-from zero._torch.process_groups import reduce_scatter_of_one_tensor as reduce_scatter_of_one_tensor
 from zero._torch.process_groups import shortest_timeout_of as shortest_timeout_of
 from zero._torch.process_groups import store_of as store_of
 from zero._torch.process_groups import timeout_of as timeout_of

@@ -53,16 +53,6 @@ def params_of_each(root: nn.Module) -> Iterator[nn.Parameter]:
                 yield param
 
 
-def buffers_of_each(root: nn.Module) -> Iterator[Tensor]:
-    """The buffers of all modules of `root`, each once."""
-    found = set[Tensor]()
-    for module in modules_in(root):
-        for buffer in module._buffers.values():
-            if buffer is not None and buffer not in found:
-                found.add(buffer)
-                yield buffer
-
-
 def state_dict_hooks_of(module: nn.Module) -> list[Any]:
     """The hooks before and after the module's state_dict(). There are public methods to register, none to list them."""
     return [*module._state_dict_pre_hooks.values(), *module._state_dict_hooks.values()]

@@ -6,12 +6,10 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from threading import Thread
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.distributed_c10d import AllgatherOptions
 
 _ABORTS = 5.0
 """Seconds that an abort may take before nobody waits for it."""
@@ -65,11 +63,6 @@ def in_stream_order(options: _Options) -> _Options:
     return options
 
 
-_GATHER = in_stream_order(AllgatherOptions())
-_ALL_TO_ALL = in_stream_order(dist.AllToAllOptions())
-_REDUCE_SCATTER = in_stream_order(dist.ReduceScatterOptions())
-
-
 def another_like(group: dist.ProcessGroup, device: torch.device, store: dist.Store) -> Any:
     """A Backend of the same ranks with communicators of its own; None if the group's for the device is not NCCL.
 
@@ -103,37 +96,32 @@ def _abort(group: Any, device: torch.device) -> None:
 
 
 @contextmanager
-def coalesced(group: Any, device: torch.device) -> Iterator[list[dist.Work | None]]:
+def coalesced(group: Any, device: torch.device, works: list[dist.Work | None]) -> Iterator[None]:
     """Launches the collectives within as one operation, where the backend can: NCCL (ncclGroupStart).
 
-    The list is for their works: one that stands for all takes their place. torch's own context manager cannot be used
-    again after an error within it.
+    works: those of the collectives; one that stands for all takes their place. torch's own context manager cannot be
+    used again after an error within it.
     """
-    works: list[dist.Work | None] = []
     backend = group._get_backend(device) if hasattr(group, "_get_backend") else group
     if getattr(backend, "supports_coalescing", False):
         group._start_coalescing(device)
-        yield works
+        yield
         works[:] = [group._end_coalescing(device)]
     else:
-        yield works
+        yield
 
 
-def all_gather_of_one_tensor(group: Any, into: Tensor, tensor: Tensor) -> dist.Work | None:
-    """All-gather on a ProcessGroup or Backend. torch.distributed's functions take only groups that it made itself."""
-    gather = getattr(group, "all_gather_single", None) or group._allgather_base
-    return gather(into, tensor, _GATHER)  # type: ignore[no-any-return]
+class OneTensor(NamedTuple):
+    """The names of a group's collectives of one tensor, or one to each rank."""
+
+    all_gather: str
+    all_to_all: str
+    reduce_scatter: str
 
 
-def all_to_all_of_one_tensor(
-    group: Any, into: Tensor, tensor: Tensor, counts_in: list[int], counts_out: list[int]
-) -> dist.Work | None:
-    """All-to-all on a ProcessGroup or Backend. Counts are of elements, along the first dimension."""
-    send = getattr(group, "all_to_all_single", None) or group.alltoall_base
-    return send(into, tensor, counts_in, counts_out, _ALL_TO_ALL)  # type: ignore[no-any-return]
-
-
-def reduce_scatter_of_one_tensor(group: Any, into: Tensor, tensor: Tensor) -> dist.Work | None:
-    """Reduce-scatter, summing, on a ProcessGroup or Backend."""
-    scatter = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
-    return scatter(into, tensor, _REDUCE_SCATTER)  # type: ignore[no-any-return]
+def collectives_of_one_tensor(group: Any) -> OneTensor:
+    """Those of a ProcessGroup or Backend. They differ between these and between versions of torch; the functions of
+    torch.distributed take only groups that it made itself."""
+    new = OneTensor("all_gather_single", "all_to_all_single", "reduce_scatter_single")
+    old = OneTensor("_allgather_base", "alltoall_base", "_reduce_scatter_base")
+    return OneTensor(*(name if hasattr(group, name) else before for name, before in zip(new, old, strict=True)))

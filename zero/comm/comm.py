@@ -32,6 +32,7 @@ from zero.comm.transport import Handle, Message
 
 class Comm:
     """One process group, seen from this rank. `rank` and `world` count the ranks of the group, not of the job.
+    `log`: of its operations.
 
     group: None means the default group, or this process alone if torch.distributed is not initialised. A Comm means the
         same ranks as that Comm, and a Link those of that link: plans pass these where users pass a process group.
@@ -57,7 +58,7 @@ class Comm:
                     "and its optimizer only on the ranks of the group, or pass on each rank a group that contains it."
                 )
             self.group, self.link = group, Link(None) if group is None else link_of(group)
-        self._log, self._transports = self.link.log, self.link.transports
+        self.log, self._transports = self.link.log, self.link.transports
         self.rank, self.world = self.link.rank, self.link.world
 
     @classmethod
@@ -102,37 +103,21 @@ class Comm:
             'init_process_group("cpu:gloo,cuda:nccl").'
         )
 
-    def refuse_if_broken(self, buffers: object) -> None:
-        """Raises RuntimeError if a transfer of the group has failed; see Log.refuse_if_broken."""
-        self._log.refuse_if_broken(buffers)
-
     # ---------------------------------------------------------------------------------- comparing the ranks
-
-    @property
-    def checks_each(self) -> bool:
-        """Whether ZERO_CHECK=each asks for checks in every step that are otherwise made in the first ones."""
-        return self._log.each
 
     def channel(self, name: str, remedy: str = "") -> int:
         """Returns a new number for a kind of operation, `name` in errors. All ranks must call it in the same order.
 
         remedy: a sentence for the user, if ranks are out of step in operations that all have this remedy.
         """
-        return self._log.channel(name, remedy)
-
-    def begin_schedule(self, *, together: bool = False) -> None:
-        """Marks the start of a sequence of operations that may have run before in the same order, such as a forward.
-
-        together: all ranks begin it at the same point, and can compare its first operation.
-        """
-        self._log.begin(together=together)
+        return self.log.channel(name, remedy)
 
     def agree(self, channel: int, *, flags: int = 0) -> int:
         """Collective. Raises RuntimeError on every rank unless all ranks call it with the same channel after the same
         operations. Returns the flags, up to two bits, that any rank has."""
         if self.world > 1:
             flags = self._transports["cpu"].compare(channel, flags=flags)
-            self._log.agreed()
+            self.log.agreed()
         return flags
 
     def tell(self, channel: int) -> None:

@@ -156,13 +156,6 @@ class Log:
         i = min(differing)
         return {rank: log[i] for rank, log in sorted(logs.items()) if i in log}
 
-    def transfer(self, channel: int | None, buffers: object) -> Transfer:
-        """Returns a context for a part of a transfer that can fail. Keeps the buffers alive if it does.
-
-        Raises RuntimeError for errors of a backend or the system, and if an earlier transfer has failed.
-        """
-        return Transfer(self, channel, buffers)
-
     def refuse_if_broken(self, buffers: object = None) -> None:
         """Raises RuntimeError if a transfer has failed. Then no transfer that was in flight counts as complete, and
         `buffers` are kept alive: such a transfer may still read them or write into them."""
@@ -209,20 +202,27 @@ class Log:
             for act in self.at_failure:
                 act(reason)
 
-    def fail(self, channel: int | None, buffers: object, error: BaseException) -> str:
-        """Records the failure of a transfer. Returns the message for the user."""
+    def fail(self, channel: int | None, buffers: object, error: BaseException) -> None:
+        """Records the failure of a transfer. Raises RuntimeError with a message for the user for an error of a backend
+        or the system, and nothing for others, such as Ctrl-C."""
         self._kept_alive.append(buffers)
         if not self.broken:
             self.inquire()
-        if self.broken:
-            return self.broken  # ranks are out of step, one is missing, or an earlier transfer failed
-        operation = "a transfer" if channel is None else self.name(channel)
-        reason = (
-            f"rank {self._rank} failed in {operation}: another rank of the group of {self._world} has stopped, or did "
-            f"not reach this operation. {_REMEDY} ({error})"
-        )
-        self.mark_broken(reason)
-        return reason
+        if not self.broken:  # else ranks are out of step, one is missing, or an earlier transfer failed
+            operation = "a transfer" if channel is None else self.name(channel)
+            self.mark_broken(
+                f"rank {self._rank} failed in {operation}: another rank of the group of {self._world} has stopped, or "
+                f"did not reach this operation. {_REMEDY} ({error})"
+            )
+        if isinstance(error, (RuntimeError, OSError)):
+            raise RuntimeError(self.broken) from error
+
+    def transfer(self, channel: int | None, buffers: object) -> Transfer:
+        """Returns a context for a part of a transfer that can fail. Keeps the buffers alive if it does.
+
+        Raises RuntimeError for errors of a backend or the system, and if an earlier transfer has failed.
+        """
+        return Transfer(self, channel, buffers)
 
 
 class Transfer:
@@ -239,9 +239,7 @@ class Transfer:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            reason = self._log.fail(self._channel, self._buffers, error)
-            if isinstance(error, (RuntimeError, OSError)):  # not Ctrl-C
-                raise RuntimeError(reason) from error
+            self._log.fail(self._channel, self._buffers, error)
 
 
 def _compares_each() -> bool:

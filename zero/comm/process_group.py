@@ -30,20 +30,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import AllgatherOptions
 
-from zero._torch import (
-    all_gather_of_one_tensor,
-    all_to_all_of_one_tensor,
-    coalesced,
-    in_stream_order,
-    reduce_scatter_of_one_tensor,
-)
+from zero._torch import coalesced, collectives_of_one_tensor, in_stream_order
 from zero.comm.log import BROADCAST, COLLECTION, COMPARISON, TAIL, Log
 from zero.comm.packing import SIXTEEN_BITS, concatenate, lengths, summed_as
 from zero.comm.transport import Handle, Message, Transport
 
 _INTERVALS = [timedelta(seconds=seconds) for seconds in (0.25, 0.25, 0.25, 0.25, 0.5, 1, 2, 4)]
 """Times between looks at the other ranks while a rank waits; the last one is repeated."""
+
+_ALL_GATHER = in_stream_order(AllgatherOptions())
+_ALL_TO_ALL = in_stream_order(dist.AllToAllOptions())
+_REDUCE_SCATTER = in_stream_order(dist.ReduceScatterOptions())
+_SUM, _MAXIMUM = (in_stream_order(dist.AllreduceOptions()) for _ in range(2))
+_SUM.reduceOp, _MAXIMUM.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM), dist.ReduceOp(dist.ReduceOp.MAX)
 
 _CONNECTS = 1.0
 """Seconds for which an abort waits for a launch."""
@@ -63,7 +64,8 @@ class ProcessGroupTransport(Transport):
     def __init__(self, log: Log, group: Any, rank: int, world: int, *, blocks: bool) -> None:
         self.log, self._group, self._rank, self._world = log, group, rank, world
         self._blocks = blocks
-        self._reduces_by = group
+        self._reduces_by, self._to_reduce = group, collectives_of_one_tensor(group)
+        self._to_gather = self._to_reduce.all_gather
         self._launching: AbstractContextManager[object] = nullcontext()
         if blocks:
             log.at_failure.append(lambda _: _never_drop(group))
@@ -77,53 +79,53 @@ class ProcessGroupTransport(Transport):
     def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
         received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
         self._announce(channel, sum(message.nbytes for message, _ in messages))
-        works = []
-        with self._launching, self.log.transfer(channel, (messages, received)):
+        with self._launching, Launched(self, channel, (messages, received), received) as launched:
             for rows, (message, counts) in zip(received, messages, strict=True):
                 into, sent, own = _real(rows.view(-1)), _real(message), [counts[self._rank]] * self._world
-                works.append(all_to_all_of_one_tensor(self._reduces_by, into, sent, own, [*counts]))
-        return Launched(self, channel, works, (messages, received), received)
+                collective = getattr(self._reduces_by, self._to_reduce.all_to_all)
+                launched.works.append(collective(into, sent, own, [*counts], _ALL_TO_ALL))
+        return launched
 
     def broadcast(self, flat: Tensor, source: int) -> None:
         self._announce(BROADCAST, flat.nbytes)
-        with self._launching, self.log.transfer(BROADCAST, flat):
-            self.wait_for([self._broadcast(flat, source)])
+        with self._launching, Launched(self, BROADCAST, flat) as launched:
+            launched.works.append(self._broadcast(flat, source))
+        launched.wait()
 
     def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
-        options = in_stream_order(dist.AllreduceOptions())
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM)
         self._announce(channel, tensor.nbytes)
-        with self._launching, self.log.transfer(channel, tensor):
-            self.wait_for([self._group.allreduce([_real(tensor)], options)])
+        with self._launching, Launched(self, channel, tensor) as launched:
+            launched.works.append(self._group.allreduce([_real(tensor)], _MAXIMUM if maximum else _SUM))
+        launched.wait()
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
         self.compare(COLLECTION)
         for owner, tensor in transfers:
             if tensor is not None and tensor.numel():
-                with self._launching, self.log.transfer(COLLECTION, tensor):
-                    self._collect(owner, tensor, to)
-
-    def _collect(self, owner: int, tensor: Tensor, to: int | None) -> None:
-        if to is None:
-            self.wait_for([self._broadcast(tensor, owner)])
-        elif self._rank == owner != to:
-            self.wait_for([self._group.send([_as_sent(tensor)], to, 0)])
-        elif self._rank == to != owner:
-            self.wait_for([self._group.recv([_as_sent(tensor)], owner, 0)])
+                with self._launching, Launched(self, COLLECTION, tensor) as launched:
+                    if to is None:
+                        launched.works.append(self._broadcast(tensor, owner))
+                    elif self._rank == owner != to:
+                        launched.works.append(self._group.send([_as_sent(tensor)], to, 0))
+                    elif self._rank == to != owner:
+                        launched.works.append(self._group.recv([_as_sent(tensor)], owner, 0))
+                launched.wait()
 
     def exchange(self, data: bytes) -> list[bytes]:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         received = [torch.empty_like(sent) for _ in range(self._world)]
-        with self.log.transfer(COMPARISON, (received, sent)):
-            self.wait_for([self._group.allgather([received], [sent])])
+        with Launched(self, COMPARISON, (received, sent)) as launched:
+            launched.works.append(self._group.allgather([received], [sent]))
+        launched.wait()
         return [row.numpy().tobytes() for row in received]
 
     def compare(self, channel: int, *, flags: int = 0) -> int:
-        self.log.record(channel)
         signature = torch.tensor([channel, self.log.digest, flags], device="cpu")
         received = signature.new_empty(self._world * len(signature))
-        with self.log.transfer(channel, (signature, received)):
-            self.wait_for([all_gather_of_one_tensor(self._group, received, signature)])
+        with Launched(self, channel, (signature, received)) as launched:
+            self.log.record(channel)
+            launched.works.append(getattr(self._group, self._to_gather)(received, signature, _ALL_GATHER))
+        launched.wait()
         channels, digests, of_ranks = zip(*received.view(self._world, -1).tolist(), strict=True)
         self.log.refuse_differing(channel, dict(enumerate(channels)))
         if len(set(digests)) > 1:
@@ -157,25 +159,33 @@ class ProcessGroupTransport(Transport):
 
 
 class Launched(Handle):
-    """Operations of a process group that were launched. Keeps the buffers until they have ended. `wait` returns `times`
-    the result."""
+    """Operations of a process group: a context for their launch, and the handle to wait for them. It keeps the buffers
+    until they have ended; `wait` returns `times` the result. Both raise RuntimeError for errors of a backend or the
+    system, and if an earlier transfer has failed.
+
+    `works`: what has been launched.
+    """
 
     def __init__(
-        self,
-        transport: ProcessGroupTransport,
-        channel: int,
-        works: Sequence[dist.Work | None],
-        buffers: object,
-        result: Any = None,
-        times: float = 1,
+        self, transport: ProcessGroupTransport, channel: int, buffers: object, result: Any = None, times: float = 1
     ) -> None:
-        self._transport, self._channel, self._works, self._buffers = transport, channel, works, buffers
+        self._transport, self._channel, self._buffers = transport, channel, buffers
         self._result, self._times = result, times
+        self.works: list[dist.Work | None] = []
+
+    def __enter__(self) -> Launched:
+        if self._transport.log.broken:
+            self._transport.log.refuse_if_broken(self._buffers)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._transport.log.fail(self._channel, self._buffers, error)
 
     def wait(self) -> Any:
-        with self._transport.log.transfer(self._channel, self._buffers):
-            self._transport.wait_for(self._works)
-        self._buffers, self._works = None, []  # what was sent is freed before the result gets memory
+        with self:
+            self._transport.wait_for(self.works)
+        self._buffers, self.works = None, []  # what was sent is freed before the result gets memory
         return self._result if self._times == 1 else self._result.mul_(self._times)
 
 
@@ -189,9 +199,9 @@ class Gloo(ProcessGroupTransport):
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         self._announce(channel, full.nbytes)
-        with self.log.transfer(channel, full):
-            works = self._broadcast_shards(full, bounds)
-        return Launched(self, channel, works, full)
+        with Launched(self, channel, full) as launched:
+            launched.works += self._broadcast_shards(full, bounds)
+        return launched
 
 
 class Overlapping(ProcessGroupTransport):
@@ -221,7 +231,7 @@ class Overlapping(ProcessGroupTransport):
         super().__init__(log, group, rank, world, blocks=blocks)
         self._checks, self.name = checks, name
         if reduces_by is not None:
-            self._reduces_by = reduces_by
+            self._reduces_by, self._to_reduce = reduces_by, collectives_of_one_tensor(reduces_by)
         if abort is not None:
             self._launching = launching = RLock()
             log.at_failure.append(lambda _: _abort(launching, abort))
@@ -232,13 +242,14 @@ class Overlapping(ProcessGroupTransport):
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
         own = full[bounds[self._rank] : bounds[self._rank + 1]]
         self._announce(channel, full.nbytes)
-        with self._launching, self.log.transfer(channel, full):
+        with self._launching, Launched(self, channel, full) as launched:
             if _are_equal(tuple(bounds)):
-                works = [all_gather_of_one_tensor(self._group, _as_sent(full), _as_sent(own))]
+                collective = getattr(self._group, self._to_gather)
+                launched.works.append(collective(_as_sent(full), _as_sent(own), _ALL_GATHER))
             else:
-                with coalesced(self._group, full.device) as works:
-                    works += self._broadcast_shards(full, bounds)
-        return Launched(self, channel, works, full)
+                with coalesced(self._group, full.device, launched.works):
+                    launched.works += self._broadcast_shards(full, bounds)
+        return launched
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
         if not scatters(messages):
@@ -246,9 +257,10 @@ class Overlapping(ProcessGroupTransport):
         message, counts = messages[0]
         sums = message.new_empty(counts[0]) if into is None else into
         self._announce(channel, message.nbytes)
-        with self._launching, self.log.transfer(channel, (message, sums)):
-            work = reduce_scatter_of_one_tensor(self._reduces_by, _real(sums), _real(message))
-        return Launched(self, channel, [work], (message, sums), sums, times)
+        with self._launching, Launched(self, channel, (message, sums), sums, times) as launched:
+            collective = getattr(self._reduces_by, self._to_reduce.reduce_scatter)
+            launched.works.append(collective(_real(sums), _real(message), _REDUCE_SCATTER))
+        return launched
 
     @staticmethod
     def sum(received: Sequence[Tensor], times: float = 1) -> Tensor:

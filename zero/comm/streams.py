@@ -118,7 +118,7 @@ class Arriving(Handle):
         self._streams, self._comm, self._keeps = streams, comm, keeps
 
     def _end(self) -> Any:
-        self._comm.refuse_if_broken((self._keeps, self._result))
+        self._comm.log.refuse_if_broken((self._keeps, self._result))
         for waiting in {self._launched_on, self._streams.current}:
             waiting.wait_event(self._arrival)
         return self._result

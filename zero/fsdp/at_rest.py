@@ -22,11 +22,11 @@ from zero.shards.shard_group import ShardGroup
 
 
 class ReadsAtRest:
-    """Looks for reads at rest when a backward begins."""
+    """Looks for reads at rest when a backward begins. `groups`: where there may be some."""
 
     def __init__(self, groups: Iterable[ShardGroup], refusal: Refusal) -> None:
         self._refusal = refusal
-        self._groups = [
+        self.groups = [
             group
             for group in groups
             if group.comm.world > 1
@@ -36,7 +36,7 @@ class ReadsAtRest:
 
     def refuse(self) -> None:
         """Collective where it raises RuntimeError, which it does on every rank."""
-        for group in self._groups:
+        for group in self.groups:
             named = zip(group.params, group.names, strict=True)
             trained = [(param, name) for param, name in named if param.requires_grad]
             if not trained or group.state is not GroupState.SHARDED:

@@ -30,7 +30,6 @@ class Backward:
     """The backward of one model.
 
     `reduces`: whether gradients are reduced; False under no_sync.
-    `accumulates`: whether the last backward left its gradients unreduced.
     `active`: whether a backward is running. `awaited`: whether a forward expects a backward that has not begun.
     """
 
@@ -45,7 +44,9 @@ class Backward:
         scaling: Scaling,
     ) -> None:
         self.reduces = True
-        self.active = self.awaited = self.accumulates = False
+        self.active = self.awaited = False
+        self._left_unreduced = False
+        """Whether backward has left gradients of a unit unreduced since the last one that reduced."""
         self._index, self._units, self._root, self._streams = index, index.units, index.units[0], streams
         self._at_rest, self._overflow, self._scaling = at_rest, overflow, scaling
         self._limit, self._prefetches = prefetch.limit, prefetch.backward_prefetch
@@ -100,7 +101,7 @@ class Backward:
             self.active = True
             for streams in self._streams:
                 streams.begin()
-            if self.awaited:
+            if self.awaited and self._at_rest.groups:
                 self._at_rest.refuse()
             finish = self._finish
             self._end_callback = weakref.ref(finish, self._callback_dropped)
@@ -141,6 +142,7 @@ class Backward:
         if self.reduces:
             self._finish_reduce()
         else:
+            self._left_unreduced = True
             for bucket in unit.buckets:
                 bucket.keep_unreduced()
         if self._prefetches is BackwardPrefetch.BACKWARD_POST and not at_end:
@@ -169,7 +171,7 @@ class Backward:
                 self._enter(unit)  # backward did not reach it here, but may have on other ranks, which reduce it
             if unit.state is TrainingState.BACKWARD:
                 self._complete(unit, at_end=True)
-            elif self.reduces and any(bucket.left_unreduced for bucket in unit.buckets):
+            elif self.reduces and self._left_unreduced and any(bucket.left_unreduced for bucket in unit.buckets):
                 for bucket in unit.buckets:
                     bucket.enter_backward()
                     bucket.take_written()
@@ -181,9 +183,10 @@ class Backward:
         for group in self._index.groups:
             group.settle()
         self.active = self.awaited = False
-        self.accumulates = not self.reduces
         if self.reduces:
-            self._overflow.spread()  # before gradients are remembered
+            self._left_unreduced = False
+            if self._overflow.groups:
+                self._overflow.spread()  # before gradients are remembered
             self._scaling.remember(self._index)
 
     def _callback_dropped(self, _: Any) -> None:

@@ -70,7 +70,8 @@ class Compiling:
         self._enters_by_units = False
         self._direct: set[Callable[..., Any]] = set()
         """Hooks that are not hidden."""
-        self._freed = {group.full.device for group in index.groups if group.frees}
+        self._records = any(group.frees and group.full.device.type in RECORDING for group in index.groups)
+        """Whether full parameters that are freed lie where CUDA graphs are recorded."""
         _watch()
         _all.add(self)
 
@@ -139,7 +140,8 @@ class Compiling:
     def _begin(self, run: Forward, traced: bool) -> bool:
         """Begins a forward. Returns whether the module is to run uncompiled although it is compiled."""
         _watch()
-        if _records(self._freed) and torch.cuda.is_current_stream_capturing():
+        compiled = traced or is_compiled(run.module)
+        if self._records and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"FSDP ran forward while torch.cuda.graph or make_graphed_callables records CUDA graphs, {_MOVING}, "
                 "and a replay would gather nothing. Run forward and backward without recording them."
@@ -147,11 +149,13 @@ class Compiling:
         module, schedule = run.module, self._schedule
         searches = module.training not in schedule.modes and schedule.installed and not self._root.summoned
         if searches:
-            problem = compiling_problem(module, {unit.module for unit in self._units[1:] if unit.exists}, self._freed)
+            problem = compiling_problem(
+                module, {unit.module for unit in self._units[1:] if unit.exists}, records=self._records
+            )
             if problem is not None:
                 raise RuntimeError(problem)
         run.begin()
-        if not traced and not is_compiled(module):
+        if not compiled:
             return False
         if searches and {*_compiled_in(module)} <= {module, uncompiled(module)}:
             return True
@@ -208,12 +212,11 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def compiling_problem(root: nn.Module, units: Collection[nn.Module], freed: Iterable[torch.device]) -> str | None:
+def compiling_problem(root: nn.Module, units: Collection[nn.Module], *, records: bool) -> str | None:
     """Returns an error message if torch.compile was called with modules or options that FSDP cannot run, else None.
 
-    units: the modules of all units below the root. freed: the devices of full parameters that are freed at rest.
+    units: the modules of all units below the root. records: whether CUDA graphs could read parameters that are freed.
     """
-    records = _records(freed)
     if records and called_by_cuda_graphs():
         return f"the code that calls the FSDP {_AS_GRAPHS}"
     for name, module in root.named_modules():
@@ -230,7 +233,3 @@ def compiling_problem(root: nn.Module, units: Collection[nn.Module], freed: Iter
 
 def _compiled_in(root: nn.Module) -> list[nn.Module]:
     return [module for module in root.modules() if is_compiled(module)]
-
-
-def _records(devices: Iterable[torch.device]) -> bool:
-    return any(device.type in RECORDING for device in devices)

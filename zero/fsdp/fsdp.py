@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from zero._torch import children_of
 from zero.fsdp.build import Builder, Options, restore_module
 from zero.fsdp.choice import Choice
-from zero.fsdp.compile import Compiling, compiling_problem
+from zero.fsdp.compile import RECORDING, Compiling, compiling_problem
 from zero.fsdp.guard import Guard
 from zero.fsdp.model import Forward, Model, refuse_forward, sharded_params
 from zero.fsdp.optimizer_state import registered
@@ -150,7 +150,8 @@ class FSDP(Weights):
 
     def _runner(self, compiling: Compiling) -> Callable[..., Any]:
         """Installs the hooks. Returns what runs in forward."""
-        buffers = BufferSync(self.module, self._model.comms) if self.broadcast_buffers else None
+        synced = self.broadcast_buffers and next(self.module.buffers(), None) is not None
+        buffers = BufferSync(self.module, self._model.comms) if synced else None
         self._model.schedule.install(compiling.hook, compiling.mode_begins)
         return compiling.forward(Forward(self._model, buffers))
 
@@ -280,12 +281,13 @@ def _parameters_of(nested: dict[str, FSDP]) -> set[nn.Parameter]:
 def _problem(choice: Choice, nested: dict[str, FSDP], options: Options, placement: Placement) -> str | None:
     """Returns an error message if the module cannot be wrapped with these options, else None."""
     frees = placement.comm.world > 1 or options.home.apart or options.precision.param_dtype is not None
+    records = frees and any(device.type in RECORDING for device in choice.devices())
     units = [module for name, module in choice.units.items() if name]
     units += [unit.module for fsdp in nested.values() for unit in fsdp._units[1:]]
     return (
         partition_problem(options.partition)
         or _nesting_problem(nested, placement)
-        or compiling_problem(choice.module, units, choice.devices() if frees else [])
+        or compiling_problem(choice.module, units, records=records)
         or ddp_within(choice.module, choice.ignored)
         or parts.problem(choice.own(), placement.all_groups())
         or choice.unusable(synced=options.synced, sharded=sharded_params())

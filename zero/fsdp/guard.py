@@ -20,14 +20,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from zero._torch import params_of_each
 from zero.fsdp.model import Model
 from zero.fsdp.optimizer_state import problem_of_state, register
-from zero.fsdp.refusal import moved_problem
 from zero.fsdp.unit import TrainingState, Unit
 from zero.measure.built import around, finding_of_built
 from zero.measure.kinds import Finding, Kind, known, title
 from zero.measure.numbers import Written, differs
-from zero.measure.param_groups import SHARD_MARK, params_of
+from zero.measure.param_groups import SHARD_MARK
 from zero.shards.home import Home
 from zero.shards.partition import optimizer_problem
+from zero.shards.shard_group import MOVED
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Guard:
         return stepped
 
     def _sharded_params(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        return [param for param in params_of(optimizer) if param in self._index]
+        return [param for group in optimizer.param_groups for param in group["params"] if param in self._index]
 
     def _by_home(self, params: Sequence[nn.Parameter]) -> dict[Home, Sequence[nn.Parameter]]:
         homes = {group.home for group in self._index.groups}
@@ -152,7 +152,9 @@ class Guard:
         """Yields error messages of what is wrong on this rank, None for what is not. The first message counts."""
         found = self._measured(optimizer)
         yield found.problem
-        yield moved_problem(group for unit in self._index.units if not unit.summoned for group in unit.groups)
+        for group in [group for unit in self._index.units if not unit.summoned for group in unit.groups]:
+            name = group.reclaim()
+            yield None if name is None else MOVED.format(name)
         yield from self._problems_of_new_parameters()
         if any(SHARD_MARK in group for group in optimizer.param_groups):
             yield problem_of_state(self.model, optimizer)

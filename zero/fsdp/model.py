@@ -16,7 +16,7 @@ from zero.fsdp.backward import Backward
 from zero.fsdp.build import Options
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.precision import CastBuffer
-from zero.fsdp.refusal import Refusal, moved_problem
+from zero.fsdp.refusal import Refusal
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.shown import ShownUnits
 from zero.fsdp.unit import Index, Unit
@@ -26,6 +26,7 @@ from zero.shards.claimed import claim, release
 from zero.shards.group_state import GroupState
 from zero.shards.placement import Placement
 from zero.shards.scaling import Scaling
+from zero.shards.shard_group import MOVED
 from zero.tensor_parallel.parts import others_of
 
 _alive: list[ReferenceType[Model]] = []
@@ -127,9 +128,10 @@ class Model:
 
         Communicates only to raise. The ranks without a problem raise in their next operation.
         """
-        problem = moved_problem(group for group in self.index.groups if group.state is not GroupState.SUMMONED)
-        if problem is not None:
-            self.refuse(problem)
+        for group in self.index.groups:
+            moved = None if group.state is GroupState.SUMMONED else group.reclaim()
+            if moved is not None:
+                self.refuse(MOVED.format(moved))
 
     def refuse_unreduced(self) -> None:
         """Raises RuntimeError on every rank if no_sync has left full gradients, of which no rank has the average."""

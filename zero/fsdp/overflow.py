@@ -19,25 +19,23 @@ from zero.shards.shard_group import ShardGroup
 class Overflow:
     """Spreads overflows in shard groups that compute in float16; in all groups once autocast to float16 was seen.
 
-    comms: the groups of ranks that have elements of the gradients.
+    comms: the groups of ranks that have elements of the gradients. `groups`: those that compute in float16.
     """
 
     def __init__(self, groups: Sequence[ShardGroup], comms: Sequence[Comm]) -> None:
-        self._groups = groups
+        self._all = groups
         self._comms = [(comm, comm.channel("the search for gradients that are not finite")) for comm in comms]
-        self._in_float16: Sequence[ShardGroup] = [one for one in self._groups if one.full.dtype == torch.float16]
+        self.groups: Sequence[ShardGroup] = [group for group in groups if group.full.dtype == torch.float16]
 
-    def notice_autocast(self) -> None:
-        """Notices autocast to float16, which must be enabled on every rank or none."""
-        device = self._groups[0].full.device.type
-        if torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == torch.float16:
-            self._in_float16 = self._groups
+    def in_all_groups(self) -> None:
+        """Notes that gradients of all groups may overflow, as under autocast: on every rank or none."""
+        self.groups = self._all
 
     def spread(self) -> None:
         """Collective. If any rank has gradients that are not finite, writes an inf into a gradient of every rank."""
-        if not self._in_float16 or all(comm.world == 1 for comm, _ in self._comms):
+        if all(comm.world == 1 for comm, _ in self._comms):
             return
-        params = [param for group in self._in_float16 for param in group.params]
+        params = [param for group in self.groups for param in group.params]
         gradients = [param.grad for param in params if param.grad is not None and param.grad.numel()]
         overflow = torch.zeros((), device=params[0].device)
         if gradients:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NoReturn
 
 from zero.comm import Comm
-from zero.shards.shard_group import ShardGroup
+from zero.shards.shard_group import MOVED, ShardGroup
 
 
 class Refusal:
@@ -33,9 +33,5 @@ def moved_problem(groups: Iterable[ShardGroup]) -> str | None:
     for group in groups:
         name = group.reclaim()
         if name is not None:
-            return (
-                f"{name!r} was moved, cast or given other data (`p.data = ...`) since it was sharded, and would lose "
-                "it at the next all-gather. Write in place: `p.data.copy_(...)`, or `p.copy_(...)` under "
-                "torch.no_grad(). Move and cast the model before wrapping it."
-            )
+            return MOVED.format(name)
     return None

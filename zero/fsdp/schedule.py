@@ -20,7 +20,6 @@ from torch.utils.hooks import RemovableHandle
 from zero._torch import in_a_backward
 from zero.comm import Comm
 from zero.comm.streams import NoStreams
-from zero.fsdp.autocast import shares_casts
 from zero.fsdp.backward import Backward
 from zero.fsdp.edges import watch_inputs, watch_inside, watch_outputs
 from zero.fsdp.overflow import Overflow
@@ -56,7 +55,7 @@ class Schedule:
         self.modes: set[bool] = set()
         self._looked: set[bool] = set()
         """The modes in which a forward of the root has begun, which looks for writes."""
-        self._begins_each = comms[0].checks_each
+        self._begins_each = comms[0].log.each
         """Whether every forward is one in which a mode begins."""
         self._ahead: set[Unit] = set()
         """Units that were gathered ahead, and did not begin their forward yet."""
@@ -133,9 +132,8 @@ class Schedule:
                 self._enter(unit)
             args, kwargs = self._begin(unit, module, args, kwargs)
             return args, kwargs
-        if own:  # activation checkpointing computes the forward again, and backward has unsharded it
-            return unit.precision.cast_inputs(module, (args, kwargs), root=unit is self._root)
-        return None
+        # Activation checkpointing computes the forward again, and backward has unsharded it.
+        return self._cast_inputs(unit, module, args, kwargs) if own else None
 
     def _enter(self, unit: Unit) -> None:
         """Collective. Unshards the unit, and what must be with it."""
@@ -168,14 +166,21 @@ class Schedule:
 
     def _begin_forward(self) -> None:
         """No unit is running: the forward of the model begins, or that of one unit by itself."""
-        self._overflow.notice_autocast()
-        self._casts_are_shared = shares_casts(self._units, self._device)
+        enabled = torch.is_autocast_enabled(self._device)
+        if enabled and torch.get_autocast_dtype(self._device) == torch.float16:
+            self._overflow.in_all_groups()
+        # autocast caches the casts of parameters as long as it is enabled, so that later forwards compute with them.
+        # Their gradients pass through the graph of the forward that cast first: in backward they come after all others.
+        waiting = any(unit.calls for unit in self._units)
+        self._casts_are_shared = enabled and waiting
+        if not waiting:
+            torch.clear_autocast_cache()
         if self._backward.active:
             return
         for streams in self._streams:
             streams.begin()
         for comm in self._comms:
-            comm.begin_schedule(together=comm is self._comms[0])  # among the first all forwards gather
+            comm.log.begin(together=comm is self._comms[0])  # among the first all forwards gather
 
     def _note_order(self, unit: Unit) -> None:
         """Remembers which unit follows which, and launches the all-gather of the one that followed last time.
@@ -217,12 +222,17 @@ class Schedule:
         self._forwards_begun += 1
         call = Call(self._forwards_begun, late=self._casts_are_shared)
         unit.running.append(call)
-        args, kwargs = unit.precision.cast_inputs(module, (args, kwargs), root=unit is self._root)
+        args, kwargs = self._cast_inputs(unit, module, args, kwargs)
         if unit is not self._root and torch.is_grad_enabled():
             if not (self._backward.active and unit.calls):  # else a checkpoint computes an expected call again
                 unit.calls.add(call)
             call.has_exit_hook = watch_inputs(unit, args, kwargs, partial(self._backward.post_backward, unit, call))
         return args, kwargs
+
+    def _cast_inputs(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if unit.precision.param_dtype is None:
+            return args, kwargs
+        return unit.precision.cast_inputs(module, (args, kwargs), root=unit is self._root)
 
     def _post_forward(self, unit: Unit, own: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if unit.state is TrainingState.BACKWARD or not unit.running:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from weakref import WeakSet, ref
 
 from torch import nn
@@ -15,12 +16,12 @@ from torch.autograd.graph import Node
 
 from zero._torch import writes_so_far
 from zero.fsdp.precision import MixedPrecision
-from zero.fsdp.refusal import Refusal, moved_problem
+from zero.fsdp.refusal import Refusal
 from zero.fsdp.unit_bucket import UnitBucket
 from zero.fsdp.writes import Writes
 from zero.shards.group_state import GroupState
 from zero.shards.partition import Place, places_in
-from zero.shards.shard_group import ShardGroup
+from zero.shards.shard_group import MovedError, ShardGroup
 from zero.tensor_parallel.shown import Shown
 
 _AS_ONE_UNIT = "If ranks choose between modules, gather these as one unit: FSDP(as_one_unit=...)."
@@ -33,6 +34,7 @@ class TrainingState(enum.Enum):
     BACKWARD = "in backward"
 
 
+@dataclass(eq=False)
 class Call:
     """One forward of a unit.
 
@@ -43,11 +45,10 @@ class Call:
     The hooks on its graph keep it: it exists as long as a backward may come.
     """
 
+    begun: int
+    late: bool
     ended: float = math.inf
-    has_exit_hook = True
-
-    def __init__(self, begun: int, *, late: bool) -> None:
-        self.begun, self.late = begun, late
+    has_exit_hook: bool = True
 
 
 class Unit:
@@ -175,9 +176,6 @@ class Unit:
 
         Raises RuntimeError if an earlier all-gather of them failed.
         """
-        if not ahead:
-            for group in self.writes:
-                self._refuse_other_data(group)
         for group in self.groups:
             if group.state is GroupState.SHARDED:
                 channel = self._for_backward if for_backward else self._for_forward
@@ -192,31 +190,32 @@ class Unit:
             )
 
     def finish_unshard(self) -> None:
-        """Waits until the parameters are unsharded."""
+        """Waits until the parameters are unsharded.
+
+        Raises RuntimeError on every rank if a parameter was given other data, which all would lose.
+        """
         for group in self.groups:
             if group.state is GroupState.GATHERING:
-                group.finish_unshard()
+                try:
+                    group.finish_unshard()
+                except MovedError as error:
+                    self._refusal.raise_everywhere(str(error))
                 if group in self.writes:
                     self.writes[group].when_gathered = writes_so_far(group.params)
 
     def reshard(self) -> None:
-        """Releases the full parameters; this rank's shards remain."""
+        """Releases the full parameters; this rank's shards remain. Raises as `finish_unshard` does."""
         if self.gathering:
             self.finish_unshard()
         for group in self.groups:
             if group.state is not GroupState.UNSHARDED:
                 continue
             if group in self.writes:
-                self._refuse_other_data(group)
                 self.writes[group].take_over()
-            group.reshard()
-
-    def _refuse_other_data(self, group: ShardGroup) -> None:
-        """Raises RuntimeError on every rank if a parameter of the group was given other data, which all would lose."""
-        problem = None if group.moved() is None else moved_problem([group])
-        if problem is not None:
-            group.rebind()  # what ends this forward reshards it
-            self._refusal.raise_everywhere(problem)
+            try:
+                group.reshard()
+            except MovedError as error:
+                self._refusal.raise_everywhere(str(error))
 
     def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
         """Collective. Has full parameters, in memory of their own, until `dismiss`. See ShardGroup.summon."""

@@ -27,8 +27,12 @@ def steps(optimizer: Grouped, module: nn.Module) -> bool:
     return not {*params_of(optimizer)}.isdisjoint(module.parameters())
 
 
+NO_OPTIONS = ("params", "param_names", SHARD_MARK)
+"""The keys of a group that are none of its options."""
+
+
 def options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ("params", "param_names", SHARD_MARK)}
+    return {key: value for key, value in group.items() if key not in NO_OPTIONS}
 
 
 def described_options(given: dict[str, Any]) -> str:

@@ -41,13 +41,11 @@ class StepChecks:
         """Returns an error message if optimizer, groups or parameters were changed so that it cannot step.
 
         param_groups: the groups of the OSS."""
-        shards = self._by_param.shards
-        return (
-            _moved_problem(shards)
-            or _edited_problem(param_groups, shards)
-            or self._dtensors.problem(shards.places, self._inner, self._finding)
-            or ddp.joined_problem(shards)
-        )
+        shards, dtensors = self._by_param.shards, self._dtensors
+        problem = _moved_problem(shards) or _edited_problem(param_groups, shards) or dtensors.problem
+        if problem is None and len(shards) != dtensors.looked_at:
+            problem = dtensors.look(shards.places, self._inner, self._finding)
+        return problem or ddp.joined_problem(shards)
 
     def gradients(self, outer: Optimizer, *, found: bool, arrive_sharded: bool) -> str | None:
         """Returns an error message if the gradients cannot be stepped.

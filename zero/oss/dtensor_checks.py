@@ -26,27 +26,27 @@ _checked_by_itself: WeakSet[Optimizer] = WeakSet()
 
 
 class DTensorCheck:
-    """Refuses an OSS whose parameters' gradients no ShardedDDP brings, and optimizers that need whole parameters."""
+    """Refuses an OSS whose parameters' gradients no ShardedDDP brings, and optimizers that need whole parameters.
+
+    `looked_at`: how many parameters there were that modules have, or that are no DTensors. `problem`: an error message
+    about these, or None.
+    """
 
     def __init__(self) -> None:
-        self._looked_at = 0
-        """How many parameters there were that modules have, or that are no DTensors."""
-        self._problem: str | None = None
+        self.looked_at, self.problem = 0, None
         watch_steps()
 
-    def problem(self, places: Mapping[nn.Parameter, Place], inner: Optimizer, finding: Finding | None) -> str | None:
+    def look(self, places: Mapping[nn.Parameter, Place], inner: Optimizer, finding: Finding | None) -> str | None:
         """Returns an error message, or None. places: of the parameters. finding: what the optimizer inside needs."""
-        if len(places) == self._looked_at:
-            return self._problem
         if any(map(table.is_apart, places)):
             return (
                 "OSS was given DTensors of tensor parallelism, but no ShardedDDP has the model. Wrap it: "
                 "ShardedDDP(model, optimizer). For stage 1 call zero.setup: DistributedDataParallel takes no DTensors."
             )
-        self._looked_at = len(places)
+        self.looked_at = len(places)
         cut, found = _cut(places), known(type(inner)) or finding
-        self._problem = None if cut is None or found is None else _unfit(inner, found, places[cut].name)
-        return self._problem
+        self.problem: str | None = None if cut is None or found is None else _unfit(inner, found, places[cut].name)
+        return self.problem
 
 
 def checked_by_itself(optimizer: Optimizer) -> None:
@@ -88,8 +88,6 @@ def _problem(optimizer: Optimizer) -> str | None:
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     made = table.made()
-    if not made:
-        return
     if _found.get(optimizer, (0, None))[0] != made:
         _found[optimizer] = made, _problem(optimizer)
     problem = _found[optimizer][1]
@@ -97,7 +95,12 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         raise RuntimeError(problem)
 
 
-@cache
 def watch_steps() -> None:
-    """Has torch call this before each step of any optimizer."""
+    """Has torch call this before each step of any optimizer, once there are plain parameters in place of DTensors."""
+    if table.made():
+        _watch_steps()
+
+
+@cache
+def _watch_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)

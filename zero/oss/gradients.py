@@ -218,8 +218,10 @@ class OwnedGradients:
     def collect(self) -> tuple[bool, str | None]:
         """Puts gradients where the inner optimizer finds them. Returns whether there are any (True if ShardedDDP sets
         them), and an error message for those that cannot be stepped. Raises RuntimeError for sparse ones."""
-        if self.arrive_sharded and not asked_by_torch_checkpoint():  # who then steps with gradients of its own
-            return True, self.problem()
+        if self.arrive_sharded:
+            problem = self.problem()
+            if problem is None or not asked_by_torch_checkpoint():  # which steps with gradients of its own
+                return True, problem
         shards = self._shards
         for shard in shards.values():
             shard.grad = None

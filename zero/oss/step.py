@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from zero.comm import Comm
 from zero.measure.kinds import ELEMENTWISE
-from zero.measure.param_groups import options
+from zero.measure.param_groups import NO_OPTIONS
 from zero.oss.checks import StepChecks
 from zero.oss.gradients import OwnedGradients
 from zero.oss.saved import Saved
@@ -217,4 +217,4 @@ class Step:
 def share_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
     """Copies options between outer groups, which schedulers write, and inner ones, which some optimizers write."""
     for of, to in zip(source, target, strict=True):
-        to.update(options(of))
+        to.update((key, value) for key, value in of.items() if key not in NO_OPTIONS)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from zero._torch import buffers_of_each, keeping_versions
+from zero._torch import buffers_of, keeping_versions
 from zero.comm import Comm
 
 
@@ -22,15 +22,21 @@ class BufferSync:
     """
 
     def __init__(self, module: nn.Module, comms: Sequence[Comm]) -> None:
-        self._module, self._comms = module, comms
-        self._due = True
-        self._known = [(buffer.shape, buffer.dtype) for buffer in buffers_of_each(module)]
+        self._comms, self._due = comms, True
+        self._held = {name: buffers_of(holder) for name, holder in module.named_modules()}
+        """What each module has. Modules that take the place of others are not seen, as with DistributedDataParallel."""
+        self._known = [(buffer.shape, buffer.dtype) for buffer in self._buffers()]
+
+    def _buffers(self) -> list[Tensor]:
+        """Each once."""
+        found = (buffer for held in self._held.values() for buffer in held.values())
+        return [*dict.fromkeys(buffer for buffer in found if buffer is not None)]
 
     def before_forward(self) -> None:
         """Collective. Broadcasts the buffers if that is due."""
         if not self._due:
             return
-        buffers = [*buffers_of_each(self._module)]
+        buffers = self._buffers()
         shapes = [(buffer.shape, buffer.dtype) for buffer in buffers]
         if shapes != self._known:
             self._compare()
@@ -45,7 +51,10 @@ class BufferSync:
 
     def _compare(self) -> None:
         """Collective over the ranks on which shapes have changed. Ranks that broadcast meanwhile raise."""
-        shapes = [f"{name}: {list(buffer.shape)}, {buffer.dtype}" for name, buffer in self._module.named_buffers()]
+        held = (
+            (f"{module}.{name}".strip("."), buffer) for module, of in self._held.items() for name, buffer in of.items()
+        )
+        shapes = [f"{name}: {list(buffer.shape)}, {buffer.dtype}" for name, buffer in held if buffer is not None]
         try:
             for comm in self._comms:
                 comm.compare("the buffers of the model, which have changed since it was wrapped,", shapes)

@@ -61,11 +61,15 @@ class Scaling:
     def remember(self, params: Iterable[nn.Parameter]) -> None:
         """Samples the gradients of parameters, or of shards, as they are now."""
         have = [(param, param.grad) for param in params if param.grad is not None and param.numel()]
-        self._samples = [_sample(param, gradient) for param, gradient in have[:: max(len(have) // _GRADIENTS, 1)]]
-        found = [(param, param.grad) for param in self._cut]
-        self._of_cut = [
-            None if gradient is None or not gradient.numel() else _sample(param, gradient) for param, gradient in found
+        some = have[:: max(len(have) // _GRADIENTS, 1)]
+        of_cut = [(param, grad) for param in self._cut if (grad := param.grad) is not None and grad.numel()]
+        versions = [writes_so_far([gradient]) for _, gradient in (*some, *of_cut)]
+        samples = [
+            _Sample(param, gradient.data_ptr(), version, _first(gradient).clone())
+            for (param, gradient), version in zip((*some, *of_cut), versions, strict=True)
         ]
+        self._samples, taken = samples[: len(some)], {sample.param: sample for sample in samples[len(some) :]}
+        self._of_cut = [taken.get(param) for param in self._cut]
 
     @contextmanager
     def alike(self) -> Iterator[None]:
@@ -110,10 +114,6 @@ class Scaling:
         of_each = torch.cat(factors).cpu().split([len(sample.values) for sample, _ in here])
         known = [finite for factors in of_each if len(finite := factors[factors.isfinite()])]
         return _one_number(torch.cat(known)) if known else None
-
-
-def _sample(param: nn.Parameter, gradient: Tensor) -> _Sample:
-    return _Sample(param, gradient.data_ptr(), writes_so_far([gradient]), _first(gradient).clone())
 
 
 def _factor_of(sample: _Sample | None) -> float | None:

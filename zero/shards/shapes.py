@@ -25,6 +25,8 @@ class Shapes:
     def __init__(self, params: Sequence[nn.Parameter], layout: Layout) -> None:
         self.full = [param.shape for param in params]
         self.strides = [dense_stride(param) for param in params]
+        self._after_first = [shard_shape(shape, 0)[1:] for shape in self.full]
+        """The dimensions of each one's shard but the first."""
         self._layout = layout
 
     def in_memory_order(self, index: int, tensor: Tensor) -> Tensor:
@@ -42,7 +44,7 @@ class Shapes:
             return flat
         if flat.numel() == self._layout.numels[index]:
             return flat.as_strided(self.full[index], self.strides[index], flat.storage_offset())
-        return flat.view(shard_shape(self.full[index], flat.numel()))
+        return flat.view(flat.numel(), *self._after_first[index])
 
     def views_of_full(self, full: Tensor) -> list[Tensor]:
         """Views of a flat tensor as long as the layout: one a parameter, in the parameter's shape."""
@@ -55,10 +57,10 @@ class Shapes:
         spans: of the segment, by index.
         """
         views = []
-        for index, shape in enumerate(self.full):
+        for index in range(len(self.full)):
             span = spans.get(index)
             if span is None:
-                views.append(shard[:0].view(shard_shape(shape, 0)))
+                views.append(shard[:0].view(0, *self._after_first[index]))
             else:
                 views.append(self.shaped(index, shard[span.offset : span.offset + span.numel]))
         return views

@@ -32,6 +32,16 @@ from zero.shards.shapes import Shapes, is_copy, with_own_storage
 ACTS = ("unshard", "wait_for_unshard", "reshard", "reduce", "wait_for_reduce")
 """What is done to a group, in the profiler and the log."""
 
+MOVED = (
+    "{!r} was moved, cast or given other data (`p.data = ...`) since it was sharded, and would lose it at the next "
+    "all-gather. Write in place: `p.data.copy_(...)`, or `p.copy_(...)` under torch.no_grad(). Move and cast the model "
+    "before wrapping it."
+)
+
+
+class MovedError(Exception):
+    """A parameter was moved, cast or given other data, which is lost."""
+
 
 class ShardGroup:
     """Parameters of one dtype on one device, which are views of one flat buffer.
@@ -184,7 +194,10 @@ class ShardGroup:
             raise
 
     def finish_unshard(self) -> None:
-        """Waits for the all-gather in flight, and binds the parameters to `full`."""
+        """Waits for the all-gather in flight, and binds the parameters to `full`.
+
+        Raises MovedError after that if a parameter was given other data.
+        """
         assert self._handle is not None, "no gather is in flight"
         handle, self._handle = self._handle, None
         try:
@@ -193,15 +206,22 @@ class ShardGroup:
         except BaseException:
             self._become(GroupState.LOST)
             raise
-        if self._bound is not self._full_views:
+        moved = self.moved() if self.frees else None
+        if self._bound is not self._full_views or moved is not None:
             self._bind(self._full_views)
         if self.shard_in_full:
             self.shard.untyped_storage().resize_(0)
         self._become(GroupState.UNSHARDED)
+        if moved is not None:
+            raise MovedError(MOVED.format(moved))
 
     def reshard(self) -> None:
-        """Binds the parameters to `shard`, and frees `full` (unless the group has one rank)."""
+        """Binds the parameters to `shard`, and frees `full` (unless the group has one rank).
+
+        Raises MovedError after that if a parameter was given other data.
+        """
         assert self._options.own_shard
+        moved = self.moved() if self.frees else None
         self._become(GroupState.SHARDED)
         with self.shown("reshard"):
             if self.shard_in_full:
@@ -215,6 +235,8 @@ class ShardGroup:
                 if self.streams is not NONE:
                     self.streams.release()
                 self.full.untyped_storage().resize_(0)
+        if moved is not None:
+            raise MovedError(MOVED.format(moved))
 
     def bring(self, sums: Tensor, *, for_step: bool = False) -> Tensor:
         """Converts a gradient of the shard to the dtype and device of `stepped`. The copy arrives by `arrive`.
@@ -277,10 +299,6 @@ class ShardGroup:
         self._bound = views
         for param, view in zip(self.params, views, strict=True):
             param.data = view
-
-    def rebind(self) -> None:
-        """Binds the parameters again to where they were bound; other data that they were given is lost."""
-        self._bind(self._bound)
 
     def moved(self) -> str | None:
         """Returns the name of a parameter that lies elsewhere than where it was bound, if there is one."""
