@@ -43,7 +43,7 @@ class StepChecks:
         param_groups: the groups of the OSS."""
         shards, dtensors = self._by_param.shards, self._dtensors
         problem = _moved_problem(shards) or _edited_problem(param_groups, shards) or dtensors.problem
-        if problem is None and len(shards) != dtensors.looked_at:
+        if problem is None and len(shards.places) != dtensors.looked_at:
             problem = dtensors.look(shards.places, self._inner, self._finding)
         return problem or ddp.joined_problem(shards)
 

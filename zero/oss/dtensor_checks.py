@@ -33,7 +33,8 @@ class DTensorCheck:
     """
 
     def __init__(self) -> None:
-        self.looked_at, self.problem = 0, None
+        self.looked_at = 0
+        self.problem: str | None = None
         watch_steps()
 
     def look(self, places: Mapping[nn.Parameter, Place], inner: Optimizer, finding: Finding | None) -> str | None:
@@ -45,7 +46,7 @@ class DTensorCheck:
             )
         self.looked_at = len(places)
         cut, found = _cut(places), known(type(inner)) or finding
-        self.problem: str | None = None if cut is None or found is None else _unfit(inner, found, places[cut].name)
+        self.problem = None if cut is None or found is None else _unfit(inner, found, places[cut].name)
         return self.problem
 
 
