@@ -25,9 +25,11 @@ from zero.measure.built import around, finding_of_built
 from zero.measure.kinds import Finding, Kind, known, title
 from zero.measure.numbers import Written, differs
 from zero.measure.param_groups import SHARD_MARK
+from zero.oss.dtensor_checks import refuse_dtensors
 from zero.shards.home import Home
 from zero.shards.partition import optimizer_problem
 from zero.shards.shard_group import MOVED
+from zero.tensor_parallel import table
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,8 @@ def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Checks a step of any optimizer; replaces the closure. args: those of torch, the optimizer itself first."""
+    if table.made:
+        refuse_dtensors(optimizer)  # before the collectives below; its own hook may come after this one
     positional = len(args) > 1
     original = args[1] if positional else kwargs.get("closure")
     closure = original

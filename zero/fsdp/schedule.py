@@ -50,7 +50,7 @@ class Schedule:
     ) -> None:
         self._index, self._units, self._root, self._comms = index, index.units, index.units[0], comms
         self._streams, self._prefetch, self._backward = streams, prefetch, backward
-        self._overflow, self._device = overflow, next(iter(index)).device.type
+        self._overflow, self._device = overflow, index.groups[0].full.device.type
         self.running: list[Unit] = []
         self.modes: set[bool] = set()
         self._looked: set[bool] = set()

@@ -87,21 +87,22 @@ def _problem(optimizer: Optimizer) -> str | None:
     return _unfit(optimizer, finding_of_built(optimizer), f"a parameter of shape {list(cut.shape)}")
 
 
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
-    made = table.made()
-    if _found.get(optimizer, (0, None))[0] != made:
-        _found[optimizer] = made, _problem(optimizer)
+def refuse_dtensors(optimizer: Optimizer, *_: Any) -> None:
+    """The hook before a step of any optimizer. Raises RuntimeError, on all ranks alike, for one that would be wrong."""
+    if _found.get(optimizer, (0, None))[0] != table.made:
+        _found[optimizer] = table.made, _problem(optimizer)
     problem = _found[optimizer][1]
     if problem is not None:
         raise RuntimeError(problem)
 
 
 def watch_steps() -> None:
-    """Has torch call this before each step of any optimizer, once there are plain parameters in place of DTensors."""
-    if table.made():
+    """Has torch call `refuse_dtensors` before each step of any optimizer, once there are plain parameters in place of
+    DTensors."""
+    if table.made:
         _watch_steps()
 
 
 @cache
 def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_pre_hook(refuse_dtensors)

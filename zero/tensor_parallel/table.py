@@ -26,12 +26,8 @@ _plain: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """By DTensor, the user's own or one that is shown: a weak reference to the plain parameter."""
 _comms: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """By DeviceMesh: its ranks. Equal meshes may have other process groups."""
-_made = [0]
-
-
-def made() -> int:
-    """Returns how many plain parameters have been made."""
-    return _made[0]
+made = 0
+"""How many plain parameters have been made."""
 
 
 def is_dtensor(value: object) -> bool:
@@ -57,11 +53,12 @@ def plain_of(param: Any) -> nn.Parameter | None:
 
 def made_plain(param: Any) -> nn.Parameter:
     """Returns the plain parameter that stands for a DTensor, made if there is none."""
+    global made
     found = plain_of(param)
     if found is None:
         found = nn.Parameter(param.detach().to_local(), requires_grad=param.requires_grad)
         _dtensors[found], _plain[param] = param, ref(found)
-        _made[0] += 1
+        made += 1
     return found
 
 
