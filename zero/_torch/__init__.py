@@ -13,7 +13,9 @@ from zero._torch.autograd import at_end_of_backward as at_end_of_backward
 from zero._torch.autograd import base_of as base_of
 from zero._torch.autograd import in_a_backward as in_a_backward
 from zero._torch.autograd import keeping_versions as keeping_versions
+from zero._torch.autograd import leaves_of_graphs as leaves_of_graphs
 from zero._torch.autograd import outside_function_modes as outside_function_modes
+from zero._torch.autograd import transformed as transformed
 from zero._torch.autograd import writes_into as writes_into
 from zero._torch.autograd import writes_so_far as writes_so_far
 from zero._torch.compiling import call_around_compiling as call_around_compiling

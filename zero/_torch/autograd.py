@@ -17,6 +17,13 @@ def in_a_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def transformed() -> bool:
+    """Whether torch.func.grad, vjp, jvp, jacrev or another transform that differentiates runs: they refuse writes into
+    tensors that a function captures. Nothing public says so."""
+    levels = torch._C._functorch.get_interpreter_stack()
+    return levels is not None and any(one.key() != torch._C._functorch.TransformType.Vmap for one in levels)
+
+
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Has autograd call the function when the backward that is running now is complete.
 
@@ -24,6 +31,26 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     """
     queue: Callable[[Callable[[], None]], None] | None = getattr(torch.autograd.graph, "queue_callback", None)
     (queue or Variable._execution_engine.queue_callback)(function)
+
+
+outside_function_modes: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+"""Returns a context in which no TorchFunctionMode sees calls of torch. It has no public name."""
+
+
+def leaves_of_graphs(params: Sequence[Tensor]) -> list[Node]:
+    """The nodes by which autograd accumulates the gradients of parameters that require one (AccumulateGrad): those that
+    exist, or new ones, which expect gradients of the parameters' present shapes."""
+    with torch.enable_grad(), outside_function_modes():
+        probe = _Leaves.apply(*params)  # type: ignore[no-untyped-call]
+    return [node for node, _ in probe.grad_fn.next_functions]
+
+
+class _Leaves(torch.autograd.Function):
+    """The node of its output refers to the AccumulateGrad nodes of all arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, *params: Tensor) -> Tensor:
+        return params[0].new_empty(0)
 
 
 def writes_into(leaf: Node) -> bool:
@@ -46,10 +73,6 @@ def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
     """A context in which torch counts no writes into the tensors, as DistributedDataParallel uses it for its buffers.
     It has no public name."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
-
-
-outside_function_modes: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
-"""Returns a context in which no TorchFunctionMode sees calls of torch. It has no public name."""
 
 
 def writes_so_far(tensors: Iterable[Tensor]) -> int:

@@ -10,12 +10,8 @@ shards have one node, and autograd itself refuses a gradient of the shard's shap
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
-import torch
-from torch import Tensor
-
-from zero._torch import has_values, writes_into
+from zero._torch import has_values, leaves_of_graphs, writes_into
 from zero.fsdp.refusal import Refusal
 from zero.shards.group_state import GroupState
 from zero.shards.shard_group import ShardGroup
@@ -41,20 +37,11 @@ class ReadsAtRest:
             trained = [(param, name) for param, name in named if param.requires_grad]
             if not trained or group.state is not GroupState.SHARDED:
                 continue
-            with torch.enable_grad():
-                probe = _Leaves.apply(*(param for param, _ in trained))  # type: ignore[no-untyped-call]
-            for (node, _), (_, name) in zip(probe.grad_fn.next_functions, trained, strict=True):
+            nodes = leaves_of_graphs([param for param, _ in trained])
+            for node, (_, name) in zip(nodes, trained, strict=True):
                 if writes_into(node):
                     self._refusal.raise_everywhere(
                         f"the loss was computed from {name} outside of forward, where it is this rank's shard, as by a "
                         "penalty. Compute it inside forward, and return it with the output; or under "
                         "model.summon_full_params()."
                     )
-
-
-class _Leaves(torch.autograd.Function):
-    """The node of its output refers to the AccumulateGrad nodes of all arguments."""
-
-    @staticmethod
-    def forward(ctx: Any, *params: Tensor) -> Tensor:
-        return params[0].new_empty(0)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from zero._torch import at_end_of_backward
 from zero.comm import Comm
@@ -88,6 +89,25 @@ class Backward:
             if self._limit != 3:
                 self._finish_reduce()
             self._launch_ahead(unit)
+
+    def watch_params(self) -> list[RemovableHandle]:
+        """Registers hooks on the parameters of units that may stay unsharded after forward. What the loss reads of them
+        there gives them gradients before backward reaches an output of the unit. Frozen parameters have none."""
+        ahead = self._prefetches is BackwardPrefetch.BACKWARD_PRE
+        return [
+            # Weak, as the unit keeps its parameters, and these keep their hooks.
+            param.register_hook(partial(_param_reached, weakref.ref(self), weakref.ref(unit)))
+            for unit in self._units
+            if unit is self._root or unit.stays or ahead
+            for param in unit.params
+            if param.requires_grad
+        ]
+
+    def param_reached(self, unit: Unit) -> None:
+        """Enters backward of a unit that has stayed unsharded."""
+        if unit.unsharded and not torch.is_grad_enabled():
+            self._begin()
+            self._enter(unit)
 
     def post_backward(self, unit: Unit, call: Call, *_: Any) -> None:
         """The hook on the unit's inputs: completes it once backward has passed all of its expected calls."""
@@ -208,3 +228,10 @@ class Backward:
         self._in_backward.clear()
         for unit in self._units:
             unit.abandon()
+
+
+def _param_reached(backward: weakref.ref[Backward], unit: weakref.ref[Unit], _: Any) -> None:
+    """The hook on a parameter, before its gradient is accumulated."""
+    reached = unit()
+    if reached is not None and reached.state is TrainingState.IDLE and (of := backward()) is not None:
+        of.param_reached(reached)

@@ -100,8 +100,9 @@ class Guard:
             param.grad = gradient if param.grad is None else param.grad
         for home, own in self._by_home(params).items() if self._apart else ():
             home.stepped(optimizer, own)
-        # Graphs that saved a parameter before the step are refused in backward, on every rank at the same place.
-        increment_version(self._stepped(params))
+        # Graphs that saved a parameter before the step are refused in backward, on every rank at the same place: a rank
+        # that owns nothing of a parameter has an empty gradient where others have theirs.
+        increment_version([param for param in params if param.grad is not None])
         before = self._before.pop(optimizer, None)
         if before is not None:
             written = before.as_tensor(optimizer)
@@ -116,21 +117,6 @@ class Guard:
         for param in self._not_owned:
             if param.grad is not None:
                 self._hidden[param], param.grad = param.grad, None
-
-    def _stepped(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Returns the parameters that were stepped on any rank: those with gradients; and those of which this rank owns
-        nothing, if they got gradients on other ranks, and no gradient of their group has been cleared here."""
-        held = {*params}
-        stepped: list[nn.Parameter] = []
-        for unit in self.model.units:
-            for bucket in unit.buckets:
-                reduced = [index for index in bucket.reduced if bucket.group.params[index] in held]
-                own = [bucket.group.params[index] for index in reduced if index in bucket.group.spans]
-                if all(param.grad is not None for param in own):
-                    stepped += [bucket.group.params[index] for index in reduced]
-                else:
-                    stepped += [param for param in own if param.grad is not None]
-        return stepped
 
     def _sharded_params(self, optimizer: Optimizer) -> list[nn.Parameter]:
         return [param for group in optimizer.param_groups for param in group["params"] if param in self._index]

@@ -8,7 +8,7 @@ from weakref import ReferenceType, WeakSet, ref
 
 from torch import nn
 
-from zero._torch import params_of
+from zero._torch import params_of, transformed
 from zero.comm import Comm
 from zero.comm.streams import streams_in
 from zero.fsdp.at_rest import ReadsAtRest
@@ -171,6 +171,12 @@ class Forward:
 
     def begin(self) -> None:
         """Collective. Raises RuntimeError if parameters were moved, cast, replaced or given other data."""
+        if transformed():
+            raise RuntimeError(
+                "torch.func.grad, vjp, jvp or jacrev runs the forward of FSDP, which gathers parameters into memory "
+                "that the function captures. Differentiate by backward() or torch.autograd.grad, or at stage 2, with "
+                "ShardedDDP."
+            )
         self._model.refuse_moved()
         problem = self._model.replaced_problem()
         if problem is not None:

@@ -69,6 +69,7 @@ class Schedule:
         """Whether modules run as code that was traced, in which no reads are seen."""
         self._search = ExitStack()
         self._hooks: MutableMapping[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
+        self._on_params: list[RemovableHandle] = []
 
     def install(
         self,
@@ -82,6 +83,7 @@ class Schedule:
         is not kept alive.
         """
         self._begin_mode = WeakMethod(begin_mode)
+        self._on_params = self._backward.watch_params()
         for unit in reversed(self._units):  # so that a unit around another is entered first
             for module in (unit.module, *_holders(unit)):
                 own = module is unit.module
@@ -96,7 +98,9 @@ class Schedule:
                 )
 
     def remove(self, modules: Iterable[nn.Module] | None = None) -> None:
-        """Removes the hooks from `modules`, or from all."""
+        """Removes the hooks from `modules`, or all."""
+        for hook in self._on_params if modules is None else ():
+            hook.remove()
         for module in [*self._hooks] if modules is None else modules:
             for hook in self._hooks.pop(module, []):
                 hook.remove()

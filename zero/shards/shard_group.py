@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero._torch import outside_function_modes, profiler_range
+from zero._torch import leaves_of_graphs, outside_function_modes, profiler_range
 from zero.comm import Handle
 from zero.comm.streams import ARRIVED, NONE, NoStreams, streams_of
 from zero.shards.group_state import IN_PLACE, NEXT_IN_PLACE, NEXT_WITH_OWN_SHARD, GroupOptions, GroupState
@@ -101,6 +101,11 @@ class ShardGroup:
             self.shard_views = [with_own_storage(view) for view in self.shard_views]
         alike = not home.apart and not other_dtype
         self.shard_in_full = False
+        # Made while the parameters are full, and held, as DistributedDataParallel holds them: graphs that read a shard
+        # write into the same nodes, which refuse gradients of its shape. torch drops those of data that changes its
+        # dtype or device.
+        trained = [param for param in self.params if param.requires_grad]
+        self._leaves = leaves_of_graphs(trained) if self._options.own_shard and alike and trained else []
         if self._options.own_shard:
             if other_dtype:
                 self.full = torch.empty(layout.numel, dtype=computed_as, device=self.full.device)
@@ -234,9 +239,18 @@ class ShardGroup:
             if self.frees:
                 if self.streams is not NONE:
                     self.streams.release()
-                self.full.untyped_storage().resize_(0)
+                self._free()
         if moved is not None:
             raise MovedError(MOVED.format(moved))
+
+    def _free(self) -> None:
+        try:
+            self.full.untyped_storage().resize_(0)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"NumPy, or another library, holds the memory of {self.label}, which is freed once its module has "
+                "computed. Keep a copy in place of a view: param.detach().clone().numpy()."
+            ) from error
 
     def bring(self, sums: Tensor, *, for_step: bool = False) -> Tensor:
         """Converts a gradient of the shard to the dtype and device of `stepped`. The copy arrives by `arrive`.
