@@ -4,7 +4,6 @@ module plain again."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -12,40 +11,16 @@ from torch.utils.hooks import RemovableHandle
 
 from zero.fsdp.choice import Choice
 from zero.fsdp.meta import Materialiser
-from zero.fsdp.precision import CastBuffer, MixedPrecision
-from zero.fsdp.prefetch import Prefetch
+from zero.fsdp.options import Options
+from zero.fsdp.precision import CastBuffer
 from zero.fsdp.refusal import Refusal
 from zero.fsdp.unit import TrainingState, Unit
 from zero.shards.group_state import GroupOptions
 from zero.shards.home import Home
-from zero.shards.partition import Partition, lay_out
+from zero.shards.partition import lay_out
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
 from zero.tensor_parallel.shown import take_out_of
-
-
-@dataclass(frozen=True)
-class Options:
-    """How units are laid out, stored and gathered.
-
-    stays: whether they stay unsharded from forward to backward.
-    synced: whether all ranks start from the first rank's values.
-    home: where shards lie.
-    """
-
-    partition: Partition
-    precision: MixedPrecision
-    stays: bool
-    synced: bool
-    home: Home
-    prefetch: Prefetch
-
-    def signature(self) -> str:
-        """Returns the options that must be the same on every rank, as text."""
-        return (
-            f"reshard_after_forward {not self.stays}, partition {self.partition}, {self.precision}, "
-            f"{self.home.alike}, {self.prefetch}"
-        )
 
 
 class Builder:

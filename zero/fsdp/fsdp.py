@@ -12,13 +12,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import children_of
-from zero.fsdp.build import Builder, Options, restore_module
+from zero.fsdp.build import Builder, restore_module
 from zero.fsdp.choice import Choice
 from zero.fsdp.compile import RECORDING, Compiling, compiling_problem
 from zero.fsdp.guard import Guard
 from zero.fsdp.model import Forward, Model, refuse_forward, sharded_params
 from zero.fsdp.optimizer_state import registered
-from zero.fsdp.options import GivenOptions, ShardingStrategy, place, refuse_number_of_ranks, refuse_unknown
+from zero.fsdp.options import (
+    GivenOptions,
+    Options,
+    ShardingStrategy,
+    place,
+    refuse_number_of_ranks,
+    refuse_unknown,
+)
 from zero.fsdp.precision import CastBuffer
 from zero.fsdp.prefetch import Prefetch, as_prefetch
 from zero.fsdp.state_dict_guard import NO_COPIES, StateDictGuard
@@ -34,7 +41,7 @@ from zero.sdp.wrapper import refuse_steps
 from zero.shards import norm
 from zero.shards.announce import announce
 from zero.shards.home import DEVICE, Home
-from zero.shards.partition import Partition, partition_problem
+from zero.shards.partition import Partition
 from zero.shards.placement import Placement
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, take_out_of
@@ -285,7 +292,7 @@ def _problem(choice: Choice, nested: dict[str, FSDP], options: Options, placemen
     units = [module for name, module in choice.units.items() if name]
     units += [unit.module for fsdp in nested.values() for unit in fsdp._units[1:]]
     return (
-        partition_problem(options.partition)
+        options.problem()
         or _nesting_problem(nested, placement)
         or compiling_problem(choice.module, units, records=records)
         or ddp_within(choice.module, choice.ignored)

@@ -13,7 +13,7 @@ from zero.comm import Comm
 from zero.comm.streams import streams_in
 from zero.fsdp.at_rest import ReadsAtRest
 from zero.fsdp.backward import Backward
-from zero.fsdp.build import Options
+from zero.fsdp.options import Options
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.precision import CastBuffer
 from zero.fsdp.refusal import Refusal

@@ -1,4 +1,5 @@
-"""Options of FSDP: sharding strategies with their groups of ranks, and what the caller asked for by several names."""
+"""Options of FSDP: what they mean, which are compared between ranks, and which values are refused; sharding strategies
+with their groups of ranks; and what the caller asked for by several names."""
 
 from __future__ import annotations
 
@@ -10,8 +11,41 @@ from typing import Any
 from torch import nn
 
 from zero.comm import Comm
+from zero.fsdp.precision import MixedPrecision
+from zero.fsdp.prefetch import Prefetch
+from zero.shards.home import Home
+from zero.shards.partition import Partition, partition_problem
 from zero.shards.placement import Placement
 from zero.shards.replicas import placement_of
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the units of an FSDP are laid out, stored and gathered.
+
+    partition, precision, prefetch: as the arguments of FSDP, understood.
+    stays: whether units stay unsharded from forward to backward.
+    synced: whether all ranks start from the first rank's values.
+    home: where shards lie.
+    """
+
+    partition: Partition
+    precision: MixedPrecision
+    stays: bool
+    synced: bool
+    home: Home
+    prefetch: Prefetch
+
+    def signature(self) -> str:
+        """Returns what must be the same on every rank, as text."""
+        return (
+            f"reshard_after_forward {not self.stays}, partition {self.partition}, {self.precision}, "
+            f"{self.home.alike}, {self.prefetch}"
+        )
+
+    def problem(self) -> str | None:
+        """Returns an error message for a value that no FSDP takes, else None."""
+        return partition_problem(self.partition)
 
 
 class ShardingStrategy(enum.Enum):

@@ -4,6 +4,7 @@ that it shards."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,15 +26,53 @@ from zero.shards.arguments import (
     parts_of,
 )
 from zero.shards.claimed import sharded_problem
+from zero.shards.home import Home
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.tensor_parallel import parts
 
 
+@dataclass(frozen=True)
+class Options:
+    """How an OSS shards, stores and sends: the arguments of OSS, and where shards lie (`home`)."""
+
+    partition: Partition
+    granularity: int | None
+    broadcast_fp16: bool | torch.dtype
+    master_dtype: torch.dtype | None
+    home: Home
+
+    @property
+    def sent_as(self) -> torch.dtype | None:
+        """The dtype in which parameters are sent, if it is another one."""
+        return dtype_sent(self.broadcast_fp16, "broadcast_fp16")[0]
+
+    @property
+    def stepped_as(self) -> torch.dtype | None:
+        """The dtype of master weights, if there are some."""
+        return torch.float32 if self.home.apart and self.master_dtype is None else self.master_dtype
+
+    def signature(self) -> list[str]:
+        """Returns what must be the same on every rank."""
+        return [
+            f"partition {self.partition}, granularity {self.granularity}",
+            f"broadcast_fp16 {self.broadcast_fp16}, master_dtype {self.master_dtype}, {self.home.alike}",
+        ]
+
+    def problem(self) -> str | None:
+        """Returns an error message for a value that no OSS takes, else None."""
+        return (
+            partition_problem(self.partition, self.granularity)
+            or dtype_sent(self.broadcast_fp16, "broadcast_fp16")[1]
+            or master_problem(self.master_dtype)
+        )
+
+
 class Choices:
     """Collective. The arguments are those of OSS. Raises ValueError on every rank if they cannot be used on any.
 
-    `groups`: the parameters in torch's form. `cut`: how parameters are divided, as the optimizer needs it.
+    `options`: the arguments, understood. `groups`: the parameters in torch's form.
+    `cut`: how parameters are divided, as the optimizer needs it.
     `finding`: what measuring found about the optimizer; None for torch's own.
     `writes_frozen`: whether the optimizer may write into parameters without gradients.
     """
@@ -44,28 +83,20 @@ class Choices:
         params: Iterable[Any],
         optim: Callable[..., Optimizer],
         defaults: dict[str, Any],
-        *,
-        partition: Partition,
-        granularity: int | None,
-        broadcast_fp16: bool | torch.dtype,
-        master_dtype: torch.dtype | None,
+        **given: Any,
     ) -> None:
         self._comm, self._optim, self._defaults = comm, optim, defaults
-        self._partition, self.granularity = partition, granularity
+        home, wrong_home = take_home(defaults)
+        self.options = Options(**given, home=home)
         self.groups, problem = as_groups(params)
-        problem = problem or sharded_problem(named_params(self.groups))
-        self.sent_as, wrong_dtype = dtype_sent(broadcast_fp16, "broadcast_fp16")
-        self.home, wrong_home = take_home(defaults)
-        problem = problem or partition_problem(partition, granularity) or wrong_dtype or master_problem(master_dtype)
-        problem = problem or wrong_home
-        self._master_dtype = torch.float32 if self.home.apart and master_dtype is None else master_dtype
+        problem = problem or sharded_problem(named_params(self.groups)) or self.options.problem() or wrong_home
         found, unfit = (None, None) if problem else self._look_at(self.groups)
-        self.cut = cut_for(partition, found, granularity)
+        self.cut = cut_for(self.options.partition, found, self.options.granularity)
         self.writes_frozen = found is not None and found.writes_frozen
         self.finding = None if known(optim) is not None else found
         signature = [
-            f"optimizer {called(optim)}, partition {partition}, granularity {granularity}",
-            f"broadcast_fp16 {broadcast_fp16}, master_dtype {master_dtype}, {self.home.alike}",
+            f"optimizer {called(optim)}",
+            *self.options.signature(),
             f"defaults {described_options(defaults)}",
             f"cut {self.cut}, as the optimizer was found to need it",
             f"numbers in param_groups written by steps: {found is not None and found.writes_numbers}",
@@ -92,22 +123,22 @@ class Choices:
         found = known(self._optim)
         if found is None and self._comm.world > 1:
             of_groups = [options(group) for group in groups]
-            stepped_apart = self._master_dtype is not None
+            stepped_apart = self.options.stepped_as is not None
             narrow = None if stepped_apart else narrow_among(param for _, param in named_params(groups))
-            found = finding_of(self._optim, self._defaults, of_groups, self.granularity, narrow)
+            found = finding_of(self._optim, self._defaults, of_groups, self.options.granularity, narrow)
         if found is None:
             return None, None
-        partition = "even" if cut == "even" and found.kind is Kind.TENSORWISE else self._partition
-        return found, optimizer_problem(title(self._optim), found, partition, self.granularity)
+        partition = "even" if cut == "even" and found.kind is Kind.TENSORWISE else self.options.partition
+        return found, optimizer_problem(title(self._optim), found, partition, self.options.granularity)
 
     def lay_out(self, param_groups: list[dict[str, Any]], numel: int | None = None) -> OwnedShards:
         """Moves the parameters into shard groups of at most `numel` elements. Collective if the home is apart."""
         shards = OwnedShards(
             self._comm,
             cut=self.cut,
-            granularity=self.granularity,
-            master_dtype=self._master_dtype,
-            home=self.home,
+            granularity=self.options.granularity,
+            master_dtype=self.options.stepped_as,
+            home=self.options.home,
         )
         shards.add(param_groups, numel)
         self.refuse_full()
@@ -115,8 +146,9 @@ class Choices:
 
     def refuse_full(self) -> None:
         """Collective if the home is apart. Raises ValueError on every rank if that of any rank is full."""
-        if self.home.apart:
-            self._comm.compare("the shards of OSS", [], self.home.problem("the shards of OSS"))
+        home = self.options.home
+        if home.apart:
+            self._comm.compare("the shards of OSS", [], home.problem("the shards of OSS"))
 
 
 def build_inner(

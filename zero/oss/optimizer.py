@@ -95,7 +95,7 @@ class OSS(Optimizer):
             broadcast_fp16=broadcast_fp16,
             master_dtype=master_dtype,
         )
-        self.sent_as, self.finding, self.granularity = how.sent_as, how.finding, granularity
+        self.sent_as, self.finding, self.granularity = how.options.sent_as, how.finding, granularity
         self._built = False
         self.saved = Saved()
         super().__init__(how.groups, {})
@@ -106,7 +106,7 @@ class OSS(Optimizer):
         self.by_param = StateMapping(self.optim, self.shards)
         self._checks = StepChecks(self.comm, self.by_param, self.finding)
         parts = self.comm, self.by_param, self.gradients, self.saved, self._checks
-        self.stepper = Step(*parts, sent_as=how.sent_as, writes_frozen=how.writes_frozen)
+        self.stepper = Step(*parts, sent_as=self.sent_as, writes_frozen=how.writes_frozen)
         self.stepper.return_options(self)
         checked_by_itself(self)
         for name in ("train", "eval"):  # by which optimizers such as Schedule-Free switch between two sets of weights

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -32,6 +33,27 @@ _AVERAGES = (
     "whose gradient ShardedDDP reduces to its owner. Remove DistributedDataParallel: ShardedDDP averages gradients "
     "itself."
 )
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a ShardedDDP sends gradients: the arguments of ShardedDDP that must be the same on every rank."""
+
+    reduce_buffer_size: int | None
+    reduce_fp16: bool | torch.dtype
+
+    @property
+    def sent_as(self) -> torch.dtype | None:
+        """The dtype in which gradients are sent, if it is another one."""
+        return dtype_sent(self.reduce_fp16, "reduce_fp16")[0]
+
+    def signature(self) -> str:
+        """Returns what must be the same on every rank."""
+        return f"reduce_buffer_size {self.reduce_buffer_size}, reduce_fp16 {self.reduce_fp16}"
+
+    def problem(self) -> str | None:
+        """Returns an error message for a value that no ShardedDDP takes, else None."""
+        return dtype_sent(self.reduce_fp16, "reduce_fp16")[1]
 
 
 class ShardedDDP(Wrapper):
@@ -79,11 +101,9 @@ class ShardedDDP(Wrapper):
         of_optimizer = process_group is None and bool(self._optimizers) and isinstance(self._optimizers[0], OSS)
         self._comm = self._optimizers[0].comm if of_optimizer else Comm(process_group)
         names = {parts.of(param): name for name, param in module.named_parameters()}
-        options = f"reduce_buffer_size {reduce_buffer_size}, reduce_fp16 {reduce_fp16}"
-        signature = [options, *describe(module)]
-        sent_as, problem = dtype_sent(reduce_fp16, "reduce_fp16")
-        problem = problem or self._misfit(names) or on_two_devices(module.named_parameters())
-        self._comm.compare("the models given to ShardedDDP", signature, problem)
+        options = Options(reduce_buffer_size, reduce_fp16)
+        problem = options.problem() or self._misfit(names) or on_two_devices(module.named_parameters())
+        self._comm.compare("the models given to ShardedDDP", [options.signature(), *describe(module)], problem)
         held = {param for optimizer in self._optimizers for param in optimizer.shards.places}
         put_into(module, {param for param in module.parameters() if parts.of(param) not in held})
         show_everywhere(module)
@@ -96,7 +116,7 @@ class ShardedDDP(Wrapper):
             if reduce_buffer_size is not None:
                 set_bucket_size(optimizer, reduce_buffer_size)
             optimizer.shards.rename(optimizer.param_groups, names)
-        self._reducer = Reducer(module, self._optimizers, self._comm, sent_as)
+        self._reducer = Reducer(module, self._optimizers, self._comm, options.sent_as)
         claim(module.parameters(), self, _AVERAGES)
         self._announce(names)
 
