@@ -23,7 +23,8 @@ def watch_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], on_e
     without FSDP, and a module that compares the identity of its inputs (nn.MultiheadAttention) would compute something
     else.
     """
-    inner = [tensor for tensor in dict.fromkeys(tensors_in((args, kwargs))) if tensor.grad_fn is not None]
+    given = (tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value))
+    inner = dict.fromkeys(tensor for tensor in given if tensor.grad_fn is not None)
     unit.inputs.update(_nodes((tensor, base_of(tensor)) for tensor in inner))
     for tensor in inner:
         tensor.register_hook(on_exit)

@@ -180,14 +180,13 @@ class Unit:
             if group.state is GroupState.SHARDED:
                 channel = self._for_backward if for_backward else self._for_forward
                 group.launch_unshard(channel, ahead=ahead)
-        if ahead:
-            return
-        self.finish_unshard()
-        if any(group.state is GroupState.LOST for group in self.groups):
-            raise RuntimeError(
-                f"the parameters of {self.title} of FSDP have not arrived: an earlier all-gather of them failed. Look "
-                "for the first error, and initialise the process group again."
-            )
+            elif group.state is GroupState.LOST and not ahead:
+                raise RuntimeError(
+                    f"the parameters of {self.title} of FSDP have not arrived: an earlier all-gather of them failed. "
+                    "Look for the first error, and initialise the process group again."
+                )
+        if not ahead:
+            self.finish_unshard()
 
     def finish_unshard(self) -> None:
         """Waits until the parameters are unsharded.
@@ -196,26 +195,28 @@ class Unit:
         """
         for group in self.groups:
             if group.state is GroupState.GATHERING:
-                try:
-                    group.finish_unshard()
-                except MovedError as error:
-                    self._refusal.raise_everywhere(str(error))
-                if group in self.writes:
-                    self.writes[group].when_gathered = writes_so_far(group.params)
+                self._finish_unshard(group)
+
+    def _finish_unshard(self, group: ShardGroup) -> None:
+        try:
+            group.finish_unshard()
+        except MovedError as error:
+            self._refusal.raise_everywhere(str(error))
+        if group in self.writes:
+            self.writes[group].when_gathered = writes_so_far(group.params)
 
     def reshard(self) -> None:
         """Releases the full parameters; this rank's shards remain. Raises as `finish_unshard` does."""
-        if self.gathering:
-            self.finish_unshard()
         for group in self.groups:
-            if group.state is not GroupState.UNSHARDED:
-                continue
-            if group in self.writes:
-                self.writes[group].take_over()
-            try:
-                group.reshard()
-            except MovedError as error:
-                self._refusal.raise_everywhere(str(error))
+            if group.state is GroupState.GATHERING:
+                self._finish_unshard(group)
+            if group.state is GroupState.UNSHARDED:
+                if group in self.writes:
+                    self.writes[group].take_over()
+                try:
+                    group.reshard()
+                except MovedError as error:
+                    self._refusal.raise_everywhere(str(error))
 
     def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
         """Collective. Has full parameters, in memory of their own, until `dismiss`. See ShardGroup.summon."""

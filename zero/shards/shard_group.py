@@ -211,9 +211,9 @@ class ShardGroup:
         except BaseException:
             self._become(GroupState.LOST)
             raise
-        moved = self.moved() if self.frees else None
-        if self._bound is not self._full_views or moved is not None:
-            self._bind(self._full_views)
+        moved = None
+        if self._bound is not self._full_views:
+            moved = self._rebind(self._full_views)
         if self.shard_in_full:
             self.shard.untyped_storage().resize_(0)
         self._become(GroupState.UNSHARDED)
@@ -226,7 +226,6 @@ class ShardGroup:
         Raises MovedError after that if a parameter was given other data.
         """
         assert self._options.own_shard
-        moved = self.moved() if self.frees else None
         self._become(GroupState.SHARDED)
         with self.shown("reshard"):
             if self.shard_in_full:
@@ -235,7 +234,7 @@ class ShardGroup:
                     self.shard.copy_(self.own_of_full)
             elif self.home.apart:
                 self.home.used(self.shard)
-            self._bind(self.shard_views)
+            moved = self._rebind(self.shard_views)
             if self.frees:
                 if self.streams is not NONE:
                     self.streams.release()
@@ -313,6 +312,13 @@ class ShardGroup:
         self._bound = views
         for param, view in zip(self.params, views, strict=True):
             param.data = view
+
+    def _rebind(self, views: Sequence[Tensor]) -> str | None:
+        """Binds the parameters to other views. Returns the name of one that lies elsewhere than where it was bound, if
+        it is in a group that frees its full parameters."""
+        moved = self.moved() if self.frees else None
+        self._bind(views)
+        return moved
 
     def moved(self) -> str | None:
         """Returns the name of a parameter that lies elsewhere than where it was bound, if there is one."""
