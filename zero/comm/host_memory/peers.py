@@ -49,22 +49,29 @@ class Peer:
         self.done = 0
         self.closed = False
 
-    def take_notes(self) -> None:
-        while not self.closed:
-            try:
-                data = self.socket.recv(_NOTE.size)
-            except BlockingIOError:
-                return
-            except OSError:
-                data = b""
-            if not data:
-                self.closed = True
-                return
-            number, address = _NOTE.unpack(data)
-            if number == _DONE:
-                self.done += 1
-            else:
-                self.notes.append((number, address))
+    def take_note(self) -> bool:
+        """Takes the next note, or notices that the rank has closed its connection. Returns False if it is silent."""
+        try:
+            data = self.socket.recv(_NOTE.size)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self.closed = True
+            return True
+        number, address = _NOTE.unpack(data)
+        if number == _DONE:
+            self.done += 1
+        else:
+            self.notes.append((number, address))
+        return True
+
+    def end(self) -> None:
+        """Takes the last notes of a rank that has ended."""
+        while not self.closed and self.take_note():
+            pass
+        self.closed = True
 
     def send(self, note: bytes) -> None:
         """Sends a note. Blocks only if the peer has hundreds of unread notes; it may then be blocked in a send itself.
@@ -78,8 +85,7 @@ class Peer:
             except BlockingIOError:
                 _wait_for([self], to_send=True)
             except OSError:
-                self.take_notes()
-                self.closed = True
+                self.end()
 
 
 class Peers:
@@ -126,6 +132,9 @@ class Peers:
 
     def _wait(self, satisfied: Callable[[Peer], bool]) -> None:
         """Raises OSError if a peer that is waited for has ended, or if one sends nothing in time."""
+        for peer in self._peers.values():
+            while not satisfied(peer) and not peer.closed and peer.take_note():
+                pass  # most have sent it by now
         deadline = time.monotonic() + self._timeout
         while missing := {rank: peer for rank, peer in self._peers.items() if not satisfied(peer)}:
             for rank, peer in missing.items():
@@ -139,16 +148,17 @@ class Peers:
 
 
 def _wait_for(peers: Iterable[Peer], seconds: float | None = None, *, to_send: bool = False) -> None:
-    """Waits for a note of any of the peers, for the end of one, or until a note can be sent. Takes what has arrived."""
+    """Waits for a note of any of the peers, for the end of one, or until a note can be sent. Takes a note of each."""
     poll = select.poll()
     for peer in peers:
         poll.register(peer.socket, select.POLLIN | (select.POLLOUT if to_send else 0))
         poll.register(peer.pidfd, select.POLLIN)
     ready = dict(poll.poll(None if seconds is None else min(seconds, _LONGEST_POLL) * 1000))
     for peer in peers:
-        peer.take_notes()
         if peer.pidfd in ready:
-            peer.closed = True
+            peer.end()
+        elif peer.socket.fileno() in ready:
+            peer.take_note()
 
 
 def close(peers: Iterable[Peer], pid: int) -> None:
