@@ -17,7 +17,7 @@ from zero.checkpoint import files
 from zero.comm import Comm as Comm
 from zero.comm.host_memory.peers import Peers
 from zero.fsdp.fsdp import FSDP, running_model
-from zero.offload import home_of as home_of
+from zero.offload import offload_of as offload_of
 from zero.oss.gradients import full_gradient as full_gradient
 from zero.oss.optimizer import set_bucket_size as set_bucket_size
 from zero.plan.meter import Meter as Meter

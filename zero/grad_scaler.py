@@ -37,9 +37,9 @@ class GradScaler(TorchGradScaler):
     ) -> dict[torch.device, Tensor]:
         comm, stepped = self._comm, optimizer
         if isinstance(optimizer, OSS):
-            if optimizer.gradients.arrive_sharded:
+            if optimizer.gradients.are_sharded:
                 optimizer.gradients.refuse()
-            comm, stepped = optimizer.comm, optimizer.optim if optimizer.gradients.arrive_sharded else optimizer
+            comm, stepped = optimizer.comm, optimizer.optim if optimizer.gradients.are_sharded else optimizer
             allow_fp16 = allow_fp16 or bool(optimizer.shards.masters)  # float16 gradients are widened before the step
         found = super().unscale_gradients(stepped, inv_scale, found_inf, allow_fp16)
         # A rank that owns no gradient must skip or take the step as the other ranks do.

@@ -57,7 +57,7 @@ def test_every_access_comes_after_what_wrote_and_before_what_frees(scenario, own
     assert run(scenario, own_stream=own_stream)[0] == ""
 
 
-NEEDLESS = {("arrive", "settle")}
+NEEDLESS = {("wait_for_copies", "synchronize")}
 """What has been waited for already in all scenarios: both functions are called by others, too."""
 
 

@@ -15,7 +15,7 @@ import ranks
 import zero
 import zoo
 from assertions import same
-from inner import home_of, shard_groups, unsharded, unsharded_in_backward
+from inner import offload_of, shard_groups, unsharded, unsharded_in_backward
 from zoo import Stack, batch, data
 
 WIDTH = 6
@@ -91,9 +91,9 @@ BOTH = fsdp.BackwardPrefetch
 
 
 def test_offload_to_the_cpu_is_of_parameters():
-    assert home_of(fsdp.CPUOffload()) is home_of(fsdp.OffloadPolicy()) is home_of(None)
-    assert home_of(fsdp.CPUOffload(offload_params=True)) == zero.CPUOffload()
-    assert home_of(fsdp.CPUOffloadPolicy(pin_memory=False)) == zero.CPUOffload(pin_memory=False)
+    assert offload_of(fsdp.CPUOffload()) is offload_of(fsdp.OffloadPolicy()) is offload_of(None)
+    assert offload_of(fsdp.CPUOffload(offload_params=True)) == zero.CPUOffload()
+    assert offload_of(fsdp.CPUOffloadPolicy(pin_memory=False)) == zero.CPUOffload(pin_memory=False)
 
 
 def trained(rank: int, **options: Any) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ def sum_in_place_of_the_mean_at_stage_1(reduce, self, messages, *, times=1, into
     return reduce(self, messages, times=times if into is None else 1, into=into, **more)
 
 
-@mutant("ShardGroup.bring")
+@mutant("ShardGroup.to_main")
 def gradients_of_stage_3_a_thousandth_too_large(bring, self, sums, **how):
     """At stage 3 averages of gradients are multiplied by 1.001."""
     return bring(self, sums * 1.001 if self.frees else sums, **how)
@@ -113,7 +113,7 @@ def gradients_summed_in_16_bits(_, dtype):
     return dtype
 
 
-@mutant("ShardGroup.bring")
+@mutant("ShardGroup.to_main")
 def sums_rounded_to_16_bits(bring, self, sums, **how):
     """Where parameters have 16 bits, sums of their gradients are rounded before masters are stepped with them."""
     narrow = self.full.dtype.itemsize == 2

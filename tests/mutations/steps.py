@@ -128,21 +128,21 @@ def schedule_not_followed(step, self, *given, **options):
 @mutant("masters.refresh")
 def old_master(refresh, group):
     """Master weights do not learn what was written into parameters, such as loaded weights, and a step undoes it."""
-    if group.home.apart:
+    if group.offload.active:
         refresh(group)
 
 
 @mutant("masters.refresh")
 def offloaded_step_on_an_old_shard(refresh, group):
     """Offloaded shards of stages 1 and 2 do not learn what was written into parameters, and a step undoes it."""
-    if not group.home.apart:
+    if not group.offload.active:
         refresh(group)
 
 
 @mutant("masters.write_part")
 def offloaded_step_not_brought_back(write, group, part):
     """What was stepped on the host at stages 1 and 2 does not come into the parameters."""
-    if not group.home.apart:
+    if not group.offload.active:
         write(group, part)
 
 

@@ -31,7 +31,7 @@ def failed_step_told_nobody(_, self, channel):
     """Where an optimizer raises an error on one rank, the others wait for it."""
 
 
-@mutant("End.reach")
+@mutant("EndOfBackward.reach")
 def problem_of_a_backward_told_nobody(reach, self, buckets, problem=None):
     """What was found at the end of a backward is raised nowhere."""
     reach(self, buckets)

@@ -67,7 +67,7 @@ class NoStreams:
         keeps: tensors to keep alive until then."""
         return transfer
 
-    def bring(self, source: Tensor, like: Tensor) -> Tensor:
+    def copy_like(self, source: Tensor, like: Tensor) -> Tensor:
         """Returns `source` on the device of `like`, in the narrower dtype of both. A copy to the CPU is complete only
         after the host has waited for `departure`, or has called `settle`."""
         return source.to(like.device, like.dtype)
@@ -77,7 +77,7 @@ class NoStreams:
         `settle`."""
         to.copy_(source)
 
-    def departure(self) -> Any:
+    def copy_event(self) -> Any:
         """Returns an event after all copies to the CPU so far."""
         return ARRIVED
 
@@ -94,14 +94,14 @@ class NoStreams:
     def release(self) -> None:
         """Orders later all-gathers after the computing so far, which was the last use of a full buffer."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits on the host until no stream reads or writes the memory of the CPU any more."""
 
 
 NONE = NoStreams()
 
 
-def apart(first: Tensor, second: Tensor) -> bool:
+def on_other_device(first: Tensor, second: Tensor) -> bool:
     """Returns whether the tensors are on different devices."""
     return first.device != second.device
 
@@ -182,9 +182,9 @@ class Streams(NoStreams):
         result = transfer.wait()
         return Arriving(result, self.current.record_event(), self._launched_on, self, comm, keeps)
 
-    def bring(self, source: Tensor, like: Tensor) -> Tensor:
-        if not apart(source, like) or like.device.type != "cpu":
-            return super().bring(source, like)
+    def copy_like(self, source: Tensor, like: Tensor) -> Tensor:
+        if not on_other_device(source, like) or like.device.type != "cpu":
+            return super().copy_like(source, like)
         narrower = source.element_size() < like.element_size()
         dtype = source.dtype if narrower else like.dtype
         if like.is_pinned():  # the host converts what is narrower, and drops it
@@ -195,7 +195,7 @@ class Streams(NoStreams):
         return copy
 
     def send(self, source: Tensor, to: Tensor) -> None:
-        if not apart(source, to):
+        if not on_other_device(source, to):
             super().send(source, to)
             return
         if source.dtype == to.dtype:
@@ -228,7 +228,7 @@ class Streams(NoStreams):
             to.copy_(source.to(to.dtype), non_blocking=True)
         self._at_host.add(self._reductions)
 
-    def departure(self) -> Any:
+    def copy_event(self) -> Any:
         return self._reductions.record_event()
 
     def _refuse_capture(self) -> None:
@@ -241,7 +241,7 @@ class Streams(NoStreams):
     def release(self) -> None:
         self._gathers.wait_stream(self.current)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         for stream in self._at_host:
             stream.record_event().synchronize()
         self._at_host.clear()

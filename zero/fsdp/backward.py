@@ -23,7 +23,7 @@ from zero.fsdp.at_rest import ReadsAtRest
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.unit import Call, Index, TrainingState, Unit
-from zero.sdp.bucket import End
+from zero.sdp.bucket import EndOfBackward
 from zero.shards.scaling import Scaling
 
 
@@ -51,7 +51,7 @@ class Backward:
         self._index, self._units, self._root, self._streams = index, index.units, index.units[0], streams
         self._at_rest, self._overflow, self._scaling = at_rest, overflow, scaling
         self._limit, self._prefetches = prefetch.limit, prefetch.backward_prefetch
-        self._end = End(comms, "the end of a backward of FSDP")
+        self._end = EndOfBackward(comms, "the end of a backward of FSDP")
         self._interrupted = False
         self._end_callback: weakref.ref[Any] | None = None
         """The callback that autograd holds until the end of this backward."""
@@ -201,7 +201,7 @@ class Backward:
         for unit in self._units:
             unit.end_backward()
         for group in self._index.groups:
-            group.settle()
+            group.synchronize()
         self.active = self.awaited = False
         if self.reduces:
             self._left_unreduced = False

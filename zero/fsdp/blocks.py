@@ -13,13 +13,13 @@ _SMALL = 1 << 20
 """Bytes below which a layer, or a block inside a block, is not worth an all-gather of its own."""
 
 
-def blocks(root: nn.Module, *, apart: Sequence[nn.Module] = (), small: bool = False) -> set[nn.Module]:
+def blocks(root: nn.Module, *, excluded: Sequence[nn.Module] = (), small: bool = False) -> set[nn.Module]:
     """Returns the modules that become units.
 
-    apart: modules in which none are chosen. small: chooses other large modules, such as embeddings and output layers,
+    excluded: modules in which none are chosen. small: chooses other large modules, as embeddings and output layers,
     too.
     """
-    chosen = repeated_blocks(root, apart)
+    chosen = repeated_blocks(root, excluded)
     return chosen | _large_leaves(root, chosen) if small else chosen
 
 
@@ -44,7 +44,7 @@ def _large_leaves(root: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:
     return chosen
 
 
-def repeated_blocks(root: nn.Module, apart: Collection[nn.Module] = ()) -> set[nn.Module]:
+def repeated_blocks(root: nn.Module, excluded: Collection[nn.Module] = ()) -> set[nn.Module]:
     """Returns modules with parameters of which one container has several of the same class:
 
         in an nn.ModuleList     those that have submodules
@@ -54,9 +54,9 @@ def repeated_blocks(root: nn.Module, apart: Collection[nn.Module] = ()) -> set[n
     a quarter of the model's bytes, as a stage of many blocks may, those of 1 MiB or more that have submodules do count.
     Containers in a container stand for their members; an nn.Sequential does if blocks repeat in it.
 
-    apart: modules whose parameters may be shards, of which each rank has others.
+    excluded: modules whose parameters may be shards, of which each rank has others.
     """
-    left_out = {param for module in apart for param in module.parameters()}
+    left_out = {param for module in excluded for param in module.parameters()}
     found: set[nn.Module] = set()
     seen: set[nn.Module] = set()
 

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero.fsdp.choice import Choice
+from zero.fsdp.choice import UnitChoice
 from zero.fsdp.meta import Materialiser
 from zero.fsdp.options import Options
 from zero.fsdp.precision import CastBuffer
 from zero.fsdp.refusal import Refusal
 from zero.fsdp.unit import TrainingState, Unit
 from zero.shards.group_state import GroupOptions
-from zero.shards.home import Home
+from zero.shards.offload import Offload
 from zero.shards.partition import lay_out
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
@@ -36,7 +36,7 @@ class Builder:
 
     def __init__(
         self,
-        choice: Choice,
+        choice: UnitChoice,
         placement: Placement,
         options: Options,
         param_init_fn: Callable[[nn.Module], None] | None,
@@ -58,13 +58,13 @@ class Builder:
         """
         units: list[Unit] = []
         try:
-            self._can_fail = self._on_any_rank(self._options.home.apart or self._values.pending)
+            self._can_fail = self._on_any_rank(self._options.offload.active or self._values.pending)
             self._values.materialise_buffers()
             named = self._choice.owned()
             numels = [sum(param.numel() for _, param in owned) for owned in named.values()]
-            homes = self._options.home.of_groups(numels)
-            for (name, owned), home in zip(named.items(), homes, strict=True):
-                units.append(self._unit(name, owned, home))
+            offloads = self._options.offload.of_groups(numels)
+            for (name, owned), offload in zip(named.items(), offloads, strict=True):
+                units.append(self._unit(name, owned, offload))
                 self._agree(units[-1].title)
             if self._options.synced:
                 self._values.materialise(self._choice.ignored)
@@ -82,7 +82,7 @@ class Builder:
             raise
         return units
 
-    def _unit(self, name: str, owned: list[tuple[str, nn.Parameter]], home: Home) -> Unit:
+    def _unit(self, name: str, owned: list[tuple[str, nn.Parameter]], offload: Offload) -> Unit:
         params = [param for _, param in owned]
         title = f"unit {name!r}" if name else "the root unit"
         self._values.materialise(params)
@@ -92,24 +92,24 @@ class Builder:
         return Unit(
             name,
             self._choice.units[name],
-            self._lay_out(owned, title, home),
+            self._lay_out(owned, title, offload),
             precision=self._options.precision,
             stays=self._options.stays,
             refusal=self.refusal,
         )
 
-    def _lay_out(self, owned: Sequence[tuple[str, nn.Parameter]], title: str, home: Home) -> list[ShardGroup]:
+    def _lay_out(self, owned: Sequence[tuple[str, nn.Parameter]], title: str, offload: Offload) -> list[ShardGroup]:
         """Returns the shard groups of a unit's parameters, one for each dtype of computing."""
         return [
             group
-            for dtype, named in self._options.precision.apart(self._choice.module, [*owned]).items()
+            for dtype, named in self._options.precision.by_dtype(self._choice.module, [*owned]).items()
             for group in lay_out(
                 [param for _, param in named],
                 [name for name, _ in named],
                 self._placement,
                 cut="whole" if self._options.partition == "whole" else "even",
                 loads=self._loads,
-                options=GroupOptions(True, dtype, self._options.stays, home),
+                options=GroupOptions(True, dtype, self._options.stays, offload),
                 label=title,
             )
         ]
@@ -125,7 +125,7 @@ class Builder:
         """Collective, if building can fail. Raises ValueError on every rank if it has failed on any."""
         if not self._can_fail:
             return
-        problem = self._values.problem or self._options.home.problem(f"the shards of {title}")
+        problem = self._values.problem or self._options.offload.problem(f"the shards of {title}")
         self._placement.compare("the units of FSDP", [], problem)
 
 

@@ -18,7 +18,7 @@ _half_sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """Parameters of models whose construction an error has ended: some of them are shards."""
 
 
-class Choice:
+class UnitChoice:
     """The units of a model, and the parameters that are in none.
 
     nested: FSDPs in the model, by name, which will be dissolved; their units remain.
@@ -41,9 +41,9 @@ class Choice:
 
     def divide(self, policy: Policy, as_one_unit: Sequence[nn.Module | type[nn.Module]], *, small: bool) -> str | None:
         """Chooses the units, see `unit_modules`. Returns an error message if the policy is unusable, else None."""
-        apart = [*self._nested.values()]
+        excluded = [*self._nested.values()]
         try:
-            self.units = unit_modules(self.module, policy, as_one_unit, apart=apart, small=small)
+            self.units = unit_modules(self.module, policy, as_one_unit, excluded=excluded, small=small)
         except ValueError as error:
             return str(error)
         return None

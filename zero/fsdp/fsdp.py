@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero._torch import children_of
 from zero.fsdp.build import Builder, restore_module
-from zero.fsdp.choice import Choice
+from zero.fsdp.choice import UnitChoice
 from zero.fsdp.compile import RECORDING, Compiling, compiling_problem
 from zero.fsdp.guard import Guard
 from zero.fsdp.model import Forward, Model, refuse_forward, sharded_params
@@ -34,13 +34,13 @@ from zero.fsdp.unit import Unit
 from zero.fsdp.units import Policy, largest_unit
 from zero.fsdp.weights import Weights
 from zero.offload import NAMES as OFFLOAD
-from zero.offload import take_home
+from zero.offload import take_offload
 from zero.oss.ddp import ddp_within
 from zero.sdp.buffers import BufferSync
 from zero.sdp.wrapper import refuse_steps
 from zero.shards import norm
 from zero.shards.announce import announce
-from zero.shards.home import DEVICE, Home
+from zero.shards.offload import DEVICE, Offload
 from zero.shards.partition import Partition
 from zero.shards.placement import Placement
 from zero.tensor_parallel import parts
@@ -124,14 +124,14 @@ class FSDP(Weights):
         strategy, placement, problem = place(sharding_strategy, process_group, device_mesh)
         with placement.raised_everywhere(_GIVEN):
             refuse_number_of_ranks(reshard_after_forward)
-            home = _understand(more, asked)
+            offload = _understand(more, asked)
             precision = as_precision(mixed_precision)
             stays = strategy.keeps_parameters or reshard_after_forward is False
-            options = Options(partition, precision, stays, sync_module_states, home, as_prefetch(asked.prefetch))
+            options = Options(partition, precision, stays, sync_module_states, offload, as_prefetch(asked.prefetch))
         for change in asked.before:
             change(module)
         nested = _nested_in(module)
-        choice = Choice(module, nested, _parameters_of(nested), asked.ignored)
+        choice = UnitChoice(module, nested, _parameters_of(nested), asked.ignored)
         problem = problem or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)
         lines = [f"{strategy}, {options.signature()}", *choice.signature()]
         placement.compare(_GIVEN, lines, problem or _problem(choice, nested, options, placement))
@@ -222,7 +222,7 @@ class FSDP(Weights):
         total = self.grad_norm(norm_type)
         with self._model.scaling.alike():
             gradients = [param.grad for param in self._model.index if param.grad is not None]
-            norm.clip(gradients, total, float(max_norm), apart=self._home.apart)
+            norm.clip(gradients, total, float(max_norm), offloaded=self._offload.active)
         return total
 
     def grad_norm(self, norm_type: float = 2.0) -> Tensor:
@@ -241,13 +241,13 @@ class FSDP(Weights):
             float(norm_type),
             params[0].device,
             dtypes,
-            self._home,
+            self._offload,
         )
 
     @property
-    def _home(self) -> Home:
+    def _offload(self) -> Offload:
         """Where shards lie that are not on the device."""
-        return next((group.home for group in self._model.index.groups if group.home.apart), DEVICE)
+        return next((group.offload for group in self._model.index.groups if group.offload.active), DEVICE)
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -266,14 +266,14 @@ def running_model(fsdp: FSDP) -> Model:
     return fsdp._model
 
 
-def _understand(more: dict[str, Any], asked: GivenOptions) -> Home:
+def _understand(more: dict[str, Any], asked: GivenOptions) -> Offload:
     """Takes offload and options of PyTorch's names out of `more`. Returns where shards lie."""
     refuse_unknown(more, known=(*OFFLOAD, *NAMES))
-    home, wrong = take_home(more)
+    offload, wrong = take_offload(more)
     if wrong is not None:
         raise ValueError(wrong)
     from_torch(more, asked)
-    return home
+    return offload
 
 
 def _nested_in(module: nn.Module) -> dict[str, FSDP]:
@@ -285,9 +285,9 @@ def _parameters_of(nested: dict[str, FSDP]) -> set[nn.Parameter]:
     return {param for fsdp in nested.values() for param in fsdp._model.index}
 
 
-def _problem(choice: Choice, nested: dict[str, FSDP], options: Options, placement: Placement) -> str | None:
+def _problem(choice: UnitChoice, nested: dict[str, FSDP], options: Options, placement: Placement) -> str | None:
     """Returns an error message if the module cannot be wrapped with these options, else None."""
-    frees = placement.comm.world > 1 or options.home.apart or options.precision.param_dtype is not None
+    frees = placement.comm.world > 1 or options.offload.active or options.precision.param_dtype is not None
     records = frees and any(device.type in RECORDING for device in choice.devices())
     units = [module for name, module in choice.units.items() if name]
     units += [unit.module for fsdp in nested.values() for unit in fsdp._units[1:]]

@@ -26,7 +26,7 @@ from zero.measure.kinds import Finding, Kind, known, title
 from zero.measure.numbers import Written, differs
 from zero.measure.param_groups import SHARD_MARK
 from zero.oss.dtensor_checks import refuse_dtensors
-from zero.shards.home import Home
+from zero.shards.offload import Offload
 from zero.shards.partition import optimizer_problem
 from zero.shards.shard_group import MOVED
 from zero.tensor_parallel import table
@@ -58,7 +58,7 @@ class Guard:
         self._not_owned = [param for param, place in self._index.items() if place.span is None]
         self._hidden: dict[nn.Parameter, Tensor] = {}
         """Gradients of parameters of which this rank owns nothing, while an optimizer steps."""
-        self._apart = any(group.home.apart for group in model.index.groups)
+        self._offloads = any(group.offload.active for group in model.index.groups)
         self._before: WeakKeyDictionary[Optimizer, Written] = WeakKeyDictionary()
         """The numbers in the groups of optimizers that are stepping, except of torch's own, which write none."""
         self._numbers = model.comm.channel("the numbers that ranks compare after the step of an optimizer")
@@ -77,9 +77,9 @@ class Guard:
             self._hide_empty()
         if self._measured(optimizer).writes_numbers:
             self._before[optimizer] = Written(optimizer)
-        for home, own in self._by_home(params).items() if self._apart else ():
+        for offload, own in self._by_offload(params).items() if self._offloads else ():
             groups = [*dict.fromkeys(self._index[param].group for param in own)]
-            home.before_step(optimizer, own, groups, closure=closure is not None)
+            offload.before_step(optimizer, own, groups, closure=closure is not None)
         if closure is None:
             return None
 
@@ -98,8 +98,8 @@ class Guard:
         while self._hidden:
             param, gradient = self._hidden.popitem()
             param.grad = gradient if param.grad is None else param.grad
-        for home, own in self._by_home(params).items() if self._apart else ():
-            home.stepped(optimizer, own)
+        for offload, own in self._by_offload(params).items() if self._offloads else ():
+            offload.after_step(optimizer, own)
         # Graphs that saved a parameter before the step are refused in backward, on every rank at the same place: a rank
         # that owns nothing of a parameter has an empty gradient where others have theirs.
         increment_version([param for param in params if param.grad is not None])
@@ -121,13 +121,13 @@ class Guard:
     def _sharded_params(self, optimizer: Optimizer) -> list[nn.Parameter]:
         return [param for group in optimizer.param_groups for param in group["params"] if param in self._index]
 
-    def _by_home(self, params: Sequence[nn.Parameter]) -> dict[Home, Sequence[nn.Parameter]]:
-        homes = {group.home for group in self._index.groups}
-        if len(homes) == 1:  # but for models that took over an FSDP with another
-            return {homes.pop(): params}
-        found: dict[Home, list[nn.Parameter]] = {}
+    def _by_offload(self, params: Sequence[nn.Parameter]) -> dict[Offload, Sequence[nn.Parameter]]:
+        offloads = {group.offload for group in self._index.groups}
+        if len(offloads) == 1:  # but for models that took over an FSDP with another
+            return {offloads.pop(): params}
+        found: dict[Offload, list[nn.Parameter]] = {}
         for param in params:
-            found.setdefault(self._index[param].group.home, []).append(param)
+            found.setdefault(self._index[param].group.offload, []).append(param)
         return {**found}
 
     def _check(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
@@ -224,7 +224,7 @@ def _reshard_idle(units: Sequence[Unit]) -> None:
     for unit in units:
         if unit.state is TrainingState.IDLE and not unit.summoned:
             unit.reshard()
-            unit.settle()  # transfers that an interrupted backward has launched may still read the shards
+            unit.synchronize()  # transfers that an interrupted backward has launched may still read the shards
 
 
 def _before_step(

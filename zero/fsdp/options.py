@@ -13,7 +13,7 @@ from torch import nn
 from zero.comm import Comm
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.prefetch import Prefetch
-from zero.shards.home import Home
+from zero.shards.offload import Offload
 from zero.shards.partition import Partition, partition_problem
 from zero.shards.placement import Placement
 from zero.shards.replicas import placement_of
@@ -26,21 +26,21 @@ class Options:
     partition, precision, prefetch: as the arguments of FSDP, understood.
     stays: whether units stay unsharded from forward to backward.
     synced: whether all ranks start from the first rank's values.
-    home: where shards lie.
+    offload: where shards lie.
     """
 
     partition: Partition
     precision: MixedPrecision
     stays: bool
     synced: bool
-    home: Home
+    offload: Offload
     prefetch: Prefetch
 
     def signature(self) -> str:
         """Returns what must be the same on every rank, as text."""
         return (
             f"reshard_after_forward {not self.stays}, partition {self.partition}, {self.precision}, "
-            f"{self.home.alike}, {self.prefetch}"
+            f"{self.offload.alike}, {self.prefetch}"
         )
 
     def problem(self) -> str | None:

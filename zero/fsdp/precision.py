@@ -54,7 +54,7 @@ class MixedPrecision:
         """Returns the dtype in which the module's own parameters are computed with, None for that of the shards."""
         return None if isinstance(module, self.keep_fp32) else self.param_dtype
 
-    def apart(
+    def by_dtype(
         self, root: nn.Module, named: list[tuple[str, nn.Parameter]]
     ) -> dict[torch.dtype | None, list[tuple[str, nn.Parameter]]]:
         """Returns the named parameters of `root` by the dtype in which they are computed with; see `dtype_of`."""

@@ -279,7 +279,7 @@ class Schedule:
                 each.reshard_unused()
         if not self.running:
             for streams in self._streams:
-                streams.settle()  # the user may write into shards from here on
+                streams.synchronize()  # the user may write into shards from here on
 
     def _abandon(self) -> None:
         """Forgets a forward or backward that an exception has ended, so that the model can be used again."""

@@ -250,10 +250,10 @@ class Unit:
         self.calls.clear()
         self.reshard()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits until the host may read and write the shards and their gradients."""
         for group in self.groups:
-            group.settle()
+            group.synchronize()
 
     def interrupt(self) -> None:
         """Restores the gradients from before a backward that an exception has ended. Waits for no other rank."""

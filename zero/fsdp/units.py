@@ -20,18 +20,18 @@ def unit_modules(
     policy: Policy,
     as_one_unit: Sequence[nn.Module | type[nn.Module]] = (),
     *,
-    apart: Sequence[nn.Module] = (),
+    excluded: Sequence[nn.Module] = (),
     small: bool = False,
 ) -> dict[str, nn.Module]:
     """Returns the modules that become units, by name, from the outside in; the root, named "", is always the first.
 
     Parameters in no chosen module belong to the unit around them. as_one_unit: modules, or classes of modules, that
-    become units without units inside them. apart: modules in which no units are chosen. small: the user wants units
+    become units without units inside them. excluded: modules in which no units are chosen. small: the user wants units
     that are as small as is sensible.
 
     Raises ValueError for an unknown type of policy, and for a unit without a forward.
     """
-    given = blocks(root, apart=apart, small=small) if policy is None else _by_policy(root, policy)
+    given = blocks(root, excluded=excluded, small=small) if policy is None else _by_policy(root, policy)
     if given is None:
         raise ValueError(
             f"auto_wrap_policy is a {type(policy).__name__}. Pass a policy of torch.distributed.fsdp.wrap, such as "
@@ -42,7 +42,7 @@ def unit_modules(
     single = {module for module in root.modules() if isinstance(module, classes) or module in as_one_unit}
     chosen -= {inner for module in single for inner in module.modules()}
     chosen |= single
-    chosen -= {inner for module in apart for inner in module.modules()}
+    chosen -= {inner for module in excluded for inner in module.modules()}
     chosen.add(root)
     units = {name: module for name, module in root.named_modules() if module in chosen}
     for name, module in units.items():

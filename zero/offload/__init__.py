@@ -22,7 +22,7 @@ from zero._torch import has_values, pinned
 from zero.offload.digests import digest
 from zero.offload.disk import Disk
 from zero.offload.on_host import OnHost
-from zero.shards.home import DEVICE, Home
+from zero.shards.offload import DEVICE, Offload
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class CPUOffload(OnHost):
     def alike(self) -> str:  # type: ignore[override]
         return f"offload CPUOffload, ratio {self.ratio}"
 
-    def of_groups(self, numels: Sequence[int]) -> list[Home]:
-        homes: list[Home] = []
+    def of_groups(self, numels: Sequence[int]) -> list[Offload]:
+        offloads: list[Offload] = []
         left = (1 - self.ratio) * sum(numels)
         for numel in numels:
             stays = numel <= left
             left -= numel * stays
-            homes.append(DEVICE if stays else self)
-        return homes
+            offloads.append(DEVICE if stays else self)
+        return offloads
 
     def place(self, shard: Tensor) -> Tensor:
         if shard.device.type == "cpu":
@@ -103,10 +103,10 @@ class DiskOffload:
     path: str | Path
 
 
-def home_of(given: Any) -> Home:
-    """Converts the option: zero's classes, a home, PyTorch's CPUOffload and policies, None. Raises ValueError for other
+def offload_of(given: Any) -> Offload:
+    """Converts the option: an Offload, PyTorch's CPUOffload and policies, None. Raises ValueError for other
     values."""
-    if given is None or isinstance(given, Home):
+    if given is None or isinstance(given, Offload):
         return given or DEVICE
     if isinstance(given, DiskOffload):
         return Disk(Path(given.path), given)
@@ -128,14 +128,14 @@ NAMES = ("offload", "cpu_offload")
 """The options that say where shards are stored; the second is PyTorch's name."""
 
 
-def take_home(options: dict[str, Any]) -> tuple[Home, str | None]:
-    """Takes these options out of arguments; returns the home, and an error message for a value."""
+def take_offload(options: dict[str, Any]) -> tuple[Offload, str | None]:
+    """Takes these options out of arguments; returns where shards lie, and an error message for a value."""
     asked = {name: options.pop(name) for name in NAMES if name in options}
     given = [name for name, value in asked.items() if value not in (None, False)]
     if len(given) > 1:
         return DEVICE, f"{given[0]} and {given[1]} both say where shards are stored. Pass one of them."
     try:  # PyTorch takes False for none
-        found = [home_of(None if value is False and name == NAMES[1] else value) for name, value in asked.items()]
+        found = [offload_of(None if value is False and name == NAMES[1] else value) for name, value in asked.items()]
     except ValueError as error:
         return DEVICE, str(error)
-    return next((home for home in found if home.apart), DEVICE), None
+    return next((offload for offload in found if offload.active), DEVICE), None

@@ -1,4 +1,4 @@
-"""The home of shards in files."""
+"""Offload of shards to files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from zero.measure.param_groups import params_of
 from zero.offload.on_host import OnHost
-from zero.shards.home import unhooked
+from zero.shards.offload import unhooked
 
 
 class Disk(OnHost):
@@ -87,9 +87,9 @@ class Disk(OnHost):
             for param, gradient in gradients:
                 param.grad = gradient
 
-    def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+    def after_step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         """Puts the gradients back, and moves state that the step created in memory into files."""
-        super().stepped(optimizer, params)
+        super().after_step(optimizer, params)
         for param in params:
             self._rest(optimizer, param)
 

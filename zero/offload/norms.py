@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch import base_of, norms_of, writes_so_far
-from zero.comm.streams import apart
+from zero.comm.streams import on_other_device
 
 _SAMPLE = 256
 """Elements of a flat tensor of gradients that are compared."""
@@ -43,7 +43,7 @@ _left = WeakIdKeyDictionary()
 
 def note(brought: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:
     """Computes the norms of gradients `own`, views of the flat `sums`, that were copied to `brought`."""
-    if not own or not apart(sums, brought):
+    if not own or not on_other_device(sums, brought):
         return
     norms = norms_of(own, 2.0, torch.promote_types(sums.dtype, torch.float32))
     offsets = [int(flat.storage_offset() - sums.storage_offset()) for flat in own]

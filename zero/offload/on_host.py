@@ -13,13 +13,13 @@ from zero._torch import has_values
 from zero.measure.kinds import ELEMENTWISE
 from zero.offload import norms
 from zero.offload.pieces import GroupStep, Unwidened, in_the_cache
-from zero.shards.home import Home, SteppedGroup, part_of
+from zero.shards.offload import Offload, SteppedGroup, part_of
 
 
-class OnHost(Home):
+class OnHost(Offload):
     """`by_group`: whether groups are stepped one after another also at stage 3, where the optimizer is the user's."""
 
-    apart, by_group = True, False
+    active, by_group = True, False
 
     def narrow(self, gradient: Tensor, arriving: Any, stepped: Tensor) -> tuple[Tensor, Any]:
         if gradient.dtype == stepped.dtype or not has_values(gradient):
@@ -31,7 +31,7 @@ class OnHost(Home):
         """Returns how many elements of a group `step_part` is given at a time."""
         return in_the_cache()
 
-    def brought(self, there: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:
+    def copied(self, there: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:
         norms.note(there, sums, own)
 
     def known_norms(self, gradients: Sequence[Tensor], norm_type: float) -> Mapping[int, Tensor]:
@@ -44,11 +44,11 @@ class OnHost(Home):
         params: Sequence[nn.Parameter],
         then: Callable[[slice], None] | None = None,
     ) -> None:
-        if not has_values(group.stepped):
+        if not has_values(group.main):
             super().step_group(group, optimizer, params, then)
             return
         step = GroupStep(group, part_of(optimizer, params), then)
-        step.arrive()
+        step.wait_for_copies()
         step.take(self.step_part, self.at_once())
 
     def before_step(
@@ -66,7 +66,7 @@ class OnHost(Home):
             param.grad = None
         _taken.setdefault(optimizer, {}).update(taken)
 
-    def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+    def after_step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         for param, gradient in _taken.pop(optimizer, {}).items():
             param.grad = gradient
 

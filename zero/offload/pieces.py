@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero.shards.home import SteppedGroup
+from zero.shards.offload import SteppedGroup
 
 _OF_A_THREAD, _LEAST = 2**18, 2**20
 """Elements of a piece: few enough that they stay in the cache that torch's threads share, and so many that torch's
@@ -36,11 +36,11 @@ class Unwidened:
         self.narrow, self._departure = narrow, departure
         self.gradient = narrow.new_full((), torch.nan, dtype=dtype).expand(narrow.shape)
 
-    def arrive(self) -> None:
+    def wait_for_copies(self) -> None:
         self._departure.synchronize()
 
     def synchronize(self) -> None:
-        self.arrive()
+        self.wait_for_copies()
         self.gradient.data = self.narrow.to(self.gradient.dtype)
 
 
@@ -49,15 +49,15 @@ class GroupStep:
 
     def __init__(self, group: SteppedGroup, optimizer: Optimizer, then: Callable[[slice], None] | None) -> None:
         """optimizer: of shards of this group only, and it treats each element by itself. then: called with each part of
-        `group.stepped` once it has been stepped, until that was all of it."""
-        self._optimizer, self._flat, self._then = optimizer, group.stepped, then
-        self._departures, group.departures = group.departures, []
+        `group.main` once it has been stepped, until that was all of it."""
+        self._optimizer, self._flat, self._then = optimizer, group.main, then
+        self._departures, group.copies = group.copies, []
         self._narrow = {one.gradient: one.narrow for one in self._departures if isinstance(one, Unwidened)}
 
-    def arrive(self) -> None:
+    def wait_for_copies(self) -> None:
         for departure in self._departures:
             if isinstance(departure, Unwidened):
-                departure.arrive()
+                departure.wait_for_copies()
             else:
                 departure.synchronize()
 

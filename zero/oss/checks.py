@@ -47,14 +47,14 @@ class StepChecks:
             problem = dtensors.look(shards.places, self._inner, self._finding)
         return problem or ddp.joined_problem(shards)
 
-    def gradients(self, outer: Optimizer, *, found: bool, arrive_sharded: bool) -> str | None:
+    def gradients(self, outer: Optimizer, *, found: bool, are_sharded: bool) -> str | None:
         """Returns an error message if the gradients cannot be stepped.
 
-        outer: the OSS. found: whether there are any. arrive_sharded: whether ShardedDDP brings them."""
+        outer: the OSS. found: whether there are any. are_sharded: whether ShardedDDP brings them."""
         self._steps_without = 0 if found else self._steps_without + 1
         if self._steps_without == 2:  # one is normal: a first step for a scheduler, a skipped batch
             warn_user(f"In two steps one after another {ddp.NO_GRADIENT}")
-        if arrive_sharded and not self._looked_around:
+        if are_sharded and not self._looked_around:
             self._looked_around = True
             problem = _around_problem(outer, self._inner)
             if problem is not None:

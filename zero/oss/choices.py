@@ -15,7 +15,7 @@ from zero.comm import Comm
 from zero.measure.kinds import Finding, Kind, finding_of, known, narrow_among, title
 from zero.measure.named import build
 from zero.measure.param_groups import called, described_options, options
-from zero.offload import take_home
+from zero.offload import take_offload
 from zero.shards.arguments import (
     as_groups,
     describe,
@@ -26,7 +26,7 @@ from zero.shards.arguments import (
     parts_of,
 )
 from zero.shards.claimed import sharded_problem
-from zero.shards.home import Home
+from zero.shards.offload import Offload
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.tensor_parallel import parts
@@ -34,13 +34,13 @@ from zero.tensor_parallel import parts
 
 @dataclass(frozen=True)
 class Options:
-    """How an OSS shards, stores and sends: the arguments of OSS, and where shards lie (`home`)."""
+    """How an OSS shards, stores and sends: the arguments of OSS, understood."""
 
     partition: Partition
     granularity: int | None
     broadcast_fp16: bool | torch.dtype
     master_dtype: torch.dtype | None
-    home: Home
+    offload: Offload
 
     @property
     def sent_as(self) -> torch.dtype | None:
@@ -50,13 +50,13 @@ class Options:
     @property
     def stepped_as(self) -> torch.dtype | None:
         """The dtype of master weights, if there are some."""
-        return torch.float32 if self.home.apart and self.master_dtype is None else self.master_dtype
+        return torch.float32 if self.offload.active and self.master_dtype is None else self.master_dtype
 
     def signature(self) -> list[str]:
         """Returns what must be the same on every rank."""
         return [
             f"partition {self.partition}, granularity {self.granularity}",
-            f"broadcast_fp16 {self.broadcast_fp16}, master_dtype {self.master_dtype}, {self.home.alike}",
+            f"broadcast_fp16 {self.broadcast_fp16}, master_dtype {self.master_dtype}, {self.offload.alike}",
         ]
 
     def problem(self) -> str | None:
@@ -68,7 +68,7 @@ class Options:
         )
 
 
-class Choices:
+class Checked:
     """Collective. The arguments are those of OSS. Raises ValueError on every rank if they cannot be used on any.
 
     `options`: the arguments, understood. `groups`: the parameters in torch's form.
@@ -86,10 +86,10 @@ class Choices:
         **given: Any,
     ) -> None:
         self._comm, self._optim, self._defaults = comm, optim, defaults
-        home, wrong_home = take_home(defaults)
-        self.options = Options(**given, home=home)
+        offload, wrong_offload = take_offload(defaults)
+        self.options = Options(**given, offload=offload)
         self.groups, problem = as_groups(params)
-        problem = problem or sharded_problem(named_params(self.groups)) or self.options.problem() or wrong_home
+        problem = problem or sharded_problem(named_params(self.groups)) or self.options.problem() or wrong_offload
         found, unfit = (None, None) if problem else self._look_at(self.groups)
         self.cut = cut_for(self.options.partition, found, self.options.granularity)
         self.writes_frozen = found is not None and found.writes_frozen
@@ -132,23 +132,23 @@ class Choices:
         return found, optimizer_problem(title(self._optim), found, partition, self.options.granularity)
 
     def lay_out(self, param_groups: list[dict[str, Any]], numel: int | None = None) -> OwnedShards:
-        """Moves the parameters into shard groups of at most `numel` elements. Collective if the home is apart."""
+        """Moves the parameters into shard groups of at most `numel` elements. Collective with offload."""
         shards = OwnedShards(
             self._comm,
             cut=self.cut,
             granularity=self.options.granularity,
             master_dtype=self.options.stepped_as,
-            home=self.options.home,
+            offload=self.options.offload,
         )
         shards.add(param_groups, numel)
         self.refuse_full()
         return shards
 
     def refuse_full(self) -> None:
-        """Collective if the home is apart. Raises ValueError on every rank if that of any rank is full."""
-        home = self.options.home
-        if home.apart:
-            self._comm.compare("the shards of OSS", [], home.problem("the shards of OSS"))
+        """Collective with offload. Raises ValueError on every rank if there is no room on any."""
+        offload = self.options.offload
+        if offload.active:
+            self._comm.compare("the shards of OSS", [], offload.problem("the shards of OSS"))
 
 
 def build_inner(

@@ -105,11 +105,11 @@ class OwnedGradient(Tensor):
 class OwnedGradients:
     """The gradients of the shards that one OSS steps.
 
-    `arrive_sharded`: whether ShardedDDP sets them; otherwise steps take them from `param.grad`.
+    `are_sharded`: whether ShardedDDP sets them; otherwise steps take them from `param.grad`.
     """
 
     def __init__(self, shards: OwnedShards, comm: Comm) -> None:
-        self.arrive_sharded = False
+        self.are_sharded = False
         self._shards, self._comm = shards, comm
         self._norm = comm.channel("the norm of all gradients")
         self._keys: defaultdict[nn.Parameter, object] = defaultdict(object)
@@ -118,11 +118,11 @@ class OwnedGradients:
         self._counting: set[nn.Parameter] = set()
         """Parameters whose shards have the gradient of that last one."""
 
-    def arrive(self) -> None:
+    def wait_for_copies(self) -> None:
         """Makes the host wait for gradients that are on their way to it."""
         for group in self._shards.shard_groups:
-            if group.departures:
-                group.arrive()
+            if group.copies:
+                group.wait_for_copies()
 
     # ----------------------------------------------------------------------------------------- with ShardedDDP
 
@@ -151,7 +151,7 @@ class OwnedGradients:
             else:
                 made.shard = made.unreduced = None
 
-    def settle(self, param: nn.Parameter, name: str) -> str | None:
+    def follow(self, param: nn.Parameter, name: str) -> str | None:
         """Gives the shard of a parameter the gradient for which `param.grad` stands. Returns an error message for
         another parameter's, None otherwise."""
         held, shard = param.grad, self._shards[param]
@@ -176,7 +176,7 @@ class OwnedGradients:
     def take(self, param: nn.Parameter, name: str) -> Tensor | None:
         """Takes the full gradient that autograd has written, to be reduced into what `param.grad` stands for. None if
         there is none. Raises RuntimeError for another parameter's OwnedGradient."""
-        problem, held = self.settle(param, name), param.grad
+        problem, held = self.follow(param, name), param.grad
         if problem is not None:
             raise RuntimeError(problem)
         if isinstance(held, OwnedGradient):
@@ -190,7 +190,7 @@ class OwnedGradients:
         none: a gradient that was not reduced, or assigned."""
         for param, name in _named(self._shards.shard_groups):
             held = param.grad
-            problem = self.settle(param, name)
+            problem = self.follow(param, name)
             if problem is not None:
                 return problem
             if isinstance(held, OwnedGradient) and held.unreduced is None:
@@ -218,7 +218,7 @@ class OwnedGradients:
     def collect(self) -> tuple[bool, str | None]:
         """Puts gradients where the inner optimizer finds them. Returns whether there are any (True if ShardedDDP sets
         them), and an error message for those that cannot be stepped. Raises RuntimeError for sparse ones."""
-        if self.arrive_sharded:
+        if self.are_sharded:
             problem = self.problem()
             if problem is None or not asked_by_torch_checkpoint():  # which steps with gradients of its own
                 return True, problem
@@ -226,13 +226,13 @@ class OwnedGradients:
         for shard in shards.values():
             shard.grad = None
         for group, index, share in _shares(self._shards.shard_groups):
-            shards[group.params[index]].grad = group.bring(share, for_step=True)
+            shards[group.params[index]].grad = group.to_main(share, for_step=True)
         return any(param.grad is not None for param in shards), None
 
     def norm(self, norm_type: float) -> Tensor:
         """Collective. Returns the norm of all gradients, 0-dim."""
         shards = self._shards
-        if self.arrive_sharded:
+        if self.are_sharded:
             self.refuse()
             owned = [(param, shard.grad) for param, shard in shards.items()]
         else:
@@ -240,7 +240,7 @@ class OwnedGradients:
             owned = [(param, shares.get(param)) for param in shards]
         dtypes = {shard.dtype for shard in shards.values()}
         device = shards.shard_groups[0].full.device
-        return norm.total_norm(owned, self._comm, self._norm, norm_type, device, dtypes, shards.home)
+        return norm.total_norm(owned, self._comm, self._norm, norm_type, device, dtypes, shards.offload)
 
     def refuse(self) -> None:
         """Raises RuntimeError if `problem` finds one. The other ranks find the same, or wait for this one in vain."""
@@ -251,8 +251,8 @@ class OwnedGradients:
     def clip(self, max_norm: float, total: Tensor) -> Tensor:
         """Scales all gradients, whose norm is `total`, to at most max_norm. Returns the norm before."""
         full = [param.grad for param in self._shards if param.grad is not None]
-        held, apart = self._shards.gradients() if self.arrive_sharded else full, self._shards.home.apart
-        norm.clip(held, total, max_norm, apart=apart)
+        held, offloaded = self._shards.gradients() if self.are_sharded else full, self._shards.offload.active
+        norm.clip(held, total, max_norm, offloaded=offloaded)
         return total
 
 

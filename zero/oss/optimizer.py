@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from zero.comm import Comm
 from zero.measure.param_groups import called
 from zero.oss.checks import StepChecks
-from zero.oss.choices import Choices, build_inner
+from zero.oss.choices import Checked, build_inner
 from zero.oss.dtensor_checks import checked_by_itself
 from zero.oss.from_optimizer import from_optimizer
 from zero.oss.gradients import OwnedGradients
@@ -85,7 +85,7 @@ class OSS(Optimizer):
         **defaults: Any,
     ) -> None:
         self.comm = Comm(group)
-        how = self._how = Choices(
+        how = self._how = Checked(
             self.comm,
             params,
             optim,
@@ -163,7 +163,7 @@ class OSS(Optimizer):
         A view of the parameter's memory, or of the master weights. Empty if this rank owns nothing of the parameter.
         Its `.grad` is the shard's gradient: from backward on with ShardedDDP, otherwise only within the step.
         """
-        self.shards.places[param].group.settle()
+        self.shards.places[param].group.synchronize()
         return self.shards[param]
 
     # ------------------------------------------------------------------------------------------ gradients
@@ -218,7 +218,7 @@ class OSS(Optimizer):
         """
 
         def with_gradients(oss: OSS, args: Any, kwargs: Any) -> Any:
-            if not oss.gradients.arrive_sharded:
+            if not oss.gradients.are_sharded:
                 return hook(oss, args, kwargs)
             oss.gradients.refuse()
             with oss._checks.around_hook():

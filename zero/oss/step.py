@@ -94,7 +94,7 @@ class Step:
         """Collective where it fails. Puts gradients and parameters where the inner optimizer steps them."""
         found, problem = self._gradients.collect()
         if problem is None:
-            problem = self._checks.gradients(outer, found=found, arrive_sharded=self._gradients.arrive_sharded)
+            problem = self._checks.gradients(outer, found=found, are_sharded=self._gradients.are_sharded)
         if problem is not None:
             self._raise(problem)
         self._shards.refresh()
@@ -113,8 +113,8 @@ class Step:
             increment_version(stepped)
             self._by_param.note_stepped(stepped)
         finally:
-            self._shards.stepped(self._inner)
-        if not self._gradients.arrive_sharded:  # views would keep full gradients alive past model.zero_grad()
+            self._shards.after_step(self._inner)
+        if not self._gradients.are_sharded:  # views would keep full gradients alive past model.zero_grad()
             self._shards.drop_gradients()
 
     def gather(self, groups: Sequence[ShardGroup], *, by_group: bool = False) -> None:
@@ -124,7 +124,7 @@ class Step:
         for group in groups:
             if by_group:
                 self._step_group(group)
-            elif group.stepped is not group.shard:
+            elif group.main is not group.shard:
                 masters.write(group)
             if sent_as is not None and len(in_flight) == _COMPRESSED_AT_ONCE:
                 in_flight.pop(0).finish_unshard()
@@ -135,8 +135,8 @@ class Step:
         self._shards.note_versions()
 
     def _step_group(self, group: ShardGroup) -> None:
-        """Steps the shards of a group whose home is elsewhere."""
-        write = partial(masters.write_part, group) if group.stepped is not group.shard else None
+        """Steps the shards of one group, which are offloaded."""
+        write = partial(masters.write_part, group) if group.main is not group.shard else None
         try:
             self._shards.step_group(self._inner, group, then=write)
         except Exception:
@@ -199,7 +199,7 @@ class Step:
             loss = self._evaluate(closure)
             self.refuse_changes(outer)
             self.collect(outer)
-            self._gradients.arrive()
+            self._gradients.wait_for_copies()
             return loss
 
         return evaluate

@@ -9,24 +9,24 @@ from torch import Tensor
 
 from zero.comm import Comm, Handle
 from zero.comm.streams import NoStreams
-from zero.shards.home import Home
+from zero.shards.offload import Offload
 
 _HOST = "meta"
 """The device that stands for the host's memory, to which offload moves shards. It is never the model's own device, and
 torch can copy to and from it in a rehearsal."""
 
 
-class Offloaded(Home):
+class Offloaded(Offload):
     """Shards are on the host, and only what is on the model's device is counted."""
 
-    apart = True
+    active = True
 
-    def __init__(self, home: Any) -> None:
-        """home: what zero.CPUOffload or DiskOffload stands for."""
-        self._home = home
+    def __init__(self, offload: Any) -> None:
+        """offload: what zero.CPUOffload or DiskOffload stands for."""
+        self._offload = offload
 
-    def of_groups(self, numels: Sequence[int]) -> list[Home]:
-        return [self if home.apart else home for home in self._home.of_groups(numels)]
+    def of_groups(self, numels: Sequence[int]) -> list[Offload]:
+        return [self if offload.active else offload for offload in self._offload.of_groups(numels)]
 
     def place(self, shard: Tensor) -> Tensor:
         return shard.to(_HOST)
@@ -36,7 +36,7 @@ class Offloaded(Home):
 
     def at_once(self) -> int:
         """Returns how many elements of a group are stepped at a time."""
-        elements: int = self._home.at_once()
+        elements: int = self._offload.at_once()
         return elements
 
 

@@ -90,6 +90,6 @@ def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sinc
 def _stage(units: Sequence[Unit], sharding: Sequence[OSS]) -> str:
     if units:
         return "3 kept" if units[0].stays else "3"
-    if any(one.gradients.arrive_sharded for one in sharding):
+    if any(one.gradients.are_sharded for one in sharding):
         return "2"
     return "1" if sharding else "0"

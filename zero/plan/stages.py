@@ -22,7 +22,7 @@ from zero.fsdp import FSDP, Prefetch
 from zero.fsdp.fsdp import running_model
 from zero.measure.kinds import Finding, assumed, finding_of
 from zero.measure.param_groups import params_of
-from zero.offload import home_of
+from zero.offload import offload_of
 from zero.oss import OSS
 from zero.oss.gradients import full_gradient
 from zero.oss.optimizer import set_bucket_size
@@ -116,7 +116,7 @@ def _oss(job: Job, comm: Any) -> OSS:
         granularity=options.granularity,
         broadcast_fp16=options.broadcast_dtype or False,
         master_dtype=options.master_dtype,
-        offload=_home(options),
+        offload=_offload(options),
     )
     if options.bucket_bytes is not None:
         longest = max(param.itemsize for param in job.sizes.module.parameters())
@@ -124,8 +124,8 @@ def _oss(job: Job, comm: Any) -> OSS:
     return optimizer
 
 
-def _home(options: Options) -> Offloaded | None:
-    return Offloaded(home_of(options.offload)) if options.offload else None
+def _offload(options: Options) -> Offloaded | None:
+    return Offloaded(offload_of(options.offload)) if options.offload else None
 
 
 def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
@@ -143,7 +143,7 @@ def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
         sharding_strategy=strategies[kept],
         mixed_precision=job.options.precision,
         prefetch=job.prefetch,
-        offload=_home(job.options),
+        offload=_offload(job.options),
     )
     return Built(model, job.optimizer()(model.parameters()))
 
@@ -172,7 +172,7 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[int]]:
             inputs = map_tensors(lambda tensor: faked(tensor, job.device), tuple(job.batch))
         built = _built(job, stage, rank)
         for group in built.groups if job.options.offload else ():
-            if group.home.apart or group.overlaps:
+            if group.offload.active or group.overlaps:
                 group.streams = BesideComputing()
         if not stage.startswith("3"):
             inputs = job.options.precision.cast_inputs(module, inputs, root=True)
@@ -204,7 +204,7 @@ def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -
 def _brought_by_step(optimizer: Optimizer) -> int:
     """Bytes of gradients of shards that a step brings to the host at stage 1, where `param.grad` is full before, and of
     those in 16 bits that it widens at a time."""
-    if not isinstance(optimizer, OSS) or optimizer.gradients.arrive_sharded:
+    if not isinstance(optimizer, OSS) or optimizer.gradients.are_sharded:
         return 0
     brought, widened = 0, Counter[ShardGroup]()
     for param, shard in optimizer.shards.items():
@@ -219,7 +219,7 @@ def _brought_by_step(optimizer: Optimizer) -> int:
 
 
 def _stepped_at_once(group: ShardGroup) -> int:
-    return group.home.at_once() * group.stepped.itemsize if isinstance(group.home, Offloaded) else 0
+    return group.offload.at_once() * group.main.itemsize if isinstance(group.offload, Offloaded) else 0
 
 
 def resident(model: nn.Module, groups: Iterable[ShardGroup], optimizers: Sequence[Optimizer]) -> dict[str, int]:

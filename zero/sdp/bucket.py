@@ -97,7 +97,7 @@ class GradBucket:
         self.used |= self._sent
         self.missing = self.missing or len(self._sent) < len(self.trained)
         self.taken, self.taken_bytes = {}, 0
-        with group.shown("reduce"):
+        with group.recorded("reduce"):
             self._handle = group.exchange.reduce(messages, group.streams)
 
     def finish(self) -> None:
@@ -106,13 +106,13 @@ class GradBucket:
         handle, self._handle, group = self._handle, None, self.group
         if handle is None:
             return
-        with group.shown("wait_for_reduce"):
+        with group.recorded("wait_for_reduce"):
             sums: Tensor = handle.wait()
         used: list[tuple[int, Tensor]] = []
-        brought = group.bring(sums)
-        if group.home.apart:
-            group.home.brought(brought, sums, [flat for _, flat in self._messages.cut(sums)])
-        for index, flat in self._messages.cut(brought):
+        received = group.to_main(sums)
+        if group.offload.active:
+            group.offload.copied(received, sums, [flat for _, flat in self._messages.cut(sums)])
+        for index, flat in self._messages.cut(received):
             gradient = group.shapes.shaped(index, flat)
             (used if index in self._sent else self._undecided).append((index, gradient))
         self._add(used)
@@ -127,7 +127,7 @@ class GradBucket:
                 held.append(shard.grad)
                 added.append(gradient)
         if held:
-            self.group.arrive()
+            self.group.wait_for_copies()
             add_all(held, added)
 
     def decide(self, used: Mapping[int, bool]) -> None:
@@ -157,7 +157,7 @@ _MISSING, _PROBLEM = 1, 2
 """What ranks tell one another at the end of a backward: some sent zeros, or cannot go on."""
 
 
-class End:
+class EndOfBackward:
     """The end of the backwards of one model, where ranks compare their operations and exchange which parameters they
     have used. comms: the process groups to compare, one after another. elsewhere: the error message where another rank
     has a problem."""

@@ -17,7 +17,7 @@ from zero._torch import at_end_of_backward, in_a_backward, writes_into
 from zero.comm import Comm
 from zero.comm.streams import streams_in
 from zero.oss.optimizer import OSS
-from zero.sdp.bucket import End, GradBucket
+from zero.sdp.bucket import EndOfBackward, GradBucket
 from zero.sdp.tensors import nearest_leaf, tensors_in
 from zero.shards.owned_shards import WRITTEN
 from zero.shards.partition import Place
@@ -43,7 +43,7 @@ class Reducer:
         self._places: dict[nn.Parameter, Place] = {}
         self._numbers: dict[ShardGroup, int] = {}
         name = f"the end of a backward of ShardedDDP({type(module).__name__})"
-        self._end = End([comm], name, f"on another rank, {WRITTEN}")
+        self._end = EndOfBackward([comm], name, f"on another rank, {WRITTEN}")
         self._refusal = comm.channel(
             "the refusal of a gradient, as of one that came after its gradients were sent to their owner"
         )
@@ -115,11 +115,11 @@ class Reducer:
 
     def _register_hooks(self) -> None:
         # A weak reference: the garbage collector does not find cycles through hooks of autograd.
-        arrived = partial(Reducer.arrived, proxy(self))
+        gradient_ready = partial(Reducer.gradient_ready, proxy(self))
         trained = {param for param in self._places if param.requires_grad}
         self._trained_in_forward |= trained
         for param in trained - self._hooks.keys():
-            self._hooks[param] = param.register_post_accumulate_grad_hook(arrived)
+            self._hooks[param] = param.register_post_accumulate_grad_hook(gradient_ready)
 
     def _update_trained(self) -> None:
         """Tells the buckets which parameters are trained. Collective if these have changed since the last backward."""
@@ -136,7 +136,7 @@ class Reducer:
         while self._hooks_on_leaves:
             self._hooks_on_leaves.pop().remove()
 
-    def arrived(self, param: nn.Parameter) -> None:
+    def gradient_ready(self, param: nn.Parameter) -> None:
         """Moves the gradient, which autograd has accumulated, from `param.grad` into its bucket."""
         if not self.active:
             return
@@ -145,7 +145,7 @@ class Reducer:
         number = self._numbers[group]
         bucket = self._buckets[number]
         for streams in self._streams:
-            streams.expect_computing("the gradient of {} arrived", group.names[index])
+            streams.expect_computing("the gradient of {} gradient_ready", group.names[index])
         try:
             if number < self._launched:
                 bucket.refuse_late(index)
@@ -219,7 +219,7 @@ class Reducer:
         written = (optimizer.shards.written_between_steps() for optimizer in self._optimizers)
         self._end.reach(self._buckets, next(filter(None, written), None))
         for optimizer in self._optimizers:
-            optimizer.gradients.arrive()
+            optimizer.gradients.wait_for_copies()
         for bucket, owner in zip(self._buckets, self._owners, strict=True):
             params, names = bucket.group.params, bucket.group.names
             owner.gradients.show((params[index], names[index]) for index in bucket.reduced)

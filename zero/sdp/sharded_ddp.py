@@ -112,7 +112,7 @@ class ShardedDDP(Wrapper):
         self.broadcast_buffers = broadcast_buffers
         self._buffer_sync = BufferSync(module, [self._comm]) if broadcast_buffers else None
         for optimizer in self._optimizers:
-            optimizer.gradients.arrive_sharded = True
+            optimizer.gradients.are_sharded = True
             if reduce_buffer_size is not None:
                 set_bucket_size(optimizer, reduce_buffer_size)
             optimizer.shards.rename(optimizer.param_groups, names)
@@ -132,7 +132,7 @@ class ShardedDDP(Wrapper):
                 )
             if optimizer.comm.group is not self._comm.group:
                 return "ShardedDDP and its optimizers were given different process groups. Pass the same group to both."
-            if optimizer.gradients.arrive_sharded:
+            if optimizer.gradients.are_sharded:
                 return "this OSS already belongs to another ShardedDDP. Build one OSS for each ShardedDDP."
             foreign = [place.name for param, place in optimizer.shards.places.items() if param not in names]
             if foreign:

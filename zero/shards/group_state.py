@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zero.shards.home import DEVICE, Home
+from zero.shards.offload import DEVICE, Offload
 
 
 class GroupState(enum.Enum):
@@ -50,14 +50,14 @@ class GroupOptions:
         other groups are UNSHARDED except while they gather. The other options are for groups with a shard of their own.
     compute_dtype: the dtype of `full`, if it is not the parameters'.
     shard_in_full: `shard` is freed while the group is UNSHARDED, and copied from `full` at the reshard: less memory if
-        groups stay unsharded for long. Ignored if the dtypes differ, and with a home apart.
-    home: where the tensors lie that are stepped; at stage 3 the shard itself.
+        groups stay unsharded for long. Ignored if the dtypes differ, and with offload.
+    offload: where the tensors lie that are stepped; at stage 3 the shard itself.
     """
 
     own_shard: bool = False
     compute_dtype: torch.dtype | None = None
     shard_in_full: bool = False
-    home: Home = DEVICE
+    offload: Offload = DEVICE
 
 
 IN_PLACE = GroupOptions()

@@ -1,12 +1,12 @@
 """Tensors that the optimizer steps in place of this rank's shards, flat and as long as the shard.
 
 master weights    of a wider dtype than the parameters, which are the rounded masters
-copies elsewhere  in a home apart from the device (home.py), with their gradients and optimizer state: master weights,
-                  or copies of shards whose dtype is wide enough
+offloaded copies  in the memory of the CPU or in files (offload.py), with their gradients and optimizer state: master
+                  weights, or copies of shards whose dtype is wide enough
 
 After a step they are copied into the parameters. Before a step, elements of the parameters that were written since
-(loaded weights) replace those of the masters. Only groups that have such a tensor (`stepped`) are given to functions
-here, except to `step_apart`.
+(loaded weights) replace those of the masters. Only groups that have such a tensor (`ShardGroup.main`) are given to
+functions here, except to `make_main`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _CHUNK = 2**22
 """Elements that are compared at a time."""
 
 
-def step_apart(group: ShardGroup, dtype: torch.dtype | None) -> None:
-    """Makes the stepped tensor of a group whose dtype is narrower than `dtype`, or whose home is elsewhere."""
-    shard, home = group.shard, group.home
+def make_main(group: ShardGroup, dtype: torch.dtype | None) -> None:
+    """Makes the tensor that is stepped for a group whose dtype is narrower than `dtype`, or which is offloaded."""
+    shard, offload = group.shard, group.offload
     if dtype is not None and shard.is_floating_point() and dtype.itemsize > shard.element_size():
         shard = shard.to(dtype)
-    elif not home.apart or home.has(shard):
+    elif not offload.active or offload.has(shard):
         return
-    group.stepped = home.place(shard)
+    group.main = offload.place(shard)
 
 
 def differs(group: ShardGroup) -> bool:
@@ -39,29 +39,29 @@ def differs(group: ShardGroup) -> bool:
 
 def refresh(group: ShardGroup) -> None:
     """Copies elements that were written into the parameters since the last `write` into the stepped tensor."""
-    if group.home.holds(group.shard):
+    if group.offload.holds(group.shard):
         return
     for own, shard in _chunks(group):
         now = shard.to(own.device)
         torch.where(_written(now, own), now.to(own.dtype), own, out=own)
-    group.home.used(group.stepped)
+    group.offload.used(group.main)
 
 
 def write(group: ShardGroup) -> None:
     """Copies the stepped tensor into this rank's shard of the parameters, rounded. From another device the copies may
-    be on their way until `ShardGroup.settle`."""
+    be on their way until `ShardGroup.synchronize`."""
     write_part(group, slice(None))
     written(group)
 
 
 def write_part(group: ShardGroup, part: slice) -> None:
     """Copies a part of it; call `written` after the last."""
-    group.streams.send(group.stepped[part], group.own_of_full[part])
+    group.streams.send(group.main[part], group.own_of_full[part])
 
 
 def written(group: ShardGroup) -> None:
-    group.home.returned(group.shard)
-    group.home.used(group.stepped)
+    group.offload.returned(group.shard)
+    group.offload.used(group.main)
 
 
 def settled(master: Tensor, shard: Tensor) -> Tensor:
@@ -80,4 +80,4 @@ def _written(shard: Tensor, master: Tensor) -> Tensor:
 
 def _chunks(group: ShardGroup) -> Iterable[tuple[Tensor, Tensor]]:
     """Yields the stepped tensor and the shard, some elements at a time."""
-    return zip(group.stepped.split(_CHUNK), group.shard.split(_CHUNK), strict=True)
+    return zip(group.main.split(_CHUNK), group.shard.split(_CHUNK), strict=True)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zero._torch import multiply_all, norms_of
 from zero.comm import Comm
-from zero.shards.home import Home
+from zero.shards.offload import Offload
 from zero.tensor_parallel import parts
 
 
@@ -21,7 +21,7 @@ def total_norm(
     norm_type: float,
     device: torch.device,
     dtypes: Iterable[torch.dtype],
-    home: Home,
+    offload: Offload,
 ) -> Tensor:
     """Collective. Returns the norm of all ranks' shards as one vector, 0-dim.
 
@@ -29,27 +29,27 @@ def total_norm(
         element. Elements that ranks outside of it have (zero/tensor_parallel) are counted, too.
     channel: the number of the operation.
     dtypes: of all ranks' shards. The result is float64 if one of them is, otherwise float32.
-    home: where the gradients lie; it may know norms of them.
+    offload: where the gradients lie; it may know norms of them.
     """
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     infinite = math.isinf(norm_type)
     shards: dict[Comm | None, list[Tensor]] = {None: []}
     for param, gradient in gradients:
         shards.setdefault(parts.others(param), []).extend([] if gradient is None else [gradient])
-    local = _powers(shards.pop(None), norm_type, device, home)
+    local = _powers(shards.pop(None), norm_type, device, offload)
     for others, own in shards.items():
         assert others is not None
-        powers = _powers(own, norm_type, device, home)
+        powers = _powers(own, norm_type, device, offload)
         others.all_reduce(powers, maximum=infinite)
         local = torch.maximum(local, powers) if infinite else local + powers
     comm.all_reduce(local, maximum=infinite, channel=channel)
     return (local if infinite else local.pow(1 / norm_type)).to(dtype)
 
 
-def _powers(shards: Iterable[Tensor], norm_type: float, device: torch.device, home: Home) -> Tensor:
+def _powers(shards: Iterable[Tensor], norm_type: float, device: torch.device, offload: Offload) -> Tensor:
     """Returns the sum of the powers of all elements, or for inf the largest, 0-dim, in float64."""
     own = [shard for shard in shards if shard.numel()]
-    known = home.known_norms(own, norm_type)
+    known = offload.known_norms(own, norm_type)
     norms = [
         *known.values(),
         *(
@@ -64,16 +64,16 @@ def _powers(shards: Iterable[Tensor], norm_type: float, device: torch.device, ho
     return (together.max() if math.isinf(norm_type) else together.pow(norm_type).sum()).double()
 
 
-def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float, *, apart: bool) -> None:
+def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float, *, offloaded: bool) -> None:
     """Scales the gradients, whose norm is `norm`, in place to a norm of at most `max_norm`, as torch does.
 
-    apart: they may lie elsewhere than on the device. Those in the memory of the CPU are not multiplied with one, which
+    offloaded: they may lie elsewhere than on the device. Those in the memory of the CPU are not multiplied by 1, which
     would take a third of the time of a step; to ask for the number would make the host wait for a device.
     """
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for (device, dtype), alike in _alike(gradients):
         factor = scale.to(device, dtype)
-        if not apart or device.type != "cpu" or float(factor) != 1:
+        if not offloaded or device.type != "cpu" or float(factor) != 1:
             multiply_all(alike, factor)
 
 

@@ -19,7 +19,7 @@ from zero.measure.param_groups import options
 from zero.shards import masters
 from zero.shards.arguments import names
 from zero.shards.group_state import GroupOptions
-from zero.shards.home import DEVICE, Home
+from zero.shards.offload import DEVICE, Offload
 from zero.shards.partition import Place, bucket_limit, lay_out, places_in
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
@@ -50,7 +50,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         cut: Literal["even", "whole"],
         granularity: int | None,
         master_dtype: torch.dtype | None,
-        home: Home = DEVICE,
+        offload: Offload = DEVICE,
     ) -> None:
         super().__init__()
         self._comm, self.cut, self._granularity = comm, cut, granularity
@@ -60,7 +60,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         self._trained: set[ShardGroup] = set()
         self.shard_groups: list[ShardGroup] = []
         self.places: dict[nn.Parameter, Place] = {}
-        self._master_dtype, self.home = master_dtype, home
+        self._master_dtype, self.offload = master_dtype, offload
         self._versions: dict[ShardGroup, int] = {}
         """torch's counts of writes into what is stepped, at the end of the last step."""
 
@@ -81,16 +81,16 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
             loads=self._loads,
             limit=bucket_limit(params, overlaps=any(map(self._comm.overlaps, params))) if numel is None else None,
             limit_numel=numel,
-            options=GroupOptions(home=self.home),
+            options=GroupOptions(offload=self.offload),
         )
         self.shard_groups += added
         self.places.update(places_in(added))
         self._note_trained()
-        homes = self.home.of_groups([flat.layout.numel for flat in reversed(added)])
-        for flat, home in zip(added, reversed(homes), strict=True):
-            flat.home = home
-            masters.step_apart(flat, self._master_dtype)
-            stepped = flat.views_of_shard(flat.stepped)
+        offloads = self.offload.of_groups([flat.layout.numel for flat in reversed(added)])
+        for flat, offload in zip(added, reversed(offloads), strict=True):
+            flat.offload = offload
+            masters.make_main(flat, self._master_dtype)
+            stepped = flat.views_of_shard(flat.main)
             for index, param in enumerate(flat.params):
                 self[param] = nn.Parameter(stepped[index], requires_grad=param.requires_grad)
                 if index in flat.spans:
@@ -108,13 +108,13 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
 
     def note_versions(self) -> None:
         """Counts what was written into the shards so far as known to all ranks."""
-        self._versions = {flat: writes_so_far([flat.stepped]) for flat in self.shard_groups}
+        self._versions = {flat: writes_so_far([flat.main]) for flat in self.shard_groups}
 
     def written_between_steps(self) -> str | None:
         """Returns an error message if shards were written since the last step; torch counts that, except through
         `.data`."""
         for flat, version in self._versions.items():
-            if writes_so_far([flat.stepped]) != version:
+            if writes_so_far([flat.main]) != version:
                 return f"of {flat.label}, {WRITTEN}"
         return None
 
@@ -126,7 +126,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
     def refresh(self) -> None:
         """Copies what was written into parameters since the last step into the tensors that are stepped."""
         for flat in self.shard_groups:
-            if flat.stepped is not flat.shard:
+            if flat.main is not flat.shard:
                 masters.refresh(flat)
 
     def trained_groups(self) -> list[ShardGroup]:
@@ -187,26 +187,26 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
 
     def steps_by_group(self, optimizer: Optimizer, options: Mapping[str, Any]) -> bool:
         """Whether shards are stepped group by group (`step_group`), so that gradients and stepped parameters of other
-        groups are on their way meanwhile: in a home apart, if the optimizer treats each element by itself."""
-        return self.home.apart and type(optimizer) in ELEMENTWISE and not options
+        groups are on their way meanwhile: with offload, if the optimizer treats each element by itself."""
+        return self.offload.active and type(optimizer) in ELEMENTWISE and not options
 
     def step(self, optimizer: Optimizer, **options: Any) -> None:
         """Steps these shards, all at once."""
-        for flat in self.shard_groups if self.home.apart else ():
-            flat.arrive()
+        for flat in self.shard_groups if self.offload.active else ():
+            flat.wait_for_copies()
         optimizer.step(**options)
 
-    def stepped(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:
         """Called after a step, also after one that failed."""
-        if not self.home.apart:
+        if not self.offload.active:
             return
         for flat in self.shard_groups:
-            flat.settle()
-        self.home.stepped(optimizer, [self[param] for param in self._owned])
+            flat.synchronize()
+        self.offload.after_step(optimizer, [self[param] for param in self._owned])
 
     def step_group(self, optimizer: Optimizer, flat: ShardGroup, **how: Any) -> None:
-        """Steps the shards of one group only. how: as of `Home.step_group`."""
-        flat.home.step_group(flat, optimizer, [self[flat.params[index]] for index in flat.spans], **how)
+        """Steps the shards of one group only. how: as of `Offload.step_group`."""
+        flat.offload.step_group(flat, optimizer, [self[flat.params[index]] for index in flat.spans], **how)
 
     def drop_gradients(self, flats: Iterable[ShardGroup] | None = None) -> None:
         """Clears the gradients of these groups, or of all."""

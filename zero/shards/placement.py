@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero.comm import Comm, Handle
-from zero.comm.streams import NONE, NoStreams, apart
+from zero.comm.streams import NONE, NoStreams, on_other_device
 from zero.comm.transport import Message
 from zero.shards.layout import Layout
 
@@ -77,7 +77,7 @@ class Exchange:
         channel = self._gather if channel is None else channel
         if streams is NONE:
             return self._gather_here(full, shard, sent_as, channel)
-        with streams.gathers(ahead=ahead, from_host=shard is not None and apart(shard, full)):
+        with streams.gathers(ahead=ahead, from_host=shard is not None and on_other_device(shard, full)):
             gather = self._gather_here(full, shard, sent_as, channel)
             return streams.arriving(gather, self.gathered_by, (full, self))
 

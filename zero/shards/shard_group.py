@@ -48,7 +48,7 @@ class ShardGroup:
 
     params, names: the parameters in the order of the layout, and their names in error messages.
     label: the name of the group in error messages.
-    `shard`: see above. `stepped`: the flat tensor that the optimizer steps: `shard`, or what stands in its place
+    `shard`: see above. `main`: the flat tensor that the optimizer steps: `shard`, or what stands in its place
         (masters.py).
     """
 
@@ -70,36 +70,36 @@ class ShardGroup:
         self.shapes = Shapes(params, layout)
         self.spans: dict[int, Span] = {span.index: span for span in layout.spans(self.comm.rank)}
         """The elements that this rank owns, by position of the parameter."""
-        self._options, self.home = options, options.home
+        self._options, self.offload = options, options.offload
         computed_as = options.compute_dtype or params[0].dtype
         other_dtype = computed_as != params[0].dtype
-        self.frees = options.own_shard and (self.comm.world > 1 or options.home.apart or other_dtype)
+        self.frees = options.own_shard and (self.comm.world > 1 or options.offload.active or other_dtype)
         """Whether `full` has no memory while the group is SHARDED."""
         self._handle: Handle | None = None
-        self.departures: list[Any] = []
+        self.copies: list[Any] = []
         """The events after copies of gradients that are on their way to the CPU."""
         self._summoned: Tensor | None = None
         self._lay_out(other_dtype, computed_as)
 
     def _lay_out(self, other_dtype: bool, computed_as: torch.dtype) -> None:
         """Allocates `full` and `shard`, copies the parameters, and binds them to the copy."""
-        first, home, layout = self.params[0], self.home, self.layout
+        first, offload, layout = self.params[0], self.offload, self.layout
         self.full = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         self.overlaps = any(comm.overlaps(self.full) for comm in self.exchange.comms())
         """Whether transfers overlap with computing."""
-        self.streams: NoStreams = streams_of(self.full) if home.apart or self.overlaps else NONE
+        self.streams: NoStreams = streams_of(self.full) if offload.active or self.overlaps else NONE
         self._full_views = self._views_to_bind()
         with torch.no_grad():
             for param, view in zip(self.params, self._full_views, strict=True):
                 view.copy_(param)
             self._bind(self._full_views)
             own = self.own_of_full
-            self.shard = (home.place(own) if home.apart else own.clone()) if self.frees else own
-        self.stepped = self.shard
+            self.shard = (offload.place(own) if offload.active else own.clone()) if self.frees else own
+        self.main = self.shard
         self.shard_views = self.views_of_shard(self.shard)
         if not self.frees:
             self.shard_views = [with_own_storage(view) for view in self.shard_views]
-        alike = not home.apart and not other_dtype
+        alike = not offload.active and not other_dtype
         self.shard_in_full = False
         # Made while the parameters are full, and held, as DistributedDataParallel holds them: graphs that read a shard
         # write into the same nodes, which refuse gradients of its shape. torch drops those of data that changes its
@@ -126,7 +126,7 @@ class ShardGroup:
         self._ranges = {act: profiler_range(f"zero::{act} {self.label}") for act in ACTS}
         self.full_channel = self.comm.channel(f"the full tensors of {self.label}, as for state_dict()")
 
-    def shown(self, act: str) -> AbstractContextManager[Any]:
+    def recorded(self, act: str) -> AbstractContextManager[Any]:
         """A context for an operation, one of ACTS: a range of the profiler, and at DEBUG a line of the log."""
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("rank %d: %s %s", self.comm.rank, act, self.label)
@@ -139,7 +139,7 @@ class ShardGroup:
     @property
     def master(self) -> Tensor | None:
         """The master weights: the stepped tensor, if its dtype is wider than that of the parameters; else None."""
-        return self.stepped if self.stepped.element_size() > self.shard.element_size() else None
+        return self.main if self.main.element_size() > self.shard.element_size() else None
 
     def views_of_shard(self, shard: Tensor) -> list[Tensor]:
         """Views of a tensor as long as this rank's segment: one a parameter, in the shape of its shard."""
@@ -188,12 +188,12 @@ class ShardGroup:
         self._become(GroupState.GATHERING)
         shard = self.shard if self.frees else None
         try:
-            with self.shown("unshard"), torch.no_grad():
+            with self.recorded("unshard"), torch.no_grad():
                 self._handle = self.exchange.gather(
                     self.full, shard, self.streams, sent_as=sent_as, channel=channel, ahead=ahead
                 )
-                if self.home.apart:
-                    self.home.used(self.shard)
+                if self.offload.active:
+                    self.offload.used(self.shard)
         except BaseException:
             self._become(GroupState.LOST)
             raise
@@ -206,7 +206,7 @@ class ShardGroup:
         assert self._handle is not None, "no gather is in flight"
         handle, self._handle = self._handle, None
         try:
-            with self.shown("wait_for_unshard"):
+            with self.recorded("wait_for_unshard"):
                 handle.wait()
         except BaseException:
             self._become(GroupState.LOST)
@@ -227,13 +227,13 @@ class ShardGroup:
         """
         assert self._options.own_shard
         self._become(GroupState.SHARDED)
-        with self.shown("reshard"):
+        with self.recorded("reshard"):
             if self.shard_in_full:
                 self.shard.untyped_storage().resize_(self.shard.nbytes)
                 with torch.no_grad():
                     self.shard.copy_(self.own_of_full)
-            elif self.home.apart:
-                self.home.used(self.shard)
+            elif self.offload.active:
+                self.offload.used(self.shard)
             moved = self._rebind(self.shard_views)
             if self.frees:
                 if self.streams is not NONE:
@@ -251,32 +251,32 @@ class ShardGroup:
                 "computed. Keep a copy in place of a view: param.detach().clone().numpy()."
             ) from error
 
-    def bring(self, sums: Tensor, *, for_step: bool = False) -> Tensor:
-        """Converts a gradient of the shard to the dtype and device of `stepped`. The copy arrives by `arrive`.
+    def to_main(self, sums: Tensor, *, for_step: bool = False) -> Tensor:
+        """Converts a gradient of the shard to the dtype and device of `stepped`. The copy arrives by `wait_for_copies`.
         for_step: nobody but the step that has begun reads it, which may widen it piece by piece."""
         arriving: Any = ARRIVED
-        stays_narrow = for_step and self.home.apart
-        if sums.device != self.stepped.device:
-            widens = not stays_narrow and sums.element_size() < self.stepped.element_size()
-            sums = self.streams.bring(sums.to(self.stepped.dtype) if widens else sums, self.stepped)
-            arriving = self.streams.departure()
+        stays_narrow = for_step and self.offload.active
+        if sums.device != self.main.device:
+            widens = not stays_narrow and sums.element_size() < self.main.element_size()
+            sums = self.streams.copy_like(sums.to(self.main.dtype) if widens else sums, self.main)
+            arriving = self.streams.copy_event()
         elif not stays_narrow:
-            return sums.to(self.stepped.dtype)
+            return sums.to(self.main.dtype)
         if stays_narrow:
-            sums, arriving = self.home.narrow(sums, arriving, self.stepped)
-        self.departures.append(arriving)
+            sums, arriving = self.offload.narrow(sums, arriving, self.main)
+        self.copies.append(arriving)
         return sums
 
-    def arrive(self) -> None:
-        """Makes the host wait for the copies of `bring`."""
-        while self.departures:
-            self.departures.pop().synchronize()
+    def wait_for_copies(self) -> None:
+        """Makes the host wait for the copies of `to_main`."""
+        while self.copies:
+            self.copies.pop().synchronize()
 
-    def settle(self) -> None:
-        """Makes the host wait for copies of `bring`, and for reads of `shard` by the device."""
-        self.arrive()
+    def synchronize(self) -> None:
+        """Makes the host wait for copies of `to_main`, and for reads of `shard` by the device."""
+        self.wait_for_copies()
         if self.streams is not NONE:
-            self.streams.settle()
+            self.streams.synchronize()
 
     # --------------------------------------------------------------------------------------- summon_full_params
 
@@ -302,7 +302,7 @@ class ShardGroup:
         if keep and self._summoned is not None:
             with torch.no_grad():
                 self.shard.copy_(self._summoned[self.layout.segment(self.comm.rank)])
-        self.home.used(self.shard)
+        self.offload.used(self.shard)
         self._summoned = None
         self._bind(self.shard_views)
 

@@ -18,7 +18,7 @@ from zero.fsdp.torch_options import as_precision
 from zero.integrations.accelerate import deepspeed_keys, fsdp_keys
 from zero.integrations.accelerate.keys import STATE_DICT_TYPES, WRAPPING, Keys
 from zero.integrations.accelerate.sections import Section
-from zero.offload import CPUOffload, DiskOffload, take_home
+from zero.offload import CPUOffload, DiskOffload, take_offload
 from zero.shards.partition import Partition, partition_problem
 
 _OF_FSDP = "mixed_precision_policy", "cpu_ram_efficient_loading", "param_init_fn", "ignored_modules"
@@ -97,7 +97,7 @@ class ZeroPlugin:
     scheduler: Section | None = None
 
     def __post_init__(self) -> None:
-        problem = self._problem() or take_home({"offload": self.offload})[1]
+        problem = self._problem() or take_offload({"offload": self.offload})[1]
         if problem is not None:
             raise ValueError(problem)
         if self.prefetch is not None:

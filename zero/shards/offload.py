@@ -1,7 +1,6 @@
-"""The seam at which the tensors that an optimizer steps lie elsewhere than on the device that computes.
+"""Where the tensors lie that an optimizer steps: here on the device that computes, in zero/offload elsewhere.
 
-At stage 3 these are the shards, at stages 1 and 2 what stands in their place (masters.py). zero/offload has the homes
-that lie elsewhere.
+At stage 3 these are the shards, at stages 1 and 2 what stands in their place (masters.py).
 """
 
 from __future__ import annotations
@@ -15,37 +14,37 @@ from torch.optim import Optimizer
 
 
 class SteppedGroup(Protocol):
-    """What a step reads of a shard group. departures: the events after copies of its gradients."""
+    """What a step reads of a shard group. copies: the events after copies of its gradients."""
 
     params: list[nn.Parameter]
-    stepped: Tensor
-    departures: list[Any]
+    main: Tensor
+    copies: list[Any]
 
-    def arrive(self) -> None:
+    def wait_for_copies(self) -> None:
         """Makes the host wait for its gradients."""
 
 
-class Home:
+class Offload:
     """The device that computes.
 
-    `apart`: whether stepped tensors lie elsewhere.
+    `active`: whether stepped tensors lie elsewhere.
     `alike`: the text of what must be the same on every rank.
     """
 
-    apart = False
+    active = False
     alike = "shards on the device"
 
     def place(self, shard: Tensor) -> Tensor:
         """Returns the tensor that is stepped in place of the shard: a copy, if it lies elsewhere."""
         return shard
 
-    def of_groups(self, numels: Sequence[int]) -> list[Home]:
-        """Returns the homes of shard groups of so many elements, in the order in which forward needs them."""
+    def of_groups(self, numels: Sequence[int]) -> list[Offload]:
+        """Returns where shard groups of so many elements lie, given in the order in which forward needs them."""
         return [self] * len(numels)
 
     def has(self, shard: Tensor) -> bool:
         """Whether a tensor lies here already, and needs no copy."""
-        return not self.apart
+        return not self.active
 
     def holds(self, shard: Tensor) -> bool:
         """Whether a shard on the device surely holds what `returned` was told of. If not, what was written is found by
@@ -61,7 +60,7 @@ class Home:
         values. arriving: the event after which `gradient` has them."""
         return gradient.to(stepped.dtype), arriving
 
-    def brought(self, there: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:
+    def copied(self, there: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:
         """Called after gradients were brought here: `there`, the copy of the flat `sums`. own: the gradient of each
         parameter, views of `sums`."""
 
@@ -85,7 +84,7 @@ class Home:
     ) -> None:
         """Steps only these parameters, which lie here: the shards of one group. The optimizer treats each element by
         itself. then: called with each part of the flat stepped tensor once it has been stepped."""
-        group.arrive()
+        group.wait_for_copies()
         self.step_part(part_of(optimizer, params))
         if then is not None:
             then(slice(None))
@@ -100,11 +99,11 @@ class Home:
         """Called before the user steps these parameters, all at rest in these groups, and perhaps others. May step some
         of them already."""
 
-    def stepped(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+    def after_step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         """Called after an optimizer has stepped these parameters without `step_group`."""
 
 
-DEVICE = Home()
+DEVICE = Offload()
 
 
 def part_of(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Optimizer:
