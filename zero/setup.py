@@ -120,8 +120,8 @@ def _measured(
     return found, None if found is None else optimizer_problem(title(optim), found, partition)
 
 
+# The stages at which an option means something.
 _STAGES = {"offload": (1, 2, 3), "mixed_precision": (3,), "master_dtype": (1, 2)}
-"""The stages at which an option means something."""
 
 _INSTEAD = {
     "offload": "Shards can be offloaded: take stage 1, 2 or 3.",

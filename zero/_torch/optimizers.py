@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 from torch.optim.lr_scheduler import LRScheduler
 
+# Frames that are searched for torch.distributed.checkpoint, below hooks and decorators of torch.optim.Optimizer.
 _FRAMES = 10
-"""Frames that are searched for torch.distributed.checkpoint, below hooks and decorators of torch.optim.Optimizer."""
 
 
 def asked_by_torch_checkpoint() -> bool:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+# Bytes from which a copy gets memory of exact size. Pinning takes the system longer than torch's allocator needs.
 _EXACT = 2**20
-"""Bytes from which a copy gets memory of exact size. Pinning takes the system longer than torch's allocator needs."""
 
+# Memory for copies, by what it is kept for.
 _kept = WeakIdKeyDictionary()
-"""Memory for copies, by what it is kept for."""
 
 
 def pinned_for(owner: object, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -39,8 +39,8 @@ class PinnedMemory:
     """
 
     def __init__(self) -> None:
+        # By the number of bytes.
         self._free: dict[int, list[mmap.mmap]] = defaultdict(list)
-        """By the number of bytes."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns a tensor without values. Raises RuntimeError if the system does not pin so much memory."""

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+# Seconds that an abort may take before nobody waits for it.
 _ABORTS = 5.0
-"""Seconds that an abort may take before nobody waits for it."""
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import warnings
 
+# Packages whose frames may lie between a warning and the line of the user that brought it about.
 _BETWEEN = {
     *("zero", "torch", "accelerate", "transformers", "lightning", "pytorch_lightning"),
     *("contextlib", "functools", "importlib"),
 }
-"""Packages whose frames may lie between a warning and the line of the user that brought it about."""
 
 
 def warn_user(message: str) -> None:

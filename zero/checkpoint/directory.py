@@ -20,8 +20,8 @@ from zero.checkpoint.storage import Local, Place
 LATEST = "latest"
 _NAME = re.compile(r"\d{8}")
 _PARTIAL = ".partial-"
+# The files and reports of ranks.
 _RANKS = re.compile(r"rank-\d+\.\w+")
-"""The files and reports of ranks."""
 
 
 def checkpoints(run: Place) -> list[Place]:

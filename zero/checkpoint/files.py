@@ -37,14 +37,14 @@ BLOCK = 1 << 22
 BUFFER = 1 << 24
 """Bytes that are copied at a time where tensors are not read or written in place. A multiple of BLOCK."""
 
+# Bytes that stay in the processor's cache between computing their checksum and copying them.
 _CACHED = 1 << 20
-"""Bytes that stay in the processor's cache between computing their checksum and copying them."""
 
 LONGEST_HEADER = 1 << 28
 """The most bytes of JSON that are read into memory, of a file's header and of an index."""
 
+# The fewest bytes for which a progress bar is shown.
 _LONG = 1 << 30
-"""The fewest bytes for which a progress bar is shown."""
 
 
 class FileProblem(Exception):

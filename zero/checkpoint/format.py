@@ -50,8 +50,8 @@ DTYPES: dict[str, torch.dtype] = {
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+# How many names an error lists.
 _LISTED = 8
-"""How many names an error lists."""
 
 
 class CheckpointError(RuntimeError):

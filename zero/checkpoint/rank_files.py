@@ -30,11 +30,11 @@ from zero.measure.param_groups import options
 from zero.shards import layout
 from zero.shards.shapes import alignment
 
+# Bytes. Every copy starts at a multiple of these, so that it can be viewed as any dtype.
 _ALIGNMENT = 64
-"""Bytes. Every copy starts at a multiple of these, so that it can be viewed as any dtype."""
 
+# One buffer a model for its copies, to be reused: memory that is new to the process costs more than the copy.
 _buffers: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
-"""One buffer a model for its copies, to be reused: memory that is new to the process costs more than the copy."""
 
 
 @dataclass

@@ -118,8 +118,8 @@ class LoadPlan:
 
     def __init__(self, training: Training, index: Index) -> None:
         self._training, self._index = training, index
+        # For each of the model's tensors, the name that it is stored under.
         self._stored_as: dict[str, str] = {}
-        """For each of the model's tensors, the name that it is stored under."""
         here, there = {name: name for name in training.tensors} | training.tied, index.stored_as()
         for alias, name in here.items():
             if alias in there:  # a tensor with several names matches a stored tensor that has any of them
@@ -210,8 +210,8 @@ class _OptimizerPlan:
         self._optimizer = optimizer
         _refuse_another_optimizer(training, optimizer, stored, stored_as)
         self.tensors: list[tuple[Held, str, Entry, Part]] = []
+        # State whose dtype was not that of the stepped parameter, and keeps its dtype.
         self._of_own_dtype: list[tuple[Tensor, str]] = []
-        """State whose dtype was not that of the stepped parameter, and keeps its dtype."""
         self._state: dict[Tensor, dict[str, Any]] = {}
         self._options = [decode(group["options"]) for group in stored.groups]
         for one in training.stepped(optimizer):

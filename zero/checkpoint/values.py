@@ -21,13 +21,13 @@ from torch import Tensor
 
 from zero.checkpoint.format import DTYPES, NAMES, tensor_problem
 
+# numpy's names for the dtypes that a checkpoint can hold.
 _ARRAYS = {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
-"""numpy's names for the dtypes that a checkpoint can hold."""
 
 _TAG = "$"
 
+# Of an integer. Python does not convert integers of more than some thousand digits to text.
 _MOST_BITS = 1 << 13
-"""Of an integer. Python does not convert integers of more than some thousand digits to text."""
 
 
 def encode(value: Any, where: str) -> Any:

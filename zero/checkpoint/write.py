@@ -32,11 +32,11 @@ from zero.checkpoint.shards import Training, kind
 from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import encode
 
+# Seconds that the first rank's thread waits for other ranks' files after the main thread has ended.
 _WAIT_AFTER_EXIT = 60.0
-"""Seconds that the first rank's thread waits for other ranks' files after the main thread has ended."""
 
+# By run, the save that a thread is writing.
 _unfinished: dict[Place, Saving] = {}
-"""By run, the save that a thread is writing."""
 
 
 def save(

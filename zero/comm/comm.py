@@ -238,8 +238,8 @@ def _refuse_differences(what: str, texts: Sequence[str]) -> None:
                 )
 
 
+# Where torchrun and others, Open MPI, and MPICH write the number of ranks into the environment.
 _LAUNCHED = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
-"""Where torchrun and others, Open MPI, and MPICH write the number of ranks into the environment."""
 
 
 def launched_ranks() -> int:

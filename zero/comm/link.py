@@ -26,8 +26,8 @@ from zero.comm.store import StoreExchange
 from zero.comm.transport import Local, Transport
 from zero.comm.watchdog.watchdog import Watchdog
 
+# The timeout of transfers on the CPU if the group has no backend for the CPU: torch's own default.
 _TIMEOUT = timedelta(minutes=30)
-"""The timeout of transfers on the CPU if the group has no backend for the CPU: torch's own default."""
 
 
 class Link:
@@ -37,8 +37,8 @@ class Link:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world = 1 if group is None else dist.get_world_size(group)
+        # The ranks of the job that the ranks of the group are.
         self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
-        """The ranks of the job that the ranks of the group are."""
         self.log = Log(self.rank, self.world)
         self._group: Any = None if group is None else proxy(group)
         self._store = None if group is None else store_of(group)
@@ -46,8 +46,8 @@ class Link:
         self._watched = False
         # Not `self`: the link is to end with its last user, and not only when garbage is collected.
         own: Any = ref(self)
+        # By type of device. By that of the CPU ranks compare what they do.
         self.transports: Mapping[str, Transport] = Transports(lambda kind: own()._choose(kind))
-        """By type of device. By that of the CPU ranks compare what they do."""
 
     def without_backend(self, devices: Iterable[torch.device]) -> str | None:
         """Returns the first of these types of device for which the group has no backend, if there is one."""

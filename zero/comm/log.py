@@ -30,8 +30,8 @@ _REMEDY = (
     "batches on one rank than on others take them from zero.join."
 )
 
+# Number of settled positions that are remembered. All are forgotten then: the schedule of the model keeps changing.
 _MOST_SETTLED = 1 << 17
-"""Number of settled positions that are remembered. All are forgotten then: the schedule of the model keeps changing."""
 
 
 class Log:
@@ -54,16 +54,16 @@ class Log:
         self.at_failure: list[Callable[[str], object]] = []
         self.inquire: Callable[[], object] = lambda: None
         self.each = _compares_each()
+        # The position in the schedule: a digest of the operations since it began.
         self._position = 0
-        """The position in the schedule: a digest of the operations since it began."""
+        # Whether ranks have agreed since the schedule began; whether they must compare the next operation.
         self._agreed, self._unsettled = True, False
-        """Whether ranks have agreed since the schedule began; whether they must compare the next operation."""
+        # Positions at which all ranks have compared their operations.
         self._settled: set[int] = set()
-        """Positions at which all ranks have compared their operations."""
         self._channels: deque[int] = deque(maxlen=TAIL)
         self._length = 0
+        # Buffers of transfers that failed or were in flight at a failure: these may still write into them.
         self._kept_alive: list[Any] = []
-        """Buffers of transfers that failed or were in flight at a failure: these may still write into them."""
         self._names = [
             "a comparison of what the ranks were given",
             "a sum over the ranks",

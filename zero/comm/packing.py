@@ -13,8 +13,8 @@ from torch import Tensor
 
 from zero._torch import wraps_others
 
+# Most bytes of a message that packs several tensors.
 _BATCH = 1 << 24
-"""Most bytes of a message that packs several tensors."""
 
 
 def lengths(bounds: Sequence[int]) -> list[int]:

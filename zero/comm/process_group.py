@@ -37,8 +37,8 @@ from zero.comm.log import BROADCAST, COLLECTION, COMPARISON, TAIL, Log
 from zero.comm.packing import SIXTEEN_BITS, concatenate, lengths, summed_as
 from zero.comm.transport import Handle, Message, Transport
 
+# Times between looks at the other ranks while a rank waits; the last one is repeated.
 _INTERVALS = [timedelta(seconds=seconds) for seconds in (0.25, 0.25, 0.25, 0.25, 0.5, 1, 2, 4)]
-"""Times between looks at the other ranks while a rank waits; the last one is repeated."""
 
 _ALL_GATHER = in_stream_order(AllgatherOptions())
 _ALL_TO_ALL = in_stream_order(dist.AllToAllOptions())
@@ -46,8 +46,8 @@ _REDUCE_SCATTER = in_stream_order(dist.ReduceScatterOptions())
 _SUM, _MAXIMUM = (in_stream_order(dist.AllreduceOptions()) for _ in range(2))
 _SUM.reduceOp, _MAXIMUM.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM), dist.ReduceOp(dist.ReduceOp.MAX)
 
+# Seconds for which an abort waits for a launch.
 _CONNECTS = 1.0
-"""Seconds for which an abort waits for a launch."""
 
 _SUPPORTED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
 _SUPPORTED |= {torch.int64, torch.int32, torch.int8, torch.uint8}

@@ -33,8 +33,8 @@ from zero._torch import current_stream_of, has_values, pinned_for
 from zero.comm.comm import Comm
 from zero.comm.transport import Handle
 
+# Elements that are rounded and sent at a time: they stay in the processor's cache in between.
 _PIECE = 2**20
-"""Elements that are rounded and sent at a time: they stay in the processor's cache in between."""
 
 
 class Arrived:
@@ -134,12 +134,12 @@ class Streams(NoStreams):
         self._is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
         self._gathers, self._reductions = (self._module.Stream(device, priority=-1) for _ in range(2))
         self._computing = self._launched_on = self.current
+        # Streams that read or write the memory of the CPU.
         self._at_host: set[Any] = set()
-        """Streams that read or write the memory of the CPU."""
+        # Of tensors that are rounded before they are sent: the next one to use first.
         self._buffers: list[Tensor | None] = [None, None]
-        """Of tensors that are rounded before they are sent: the next one to use first."""
+        # The events after the copies from these buffers, the oldest first.
         self._sent: list[Any] = []
-        """The events after the copies from these buffers, the oldest first."""
 
     @property
     def current(self) -> Any:

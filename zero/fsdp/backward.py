@@ -46,19 +46,19 @@ class Backward:
     ) -> None:
         self.reduces = True
         self.active = self.awaited = False
+        # Whether backward has left gradients of a unit unreduced since the last one that reduced.
         self._left_unreduced = False
-        """Whether backward has left gradients of a unit unreduced since the last one that reduced."""
         self._index, self._units, self._root, self._streams = index, index.units, index.units[0], streams
         self._at_rest, self._overflow, self._scaling = at_rest, overflow, scaling
         self._limit, self._prefetches = prefetch.limit, prefetch.backward_prefetch
         self._end = EndOfBackward(comms, "the end of a backward of FSDP")
         self._interrupted = False
+        # The callback that autograd holds until the end of this backward.
         self._end_callback: weakref.ref[Any] | None = None
-        """The callback that autograd holds until the end of this backward."""
+        # Units in backward, in the order in which backward reached them.
         self._in_backward: list[Unit] = []
-        """Units in backward, in the order in which backward reached them."""
+        # The unit whose reduction is in flight; waited for before the next unit's is launched.
         self._reducing: Unit | None = None
-        """The unit whose reduction is in flight; waited for before the next unit's is launched."""
 
     def reached_inside(self, unit: Unit, call: Call, _: Any) -> None:
         """The hook on outputs of modules inside the unit's."""

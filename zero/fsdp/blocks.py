@@ -9,8 +9,8 @@ from torch import nn
 
 from zero._torch import children_of
 
+# Bytes below which a layer, or a block inside a block, is not worth an all-gather of its own.
 _SMALL = 1 << 20
-"""Bytes below which a layer, or a block inside a block, is not worth an all-gather of its own."""
 
 
 def blocks(root: nn.Module, *, excluded: Sequence[nn.Module] = (), small: bool = False) -> set[nn.Module]:
@@ -68,8 +68,8 @@ def repeated_blocks(root: nn.Module, excluded: Collection[nn.Module] = ()) -> se
         return {module for module in modules if nbytes(module) >= _SMALL}
 
     much = nbytes(root) // 4
+    # Modules to look into, each with the innermost block around it.
     left: list[tuple[nn.Module, nn.Module | None]] = [(root, None)]
-    """Modules to look into, each with the innermost block around it."""
     while left:
         module, around = left.pop()
         if module in seen:

@@ -14,8 +14,8 @@ from zero.sdp.sharded_ddp import describe
 from zero.shards.arguments import on_two_devices
 from zero.shards.shapes import shared_memory, unusable
 
+# Parameters of models whose construction an error has ended: some of them are shards.
 _half_sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameters of models whose construction an error has ended: some of them are shards."""
 
 
 class UnitChoice:

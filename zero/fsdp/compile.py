@@ -65,13 +65,13 @@ class Compiling:
 
     def __init__(self, index: Index, schedule: Schedule) -> None:
         self._units, self._root, self._schedule = index.units, index.units[0], schedule
+        # Whether the running forward runs uncompiled although modules are compiled.
         self._uncompiled = False
-        """Whether the running forward runs uncompiled although modules are compiled."""
         self._enters_by_units = False
+        # Hooks that are not hidden.
         self._direct: set[Callable[..., Any]] = set()
-        """Hooks that are not hidden."""
+        # Whether full parameters that are freed lie where CUDA graphs are recorded.
         self._records = any(group.frees and group.full.device.type in RECORDING for group in index.groups)
-        """Whether full parameters that are freed lie where CUDA graphs are recorded."""
         _watch()
         _all.add(self)
 

@@ -56,11 +56,11 @@ class Guard:
         self._index, self._comm = model.index, model.comm
         self._findings: WeakKeyDictionary[Optimizer, _Measured] = WeakKeyDictionary()
         self._not_owned = [param for param, place in self._index.items() if place.span is None]
+        # Gradients of parameters of which this rank owns nothing, while an optimizer steps.
         self._hidden: dict[nn.Parameter, Tensor] = {}
-        """Gradients of parameters of which this rank owns nothing, while an optimizer steps."""
         self._offloads = any(group.offload.active for group in model.index.groups)
+        # The numbers in the groups of optimizers that are stepping, except of torch's own, which write none.
         self._before: WeakKeyDictionary[Optimizer, Written] = WeakKeyDictionary()
-        """The numbers in the groups of optimizers that are stepping, except of torch's own, which write none."""
         self._numbers = model.comm.channel("the numbers that ranks compare after the step of an optimizer")
         _watch_steps()
         _guards[:] = [guard for guard in _guards if guard() is not None]
@@ -248,8 +248,8 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
         guard.after_step(optimizer)
 
 
+# Those of all models that exist, in the order of their construction, which is the same on all ranks.
 _guards: list[ReferenceType[Guard]] = []
-"""Those of all models that exist, in the order of their construction, which is the same on all ranks."""
 
 
 def _alive() -> list[Guard]:

@@ -31,10 +31,10 @@ class Materialiser:
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self._init, self._initialises = param_init_fn, initialises
         self._holders: dict[nn.Parameter, list[nn.Module]] = {}
+        # Modules that are not initialised yet, and their names.
         self._uninitialised: dict[nn.Module, str] = {}
-        """Modules that are not initialised yet, and their names."""
+        # Parameters that were given memory, and the meta parameters that they were swapped with.
         self._materialised: list[tuple[nn.Parameter, nn.Parameter]] = []
-        """Parameters that were given memory, and the meta parameters that they were swapped with."""
         self._materialised_buffers: list[tuple[nn.Module, dict[str, Tensor]]] = []
         for prefix, module in root.named_modules():
             own = [*module.parameters(recurse=False)]

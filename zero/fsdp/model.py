@@ -29,8 +29,8 @@ from zero.shards.scaling import Scaling
 from zero.shards.shard_group import MOVED
 from zero.tensor_parallel.parts import others_of
 
+# All models that exist, in the order of their construction, which is the same on all ranks.
 _alive: list[ReferenceType[Model]] = []
-"""All models that exist, in the order of their construction, which is the same on all ranks."""
 
 
 _AVERAGES = (
@@ -73,13 +73,13 @@ class Model:
         self.prefetch = options.prefetch.where(overlaps=any(unit.overlaps for unit in units))
         self._refusal = refusal
         self.norm_channel = self.comm.channel("the norm of all gradients")
+        # Where modules hold sharded parameters.
         self._holders = [
             (params_of(holder), name, param)
             for holder in module.modules()
             for name, param in holder.named_parameters(recurse=False, remove_duplicate=False)
             if param in self.index
         ]
-        """Where modules hold sharded parameters."""
         self.scaling = Scaling(
             self.comm,
             "the step of an optimizer of FSDP",

@@ -89,8 +89,8 @@ def register(model: Model, optimizer: Optimizer) -> None:
     optimizer.register_load_state_dict_post_hook(keep)
 
 
+# By model: the optimizers that have hooks, all that have stepped its parameters.
 _registered: WeakKeyDictionary[Model, WeakSet[Optimizer]] = WeakKeyDictionary()
-"""By model: the optimizers that have hooks, all that have stepped its parameters."""
 
 
 def registered(model: Model) -> list[Optimizer]:

@@ -15,12 +15,12 @@ from torch.overrides import TorchFunctionMode
 from zero._torch import leaves
 from zero.fsdp.unit import Index, Unit
 
+# The getters of attributes that differ between shard and full parameter. dtype and device, for example, do not.
 _GETTERS_THAT_READ = {
     attribute.__get__
     for attribute in (Tensor.T, Tensor.mT, Tensor.H, Tensor.mH, Tensor.data, Tensor.shape)
     if hasattr(attribute, "__get__")
 }
-"""The getters of attributes that differ between shard and full parameter. dtype and device, for example, do not."""
 
 _CALLS_THAT_DO_NOT = {"__set__", "register_hook", "requires_grad_", "is_floating_point", "is_complex"}
 

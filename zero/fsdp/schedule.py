@@ -53,20 +53,20 @@ class Schedule:
         self._overflow, self._device = overflow, index.groups[0].full.device.type
         self.running: list[Unit] = []
         self.modes: set[bool] = set()
+        # The modes in which a forward of the root has begun, which looks for writes.
         self._looked: set[bool] = set()
-        """The modes in which a forward of the root has begun, which looks for writes."""
+        # Whether every forward is one in which a mode begins.
         self._begins_each = comms[0].log.each
-        """Whether every forward is one in which a mode begins."""
+        # Units that were gathered ahead, and did not begin their forward yet.
         self._ahead: set[Unit] = set()
-        """Units that were gathered ahead, and did not begin their forward yet."""
+        # How many forwards of units have begun.
         self._forwards_begun = 0
-        """How many forwards of units have begun."""
+        # The unit whose forward began last.
         self._last_entered = self._root
-        """The unit whose forward began last."""
+        # Whether autocast's casts of an earlier forward serve this one.
         self._casts_are_shared = False
-        """Whether autocast's casts of an earlier forward serve this one."""
+        # Whether modules run as code that was traced, in which no reads are seen.
         self.traced = False
-        """Whether modules run as code that was traced, in which no reads are seen."""
         self._search = ExitStack()
         self._hooks: MutableMapping[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
         self._on_params: list[RemovableHandle] = []

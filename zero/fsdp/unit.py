@@ -86,14 +86,14 @@ class Unit:
         self._refusal, self.summoned = refusal, False
         self.shown: Shown | None = None
         self.state = TrainingState.IDLE
+        # The module whose call began the running forward, if it is not the unit's own.
         self.entry_module: nn.Module | None = None
-        """The module whose call began the running forward, if it is not the unit's own."""
         self.running: list[Call] = []
         self.users = 0
         self.companions: list[Unit] = []
         self.read_by_others = False
+        # The autograd nodes of the inputs of the running forwards.
         self.inputs: set[Node] = set()
-        """The autograd nodes of the inputs of the running forwards."""
         self.calls: WeakSet[Call] = WeakSet()
         self._set_title()
 

@@ -22,13 +22,13 @@ class UnitBucket(GradBucket):
 
     def __init__(self, group: ShardGroup, *, sent_as: torch.dtype | None = None) -> None:
         super().__init__(group, group.params, sent_as=sent_as)
+        # The gradients of shards from before this backward.
         self._set_aside: dict[int, Tensor] = {}
-        """The gradients of shards from before this backward."""
+        # Whether a backward under no_sync has gone through the unit since the last one that reduces. It may have left
+        # gradients on other ranks only, so all reduce then.
         self._left = False
-        """Whether a backward under no_sync has gone through the unit since the last one that reduces. It may have left
-        gradients on other ranks only, so all reduce then."""
+        # Positions of the parameters whose `param.grad` no_sync has left full, unless the user has cleared it.
         self._unreduced: set[int] = set()
-        """Positions of the parameters whose `param.grad` no_sync has left full, unless the user has cleared it."""
 
     @property
     def left_unreduced(self) -> bool:

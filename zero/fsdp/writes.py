@@ -10,8 +10,8 @@ from torch import Tensor
 from zero._torch import has_values, writes_so_far
 from zero.shards.shard_group import ShardGroup
 
+# Elements that are compared at a time, so that temporaries are small.
 _CHUNK = 2**18
-"""Elements that are compared at a time, so that temporaries are small."""
 
 
 class Writes:
@@ -24,8 +24,8 @@ class Writes:
     def __init__(self, group: ShardGroup) -> None:
         self.looks = self._uncounted = False
         self._group = group
+        # torch's count of writes at the last all-gather.
         self.when_gathered = 0
-        """torch's count of writes at the last all-gather."""
 
     def _any(self) -> bool:
         """Whether there were writes since the all-gather."""

@@ -38,20 +38,20 @@ Build = Callable[[list[dict[str, Any]]], Optimizer]
 
 Shapes = Sequence[tuple[int, ...]]
 
+# RAdam begins to rectify in the sixth step. Gradients grow, so that clipping shows. The probe sets its own learning
+# rate, because a schedule may begin at 0.
 _STEPS, _GROWTH, _RATE = 6, 2.0, 0.1
-"""RAdam begins to rectify in the sixth step. Gradients grow, so that clipping shows. The probe sets its own learning
-rate, because a schedule may begin at 0."""
 
+# The time limit, after which an optimizer's kind stays unknown.
 _SECONDS = 10.0
-"""The time limit, after which an optimizer's kind stays unknown."""
 
 _MATRIX, _VECTOR, _KERNEL = (12, 16), (37,), (4, 3, 2, 2)
+# Optimizers with 8-bit state use it from 4,096 elements on: the shards have fewer. Some factor matrices from 128 rows
+# and columns on. These are tried last: optimizers that compute with full matrices take seconds for them.
 _LONG, _LARGE = 5120, (136, 144)
-"""Optimizers with 8-bit state use it from 4,096 elements on: the shards have fewer. Some factor matrices from 128 rows
-and columns on. These are tried last: optimizers that compute with full matrices take seconds for them."""
 
+# Tried in turn, as some optimizers take matrices only.
 _LISTS: tuple[Shapes, ...] = ((_MATRIX, _VECTOR, _KERNEL), (_MATRIX, _VECTOR), (_MATRIX,))
-"""Tried in turn, as some optimizers take matrices only."""
 
 
 class Kind(Enum):

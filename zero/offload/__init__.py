@@ -79,8 +79,8 @@ class CPUOffload(OnHost):
         return before is not None and (not has_values(shard) or bool(digest(shard) == before))
 
 
+# Of shards on the device, when they were written last.
 _digests = WeakIdKeyDictionary()
-"""Of shards on the device, when they were written last."""
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Elements of which a digest is made at a time: it needs 16 bytes for each.
 _CHUNK = 2**22
-"""Elements of which a digest is made at a time: it needs 16 bytes for each."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 

@@ -28,8 +28,8 @@ class Disk(OnHost):
     def __init__(self, path: Path, offload: object = None) -> None:
         self._path, self._offload = path, offload
         self._full: str | None = None
+        # By address of the mapping, so that views of a tensor are found, too. The tensor keeps it.
         self._mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
-        """By address of the mapping, so that views of a tensor are found, too. The tensor keeps it."""
 
     def place(self, shard: Tensor) -> Tensor:
         try:

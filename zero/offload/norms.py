@@ -16,8 +16,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero._torch import base_of, norms_of, writes_so_far
 from zero.comm.streams import on_other_device
 
+# Elements of a flat tensor of gradients that are compared.
 _SAMPLE = 256
-"""Elements of a flat tensor of gradients that are compared."""
 
 
 @dataclass(eq=False)
@@ -37,8 +37,8 @@ class Left:
         )
 
 
+# By flat tensor in the memory of the CPU.
 _left = WeakIdKeyDictionary()
-"""By flat tensor in the memory of the CPU."""
 
 
 def note(brought: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:

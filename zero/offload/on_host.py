@@ -71,5 +71,5 @@ class OnHost(Offload):
             param.grad = gradient
 
 
+# Gradients of what was stepped by group, until the optimizer's own step has returned.
 _taken: WeakKeyDictionary[Optimizer, dict[nn.Parameter, Tensor]] = WeakKeyDictionary()
-"""Gradients of what was stepped by group, until the optimizer's own step has returned."""

@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from zero.shards.offload import SteppedGroup
 
+# Elements of a piece: few enough that they stay in the cache that torch's threads share, and so many that torch's
+# kernels take much longer than what Python does for each piece.
 _OF_A_THREAD, _LEAST = 2**18, 2**20
-"""Elements of a piece: few enough that they stay in the cache that torch's threads share, and so many that torch's
-kernels take much longer than what Python does for each piece."""
 
 
 def in_the_cache() -> int:

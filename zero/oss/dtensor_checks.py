@@ -17,12 +17,12 @@ from zero.measure.param_groups import params_of
 from zero.shards.partition import Place
 from zero.tensor_parallel import table
 
+# By optimizer: how many plain parameters there had been when it was looked at, and what is wrong with it.
 _found: WeakKeyDictionary[Optimizer, tuple[int, str | None]] = WeakKeyDictionary()
-"""By optimizer: how many plain parameters there had been when it was looked at, and what is wrong with it."""
 
 
+# All OSS.
 _checked_by_itself: WeakSet[Optimizer] = WeakSet()
-"""All OSS."""
 
 
 class DTensorCheck:

@@ -30,8 +30,8 @@ from zero.shards import norm
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.shard_group import ShardGroup
 
+# Operators that leave it as it is, and those that clear the shard.
 _KEPT, _CLEARED = {"detach", "alias"}, {"zero_", "_foreach_zero_"}
-"""Operators that leave it as it is, and those that clear the shard."""
 
 CREATE_GRAPH = (
     "the gradient of {} is itself part of a graph (create_graph=True), but a reduced gradient cannot be "
@@ -113,10 +113,10 @@ class OwnedGradients:
         self._shards, self._comm = shards, comm
         self._norm = comm.channel("the norm of all gradients")
         self._keys: defaultdict[nn.Parameter, object] = defaultdict(object)
+        # The last one that was made of each parameter.
         self._made: dict[nn.Parameter, OwnedGradient] = {}
-        """The last one that was made of each parameter."""
+        # Parameters whose shards have the gradient of that last one.
         self._counting: set[nn.Parameter] = set()
-        """Parameters whose shards have the gradient of that last one."""
 
     def wait_for_copies(self) -> None:
         """Makes the host wait for gradients that are on their way to it."""

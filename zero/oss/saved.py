@@ -16,10 +16,10 @@ class Saved:
     """The full state of one OSS, where it was gathered since the last step. stepped: what the OSS steps now."""
 
     def __init__(self) -> None:
+        # The full state, if it was consolidated here since the last step.
         self._full: dict[str, Any] | None = None
-        """The full state, if it was consolidated here since the last step."""
+        # The same, if torch.distributed.checkpoint has asked for it, which gets it on every rank.
         self._full_for_torch: dict[str, Any] | None = None
-        """The same, if torch.distributed.checkpoint has asked for it, which gets it on every rank."""
 
     @property
     def asked_for_full(self) -> bool:

@@ -25,8 +25,8 @@ class StateMapping(MutableMapping[nn.Parameter, State]):
 
     def __init__(self, inner: Optimizer, shards: OwnedShards) -> None:
         self.inner, self.shards = inner, shards
+        # The entries of parameters of which this rank owns nothing.
         self._elsewhere: dict[nn.Parameter, State] = {}
-        """The entries of parameters of which this rank owns nothing."""
 
     def note_stepped(self, params: Iterable[nn.Parameter]) -> None:
         """Makes the entries of parameters that were stepped, and of which this rank owns nothing."""

@@ -26,8 +26,8 @@ from zero.shards import masters
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.shard_group import ShardGroup
 
+# Shard groups whose compressed copies exist at a time.
 _COMPRESSED_AT_ONCE = 2
-"""Shard groups whose compressed copies exist at a time."""
 
 
 class Step:

@@ -29,16 +29,16 @@ class Meter(DispatchMode):
     def __init__(self, apart: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._apart = WeakSet(tensor.untyped_storage() for tensor in apart)
+        # The bytes of each live storage when it was last measured.
         self._bytes: dict[ref[torch.UntypedStorage], int] = {}
-        """The bytes of each live storage when it was last measured."""
+        # Storages that were found to change their size; they are measured after every operator.
         self._resized: set[ref[torch.UntypedStorage]] = set()
-        """Storages that were found to change their size; they are measured after every operator."""
+        # Storages that others may be inside.
         self._with_address: set[ref[torch.UntypedStorage]] = set()
-        """Storages that others may be inside."""
+        # Those of them that do not own their memory, and may be inside others.
         self._shared: set[ref[torch.UntypedStorage]] = set()
-        """Those of them that do not own their memory, and may be inside others."""
+        # Operators since all storages were measured.
         self._since_all = 0
-        """Operators since all storages were measured."""
         self._live = 0
         self._peak = 0
 

@@ -11,9 +11,9 @@ from zero.comm import Comm, Handle
 from zero.comm.streams import NoStreams
 from zero.shards.offload import Offload
 
+# The device that stands for the host's memory, to which offload moves shards. It is never the model's own device, and
+# torch can copy to and from it in a rehearsal.
 _HOST = "meta"
-"""The device that stands for the host's memory, to which offload moves shards. It is never the model's own device, and
-torch can copy to and from it in a rehearsal."""
 
 
 class Offloaded(Offload):

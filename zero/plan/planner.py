@@ -20,8 +20,8 @@ from zero.plan.sizes import Options, Sizes
 from zero.plan.stages import STAGES, Job, cost_of
 from zero.shards.partition import optimizer_problem, partition_problem
 
+# The stages that take offload.
 _OFFLOADED = STAGES[1:]
-"""The stages that take offload."""
 
 
 def plan(

@@ -42,8 +42,8 @@ from zero.state import leaves
 STAGES = ("0", "1", "2", "3 kept", "3")
 """From the one that keeps most on a rank to the one that keeps least."""
 
+# Up to so many ranks are all rehearsed if they differ, as in the size of the buffers that add up 16-bit gradients.
 _FEW = 2
-"""Up to so many ranks are all rehearsed if they differ, as in the size of the buffers that add up 16-bit gradients."""
 
 
 @dataclass(frozen=True)

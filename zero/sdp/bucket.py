@@ -42,10 +42,10 @@ class GradBucket:
         self.used: set[int] = set()
         self.missing = False
         self.reduced: set[int] = set()
+        # Positions of the parameters that this rank sent gradients of in the reduce in flight.
         self._sent: frozenset[int] = frozenset()
-        """Positions of the parameters that this rank sent gradients of in the reduce in flight."""
+        # Received gradients of parameters that this rank sent no gradients of, with their positions.
         self._undecided: list[tuple[int, Tensor]] = []
-        """Received gradients of parameters that this rank sent no gradients of, with their positions."""
         self._handle: Handle | None = None
         self.trained: tuple[int, ...] = ()
         self._messages = messages_of(group, (), self._sent_as)
@@ -153,8 +153,8 @@ class GradBucket:
         self._undecided, self.used, self.missing = [], set(), False
 
 
+# What ranks tell one another at the end of a backward: some sent zeros, or cannot go on.
 _MISSING, _PROBLEM = 1, 2
-"""What ranks tell one another at the end of a backward: some sent zeros, or cannot go on."""
 
 
 class EndOfBackward:

@@ -23,8 +23,8 @@ class BufferSync:
 
     def __init__(self, module: nn.Module, comms: Sequence[Comm]) -> None:
         self._comms, self._due = comms, True
+        # What each module has. Modules that take the place of others are not seen, as with DistributedDataParallel.
         self._held = {name: buffers_of(holder) for name, holder in module.named_modules()}
-        """What each module has. Modules that take the place of others are not seen, as with DistributedDataParallel."""
         self._known = [(buffer.shape, buffer.dtype) for buffer in self._buffers()]
 
     def _buffers(self) -> list[Tensor]:

@@ -20,8 +20,8 @@ from zero.comm.packing import concatenate, lengths
 from zero.comm.transport import Message
 from zero.shards.shard_group import ShardGroup
 
+# Bytes from which a gradient is a message by itself. A message costs about as much CPU time as copying this much.
 _LARGE = 1 << 18
-"""Bytes from which a gradient is a message by itself. A message costs about as much CPU time as copying this much."""
 
 Gradients = Mapping[int, Tensor]
 """Flat gradients in the order of the layout, by position of the parameter. Missing gradients are sent as zeros."""
@@ -37,12 +37,12 @@ class InOneMessage:
         self._owned = [(span.index, slice(span.offset, span.offset + span.numel)) for span in owned]
         starts = [*group.layout.offsets, group.layout.numel]
         lengths_with_padding = [after - start for start, after in pairwise(starts)]
+        # The lengths of gradients and of the padding after each, in turn.
         self._pieces = [
             size
             for numel, both in zip(group.layout.numels, lengths_with_padding, strict=True)
             for size in (numel, both - numel)
         ]
-        """The lengths of gradients and of the padding after each, in turn."""
 
     @cached_property
     def _lengths(self) -> list[int]:

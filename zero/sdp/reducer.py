@@ -50,10 +50,10 @@ class Reducer:
         self._hooks: dict[Tensor, RemovableHandle] = {}
         finalize(self, _remove, self._hooks)  # whoever trains the module without the wrapper has plain parameters
         self._hooks_on_leaves: list[RemovableHandle] = []
+        # Parameters that required gradients in a forward since the last backward; they may be frozen by now.
         self._trained_in_forward: set[Tensor] = set()
-        """Parameters that required gradients in a forward since the last backward; they may be frozen by now."""
+        # The error message of a forward, after `retire`.
         self._retired: str | None = None
-        """The error message of a forward, after `retire`."""
         self._in_backward = False
         self._launched = 0
         self._in_flight: int | None = None
@@ -256,8 +256,8 @@ _REPLACED = (
     "wrapper, and drop this one and its optimizer."
 )
 
+# The Reducer that takes the gradients of a parameter, by parameter.
 _reducers: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The Reducer that takes the gradients of a parameter, by parameter."""
 
 
 def _remove(hooks: dict[Tensor, RemovableHandle]) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+# Types of objects that are not searched for tensors.
 _NOT_SEARCHED = (str, bytes, int, float, type, nn.Module, ModuleType, FunctionType, BuiltinFunctionType)
-"""Types of objects that are not searched for tensors."""
 
 
 def tensors_in(value: Any) -> Iterable[Tensor]:

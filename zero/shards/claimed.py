@@ -21,8 +21,8 @@ class Claim(NamedTuple):
     sharded: str | None
 
 
+# By parameter.
 _claims: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By parameter."""
 
 
 def claim(params: Iterable[nn.Parameter], owner: object, why: str, *, sharded: str | None = None) -> None:

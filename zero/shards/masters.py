@@ -18,8 +18,8 @@ from torch import Tensor
 
 from zero.shards.shard_group import ShardGroup
 
+# Elements that are compared at a time.
 _CHUNK = 2**22
-"""Elements that are compared at a time."""
 
 
 def make_main(group: ShardGroup, dtype: torch.dtype | None) -> None:

@@ -24,8 +24,8 @@ from zero.shards.partition import Place, bucket_limit, lay_out, places_in
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
 
+# By parameter: a reference to the shards that were made of it last.
 _holders: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By parameter: a reference to the shards that were made of it last."""
 
 
 WRITTEN = (
@@ -61,8 +61,8 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         self.shard_groups: list[ShardGroup] = []
         self.places: dict[nn.Parameter, Place] = {}
         self._master_dtype, self.offload = master_dtype, offload
+        # torch's counts of writes into what is stepped, at the end of the last step.
         self._versions: dict[ShardGroup, int] = {}
-        """torch's counts of writes into what is stepped, at the end of the last step."""
 
     def add(self, param_groups: list[dict[str, Any]], numel: int | None = None) -> None:
         """Lays out the parameters of the groups, balanced with the shards that each rank owns.

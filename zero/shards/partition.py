@@ -20,8 +20,8 @@ Partition = Literal["auto", "even", "whole"]
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 1 << 25
 
+# Bytes of the largest bucket that is sent beside the computing.
 _LARGEST_BESIDE = 1 << 28
-"""Bytes of the largest bucket that is sent beside the computing."""
 
 
 def partition_problem(partition: object, granularity: int | None = None) -> str | None:

@@ -21,8 +21,8 @@ from zero._torch import writes_so_far
 from zero.comm import Comm
 from zero.shards.shard_group import ShardGroup
 
+# Gradients that are sampled, and elements of each.
 _GRADIENTS, _ELEMENTS = 12, 64
-"""Gradients that are sampled, and elements of each."""
 
 
 @dataclass(eq=False)

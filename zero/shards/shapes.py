@@ -25,8 +25,8 @@ class Shapes:
     def __init__(self, params: Sequence[nn.Parameter], layout: Layout) -> None:
         self.full = [param.shape for param in params]
         self.strides = [dense_stride(param) for param in params]
+        # The dimensions of each one's shard but the first.
         self._after_first = [shard_shape(shape, 0)[1:] for shape in self.full]
-        """The dimensions of each one's shard but the first."""
         self._layout = layout
 
     def in_memory_order(self, index: int, tensor: Tensor) -> Tensor:

@@ -68,16 +68,16 @@ class ShardGroup:
         self.state = GroupState.UNSHARDED
         self._next = NEXT_WITH_OWN_SHARD if options.own_shard else NEXT_IN_PLACE
         self.shapes = Shapes(params, layout)
+        # The elements that this rank owns, by position of the parameter.
         self.spans: dict[int, Span] = {span.index: span for span in layout.spans(self.comm.rank)}
-        """The elements that this rank owns, by position of the parameter."""
         self._options, self.offload = options, options.offload
         computed_as = options.compute_dtype or params[0].dtype
         other_dtype = computed_as != params[0].dtype
+        # Whether `full` has no memory while the group is SHARDED.
         self.frees = options.own_shard and (self.comm.world > 1 or options.offload.active or other_dtype)
-        """Whether `full` has no memory while the group is SHARDED."""
         self._handle: Handle | None = None
+        # The events after copies of gradients that are on their way to the CPU.
         self.copies: list[Any] = []
-        """The events after copies of gradients that are on their way to the CPU."""
         self._summoned: Tensor | None = None
         self._lay_out(other_dtype, computed_as)
 
@@ -85,8 +85,8 @@ class ShardGroup:
         """Allocates `full` and `shard`, copies the parameters, and binds them to the copy."""
         first, offload, layout = self.params[0], self.offload, self.layout
         self.full = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
+        # Whether transfers overlap with computing.
         self.overlaps = any(comm.overlaps(self.full) for comm in self.exchange.comms())
-        """Whether transfers overlap with computing."""
         self.streams: NoStreams = streams_of(self.full) if offload.active or self.overlaps else NONE
         self._full_views = self._views_to_bind()
         with torch.no_grad():

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from zero._torch import wraps_others
 
+# Separates the key of a container from the number of an item.
 _WITHIN = "\n"
-"""Separates the key of a container from the number of an item."""
 
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in (list, tuple, torch.Size, dict)}
 

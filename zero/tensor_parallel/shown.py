@@ -96,8 +96,8 @@ def slots_of(module: nn.Module) -> list[Slot]:
     return [Slot(module, name, param) for name, param in own if table.dtensor_of(param) is not None]
 
 
+# Of `show_everywhere`.
 _hooks: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
-"""Of `show_everywhere`."""
 
 
 def show_everywhere(root: nn.Module) -> None:

@@ -20,12 +20,12 @@ from zero.comm import Comm
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+# By plain parameter.
 _dtensors: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By plain parameter."""
+# By DTensor, the user's own or one that is shown: a weak reference to the plain parameter.
 _plain: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By DTensor, the user's own or one that is shown: a weak reference to the plain parameter."""
+# By DeviceMesh: its ranks. Equal meshes may have other process groups.
 _comms: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""By DeviceMesh: its ranks. Equal meshes may have other process groups."""
 made = 0
 """How many plain parameters have been made."""
 

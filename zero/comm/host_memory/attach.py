@@ -15,8 +15,8 @@ import os
 import sys
 from pathlib import Path
 
+# Bytes to read in one call. The system reads at most 2 GiB in one.
 _BYTES_A_CALL = 1 << 30
-"""Bytes to read in one call. The system reads at most 2 GiB in one."""
 
 _PR_SET_PTRACER = 0x59616D61
 

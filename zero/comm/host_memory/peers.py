@@ -25,13 +25,13 @@ from torch import Tensor
 
 from zero.comm.host_memory import attach
 
+# The number of a `done` note, in place of a channel.
 _DONE = -1
-"""The number of a `done` note, in place of a channel."""
 
 _NOTE = struct.Struct("=qQ")
 
+# Seconds of one call of poll(2), which accepts no more than some weeks.
 _LONGEST_POLL = 3600
-"""Seconds of one call of poll(2), which accepts no more than some weeks."""
 
 
 class Peer:

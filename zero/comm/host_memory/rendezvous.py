@@ -17,8 +17,8 @@ from zero.comm.host_memory import attach
 from zero.comm.host_memory.peers import Peer, Peers, close
 from zero.comm.store import StoreExchange
 
+# Bytes of the token by which a rank proves that another rank can read its memory.
 _TOKEN = 16
-"""Bytes of the token by which a rank proves that another rank can read its memory."""
 
 
 def rendezvous(exchange: StoreExchange, how: str) -> Peers | None:

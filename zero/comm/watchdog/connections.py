@@ -13,11 +13,11 @@ from zero.comm.watchdog import loop
 
 Message = dict[str, Any]
 
+# How long a rank tries to reach the first one. Without it, the rank is not watched.
 _SECONDS = 10.0
-"""How long a rank tries to reach the first one. Without it, the rank is not watched."""
 
+# Bytes of a message, at most.
 _LONGEST = 1 << 20
-"""Bytes of a message, at most."""
 
 
 def listen() -> socket.socket:

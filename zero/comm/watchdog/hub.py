@@ -32,8 +32,8 @@ class Hub:
     def __init__(self, log: Log, limit: float, tell: Callable[[dict[str, Any]], object]) -> None:
         self._log, self._limit, self._tell = log, limit, tell
         self._reports: dict[int, Report] = {}
+        # When a rank was last heard of, of those that are connected and have not ended.
         self._heard: dict[int, float] = {}
-        """When a rank was last heard of, of those that are connected and have not ended."""
         self._ended: dict[int, Position] = {}
         self._looked = time.monotonic()
 

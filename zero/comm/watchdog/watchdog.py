@@ -19,14 +19,14 @@ from zero.comm.watchdog import loop
 from zero.comm.watchdog.connections import Connections, Message, address_towards, listen
 from zero.comm.watchdog.hub import Hub, Position
 
+# Seconds between two looks at the log of this rank.
 _TICK = 0.2
-"""Seconds between two looks at the log of this rank."""
 
+# Reports that the hub is to read in a second, at most: ranks of large groups report later that their log stands.
 _REPORTS = 400
-"""Reports that the hub is to read in a second, at most: ranks of large groups report later that their log stands."""
 
+# Seconds for which a rank that fails tries to tell the others, and waits for their word on who is missing.
 _SAYS = 1.0
-"""Seconds for which a rank that fails tries to tell the others, and waits for their word on who is missing."""
 
 
 class Watchdog:
@@ -43,8 +43,8 @@ class Watchdog:
         self._stands = max(2 * _TICK, self._world / _REPORTS)
         self._at: Position = (0, 0)
         self._since = self._said = time.monotonic()
+        # When the hub was last heard of; None before this rank is connected.
         self._heard: float | None = None
-        """When the hub was last heard of; None before this rank is connected."""
         self._reported: Position | None = None
         self._hub_ended: Position | None = None
         self._learned, self._word, self._process = False, Event(), os.getpid()

@@ -22,6 +22,7 @@ from zero.offload import CPUOffload, DiskOffload, take_offload
 from zero.shards.partition import Partition, partition_problem
 
 _OF_FSDP = "mixed_precision_policy", "cpu_ram_efficient_loading", "param_init_fn", "ignored_modules"
+# Keys for `accelerate launch` itself, on how to start processes, and keys that it passes on to Accelerate.
 _LAUNCHERS = {
     *("compute_environment", "distributed_type", "debug", "use_cpu", "num_processes", "num_machines", "machine_rank"),
     *("main_process_ip", "main_process_port", "main_training_function", "rdzv_backend", "same_network", "gpu_ids"),
@@ -29,7 +30,6 @@ _LAUNCHERS = {
     *("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "tpu_name", "tpu_zone", "downcast_bf16", "tpu_vm"),
     *("command_file", "commands"),
 }
-"""Keys for `accelerate launch` itself, on how to start processes, and keys that it passes on to Accelerate."""
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ _AUTO = "auto"
 _ADAM = ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam")
 _WARMUP = ("warmup_num_steps", "warmup_type")
 _OPTIMIZERS = {"Adam": _ADAM, "AdamW": _ADAM, "SGD": ("lr", "momentum", "weight_decay", "nesterov")}
+# What can be built here, and the parameters of each.
 _SCHEDULERS = {
     "WarmupLR": (*_WARMUP, "warmup_min_lr", "warmup_max_lr"),
     "WarmupDecayLR": (*_WARMUP, "warmup_min_lr", "warmup_max_lr", "total_num_steps"),
     "WarmupCosineLR": (*_WARMUP, "warmup_min_ratio", "cos_min_ratio", "total_num_steps"),
 }
-"""What can be built here, and the parameters of each."""
 
 
 @dataclass(frozen=True)

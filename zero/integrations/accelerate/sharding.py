@@ -33,8 +33,8 @@ from zero.shards.partition import Partition, cut_for
 from zero.wrappers import Wrapped
 
 WRAPPERS = (FSDP, ShardedDDP)
+# Fields of ZeroPlugin that are options of FSDP as they are.
 _SAME = ("sharding_strategy", "prefetch", "offload", "param_init_fn", "sync_module_states")
-"""Fields of ZeroPlugin that are options of FSDP as they are."""
 Clip = Callable[[float, float], Tensor]
 """Clips gradients to a norm; returns the norm before. Called with the largest norm, and the order of the norm."""
 
@@ -53,8 +53,8 @@ class Sharding:
         elif policy is None and sent is not None:
             policy = MixedPrecision(reduce_dtype=sent)
         self._precision, self.narrow = policy, dtype is not None
+        # The wrapped models that still exist, in the order of wrapping.
         self.wrapped: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-        """The wrapped models that still exist, in the order of wrapping."""
         self._optimizers: WeakKeyDictionary[OSS, None] = WeakKeyDictionary()
 
     # ------------------------------------------------------------------------------------------- wrapping

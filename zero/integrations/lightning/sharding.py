@@ -85,8 +85,8 @@ class ShardedStrategy:
             )
 
 
+# For each module the FSDP with which a strategy has wrapped it last.
 _sharded: WeakKeyDictionary[nn.Module, ReferenceType[FSDP]] = WeakKeyDictionary()
-"""For each module the FSDP with which a strategy has wrapped it last."""
 
 
 def sharded_before(module: nn.Module) -> FSDP | None:
