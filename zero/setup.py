@@ -21,6 +21,7 @@ from zero.oss.ddp import average_by_reading
 from zero.sdp import ShardedDDP
 from zero.shards.arguments import as_groups, parts_of
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
+from zero.shards.shapes import shared_memory
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, show_everywhere
 
@@ -146,7 +147,10 @@ def _unusable(optim: object, stage: object, given: Mapping[str, Any], model: nn.
     if stage == 0 and any(map(parts.takes, model.parameters())):
         return "the model has DTensors, which DistributedDataParallel (stage 0) does not take. Take stage 1, 2 or 3."
     wrong = next((name for name in given if stage not in _STAGES[name]), None)
-    return None if wrong is None else f"{wrong}={given[wrong]!r} means nothing at stage {stage}. {_INSTEAD[wrong]}"
+    if wrong is not None:
+        return f"{wrong}={given[wrong]!r} means nothing at stage {stage}. {_INSTEAD[wrong]}"
+    named = ((repr(name), param) for name, param in model.named_parameters())
+    return shared_memory(named, model.named_buffers()) if stage else None
 
 
 def _averaged(model: nn.Module, comm: Comm) -> nn.Module:

@@ -82,7 +82,8 @@ class UnitChoice:
                 return unusable(buffer, f"the buffer {name!r}")
         if not has_parameters:
             return "FSDP was given a module without parameters: there is nothing to shard."
-        return on_two_devices(self.own()) or shared_memory((repr(name), param) for name, param in self.own())
+        own = ((repr(name), param) for name, param in self.own())
+        return on_two_devices(self.own()) or shared_memory(own, self.module.named_buffers())
 
     def own(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters to shard, with their names."""

@@ -107,18 +107,23 @@ def unusable(param: object, name: str) -> str | None:
     return None
 
 
-def shared_memory(named: Iterable[tuple[str, Any]]) -> str | None:
-    """Returns an error message if two parameters lie in overlapping ranges of memory, else None. Parameters that lie
-    side by side in one storage, as cuDNN's weights do, are none."""
-    ranges = []
-    for name, param in named:
+def shared_memory(named: Iterable[tuple[str, Any]], buffers: Iterable[tuple[str, Tensor]] = ()) -> str | None:
+    """Returns an error message if a parameter and another one, or a buffer, lie in overlapping ranges of memory, else
+    None. Parameters that lie side by side in one storage, as cuDNN's weights do, are none."""
+    ranges, alone = [], {f"the buffer {name!r}": buffer for name, buffer in buffers}
+    for name, param in (*named, *alone.items()):
         dense = isinstance(param, Tensor) and param.layout == torch.strided and not wraps_others(param)
         if dense and has_values(param) and not param.is_meta and param.numel():
             last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
             begin = param.data_ptr()
             ranges.append((str(param.device), begin, begin + (last + 1) * param.element_size(), name))
     for (device, _, end, name), (next_device, begin, _, other) in pairwise(sorted(ranges)):
-        if device == next_device and begin < end:
+        if device == next_device and begin < end and not {name, other} <= alone.keys():
+            if not alone.keys().isdisjoint({name, other}):
+                return (
+                    f"{name} and {other} share memory, of which zero would give the parameter its own. Give the buffer "
+                    "a copy: register_buffer(..., param.detach().clone())."
+                )
             return (
                 f"{name} and {other} are two parameters that share memory, as after `out.weight.data = "
                 "emb.weight.data`. zero would give each its own. Tie them as one parameter: out.weight = emb.weight."
