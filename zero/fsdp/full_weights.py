@@ -21,11 +21,10 @@ from zero._torch import OwnHook, state_dict_hooks_of, wraps_others
 from zero.comm import Comm
 from zero.fsdp.build import refuse_busy
 from zero.fsdp.model import Model, models, models_of
-from zero.fsdp.refusal import moved_problem
 from zero.fsdp.unit import Unit
 from zero.sdp.wrapper import Wrapper
 from zero.shards.placement import Placement
-from zero.shards.shard_group import ShardGroup
+from zero.shards.shard_group import ShardGroup, moved_problem
 from zero.state.optimizer_state import refuse_no_rank
 from zero.tensor_parallel import parts
 

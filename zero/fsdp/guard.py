@@ -28,7 +28,7 @@ from zero.measure.param_groups import SHARD_MARK
 from zero.oss.dtensor_checks import refuse_dtensors
 from zero.shards.offload import Offload
 from zero.shards.partition import optimizer_problem
-from zero.shards.shard_group import MOVED
+from zero.shards.shard_group import moved_problem
 from zero.tensor_parallel import table
 
 
@@ -140,9 +140,7 @@ class Guard:
         """Yields error messages of what is wrong on this rank, None for what is not. The first message counts."""
         found = self._measured(optimizer)
         yield found.problem
-        for group in [group for unit in self._index.units if not unit.summoned for group in unit.groups]:
-            name = group.reclaim()
-            yield None if name is None else MOVED.format(name)
+        yield moved_problem(group for unit in self._index.units if not unit.summoned for group in unit.groups)
         yield from self._problems_of_new_parameters()
         if any(SHARD_MARK in group for group in optimizer.param_groups):
             yield problem_of_state(self.model, optimizer)

@@ -26,7 +26,7 @@ from zero.shards.claimed import claim, release
 from zero.shards.group_state import GroupState
 from zero.shards.placement import Placement
 from zero.shards.scaling import Scaling
-from zero.shards.shard_group import MOVED
+from zero.shards.shard_group import moved_problem
 from zero.tensor_parallel.parts import others_of
 
 # All models that exist, in the order of their construction, which is the same on all ranks.
@@ -128,10 +128,9 @@ class Model:
 
         Communicates only to raise. The ranks without a problem raise in their next operation.
         """
-        for group in self.index.groups:
-            moved = None if group.state is GroupState.SUMMONED else group.reclaim()
-            if moved is not None:
-                self.refuse(MOVED.format(moved))
+        problem = moved_problem(group for group in self.index.groups if group.state is not GroupState.SUMMONED)
+        if problem is not None:
+            self.refuse(problem)
 
     def refuse_unreduced(self) -> None:
         """Raises RuntimeError on every rank if no_sync has left full gradients, of which no rank has the average."""

@@ -13,7 +13,7 @@ that no tool takes the parameters of one buffer for tied weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -32,7 +32,7 @@ from zero.shards.shapes import Shapes, is_copy, with_own_storage
 ACTS = ("unshard", "wait_for_unshard", "reshard", "reduce", "wait_for_reduce")
 """What is done to a group, in the profiler and the log."""
 
-MOVED = (
+_MOVED = (
     "{!r} was moved, cast or given other data (`p.data = ...`) since it was sharded, and would lose it at the next "
     "all-gather. Write in place: `p.data.copy_(...)`, or `p.copy_(...)` under torch.no_grad(). Move and cast the model "
     "before wrapping it."
@@ -218,7 +218,7 @@ class ShardGroup:
             self.shard.untyped_storage().resize_(0)
         self._become(GroupState.UNSHARDED)
         if moved is not None:
-            raise MovedError(MOVED.format(moved))
+            raise MovedError(_MOVED.format(moved))
 
     def reshard(self) -> None:
         """Binds the parameters to `shard`, and frees `full` (unless the group has one rank).
@@ -240,7 +240,7 @@ class ShardGroup:
                     self.streams.release()
                 self._free()
         if moved is not None:
-            raise MovedError(MOVED.format(moved))
+            raise MovedError(_MOVED.format(moved))
 
     def _free(self) -> None:
         try:
@@ -337,3 +337,13 @@ class ShardGroup:
                     return name
                 param.data = view
         return None
+
+
+def moved_problem(groups: Iterable[ShardGroup]) -> str | None:
+    """Returns an error message if a parameter of these groups was moved, cast or given other data, else None. Takes
+    0.1 ms for 258 parameters."""
+    for group in groups:
+        name = group.reclaim()
+        if name is not None:
+            return _MOVED.format(name)
+    return None
