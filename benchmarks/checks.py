@@ -40,8 +40,7 @@ from zero.comm import Comm
 from zero.comm.log import Log
 from zero.fsdp.guard import Guard
 from zero.fsdp.model import Model
-from zero.oss.checks import Gradients, Moved
-from zero.oss.ddp import DDPChecks
+from zero.oss.checks import StepChecks
 from zero.sdp.reducer import Reducer
 from zero.shards.scaling import Scaling
 
@@ -52,8 +51,8 @@ ORDER = ("with", "without", "counted", "without", "with", "counted")
 AIM = 2.0  # percent
 
 
-def _agree_unseen(comm: Comm, channel: int, *, flag: bool = False) -> bool:
-    return flag
+def _agree_unseen(comm: Comm, channel: int, *, flags: int = 0) -> int:
+    return flags
 
 
 def _none(*args: Any, **kwargs: Any) -> None:
@@ -64,24 +63,20 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (Comm, "agree", _agree_unseen),
     (Log, "append", lambda *_: False),
     (Log, "refuse_differing", _none),
-    (Log, "transfer", lambda log, channel, buffers: nullcontext()),
     (Scaling, "remember", _none),
     (Scaling, "compare", _none),
     (Guard, "before_step", lambda guard, optimizer, closure: closure),
     (Guard, "after_step", _none),
     (Model, "refuse_moved", _none),
-    (Moved, "changed", _none),
-    (Gradients, "gradients", _none),
-    (DDPChecks, "changed", _none),
-    (DDPChecks, "gradients", _none),
+    (StepChecks, "changed", _none),
+    (StepChecks, "gradients", _none),
     (Reducer, "_refuse_replaced", _none),
     (zero.oss.gradients, "refuse_sparse", _none),
     (zero.sdp.bucket, "refuse_sparse", _none),
 ]
 
 
-COUNTED = [(holder, name) for holder, name, _ in PATCHES if name != "attempt"]
-"""The checks that can be told apart from what they check."""
+COUNTED = [(holder, name) for holder, name, _ in PATCHES]
 
 
 @contextmanager

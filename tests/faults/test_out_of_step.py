@@ -82,7 +82,7 @@ PROGRAMS: dict[str, Callable[[nn.Module, Any, int], object]] = {
     "edits its groups": steps_after(lambda model, optimizer: optimizer.param_groups[0]["params"].pop(0)),
     "fails in its optimizer": fails_in_its_optimizer,
 }
-OSS_REFUSES = ("out of step", "rank 0 in a step of OSS that it refuses")
+OSS_REFUSES = ("out of step", "rank 0 (is )?in a step of OSS that it refuses")
 Facts = tuple[str, ...]
 ROWS: dict[tuple[str, str], tuple[tuple[int, ...], Facts, Facts]] = {
     # Rank 0 does the first and then trains, unless that raised; the other does the second.
