@@ -49,6 +49,11 @@ class ForeignReads(TorchFunctionMode):
                         self._found(unit)
         return func(*args, **kwargs)
 
+    def __exit__(self, *raised: object) -> None:
+        # Every transfer that was launched meanwhile keeps the mode, as a part of torch's state of the thread.
+        del self._index, self._found
+        super().__exit__(*raised)
+
 
 def _reads(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
