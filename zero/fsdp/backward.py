@@ -53,6 +53,9 @@ class Backward:
         self._limit, self._prefetches = prefetch.limit, prefetch.backward_prefetch
         self._end = EndOfBackward(comms, "the end of a backward of FSDP")
         self._interrupted = False
+        # Whether autograd computes in the thread that calls it. On a GPU it does in one of its own, which may end only
+        # after that thread has cleared gradients.
+        self._in_callers_thread = all(group.full.device.type == "cpu" for group in index.groups)
         # The callback that autograd holds until the end of this backward.
         self._end_callback: weakref.ref[Any] | None = None
         # Units in backward, in the order in which backward reached them.
@@ -212,17 +215,25 @@ class Backward:
     def _callback_dropped(self, _: Any) -> None:
         """Notices that autograd has dropped its callback, which it does without calling it after an exception.
 
-        Restores the gradients from before at once, so that zero_grad clears them. `abandon` later does everything that
-        waits for other ranks.
+        On the CPU restores the gradients from before at once, so that zero_grad clears them. `abandon` later does
+        everything that waits for other ranks.
         """
-        if self.active:
-            self._interrupted = True
+        if not self.active:
+            return
+        self._interrupted = True
+        if self._in_callers_thread:
             self._in_backward.clear()
             for unit in self._units:
                 unit.interrupt()
 
     def abandon(self) -> None:
-        """Forgets a backward that an exception has ended, so that the model can be used again."""
+        """Forgets a backward that an exception has ended, so that the model can be used again.
+
+        On a GPU restores the gradients from before here, unless all were cleared meanwhile.
+        """
+        if self.active and not self._in_callers_thread and all(param.grad is None for param in self._index):
+            for bucket in (bucket for unit in self._units for bucket in unit.buckets):
+                bucket.forget_set_aside()
         self._reducing = None
         self.active = self.awaited = self._interrupted = False
         self._in_backward.clear()

@@ -126,6 +126,10 @@ class UnitBucket(GradBucket):
         """Whether gradients from before a backward that an exception has ended are set aside."""
         return bool(self._set_aside.keys() - self._unreduced)
 
+    def forget_set_aside(self) -> None:
+        """Drops these gradients: the user has cleared what there was."""
+        self._set_aside.clear()
+
     def restore(self) -> None:
         """Puts these gradients back into `param.grad`. Unreduced gradients remain."""
         for index in self._set_aside.keys() - self._unreduced:
