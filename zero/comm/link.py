@@ -8,7 +8,6 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, proxy, ref
@@ -98,13 +97,6 @@ class Link:
                 store = self._watch(exchange)
                 second = bytes([0]) not in exchange.all_gather(bytes([second]))
         group, reduces_by = self._group, another_like(self._group, device, store) if second else None
-
-        def abort_both() -> None:
-            for communicator in (group, reduces_by):
-                with suppress(ReferenceError):  # the user has dropped the group
-                    if communicator is not None:
-                        abort(communicator, device)
-
         return Overlapping(
             *(self.log, group, self.rank, self.world),
             blocks=False,

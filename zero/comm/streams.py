@@ -5,7 +5,7 @@
     reductions  sums of gradients, and their copies to the memory of the CPU
 
 A transfer is launched and completed on its stream; `wait` of its handle makes the computing stream wait for the
-transfer. Events on the device do this: the host waits only before it reads or writes memory itself (`settle`). Backends
+transfer. Events on the device do this: the host waits only before it reads or writes memory itself (`synchronize`). Backends
 of torch (2.8) run operations with asyncOp=False on the current stream.
 
 Memory belongs to the stream that allocated it. That stream may use it again as soon as the host has dropped it:
@@ -69,12 +69,12 @@ class NoStreams:
 
     def copy_like(self, source: Tensor, like: Tensor) -> Tensor:
         """Returns `source` on the device of `like`, in the narrower dtype of both. A copy to the CPU is complete only
-        after the host has waited for `departure`, or has called `settle`."""
+        after the host has waited for `copy_event`, or has called `synchronize`."""
         return source.to(like.device, like.dtype)
 
     def send(self, source: Tensor, to: Tensor) -> None:
         """Copies a tensor in the memory of the CPU to one on the device, in its dtype. `source` must not change before
-        `settle`."""
+        `synchronize`."""
         to.copy_(source)
 
     def copy_event(self) -> Any:

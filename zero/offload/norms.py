@@ -30,10 +30,10 @@ class Left:
     stride: int
     version: int
 
-    def holds(self, brought: Tensor) -> bool:
+    def holds(self, copied: Tensor) -> bool:
         """Whether nobody has written into the tensor. Waits for the sample."""
-        return writes_so_far([brought]) == self.version and torch.equal(
-            brought[:: self.stride], self.sample.to(brought.device)
+        return writes_so_far([copied]) == self.version and torch.equal(
+            copied[:: self.stride], self.sample.to(copied.device)
         )
 
 
@@ -41,15 +41,15 @@ class Left:
 _left = WeakIdKeyDictionary()
 
 
-def note(brought: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:
-    """Computes the norms of gradients `own`, views of the flat `sums`, that were copied to `brought`."""
-    if not own or not on_other_device(sums, brought):
+def note(copied: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:
+    """Computes the norms of gradients `own`, views of the flat `sums`, that were copied to `copied`."""
+    if not own or not on_other_device(sums, copied):
         return
     norms = norms_of(own, 2.0, torch.promote_types(sums.dtype, torch.float32))
     offsets = [int(flat.storage_offset() - sums.storage_offset()) for flat in own]
     stride = max(len(sums) // _SAMPLE, 1)
-    sample = sums[::stride].to(brought.dtype, copy=True)
-    _left[brought] = Left(dict(zip(offsets, norms, strict=True)), sample, stride, writes_so_far([brought]))
+    sample = sums[::stride].to(copied.dtype, copy=True)
+    _left[copied] = Left(dict(zip(offsets, norms, strict=True)), sample, stride, writes_so_far([copied]))
 
 
 def known(gradients: Sequence[Tensor], norm_type: float) -> dict[int, Tensor]:
@@ -57,12 +57,12 @@ def known(gradients: Sequence[Tensor], norm_type: float) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
     holds: dict[Left, bool] = {}
     for position, gradient in enumerate(gradients if norm_type == 2 else ()):
-        brought = base_of(gradient)
-        left = None if brought is None else _left.get(brought)
+        copied = base_of(gradient)
+        left = None if copied is None else _left.get(copied)
         if left is None:
             continue
         if left not in holds:
-            holds[left] = left.holds(brought)
+            holds[left] = left.holds(copied)
         if holds[left]:
             found[position] = left.norms[int(gradient.storage_offset())]
     return found

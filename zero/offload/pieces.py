@@ -31,13 +31,13 @@ class Unwidened:
     after `synchronize`, for whoever reads it otherwise.
     """
 
-    def __init__(self, narrow: Tensor, departure: Any, dtype: torch.dtype) -> None:
-        """departure: the event after which `narrow` has its values."""
-        self.narrow, self._departure = narrow, departure
+    def __init__(self, narrow: Tensor, arrival: Any, dtype: torch.dtype) -> None:
+        """arrival: the event after which `narrow` has its values."""
+        self.narrow, self._arrival = narrow, arrival
         self.gradient = narrow.new_full((), torch.nan, dtype=dtype).expand(narrow.shape)
 
     def wait_for_copies(self) -> None:
-        self._departure.synchronize()
+        self._arrival.synchronize()
 
     def synchronize(self) -> None:
         self.wait_for_copies()
@@ -51,15 +51,15 @@ class GroupStep:
         """optimizer: of shards of this group only, and it treats each element by itself. then: called with each part of
         `group.main` once it has been stepped, until that was all of it."""
         self._optimizer, self._flat, self._then = optimizer, group.main, then
-        self._departures, group.copies = group.copies, []
-        self._narrow = {one.gradient: one.narrow for one in self._departures if isinstance(one, Unwidened)}
+        self._arrivals, group.copies = group.copies, []
+        self._narrow = {one.gradient: one.narrow for one in self._arrivals if isinstance(one, Unwidened)}
 
     def wait_for_copies(self) -> None:
-        for departure in self._departures:
-            if isinstance(departure, Unwidened):
-                departure.wait_for_copies()
+        for arrival in self._arrivals:
+            if isinstance(arrival, Unwidened):
+                arrival.wait_for_copies()
             else:
-                departure.synchronize()
+                arrival.synchronize()
 
     def take(self, step: Callable[[Optimizer], None], longest: int) -> None:
         """step: steps an optimizer. longest: elements that are stepped at a time, and more of a parameter without state

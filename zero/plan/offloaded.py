@@ -48,10 +48,6 @@ class BesideComputing(NoStreams):
         held = keeps, transfer.wait()
         return Handle(lambda: held[1])
 
-    def bring(self, source: Tensor, like: Tensor) -> Tensor:
-        narrower = min(source.dtype, like.dtype, key=lambda dtype: dtype.itemsize)
-        return source.to(narrower).to(like.device)
-
 
 def on_host(tensor: Tensor) -> bool:
     """Whether offload has moved the tensor to the host."""

@@ -145,7 +145,7 @@ class Reducer:
         number = self._numbers[group]
         bucket = self._buckets[number]
         for streams in self._streams:
-            streams.expect_computing("the gradient of {} gradient_ready", group.names[index])
+            streams.expect_computing("the gradient of {} is ready", group.names[index])
         try:
             if number < self._launched:
                 bucket.refuse_late(index)

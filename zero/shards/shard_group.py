@@ -252,7 +252,7 @@ class ShardGroup:
             ) from error
 
     def to_main(self, sums: Tensor, *, for_step: bool = False) -> Tensor:
-        """Converts a gradient of the shard to the dtype and device of `stepped`. The copy arrives by `wait_for_copies`.
+        """Converts a gradient of the shard to the dtype and device of `main`. The copy arrives by `wait_for_copies`.
         for_step: nobody but the step that has begun reads it, which may widen it piece by piece."""
         arriving: Any = ARRIVED
         stays_narrow = for_step and self.offload.active

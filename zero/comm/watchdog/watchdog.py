@@ -79,7 +79,7 @@ class Watchdog:
         error: BaseException | None = getattr(sys, "last_value", None) if user() is not None else None
         how = None if error is None else f"has ended with {type(error).__name__}: {str(error)[:500]}"
         self._wait_until_said({"ended": self._log.position, "how": how}, last=True)
-        self._log.at_failure.remove(self._fail)  # the order and this refer to each other
+        self._log.at_failure.remove(self._fail)  # the log and this refer to each other
         self._log.inquire = lambda: None
 
     def _wait_until_said(self, message: Message, *, last: bool = False) -> None:
