@@ -5,8 +5,8 @@
     reductions  sums of gradients, and their copies to the memory of the CPU
 
 A transfer is launched and completed on its stream; `wait` of its handle makes the computing stream wait for the
-transfer. Events on the device do this: the host waits only before it reads or writes memory itself (`synchronize`). Backends
-of torch (2.8) run operations with asyncOp=False on the current stream.
+transfer. Events on the device do this: the host waits only before it reads or writes memory itself (`synchronize`).
+Backends of torch (2.8) run operations with asyncOp=False on the current stream.
 
 Memory belongs to the stream that allocated it. That stream may use it again as soon as the host has dropped it:
 
