@@ -53,7 +53,6 @@ SECTIONS = {
     "Memory and traffic": ("zero", ["report", "Report", "traffic", "Traffic"]),
     "Checkpoints": ("zero.checkpoint", import_module("zero.checkpoint").__all__),
     "Plans": ("zero.plan", import_module("zero.plan").__all__),
-    "Settings": ("zero.comm", ["configure"]),
 }
 
 

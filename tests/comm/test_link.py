@@ -23,7 +23,7 @@ from runs import sgd, take_step
 from simulated.world import simulated
 from transports import between_hosts, overlapping
 from zero._torch import abort
-from zero.comm import Comm, configure
+from zero.comm import Comm
 from zero.comm.host_memory import attach
 from zero.comm.process_group import Gloo
 from zoo import Stack, loss_on
@@ -155,37 +155,30 @@ def test_dtypes_that_backends_lack_move_as_bytes(rank, world, beside):
 # -------------------------------------------------------------------------------------------------- What the user says
 
 
-def transport(rank: int, world: int, memory: str = "", said: str | None = None) -> tuple[str, int]:
-    """The name of what the group gets, and how often reading was permitted to others. said: to rank 1 alone."""
-    configure(host_memory=said if rank == 1 else None)
-    try:
-        with (
-            mock.patch.dict(os.environ, ZERO_HOST_MEMORY=memory),
-            mock.patch.object(attach, "permit_siblings") as permit,
-        ):
-            return Comm().transport_name(torch.device("cpu")), permit.call_count
-    finally:
-        configure(host_memory=None)
+def transport(rank: int, world: int, memory: str, others: str) -> tuple[str, int]:
+    """The name of what the group gets, and how often reading was permitted to others. memory: on rank 1."""
+    with (
+        mock.patch.dict(os.environ, ZERO_HOST_MEMORY=memory if rank == 1 else others),
+        mock.patch.object(attach, "permit_siblings") as permit,
+    ):
+        return Comm().transport_name(torch.device("cpu")), permit.call_count
 
 
 @pytest.mark.parametrize(
-    ("memory", "said", "expected"),
+    ("memory", "others", "expected"),
     [
-        ("0", None, ("gloo", 0)),
-        ("", None, ("host memory", 0)),
-        ("ptracer", None, ("host memory", 1)),
-        ("", "off", ("gloo", 0)),
+        ("0", "0", ("gloo", 0)),
+        ("", "", ("host memory", 0)),
+        ("ptracer", "ptracer", ("host memory", 1)),
+        ("0", "", ("gloo", 0)),
     ],
 )
-def test_ranks_read_one_anothers_memory_where_nobody_says_no_and_permit_it_where_asked_to(memory, said, expected):
-    assert ranks.run(transport, 3, args=(memory, said)) == [expected] * 3
+def test_ranks_read_one_anothers_memory_where_nobody_says_no_and_permit_it_where_asked_to(memory, others, expected):
+    assert ranks.run(transport, 3, args=(memory, others)) == [expected] * 3
 
 
 @ranks.on(2)
 def test_what_is_not_known_is_refused(rank, world):
-    assert "'auto', 'off', 'ptracer'" in refusal(lambda: configure(host_memory="on"))
-    assert "choose True, False" in refusal(lambda: configure(second_communicator="no"))
-    assert "host_memory, second_communicator" in refusal(lambda: configure(memory="off"))
     with mock.patch.dict(os.environ, ZERO_SECOND_COMMUNICATOR="yes"):
         assert "choose 0, 1" in refusal(Comm)
     with mock.patch.dict(os.environ, ZERO_HOST_MEMORY="yes"):

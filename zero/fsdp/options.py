@@ -4,10 +4,11 @@ with their groups of ranks; and what the caller asked for by several names."""
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from zero.comm import Comm
@@ -16,7 +17,6 @@ from zero.fsdp.prefetch import Prefetch
 from zero.shards.offload import Offload
 from zero.shards.partition import Partition, partition_problem
 from zero.shards.placement import Placement
-from zero.shards.replicas import placement_of
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,39 @@ def place(strategy: Any, process_group: Any, device_mesh: Any) -> tuple[Sharding
         if device_mesh is not None and process_group is not None:
             raise ValueError("process_group and device_mesh both say which ranks to shard over. Pass one of them.")
         known = as_strategy(strategy)
-        return known, placement_of(known.name, groups), None
+        return known, _placement_of(known, groups), None
     except ValueError as error:
         return ShardingStrategy.FULL_SHARD, Placement(Comm(groups[0] if groups else None)), str(error)
+
+
+def _placement_of(strategy: ShardingStrategy, groups: Sequence[Any]) -> Placement:
+    """groups: one, or for hybrid strategies the shard group and the replicate group. Raises ValueError for groups that
+    do not suit the strategy."""
+    if strategy.hybrid:
+        return _hybrid(strategy.name, groups)
+    if len(groups) != 1:
+        raise ValueError(
+            f"{strategy.name} takes one process group, but was given {len(groups)}. HYBRID_SHARD takes two."
+        )
+    comm = Comm(groups[0])
+    return Placement(Comm.alone(), comm) if strategy is ShardingStrategy.NO_SHARD else Placement(comm)
+
+
+def _hybrid(strategy: str, groups: Sequence[Any]) -> Placement:
+    if len(groups) != 2:
+        raise ValueError(
+            f"{strategy} needs two groups: process_group=(to shard within, to replicate across), or a "
+            "DeviceMesh of two dimensions, (replicas, shards)."
+        )
+    if not any(isinstance(group, Comm) for group in groups):  # else a plan's ranks, which do not exist
+        shards, replicas = ([*dist.get_process_group_ranks(group)] for group in groups)
+        if set(shards) & set(replicas) != {dist.get_rank()}:
+            raise ValueError(
+                f"{strategy} was given, as process_group, the ranks {shards} to shard within and {replicas} to "
+                "replicate across. They must have this rank in common and no other, as rows and columns of a "
+                "DeviceMesh."
+            )
+    return Placement(Comm(groups[0]), Comm(groups[1]))
 
 
 @dataclass

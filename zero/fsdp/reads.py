@@ -52,7 +52,7 @@ class ForeignReads(TorchFunctionMode):
     def __exit__(self, *raised: object) -> None:
         # Every transfer that was launched meanwhile keeps the mode, as a part of torch's state of the thread.
         del self._index, self._found
-        super().__exit__(*raised)
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
 
 
 def _reads(func: Callable[..., Any]) -> bool:

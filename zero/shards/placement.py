@@ -1,5 +1,5 @@
-"""Over which ranks a model is sharded, and how the shards of its groups travel: among the ranks that own them
-(replicas.py: also among those that have the same shards), on which stream, and in which dtype."""
+"""Over which ranks a model is sharded and replicated, and how the shards of its groups travel: among the ranks that own
+them, and gradients also among the ranks that own the same ones; on which stream, and in which dtype."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ class Exchange:
     `gathered_by`: the ranks among which the full buffer is gathered and gradients are reduced first.
     """
 
-    def __init__(self, comm: Comm, layout: Layout, label: str) -> None:
-        self.gathered_by, self._layout = comm, layout
-        self._own = layout.segment(comm.rank)
+    def __init__(self, placement: Placement, layout: Layout, label: str) -> None:
+        self.gathered_by, self._replicas, self._layout = placement.comm, placement.replicas, layout
+        self._own = layout.segment(placement.comm.rank)
         self.rename(label)
 
     def rename(self, label: str) -> None:
         """Sets the name of the group in error messages; on every rank at the same point."""
         self._gather = self.gathered_by.channel(f"the gathering of {label}")
         self._reduction = self.gathered_by.channel(f"the reduction of {label}")
+        if self._replicas is not None:
+            self._averaging = self._replicas.channel(f"the averaging over replicas of {label}")
 
     def gather_full(self, shard: Tensor, device: torch.device, channel: int, to: int | None = None) -> Tensor | None:
         """Collective. Gathers a full flat tensor of which each rank passes its shard, outside of the steps that train.
@@ -56,7 +58,7 @@ class Exchange:
 
     def comms(self) -> list[Comm]:
         """The groups of ranks over which gradients are reduced, one after another."""
-        return [self.gathered_by]
+        return [self.gathered_by] if self._replicas is None else [self.gathered_by, self._replicas]
 
     def gather(
         self,
@@ -94,14 +96,7 @@ class Exchange:
             return comm.gather(full, bounds, channel)
         sent = full.new_empty(full.numel(), dtype=sent_as)
         sent[self._own] = full[self._own]
-        handle = comm.gather(sent, bounds, channel)
-
-        def widen() -> None:
-            handle.wait()
-            full[: self._own.start] = sent[: self._own.start]
-            full[self._own.stop :] = sent[self._own.stop :]
-
-        return Handle(widen)
+        return Widened(comm.gather(sent, bounds, channel), sent, full, self._own)
 
     def reduce(self, messages: Sequence[Message], streams: NoStreams) -> Handle:
         """Collective. Launches a reduction. `wait` returns the averages for this rank's shard, flat, one message after
@@ -112,28 +107,46 @@ class Exchange:
             return streams.arriving(self._reduce_here(messages), self.gathered_by, messages)
 
     def _reduce_here(self, messages: Sequence[Message]) -> Handle:
-        comm = self.gathered_by
-        return comm.reduce(messages, times=1 / comm.world, channel=self._reduction)
+        comm, replicas = self.gathered_by, self._replicas
+        reduced = comm.reduce(messages, times=1 / comm.world, channel=self._reduction)
+        return reduced if replicas is None else Averaged(reduced, replicas, self._averaging)
+
+
+class Widened(Handle):
+    """Copies what was gathered in a narrower dtype, except for this rank's own elements."""
+
+    def __init__(self, gather: Handle, sent: Tensor, full: Tensor, own: slice) -> None:
+        super().__init__(self._widen)
+        self._gather, self._sent, self._full, self._own = gather, sent, full, own
+
+    def _widen(self) -> None:
+        self._gather.wait()
+        for others in (slice(self._own.start), slice(self._own.stop, None)):
+            self._full[others] = self._sent[others]
+
+
+class Averaged(Handle):
+    """Averages what a reduction brings over replicas."""
+
+    def __init__(self, reduction: Handle, replicas: Comm, channel: int) -> None:
+        super().__init__(self._average)
+        self._reduction, self._replicas, self._channel = reduction, replicas, channel
+
+    def _average(self) -> Tensor:
+        averages: Tensor = self._reduction.wait()
+        self._replicas.all_reduce(averages, channel=self._channel)
+        return averages.mul_(1 / self._replicas.world)
 
 
 class Placement:
-    """comm: the ranks that each own a shard.
+    """comm: the ranks that each own a shard. replicas: the ranks that own the same shard; None: nobody else."""
 
-    `replicas`: the ranks that own the same shard (None: nobody else).
-    """
-
-    replicas: Comm | None = None
-
-    def __init__(self, comm: Comm) -> None:
-        self.comm = comm
-
-    def exchange(self, layout: Layout, label: str) -> Exchange:
-        """Returns how the shards of a group travel. label: the name of the group in error messages."""
-        return Exchange(self.comm, layout, label)
+    def __init__(self, comm: Comm, replicas: Comm | None = None) -> None:
+        self.comm, self.replicas = comm, replicas
 
     def all_groups(self) -> list[Comm]:
         """Through which a rank reaches all others, one after another."""
-        return [self.comm]
+        return [self.comm] if self.replicas is None else [self.comm, self.replicas]
 
     @property
     def groups(self) -> list[dist.ProcessGroup | None]:
@@ -146,11 +159,11 @@ class Placement:
     def owner(self, rank: int) -> int:
         """Which rank of `comm` is rank `rank` of all that the model is spread over, counted node by node; of replicas
         the one in the same node."""
-        return rank
+        return rank % self.comm.world
 
     def has(self, rank: int) -> bool:
         """Whether rank `rank` of all is in `comm`."""
-        return True
+        return rank // self.comm.world == (0 if self.replicas is None else self.replicas.rank)
 
     @property
     def first(self) -> bool:

@@ -26,7 +26,7 @@ from zero.comm.streams import ARRIVED, NONE, NoStreams, streams_of
 from zero.shards.group_state import IN_PLACE, NEXT_IN_PLACE, NEXT_WITH_OWN_SHARD, GroupOptions, GroupState
 from zero.shards.layout import Layout, Span
 from zero.shards.log import logger
-from zero.shards.placement import Placement
+from zero.shards.placement import Exchange, Placement
 from zero.shards.shapes import Shapes, is_copy, with_own_storage
 
 ACTS = ("unshard", "wait_for_unshard", "reshard", "reduce", "wait_for_reduce")
@@ -63,7 +63,7 @@ class ShardGroup:
     ) -> None:
         self.params, self.names, self.layout, self.comm = list(params), list(names), layout, placement.comm
         self.label = label or f"a bucket of {len(names)} parameters, from {names[0]}"
-        self.exchange = placement.exchange(layout, self.label)
+        self.exchange = Exchange(placement, layout, self.label)
         self._name_channels()
         self.state = GroupState.UNSHARDED
         self._next = NEXT_WITH_OWN_SHARD if options.own_shard else NEXT_IN_PLACE
