@@ -19,7 +19,7 @@ from zero._torch import abort, another_like, backend_of, shortest_timeout_of, st
 from zero.comm import settings
 from zero.comm.host_memory.rendezvous import rendezvous
 from zero.comm.host_memory.transport import HostMemory
-from zero.comm.log import Log
+from zero.comm.log import Log, Transfer
 from zero.comm.process_group import Gloo, Overlapping
 from zero.comm.store import StoreExchange
 from zero.comm.transport import Local, Transport
@@ -65,7 +65,7 @@ class Link:
             return self._device_transport(device, backend, self.transports["cpu"])
         if backend in (None, "gloo"):
             timeout = _TIMEOUT if backend is None else timeout_of(self._group, device)
-            with self.log.transfer(None, None):
+            with Transfer(self.log, None, None):
                 return self._cpu_transport(timeout)
         assert self._store is not None
         if backend != "fake":  # whose store keeps no values

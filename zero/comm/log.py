@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 COMPARISON, SUM, BROADCAST, COLLECTION, GATHER, REDUCTION = range(6)
 """Channels that every process group has."""
@@ -32,6 +32,9 @@ _REMEDY = (
 
 # Number of settled positions that are remembered. All are forgotten then: the schedule of the model keeps changing.
 _MOST_SETTLED = 1 << 17
+
+
+T = TypeVar("T", bound="Transfer")
 
 
 class Log:
@@ -217,25 +220,21 @@ class Log:
         if isinstance(error, (RuntimeError, OSError)):
             raise RuntimeError(self.broken) from error
 
-    def transfer(self, channel: int | None, buffers: object) -> Transfer:
-        """Returns a context for a part of a transfer that can fail. Keeps the buffers alive if it does.
-
-        Raises RuntimeError for errors of a backend or the system, and if an earlier transfer has failed.
-        """
-        return Transfer(self, channel, buffers)
-
 
 class Transfer:
-    """See Log.transfer. A class, as a context of contextlib takes as long as the launch itself."""
+    """A context for a part of a transfer that can fail. Keeps the buffers alive if it does. A class, as a context of
+    contextlib takes as long as the launch itself.
 
-    __slots__ = ("_buffers", "_channel", "_log")
+    Raises RuntimeError for errors of a backend or the system, and if an earlier transfer has failed.
+    """
 
     def __init__(self, log: Log, channel: int | None, buffers: object) -> None:
         self._log, self._channel, self._buffers = log, channel, buffers
 
-    def __enter__(self) -> None:
+    def __enter__(self: T) -> T:
         if self._log.broken:
             self._log.refuse_if_broken(self._buffers)
+        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zero.comm.host_memory.peers import Peers
-from zero.comm.log import BROADCAST, COLLECTION, COMPARISON, Log
+from zero.comm.log import BROADCAST, COLLECTION, COMPARISON, Log, Transfer
 from zero.comm.packing import add_in_order, lengths, sum_in_rank_order, summed_as
 from zero.comm.process_group import refuse_differing_logs
 from zero.comm.transport import Handle, Message, Transport
@@ -81,17 +81,17 @@ class HostMemory(Transport):
 
     def _read_all(self, channel: int, read: Callable[[Addresses], Any], buffers: object) -> Any:
         addresses = self._notes(channel, buffers)
-        with self._log.transfer(channel, buffers):
+        with Transfer(self._log, channel, buffers):
             result = read(addresses)
             self._peers.finish()
         return result
 
     def _announce(self, channel: int, address: int, buffers: object) -> None:
-        with self._log.transfer(channel, buffers):
+        with Transfer(self._log, channel, buffers):
             self._peers.announce(channel, address)
 
     def _notes(self, channel: int, buffers: object) -> Addresses:
-        with self._log.transfer(channel, buffers):
+        with Transfer(self._log, channel, buffers):
             notes = self._peers.notes()
         self._log.refuse_differing(channel, {rank: number for rank, (number, _) in notes.items()})
         return {rank: address for rank, (_, address) in notes.items()}
