@@ -112,14 +112,33 @@ row.of("jacrev", lambda t, i: t.note(func.jacrev(t.m)(t.batch(i))), **WORDS, cpu
 row.of("vmap", lambda t, i: t.note(func.vmap(t.m)(t.batch(i))))
 test_readers = row.tests()
 
-row = Rows("C7: a forward that begins later to read another unit", __name__, options=UNITS, **LATER)
+
+class Halving(nn.Linear):
+    """Writes so that torch does not count it, from forward number `since` on."""
+
+    def __init__(self, since: int) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.since, self.count = since, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.count >= self.since:
+            self.weight.data.mul_(0.5)
+        self.count += 1
+        return super().forward(x)
+
+
+row = Rows("C7: a forward that begins later to read another unit, or to write", __name__, options=UNITS)
 row.of("a product, in the second forward", net=lambda: Net(lambda x, w: x @ w.t(), since=1))
-row.of("a product, in the third forward", net=lambda: Net(lambda x, w: x @ w.t(), "body", since=2), optim=adam)
+row.of("a product, in the third forward", net=lambda: Net(lambda x, w: x @ w.t(), since=2), optim=adam, **LATER)
 row.of("a mean", net=lambda: Net(lambda x, w: x * w.mean(), since=1))
 row.of("a norm", net=lambda: Net(lambda x, w: x / w.norm(), "body", since=1))
 row.of("a spread without gradient", net=lambda: Net(lambda x, w: x * w.detach().std(), "body", since=1))
 row.of("a number", net=lambda: Net(lambda x, w: x * w.mean().item(), since=1))
 row.of("a Function", net=lambda: Net(product, since=1))
+row.of("a write, in the second forward", net=lambda: Halving(1))
+# Nobody looks in the third forward.
+row.of("a number, in the third", net=lambda: Net(lambda x, w: x * w.mean().item(), since=2), steps=4, or_refused="head")
+row.of("a write, in the third", net=lambda: nn.Sequential(Halving(2)), steps=4, or_refused=r"\.data")
 test_later = row.tests()
 
 # ------------------------------------------------------------------- C3: two forwards and one backward with buffers

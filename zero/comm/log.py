@@ -42,7 +42,7 @@ class Log:
 
     digest: a digest of the operations since the ranks last compared their logs.
     comparisons: the number of times that they compared them.
-    each: whether every operation is compared, and every forward is searched for reads (ZERO_CHECK=each).
+    each: whether every operation is compared, and every forward is searched for reads and writes (ZERO_CHECK=each).
     broken: why nothing more can be sent, or None. After a failed transfer, no transfer that was in flight counts as
         complete, and every later operation raises with the first cause.
     at_failure: functions to call with the error message after a transfer has failed.

@@ -98,7 +98,7 @@ class Compiling:
         """Removes or hides hooks inside units: modules may have been compiled since the first forwards."""
         if not self._root.exists:
             return
-        self.mode_begins()
+        self.search_begins()
         for module in self._root.module.modules() if self._direct else ():
             for hooks in forward_hooks_of(module):
                 for number, function in hooks.items():
@@ -106,7 +106,7 @@ class Compiling:
                         hooks[number] = _hidden(function)
         self._direct.clear()
 
-    def mode_begins(self) -> None:
+    def search_begins(self) -> None:
         """Compiled modules lose the hooks of modules inside, which are called through them alone. Code that is traced
         must not contain the search for reads."""
         compiled = [] if self._uncompiled else _compiled_in(self._root.module)
@@ -147,7 +147,7 @@ class Compiling:
                 "and a replay would gather nothing. Run forward and backward without recording them."
             )
         module, schedule = run.module, self._schedule
-        searches = module.training not in schedule.modes and schedule.installed and not self._root.summoned
+        searches = not schedule.forwards[module.training] and schedule.installed and not self._root.summoned
         if searches:
             problem = compiling_problem(
                 module, {unit.module for unit in self._units[1:] if unit.exists}, records=self._records

@@ -159,7 +159,7 @@ class FSDP(Weights):
         """Installs the hooks. Returns what runs in forward."""
         synced = self.broadcast_buffers and next(self.module.buffers(), None) is not None
         buffers = BufferSync(self.module, self._model.comms) if synced else None
-        self._model.schedule.install(compiling.hook, compiling.mode_begins)
+        self._model.schedule.install(compiling.hook, compiling.search_begins)
         return compiling.forward(Forward(self._model, buffers))
 
     def _hand_over(

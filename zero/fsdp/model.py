@@ -91,7 +91,7 @@ class Model:
         streams = streams_in(group.streams for group in self.index.groups)
         common = self.index, self.comms, streams, self.prefetch
         self.backward = Backward(*common, ReadsAtRest(self.index.groups, refusal), overflow, self.scaling)
-        self.schedule = Schedule(*common, self.backward, overflow)
+        self.schedule = Schedule(*common, self.backward, overflow, refusal)
         claim(self.index, self, _AVERAGES, sharded=_SHARDED)
         _alive[:] = [model for model in _alive if model() is not None]
         _alive.append(ref(self))
@@ -156,17 +156,11 @@ class Model:
 
 
 class Forward:
-    """Calls the module, between what all ranks do before and after. buffers: broadcast before a forward."""
+    """What all ranks do before and after a forward of the module. buffers: broadcast before it."""
 
     def __init__(self, model: Model, buffers: BufferSync | None) -> None:
         self.module = model.module
         self._model, self._buffers = model, buffers
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.begin()
-        output = self.module(*args, **kwargs)
-        self.end()
-        return output
 
     def begin(self) -> None:
         """Collective. Raises RuntimeError if parameters were moved, cast, replaced or given other data."""
@@ -176,11 +170,11 @@ class Forward:
                 "that the function captures. Differentiate by backward() or torch.autograd.grad, or at stage 2, with "
                 "ShardedDDP."
             )
+        self._model.schedule.before_forward()
         self._model.refuse_moved()
         problem = self._model.replaced_problem()
         if problem is not None:
             self._model.refuse(problem)
-        self._model.schedule.before_forward()
         if self._buffers is not None:
             self._buffers.before_forward()
 

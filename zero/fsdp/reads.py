@@ -1,7 +1,7 @@
 """Units that read parameters of other units, such as an embedding's weight that the output layer uses.
 
-No hook is called for such a read, so every call of torch is examined during the first forward in training and the first
-in evaluation. From then on the other unit is unsharded with the one that reads it.
+No hook is called for such a read, so every call of torch is examined during some forwards (schedule.py). From then on
+the other unit is unsharded with the one that reads it.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ which its units ran last. Ranks whose orders differ raise when an all-gather arr
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -25,6 +26,7 @@ from zero.fsdp.edges import watch_inputs, watch_inside, watch_outputs
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.reads import ForeignReads
+from zero.fsdp.refusal import Refusal
 from zero.fsdp.shown import refuse_read
 from zero.fsdp.unit import Call, Index, TrainingState, Unit
 
@@ -36,7 +38,10 @@ class Schedule:
     the model other than forward find parameters unsharded, too, if they call modules.
 
     `running`: units whose forward is running, from the outside in.
-    `modes`: the modes (`module.training`) in which a forward of the model has begun.
+    `forwards`: how many forwards of the model have begun, by mode (`module.training`).
+
+    Reads of other units' parameters (reads.py) and writes (writes.py) are looked for in forward 1, 2, 4, 8, 16 ... of a
+    mode, with ZERO_CHECK=each in every one. What is first found after forwards in which nobody looked raises.
     """
 
     def __init__(
@@ -47,16 +52,18 @@ class Schedule:
         prefetch: Prefetch,
         backward: Backward,
         overflow: Overflow,
+        refusal: Refusal,
     ) -> None:
         self._index, self._units, self._root, self._comms = index, index.units, index.units[0], comms
         self._streams, self._prefetch, self._backward = streams, prefetch, backward
         self._overflow, self._device = overflow, index.groups[0].full.device.type
         self.running: list[Unit] = []
-        self.modes: set[bool] = set()
-        # The modes in which a forward of the root has begun, which looks for writes.
-        self._looked: set[bool] = set()
-        # Whether every forward is one in which a mode begins.
-        self._begins_each = comms[0].log.each
+        self.forwards: Counter[bool] = Counter()
+        # The same of calls of other methods, and of the model within a backward.
+        self._other_calls: Counter[bool] = Counter()
+        # Whether nobody looked in the forward before the running one.
+        self._missed = False
+        self._refusal = refusal
         # Units that were gathered ahead, and did not begin their forward yet.
         self._ahead: set[Unit] = set()
         # How many forwards of units have begun.
@@ -74,15 +81,14 @@ class Schedule:
     def install(
         self,
         hidden: Callable[[Unit, nn.Module, Callable[..., Any]], Callable[..., Any]],
-        begin_mode: Callable[[], object],
+        begin_search: Callable[[], object],
     ) -> None:
         """Registers the hooks.
 
-        hidden: returns what is registered in place of a hook on a module of a unit. begin_mode: called before the first
-        forward of the model in training and the first in evaluation; with ZERO_CHECK=each before every one. Its owner
-        is not kept alive.
+        hidden: returns what is registered in place of a hook on a module of a unit. begin_search: called before each
+        forward that is searched for reads. Its owner is not kept alive.
         """
-        self._begin_mode = WeakMethod(begin_mode)
+        self._begin_search = WeakMethod(begin_search)
         self._on_params = self._backward.watch_params()
         for unit in reversed(self._units):  # so that a unit around another is entered first
             for module in (unit.module, *_holders(unit)):
@@ -147,17 +153,7 @@ class Schedule:
             streams.expect_computing("{} of FSDP runs", unit.title)
         in_backward = self._backward.active
         if unit is self._root:
-            mode = unit.module.training
-            if unit.entry_module is None and not in_backward and (mode not in self.modes or self._begins_each):
-                self.modes.add(mode)
-                if (begin_mode := self._begin_mode()) is not None:
-                    begin_mode()
-                if not self.traced:
-                    self._search.enter_context(ForeignReads(self._index, self._found_read))
-            if mode not in self._looked:
-                self._looked.add(mode)
-                for writes in [one for each in self._units for one in each.writes.values()]:
-                    writes.looks = True
+            self._look(whole=unit.entry_module is None and not in_backward)
         unit.companions = [*self._index.reads[unit]]
         for each in (unit, *unit.companions):
             if each is not unit and not in_backward:
@@ -167,6 +163,24 @@ class Schedule:
         self.running.append(unit)
         if not in_backward:
             self._note_order(unit)
+
+    def _look(self, *, whole: bool) -> None:
+        """Looks for reads and writes in the forward that begins, if it is one in which that is due. whole: it is one of
+        the model, and not of another method or within a backward."""
+        mode, each = self._root.module.training, self._comms[0].log.each
+        forwards = self.forwards if whole else self._other_calls
+        forwards[mode] += 1
+        number = forwards[mode]
+        if number & (number - 1) and not each:
+            return
+        self._missed = number > 2 and not each
+        for writes in [one for unit in self._units for one in unit.writes.values()]:
+            writes.look(missed=self._missed)
+        if whole:
+            if (begin_search := self._begin_search()) is not None:
+                begin_search()
+            if not self.traced:
+                self._search.enter_context(ForeignReads(self._index, self._found_read))
 
     def _begin_forward(self) -> None:
         """No unit is running: the forward of the model begins, or that of one unit by itself."""
@@ -208,6 +222,8 @@ class Schedule:
         if other in self.running:
             return  # its forward is ending, and returns its output
         reader = self.running[-1] if self.running else self._root
+        if self._missed and other not in self._index.reads[reader]:
+            self._refusal.raise_everywhere(_READ_LATE.format(other.title, reader.title))
         if not self._backward.active:
             refuse_read(other)
         other.unshard()
@@ -286,6 +302,13 @@ class Schedule:
         self.running.clear()
         self._search.close()
         self._backward.abandon()
+
+
+_READ_LATE = (
+    "parameters of {} of FSDP are read in the forward of {}, which did not read them in the first forwards. In one "
+    "that was not looked at it may have read shards. Let the first forward read them, too, make both one unit, "
+    "FSDP(as_one_unit=...), or set ZERO_CHECK=each in the environment of every rank, which looks at each forward."
+)
 
 
 def _holders(unit: Unit) -> Iterator[nn.Module]:

@@ -211,12 +211,13 @@ class Unit:
             if group.state is GroupState.GATHERING:
                 self._finish_unshard(group)
             if group.state is GroupState.UNSHARDED:
-                if group in self.writes:
-                    self.writes[group].take_over()
+                problem = self.writes[group].take_over() if group in self.writes else None
                 try:
                     group.reshard()
                 except MovedError as error:
-                    self._refusal.raise_everywhere(str(error))
+                    problem = str(error)
+                if problem is not None:
+                    self._refusal.raise_everywhere(problem)
 
     def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
         """Collective. Has full parameters, in memory of their own, until `dismiss`. See ShardGroup.summon."""

@@ -13,38 +13,52 @@ from zero.shards.shard_group import ShardGroup
 # Elements that are compared at a time, so that temporaries are small.
 _CHUNK = 2**18
 
+_LOST = (
+    "parameters of {} were written through `.data` in a forward, which FSDP looks for in the first two forwards, and "
+    "then in ever fewer. What was written before may be lost. Write so that torch counts it, `p.copy_(...)` under "
+    "torch.no_grad(), or set ZERO_CHECK=each in the environment of every rank."
+)
+
 
 class Writes:
     """Detects writes into the unsharded parameters of one shard group, and copies them into the shard.
 
-    `looks`: whether the next `take_over` looks for writes that torch does not count: through `param.data`. If it finds
-        some, every later one expects such writes. Looking reads the entire shard, so it is done once.
+    torch does not count writes through `param.data`. To look for these reads the entire shard, so it is done in a few
+    forwards (schedule.py); once there were some, they are expected from then on.
     """
 
     def __init__(self, group: ShardGroup) -> None:
-        self.looks = self._uncounted = False
+        self._looks = self._uncounted = self._missed = False
         self._group = group
         # torch's count of writes at the last all-gather.
         self.when_gathered = 0
 
-    def _any(self) -> bool:
-        """Whether there were writes since the all-gather."""
-        if self.looks:
-            self.looks = False
-            self._uncounted = has_values(self._group.full) and any(
-                not torch.equal(now, gathered) for now, _, gathered in self._chunks()
-            )
-        return self._uncounted or writes_so_far(self._group.params) != self.when_gathered
+    def look(self, *, missed: bool) -> None:
+        """Has the next `take_over` look for writes that torch does not count. missed: it did not in the forward before,
+        and may have missed some."""
+        self._looks, self._missed = not self._uncounted, missed
 
-    def take_over(self) -> None:
+    def take_over(self) -> str | None:
         """Called before the full parameters are freed. After writes it copies elements that differ into the shard;
-        where `full` has a lower precision, the others keep theirs."""
-        if self._group.shard_in_full or not self._any():
-            return
+        where `full` has a lower precision, the others keep theirs. Returns an error message if earlier writes may be
+        lost."""
+        if self._group.shard_in_full:
+            return None
+        counted = writes_so_far(self._group.params) != self.when_gathered
+        found = self._looks and not counted and self._differs()
+        self._looks, self._uncounted = self._looks and counted, self._uncounted or found
+        if not counted and not self._uncounted:
+            return None
         with torch.no_grad():
             for now, own, gathered in self._chunks():
                 same = (now == gathered).to(own.device)
                 own.copy_(torch.where(same, own, now.to(own)))
+        return _LOST.format(self._group.label) if found and self._missed else None
+
+    def _differs(self) -> bool:
+        return has_values(self._group.full) and any(
+            not torch.equal(now, gathered) for now, _, gathered in self._chunks()
+        )
 
     def _chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yields chunks of this rank's segment of `full` and of the shard, and of the shard as it was gathered."""
