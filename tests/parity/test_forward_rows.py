@@ -40,6 +40,26 @@ class Net(nn.Module):
 # ------------------------------------------------------------------------------ C1: a root's parameters outside forward
 
 
+class Times(nn.Linear):
+    """Has a number, which one rank owns whole."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.by = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.by
+
+
+def with_a_number() -> Net:
+    net = Net()
+    net.body = Times()
+    return net
+
+
+NUMBER = {"net": with_a_number, "or_refused": r"body\.by", "fails": {3}}
+
+
 def outside(read):
     """A loss of read(outputs, the module)."""
     return lambda t, i: t.update(t.note(read(t.m(t.batch(i)), t.n).square().mean()))
@@ -50,6 +70,7 @@ row.of("outputs are multiplied by it", outside(lambda y, n: y @ n.gain.t()))
 row.of("it is given to linear", outside(lambda y, n: nn.functional.linear(y, n.gain)), optim=adam)
 row.of("its mean is a factor", outside(lambda y, n: y * n.gain.mean()))
 row.of("a penalty is on it", lambda t, i: t.update(t.loss(i) + t.n.gain.square().mean()), or_refused="gain")
+row.of("a penalty is on a number of a unit", lambda t, i: t.update(t.loss(i) + t.n.body.by.square().sum()), **NUMBER)
 row.of("outputs are multiplied by it, as in forward", outside(lambda y, n: y @ n.gain), net=Net, or_refused="gain")
 row.of("outputs are multiplied by it, detached", outside(lambda y, n: y @ n.gain.detach()), net=Net, or_refused="gain")
 row.of("inputs are multiplied by it", lambda t, i: t.update(t.m(t.batch(i) @ t.n.gain).square().mean()), **LATER)
