@@ -95,6 +95,8 @@ class Unit:
         # The autograd nodes of the inputs of the running forwards.
         self.inputs: set[Node] = set()
         self.calls: WeakSet[Call] = WeakSet()
+        # Whether this backward has passed a call that is late.
+        self._late = False
         self._set_title()
 
     def _set_title(self) -> None:
@@ -132,14 +134,14 @@ class Unit:
         unit are there."""
         if call not in self.calls:
             return False
-        at_end = self.completes_at_end
+        self._late |= call.late
         self.calls.discard(call)
-        return not self.calls and not at_end
+        return not self.calls and not self.completes_at_end
 
     @property
     def completes_at_end(self) -> bool:
         """Whether its gradients are complete only at the end of backward."""
-        return self.read_by_others or any(call.late for call in self.calls)
+        return self.read_by_others or self._late or any(call.late for call in self.calls)
 
     def forget_forward(self) -> None:
         """Forgets forwards that an exception has ended."""
@@ -249,6 +251,7 @@ class Unit:
         """Forgets the expected backwards, and reshards the parameters. The gradients were taken."""
         self.state = TrainingState.IDLE
         self.calls.clear()
+        self._late = False
         self.reshard()
 
     def synchronize(self) -> None:
