@@ -107,3 +107,25 @@ def test_frozen_parameters_take_no_memory_for_gradients(rank, world):
     storages = {param.grad.untyped_storage() for param in model.parameters() if param.grad is not None}
     held = sum(one.nbytes() for one in storages)
     assert trained <= held <= trained + 4 * 4 * 16  # the usage counts, a unit
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["the root's", "a block's"])
+@ranks.on(2)
+def test_what_the_loss_alone_reads_after_forward_may_be_unfrozen(rank, world, options):
+    """Of what stays unsharded until backward."""
+
+    def reader(model: nn.Module) -> Any:
+        return model.blocks[1] if options else model
+
+    model = net()
+    reader(model).gain = nn.Parameter(torch.linspace(0, 1, 5), requires_grad=False)
+    both = side_by_side(model, options)
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return loss_on(rank, step)(model) * reader(model).gain.exp().mean()
+
+    for step in range(3):
+        if step == 1:
+            for inner in both.each():
+                reader(inner).gain.requires_grad_(True)
+        both.step(partial(loss, step=step))

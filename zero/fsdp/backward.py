@@ -9,11 +9,12 @@ A unit that backward reaches again, through another forward's graph, waits for i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import at_end_of_backward
@@ -95,15 +96,15 @@ class Backward:
 
     def watch_params(self) -> list[RemovableHandle]:
         """Registers hooks on the parameters of units that may stay unsharded after forward. What the loss reads of them
-        there gives them gradients before backward reaches an output of the unit. Frozen parameters have none."""
+        there gives them gradients before backward reaches an output of the unit."""
         ahead = self._prefetches is BackwardPrefetch.BACKWARD_PRE
         return [
             # Weak, as the unit keeps its parameters, and these keep their hooks.
-            param.register_hook(partial(_param_reached, weakref.ref(self), weakref.ref(unit)))
+            _hooked(param, partial(_param_reached, weakref.ref(self), weakref.ref(unit)))
             for unit in self._units
             if unit is self._root or unit.stays or ahead
             for param in unit.params
-            if param.requires_grad
+            if param.is_floating_point() or param.is_complex()
         ]
 
     def param_reached(self, unit: Unit) -> None:
@@ -239,6 +240,14 @@ class Backward:
         self._in_backward.clear()
         for unit in self._units:
             unit.abandon()
+
+
+def _hooked(param: nn.Parameter, hook: Callable[[Any], object]) -> RemovableHandle:
+    """Registers a hook, also on a parameter that is frozen now, for which torch refuses it."""
+    trained = param.requires_grad
+    handle: RemovableHandle = param.requires_grad_(True).register_hook(hook)
+    param.requires_grad_(trained)
+    return handle
 
 
 def _param_reached(backward: weakref.ref[Backward], unit: weakref.ref[Unit], _: Any) -> None:
