@@ -5,6 +5,7 @@ A test that needs one more says by it what no public call shows. Whoever moves s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -69,6 +70,15 @@ def unsharded_in_backward(model: FSDP, params: Iterable[nn.Parameter]) -> list[i
     for param in params:
         param.register_hook(lambda _: counts.append(len([name for name in unsharded(model) if name])))
     return counts
+
+
+def at_rest(meter: Meter) -> int:
+    """Bytes that live once Gloo's threads have let go of what they sent: their number has stood for a while."""
+    found = [meter.live()]
+    while len(found) < 5 or len({*found[-5:]}) > 1:
+        time.sleep(0.01)
+        found.append(meter.live())
+    return found[-1]
 
 
 def progress_from(nbytes: int) -> AbstractContextManager[Any]:

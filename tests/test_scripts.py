@@ -15,7 +15,7 @@ from torch.optim import Adam, AdamW
 import matrix
 import ranks
 import zero
-from inner import Meter
+from inner import Meter, at_rest
 from runs import take_step
 from zoo import Block, TiedBlocks, data
 
@@ -171,8 +171,8 @@ def peaks(rank: int, world: int, everywhere: bool) -> tuple[int, int]:
     size = sum(param.nbytes for param in inner.parameters())
     with Meter() as meter:
         model = zero.FSDP(inner, auto_wrap_policy=ModuleWrapPolicy({Block}))
+        before = at_rest(meter)
         meter.reset_peak()
-        before = meter.live()
         found = model.state_dict() if everywhere else zero.full_state_dict(model, to=0, device="cpu")
         assert bool(found) == (everywhere or rank == 0)
         return size, meter.peak() - before

@@ -18,7 +18,7 @@ from torch.optim import AdamW
 import ranks
 import zero
 from assertions import same, same_weights
-from inner import Meter, unsharded
+from inner import Meter, at_rest, unsharded
 from runs import SideBySide, sgd, steps
 from zoo import WIDTH, Stack, batch
 
@@ -234,12 +234,12 @@ def test_gradients_that_no_sync_has_left_are_freed_where_they_are_cleared(rank, 
         model = zero.FSDP(Net())
         model(batch(rank, 0)).sum().backward()
         model.zero_grad()
-        before = meter.live()
+        before = at_rest(meter)
         with model.no_sync():
             model(batch(rank, 1)).sum().backward()
-        assert meter.live() >= before + sum(param.grad.nbytes for param in model.parameters())
+        assert at_rest(meter) == before + sum(param.grad.nbytes for param in model.parameters())
         model.zero_grad()
-        assert meter.live() <= before  # less, where Gloo still held what was sent
+        assert at_rest(meter) == before
 
 
 class Branches(Stack):
