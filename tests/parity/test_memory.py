@@ -9,7 +9,6 @@ sends as an all-reduce does, stage 3 half as much again (section 7). `make matri
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ import matrix
 import ranks
 import zero
 import zoo
-from inner import Meter, unit_bytes
+from inner import Meter, at_rest, unit_bytes
 from placements import KINDS, MODELS, Case, Equal, measured, planned
 from transports import READS, overlapping
 
@@ -211,8 +210,7 @@ META = [{}, {"partition": "whole"}, {"sharding_strategy": "SHARD_GRAD_OP"}, {"mi
 
 def live_later(memory: Meter) -> int:
     gc.collect()
-    time.sleep(0.01)
-    return memory.live()
+    return at_rest(memory)
 
 
 @matrix.combined("real_on_rank_0, options", [False, True], META, each=2)
