@@ -94,7 +94,7 @@ def record(module: Module, values: list[Any]) -> tuple[list[float], dict[str, Te
 
 
 class Manual(Module):
-    """Takes its steps itself, two batches each."""
+    """Takes its steps itself, after the first batch and then two batches each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Manual(Module):
         loss = super().training_step(batch, number)
         optimizer = self.optimizers()
         self.manual_backward(loss)
-        if number % 2:
+        if number % 2 == 0:
             optimizer.step()
             optimizer.zero_grad()
             self.lr_schedulers().step()

@@ -74,6 +74,8 @@ class Schedule:
         self._casts_are_shared = False
         # Whether modules run as code that was traced, in which no reads are seen.
         self.traced = False
+        # Whether an optimizer steps within the running forward, and reads shards.
+        self._steps = False
         self._search = ExitStack()
         self._hooks: MutableMapping[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
         self._on_params: list[RemovableHandle] = []
@@ -123,6 +125,14 @@ class Schedule:
             for unit in self._units:
                 unit.forget_forward()
                 unit.reshard()
+
+    def before_step(self) -> None:
+        """An optimizer is about to step these parameters, perhaps within a forward, as Lightning's training_step is."""
+        self._steps = bool(self.running)
+
+    def after_step(self) -> None:
+        """It has stepped, or another forward begins."""
+        self._steps = False
 
     def _pre_forward(
         self, unit: Unit, own: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -174,6 +184,7 @@ class Schedule:
         if number & (number - 1) and not each:
             return
         self._missed = number > 2 and not each
+        self.after_step()
         for writes in [one for unit in self._units for one in unit.writes.values()]:
             writes.look(missed=self._missed)
         if whole:
@@ -219,8 +230,8 @@ class Schedule:
     def _found_read(self, other: Unit) -> None:
         """Collective. The innermost running unit reads parameters of another one, which is unsharded with it from now
         on."""
-        if other in self.running:
-            return  # its forward is ending, and returns its output
+        if self._steps or other in self.running:  # its forward is ending, and returns its output
+            return
         reader = self.running[-1] if self.running else self._root
         if self._missed and other not in self._index.reads[reader]:
             self._refusal.raise_everywhere(_READ_LATE.format(other.title, reader.title))
