@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 COMPARISON, SUM, BROADCAST, COLLECTION, GATHER, REDUCTION = range(6)
 """Channels that every process group has."""
@@ -32,9 +32,6 @@ _REMEDY = (
 
 # Number of settled positions that are remembered. All are forgotten then: the schedule of the model keeps changing.
 _MOST_SETTLED = 1 << 17
-
-
-T = TypeVar("T", bound="Transfer")
 
 
 class Log:
@@ -231,10 +228,9 @@ class Transfer:
     def __init__(self, log: Log, channel: int | None, buffers: object) -> None:
         self._log, self._channel, self._buffers = log, channel, buffers
 
-    def __enter__(self: T) -> T:
+    def __enter__(self) -> None:
         if self._log.broken:
             self._log.refuse_if_broken(self._buffers)
-        return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from zero._torch import coalesced, collectives_of_one_tensor, in_stream_order
-from zero.comm.log import BROADCAST, COLLECTION, COMPARISON, TAIL, Log, Transfer
+from zero.comm.log import BROADCAST, COLLECTION, COMPARISON, TAIL, Log
 from zero.comm.packing import SIXTEEN_BITS, concatenate, lengths, summed_as
 from zero.comm.transport import Handle, Message, Transport
 
@@ -158,7 +158,7 @@ class ProcessGroupTransport(Transport):
                 work.wait()
 
 
-class Launched(Transfer, Handle):
+class Launched(Handle):
     """Operations of a process group: a context for their launch, and the handle to wait for them. It keeps the buffers
     until they have ended; `wait` returns `times` the result. Both raise RuntimeError for errors of a backend or the
     system, and if an earlier transfer has failed.
@@ -169,9 +169,18 @@ class Launched(Transfer, Handle):
     def __init__(
         self, transport: ProcessGroupTransport, channel: int, buffers: object, result: Any = None, times: float = 1
     ) -> None:
-        self._log, self._channel, self._buffers = transport.log, channel, buffers
-        self._transport, self._result, self._times = transport, result, times
+        self._transport, self._channel, self._buffers = transport, channel, buffers
+        self._result, self._times = result, times
         self.works: list[dist.Work | None] = []
+
+    def __enter__(self) -> Launched:
+        if self._transport.log.broken:
+            self._transport.log.refuse_if_broken(self._buffers)
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._transport.log.fail(self._channel, self._buffers, error)
 
     def wait(self) -> Any:
         with self:

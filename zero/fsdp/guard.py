@@ -71,7 +71,7 @@ class Guard:
         params = self._sharded_params(optimizer)
         if not params:
             return closure
-        self.model.schedule.before_step()
+        self.model.schedule.stepping = True
         register(self.model, optimizer)
         if closure is None:
             self._check(optimizer, params)
@@ -96,7 +96,7 @@ class Guard:
         """Collective, if the optimizer is not torch's own. Raises RuntimeError on every rank if it has written numbers
         that differ between ranks."""
         params = self._sharded_params(optimizer)
-        self.model.schedule.after_step()
+        self.model.schedule.stepping = False
         while self._hidden:
             param, gradient = self._hidden.popitem()
             param.grad = gradient if param.grad is None else param.grad

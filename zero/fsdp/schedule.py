@@ -39,6 +39,8 @@ class Schedule:
 
     `running`: units whose forward is running, from the outside in.
     `forwards`: how many forwards of the model have begun, by mode (`module.training`).
+    `stepping`: whether an optimizer steps these parameters, and reads shards; perhaps within a forward, as in a
+        training_step of Lightning.
 
     Reads of other units' parameters (reads.py) and writes (writes.py) are looked for in forward 1, 2, 4, 8, 16 ... of a
     mode, with ZERO_CHECK=each in every one. What is first found after forwards in which nobody looked raises.
@@ -59,6 +61,7 @@ class Schedule:
         self._overflow, self._device = overflow, index.groups[0].full.device.type
         self.running: list[Unit] = []
         self.forwards: Counter[bool] = Counter()
+        self.stepping = False
         # The same of calls of other methods, and of the model within a backward.
         self._other_calls: Counter[bool] = Counter()
         # Whether nobody looked in the forward before the running one.
@@ -74,8 +77,6 @@ class Schedule:
         self._casts_are_shared = False
         # Whether modules run as code that was traced, in which no reads are seen.
         self.traced = False
-        # Whether an optimizer steps within the running forward, and reads shards.
-        self._steps = False
         self._search = ExitStack()
         self._hooks: MutableMapping[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
         self._on_params: list[RemovableHandle] = []
@@ -125,14 +126,6 @@ class Schedule:
             for unit in self._units:
                 unit.forget_forward()
                 unit.reshard()
-
-    def before_step(self) -> None:
-        """An optimizer is about to step these parameters, perhaps within a forward, as Lightning's training_step is."""
-        self._steps = bool(self.running)
-
-    def after_step(self) -> None:
-        """It has stepped, or another forward begins."""
-        self._steps = False
 
     def _pre_forward(
         self, unit: Unit, own: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -184,7 +177,7 @@ class Schedule:
         if number & (number - 1) and not each:
             return
         self._missed = number > 2 and not each
-        self.after_step()
+        self.stepping = False  # a closure is called within a step
         for writes in [one for unit in self._units for one in unit.writes.values()]:
             writes.look(missed=self._missed)
         if whole:
@@ -230,7 +223,7 @@ class Schedule:
     def _found_read(self, other: Unit) -> None:
         """Collective. The innermost running unit reads parameters of another one, which is unsharded with it from now
         on."""
-        if self._steps or other in self.running:  # its forward is ending, and returns its output
+        if self.stepping or other in self.running:  # its forward is ending, and returns its output
             return
         reader = self.running[-1] if self.running else self._root
         if self._missed and other not in self._index.reads[reader]:
