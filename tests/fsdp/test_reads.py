@@ -3,8 +3,10 @@ into parameters in place: as without FSDP."""
 
 from __future__ import annotations
 
+import os
 from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -136,6 +138,29 @@ def test_reads_may_begin_in_evaluation_and_writes_later(rank, world):
             assert torch.equal(*(model(batch(rank, 5)) for model in (both.model, both.plain)))
         both.compare()
         steps(both, rank, 2)
+
+
+class Third(Block):
+    """From the third forward on reads another block, and writes so that torch does not count it."""
+
+    other: list[Block]
+    count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if self.count > 2:
+            self.up.weight.data.mul_(0.5)
+            x = x * (1 + self.other[0].down.weight.mean().item())
+        return super().forward(x)
+
+
+@ranks.on(2)
+def test_where_each_forward_is_examined_what_begins_later_counts(rank, world):
+    model = Stack(Third)
+    for block, other in zip(model.blocks, [*model.blocks[1:], model.blocks[0]], strict=True):
+        block.other = [other]
+    with mock.patch.dict(os.environ, ZERO_CHECK="each"):
+        steps(side_by_side(model, {}), rank, 5)
 
 
 @pytest.mark.parametrize("sends", [nullcontext, overlapping])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -113,6 +114,18 @@ def a_forward_that_is_broken_off(rank, world, options):
         with pytest.raises((KeyError, KeyboardInterrupt)), torch.no_grad():
             model.failing(where, lambda: model(batch(rank, 3)))
     steps(both, rank, 1)
+
+
+@ranks.on(2, timeout=20)
+def test_a_step_may_follow_a_forward_that_was_interrupted(rank, world):
+    """The second forward is one that is searched for reads."""
+    both = side_by_side(Stopping(), {})
+    both.backward(loss_on(rank, 0))
+    with pytest.raises(KeyboardInterrupt):
+        both.model.failing("interrupt", lambda: both.model(batch(rank, 1)))
+    with mock.patch.object(both, "compare"):  # full weights are refused until the next forward
+        both.update()
+    both.step(loss_on(rank, 2))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -22,9 +22,9 @@ def sum_in_place_of_the_mean_at_stage_1(reduce, self, messages, *, times=1, into
 
 
 @mutant("ShardGroup.to_main")
-def gradients_of_stage_3_a_thousandth_too_large(bring, self, sums, **how):
+def gradients_of_stage_3_a_thousandth_too_large(to_main, self, sums, **how):
     """At stage 3 averages of gradients are multiplied by 1.001."""
-    return bring(self, sums * 1.001 if self.frees else sums, **how)
+    return to_main(self, sums * 1.001 if self.frees else sums, **how)
 
 
 @mutant("Averaged._average")

@@ -233,8 +233,9 @@ class Backward:
         On a GPU restores the gradients from before here, unless all were cleared meanwhile.
         """
         if self.active and not self._in_callers_thread and all(param.grad is None for param in self._index):
-            for bucket in (bucket for unit in self._units for bucket in unit.buckets):
-                bucket.forget_set_aside()
+            for unit in self._units:
+                for bucket in unit.buckets:
+                    bucket.forget_set_aside()
         self._reducing = None
         self.active = self.awaited = self._interrupted = False
         self._in_backward.clear()

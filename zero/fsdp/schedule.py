@@ -60,12 +60,12 @@ class Schedule:
         self._streams, self._prefetch, self._backward = streams, prefetch, backward
         self._overflow, self._device = overflow, index.groups[0].full.device.type
         self.running: list[Unit] = []
-        self.forwards: Counter[bool] = Counter()
         self.stepping = False
+        self.forwards: Counter[bool] = Counter()
         # The same of calls of other methods, and of the model within a backward.
         self._other_calls: Counter[bool] = Counter()
-        # Whether nobody looked in the forward before the running one.
-        self._missed = False
+        # Whether writes are looked for now, and whether nobody looked in the forward before.
+        self._looks = self._missed = False
         self._refusal = refusal
         # Units that were gathered ahead, and did not begin their forward yet.
         self._ahead: set[Unit] = set()
@@ -174,13 +174,13 @@ class Schedule:
         forwards = self.forwards if whole else self._other_calls
         forwards[mode] += 1
         number = forwards[mode]
-        if number & (number - 1) and not each:
-            return
-        self._missed = number > 2 and not each
-        self.stepping = False  # a closure is called within a step
-        for writes in [one for unit in self._units for one in unit.writes.values()]:
-            writes.look(missed=self._missed)
-        if whole:
+        due = each or not number & (number - 1)
+        if due or self._looks:
+            self._looks, self._missed = due, number > 2 and not each
+            for writes in [one for unit in self._units for one in unit.writes.values()]:
+                writes.looks, writes.missed = self._looks, self._missed
+        if due and whole:
+            self.stepping = False  # a closure is called within a step
             if (begin_search := self._begin_search()) is not None:
                 begin_search()
             if not self.traced:

@@ -24,19 +24,16 @@ class Writes:
     """Detects writes into the unsharded parameters of one shard group, and copies them into the shard.
 
     torch does not count writes through `param.data`. To look for these reads the entire shard, so it is done in a few
-    forwards (schedule.py); once there were some, they are expected from then on.
+    forwards and their backwards (schedule.py); once there were some, they are expected from then on.
+
+    `looks`: whether that is now. `missed`: whether it was not in the forward before.
     """
 
     def __init__(self, group: ShardGroup) -> None:
-        self._looks = self._uncounted = self._missed = False
-        self._group = group
+        self.looks = self.missed = False
+        self._group, self._uncounted = group, False
         # torch's count of writes at the last all-gather.
         self.when_gathered = 0
-
-    def look(self, *, missed: bool) -> None:
-        """Has the next `take_over` look for writes that torch does not count. missed: it did not in the forward before,
-        and may have missed some."""
-        self._looks, self._missed = not self._uncounted, missed
 
     def take_over(self) -> str | None:
         """Called before the full parameters are freed. After writes it copies elements that differ into the shard;
@@ -45,15 +42,15 @@ class Writes:
         if self._group.shard_in_full:
             return None
         counted = writes_so_far(self._group.params) != self.when_gathered
-        found = self._looks and not counted and self._differs()
-        self._looks, self._uncounted = self._looks and counted, self._uncounted or found
+        found = self.looks and not self._uncounted and not counted and self._differs()
+        self._uncounted |= found
         if not counted and not self._uncounted:
             return None
         with torch.no_grad():
             for now, own, gathered in self._chunks():
                 same = (now == gathered).to(own.device)
                 own.copy_(torch.where(same, own, now.to(own)))
-        return _LOST.format(self._group.label) if found and self._missed else None
+        return _LOST.format(self._group.label) if found and self.missed else None
 
     def _differs(self) -> bool:
         return has_values(self._group.full) and any(
