@@ -27,7 +27,7 @@ def same(got: Any, expected: Any, where: str = "it") -> None:
         assert isinstance(got, Tensor), f"{where} is a {type(got).__name__}, not a tensor"
         assert got.dtype == expected.dtype, f"{where} is {got.dtype}, not {expected.dtype}"
         assert got.shape == expected.shape, f"{where} is {list(got.shape)}, not {list(expected.shape)}"
-        got, expected = got.cpu(), expected.cpu()
+        got, expected = plain(got).cpu(), plain(expected).cpu()
         assert torch.equal(got, expected), f"{where} differs by at most {(got.float() - expected.float()).abs().max()}"
     elif isinstance(expected, dict):
         assert isinstance(got, dict), f"{where} is a {type(got).__name__}, not a dict"
@@ -62,3 +62,8 @@ def same_where_the_cpu_steps(got: Any, expected: Any, where: str = "it") -> None
 def same_weights(got: nn.Module, expected: nn.Module) -> None:
     for (name, one), (_, other) in zip(got.named_parameters(), expected.named_parameters(), strict=True):
         same(one.detach(), other.detach(), name)
+
+
+def plain(shard: Tensor) -> Tensor:
+    """What this rank has of a sharded parameter or gradient, as a plain tensor."""
+    return shard.as_subclass(Tensor)

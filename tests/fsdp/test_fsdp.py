@@ -17,7 +17,7 @@ from torch.optim import AdamW
 
 import ranks
 import zero
-from assertions import same, same_weights
+from assertions import plain, same, same_weights
 from inner import Meter, at_rest, unsharded
 from runs import SideBySide, sgd, steps
 from zoo import WIDTH, Stack, batch
@@ -81,7 +81,7 @@ def test_at_rest_parameters_and_gradients_are_parts(rank, world, options):
         total_of_all = expected.grad.flatten()  # NCCL sends no tensor that is not contiguous
         dist.all_reduce(total_of_all)
         gathered: list[Any] = [None] * world
-        dist.all_gather_object(gathered, None if param.grad is None else param.grad.flatten())
+        dist.all_gather_object(gathered, None if param.grad is None else plain(param.grad).flatten())
         shards = torch.cat([shard for shard in gathered if shard is not None])
         torch.testing.assert_close(shards, total_of_all / world, rtol=2e-6, atol=1e-8)
     model.zero_grad()

@@ -105,17 +105,6 @@ def test_others_than_torchs_train_as_they_are_found_to_be(rank, world, optim, cu
             both.step(lambda model: odd_loss(model, rank, step))  # noqa: B023
 
 
-@ranks.raises(2, RuntimeError, r"Estimating .*param_groups\[0\]", *COUPLES, timeout=15)
-def test_numbers_that_come_to_differ_between_ranks_are_refused_on_every_rank(rank, world):
-    """Numbers that begin to differ in a later step than was looked at."""
-    model = sharded()
-    optimizer = Estimating(model.parameters(), patience=7)
-    for step in range(9):
-        backward(model, rank, step)
-        optimizer.step()
-    pytest.fail("stepped all the same")
-
-
 @ranks.on(2)
 def test_what_is_not_cut_is_stepped_and_so_is_what_has_no_gradients(rank, world):
     """An even cut that happens to fall between parameters is none."""

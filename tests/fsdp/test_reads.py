@@ -221,11 +221,8 @@ def test_what_was_not_written_into_keeps_its_precision(rank, world):
 # ----------------------------------------------------------------------------------------------- Penalties in the loss
 
 
-@pytest.mark.parametrize(
-    ("dtype", "words"), [(torch.bfloat16, [r"weight|bias", "inside forward", "summon_full_params"]), (None, "gradient")]
-)
-@ranks.raises(2, RuntimeError, timeout=15)
-def test_a_penalty_on_shards_is_refused_on_every_rank(rank, world, dtype, words):
-    """Where full parameters have their dtype, by autograd: the gradient has another shape."""
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+@ranks.raises(2, RuntimeError, "weight|bias", "summon_full_params", "`sum`", timeout=15)
+def test_a_penalty_on_shards_is_refused_on_every_rank(rank, world, dtype):
     model = zero.FSDP(Stack(), mixed_precision=zero.MixedPrecision(param_dtype=dtype))
     (model(batch(rank, 0)).square().mean() + sum(param.square().sum() for param in model.parameters())).backward()

@@ -103,6 +103,7 @@ def each(act, params=lambda t: t.m.parameters()):
     return lambda t, i: t.update(t.loss(i), lambda t: act(t, [p for p in params(t) if p.grad is not None]))
 
 
+AT_REST = {"same": {1}, "refused": {3: ("needs the full tensor", "zero.grad_norm")}}
 ONE = {"same": {1, 3}}  # at stage 2 gradients are with their owners: tests of B1
 row = Rows("C4: p.grad is there where a rank owns nothing of a parameter", __name__)
 row.of("every gradient is halved", every(lambda p: p.grad.mul_(0.5)), **ONE)
@@ -110,9 +111,9 @@ row.of("every gradient's data is clamped", every(lambda p: p.grad.data.clamp_(-0
 row.of("weight decay is added by hand", every(lambda p: p.grad.add_(p.detach(), alpha=0.1)), **ONE)
 row.of("what is not a number is replaced", every(lambda p: torch.nan_to_num_(p.grad)), **ONE, optim=adam)
 row.of("every gradient is replaced by half a copy", every(lambda p: setattr(p, "grad", 0.5 * p.grad.clone())), **ONE)
-row.of("every gradient has its parameter's shape", every(lambda p: p.grad.reshape(p.shape)), **ONE)
-row.of("norms are logged", every(lambda p: p.grad.norm().item()), **ONE)
-row.of("the share of zeros is logged", every(lambda p: (p.grad == 0).sum().item()), **ONE)
+row.of("every gradient has its parameter's shape", every(lambda p: p.grad.reshape(p.shape)), **AT_REST)
+row.of("norms are logged", every(lambda p: p.grad.norm().item()), **AT_REST)
+row.of("the share of zeros is logged", every(lambda p: (p.grad == 0).sum().item()), **AT_REST)
 row.of("all are halved at once", each(lambda t, _: torch._foreach_mul_([p.grad for p in t.m.parameters()], 0.5)), **ONE)
 row.of(
     "what nobody uses has no gradient",
@@ -167,13 +168,9 @@ def clipped(rank, world, net, norm, partition="auto", stage=3):
 @pytest.mark.parametrize("how", ["2 even", "2 whole", "3 even", "3 whole"])
 @pytest.mark.parametrize("net", NETS)
 def test_torchs_clip_grad_norm_is_refused_on_every_rank(net, how):
-    """But where one rank has all: its norm is the whole one."""
+    """Also where one rank has all, whose norm would be the whole one."""
     world, partition = how.split()
-    args = (net, None, partition)
-    if (net, partition) == ("one matrix", "whole"):
-        ranks.run(clipped, int(world), args=args, timeout=15)
-    else:
-        ranks.expect_error(clipped, int(world), RuntimeError, "clip_grad_norm_", args=args, timeout=15)
+    ranks.expect_error(clipped, int(world), RuntimeError, "clip_grad_norm_", args=(net, None, partition), timeout=15)
 
 
 def by(factor):
@@ -184,7 +181,7 @@ def by(factor):
 SAME, REFUSED = {"net": Small, "same": {1, 3}}, {"net": Small, "same": {1}, "refused": {3: "clip_grad_norm_"}}
 FIRST = lambda t: t.n[0].parameters()  # noqa: E731
 row = Rows(B9, __name__)
-row.of("the norm is below the limit", each(lambda t, params: clip_grad_norm_(params, 1e9)), **SAME)
+row.of("the norm is below the limit", each(lambda t, params: clip_grad_norm_(params, 1e9)), **REFUSED)
 row.of("every gradient is clipped by value", each(lambda t, params: clip_grad_value_(params, 0.01)), **SAME)
 row.of("all gradients are halved", each(by(lambda t, k: 0.5)), **SAME, optim=adam)
 row.of("all gradients but their signs are dropped", each(lambda t, params: [p.grad.sign_() for p in params]), **SAME)
@@ -202,11 +199,8 @@ row.of(
     tolerance=gpus.ROUNDING,
 )
 row.of("each has its norm", each(lambda t, params: [clip_grad_norm_(p, 0.01) for p in params]), **REFUSED)
-# At stage 3 torch itself raises, on a rank that owns nothing of a parameter: an empty tensor has no largest element.
-row.of("the largest is the norm", each(lambda t, params: clip_grad_norm_(params, 0.01, torch.inf)), net=Small, same={1})
+row.of("the largest is the norm", each(lambda t, params: clip_grad_norm_(params, 0.01, torch.inf)), **REFUSED)
 row.of("it runs foreach", each(lambda t, params: clip_grad_norm_(params, 0.01, foreach=True)), **REFUSED)
-row.of("ranks scale by numbers of their own", each(by(lambda t, k: 1 + t.rank)), **REFUSED | {"same": ()})
-row.of("one rank alone scales", each(by(lambda t, k: 0.5 if t.rank else 1)), **REFUSED | {"same": ()})
 test_scaled = row.tests()
 
 

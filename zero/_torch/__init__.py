@@ -14,7 +14,7 @@ from zero._torch.autograd import base_of as base_of
 from zero._torch.autograd import in_a_backward as in_a_backward
 from zero._torch.autograd import keeping_versions as keeping_versions
 from zero._torch.autograd import leaves_of_graphs as leaves_of_graphs
-from zero._torch.autograd import outside_function_modes as outside_function_modes
+from zero._torch.autograd import shape_expected_by as shape_expected_by
 from zero._torch.autograd import transformed as transformed
 from zero._torch.autograd import writes_into as writes_into
 from zero._torch.autograd import writes_so_far as writes_so_far
@@ -40,6 +40,7 @@ from zero._torch.modules import params_of_each as params_of_each
 from zero._torch.modules import recomputed_in_backward as recomputed_in_backward
 from zero._torch.modules import state_dict_hooks_of as state_dict_hooks_of
 from zero._torch.optimizers import GradScaler as GradScaler
+from zero._torch.optimizers import HooksOfSteps as HooksOfSteps
 from zero._torch.optimizers import asked_by_torch_checkpoint as asked_by_torch_checkpoint
 from zero._torch.optimizers import call_stepped as call_stepped
 from zero._torch.optimizers import follow as follow
@@ -67,7 +68,10 @@ from zero._torch.recording import profiler_range as profiler_range
 from zero._torch.streams import current_stream_of as current_stream_of
 from zero._torch.telling import warn_user as warn_user
 from zero._torch.tensors import NEEDS_VALUES as NEEDS_VALUES
+from zero._torch.tensors import Fake as Fake
+from zero._torch.tensors import Rebound as Rebound
 from zero._torch.tensors import add_all as add_all
+from zero._torch.tensors import as_plain_tensors as as_plain_tensors
 from zero._torch.tensors import copied_without_values as copied_without_values
 from zero._torch.tensors import copy_all as copy_all
 from zero._torch.tensors import has_hooks as has_hooks

@@ -33,14 +33,10 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     (queue or Variable._execution_engine.queue_callback)(function)
 
 
-outside_function_modes: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
-"""Returns a context in which no TorchFunctionMode sees calls of torch. It has no public name."""
-
-
 def leaves_of_graphs(params: Sequence[Tensor]) -> list[Node]:
     """The nodes by which autograd accumulates the gradients of parameters that require one (AccumulateGrad): those that
     exist, or new ones, which expect gradients of the parameters' present shapes."""
-    with torch.enable_grad(), outside_function_modes():
+    with torch.enable_grad():
         probe = _Leaves.apply(*params)  # type: ignore[no-untyped-call]
     return [node for node, _ in probe.grad_fn.next_functions]
 
@@ -50,7 +46,12 @@ class _Leaves(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *params: Tensor) -> Tensor:
-        return params[0].new_empty(0)
+        return torch.empty(0, dtype=params[0].dtype, device=params[0].device)
+
+
+def shape_expected_by(leaf: Node) -> torch.Size:
+    """The shape of the gradients that such a node accepts. It has no public name."""
+    return torch.Size(leaf._input_metadata[0].shape)  # which is a list
 
 
 def writes_into(leaf: Node) -> bool:

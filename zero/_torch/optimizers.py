@@ -40,6 +40,25 @@ def takes_state_hooks(optimizer: Optimizer) -> bool:
     return hasattr(optimizer, "_optimizer_state_dict_post_hooks")
 
 
+class HooksOfSteps:
+    """Hooks of one optimizer's own, the last before a step and the first after it. torch can register hooks at the end
+    only: its tables, which have no public names, are ordered dictionaries.
+
+    They do not keep the optimizer, which keeps them.
+    """
+
+    def __init__(self, optimizer: Optimizer, before: Any, after: Any) -> None:
+        self._before = Optimizer.register_step_pre_hook(optimizer, before).id
+        self._after = Optimizer.register_step_post_hook(optimizer, after).id
+
+    def take_their_places(self, optimizer: Optimizer) -> None:
+        """Called by a hook before the step of any optimizer, which torch calls before it looks at the optimizer's."""
+        before: Any = optimizer._optimizer_step_pre_hooks
+        after: Any = optimizer._optimizer_step_post_hooks
+        before.move_to_end(self._before)
+        after.move_to_end(self._after, last=False)
+
+
 def call_stepped(optimizer: Optimizer) -> None:
     """Keeps schedulers from warning that the optimizer was never stepped. What they read has no public name."""
     vars(optimizer)["_opt_called"] = True

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any, TypeVar
 
@@ -24,6 +25,10 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What operators raise that cannot run on tensors without values. These classes have no public name."""
 
 
+Fake = FakeTensor
+"""The class of tensors without values, which has no public name."""
+
+
 def without_values() -> FakeTensorMode:
     """In this context new tensors have shapes but no memory, on any device. torch's class has no public name."""
     return FakeTensorMode(allow_non_fake_inputs=True)
@@ -40,7 +45,7 @@ def has_values(tensor: Tensor) -> bool:
     return not isinstance(tensor, FakeTensor)
 
 
-class _Rebound(FakeTensor):
+class Rebound(FakeTensor):
     """Whose device is that of the data that it was given last, as of a tensor with memory."""
 
     made_on: torch.device
@@ -63,7 +68,7 @@ def let_move(param: Tensor) -> None:
     """Has the data of a tensor without values be set to data on another device. torch leaves the device of a FakeTensor
     what it was."""
     made_on = param.device
-    param.__class__ = _Rebound
+    param.__class__ = Rebound
     param.made_on = made_on  # type: ignore[attr-defined]
 
 
@@ -73,6 +78,10 @@ def is_of_two_devices(error: RuntimeError) -> bool:
     The second text is that of torch 2.11.
     """
     return any(text in str(error) for text in ("same device", "two different devices"))
+
+
+as_plain_tensors: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+"""Returns a context in which torch takes tensors of classes of one's own for plain ones. It has no public name."""
 
 
 def copy_all(into: list[Tensor], tensors: list[Tensor]) -> None:

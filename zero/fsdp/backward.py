@@ -4,6 +4,11 @@ backward of a unit    unshard, compute, reshard, wait for the gradients of the u
 end of backward       complete the remaining units, wait for all reductions, compare the logs of the ranks
 
 A unit that backward reaches again, through another forward's graph, waits for its reduction, and reduces once more.
+
+Calls of one unit are reduced together, in one sum over the ranks, as with DistributedDataParallel. So a backward has to
+know which calls it will pass. Those of the last forward count as expected. If several forwards of the model wait for a
+backward, as where a loss is of two or one was dropped, ranks tell one another which of the graphs exist (`_expect`): a
+graph that one rank alone keeps, or whose garbage was not collected there yet, is expected on none.
 """
 
 from __future__ import annotations
@@ -17,22 +22,25 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import at_end_of_backward
+from zero._torch import as_plain_tensors, at_end_of_backward, in_a_backward
 from zero.comm import Comm
 from zero.comm.streams import NoStreams
-from zero.fsdp.at_rest import ReadsAtRest
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
-from zero.fsdp.unit import Call, Index, TrainingState, Unit
+from zero.fsdp.unit import Call, Index, Need, Unit
 from zero.sdp.bucket import EndOfBackward
-from zero.shards.scaling import Scaling
+
+
+class Graph:
+    """One forward of the model: hooks on its graph keep it."""
 
 
 class Backward:
     """The backward of one model.
 
     `reduces`: whether gradients are reduced; False under no_sync.
-    `active`: whether a backward is running. `awaited`: whether a forward expects a backward that has not begun.
+    `active`: whether a backward is running.
+    `waiting`: the forwards, by number, that have begun with gradients since the last backward.
     """
 
     def __init__(
@@ -41,18 +49,18 @@ class Backward:
         comms: Sequence[Comm],
         streams: Sequence[NoStreams],
         prefetch: Prefetch,
-        at_rest: ReadsAtRest,
         overflow: Overflow,
-        scaling: Scaling,
     ) -> None:
         self.reduces = True
-        self.active = self.awaited = False
+        self.active = False
+        self.waiting: dict[int, weakref.ref[Graph]] = {}
         # Whether backward has left gradients of a unit unreduced since the last one that reduced.
         self._left_unreduced = False
         self._index, self._units, self._root, self._streams = index, index.units, index.units[0], streams
-        self._at_rest, self._overflow, self._scaling = at_rest, overflow, scaling
+        self._overflow = overflow
         self._limit, self._prefetches = prefetch.limit, prefetch.backward_prefetch
         self._end = EndOfBackward(comms, "the end of a backward of FSDP")
+        self._comms = [(comm, comm.channel("the graphs that a backward of FSDP may pass")) for comm in comms]
         self._interrupted = False
         # Whether autograd computes in the thread that calls it. On a GPU it does in one of its own, which may end only
         # after that thread has cleared gradients.
@@ -64,17 +72,22 @@ class Backward:
         # The unit whose reduction is in flight; waited for before the next unit's is launched.
         self._reducing: Unit | None = None
 
-    def reached_inside(self, unit: Unit, call: Call, _: Any) -> None:
+    @property
+    def _within_forward(self) -> bool:
+        """Whether the backward runs within a forward, such as for forces from an energy."""
+        return bool(self._index.running)
+
+    def reached_inside(self, unit: Unit, call: Call, graph: Graph, _: Any) -> None:
         """The hook on outputs of modules inside the unit's."""
         if not unit.running:  # else its forward takes a gradient, such as forces from an energy, and it is unsharded
-            self.reached(unit, call, _)
+            self.reached(unit, call, graph, _)
 
-    def reached(self, unit: Unit, call: Call, _: Any) -> None:
+    def reached(self, unit: Unit, call: Call, graph: Graph, _: Any) -> None:
         """The hook on the unit's outputs: unshards it before backward computes gradients of a call.
 
-        Raises RuntimeError for create_graph=True.
+        graph: kept by this hook, for `waiting`. Raises RuntimeError for create_graph=True.
         """
-        if unit.state is TrainingState.BACKWARD and call in unit.calls:
+        if unit.in_backward and call in unit.calls:
             return
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -84,7 +97,7 @@ class Backward:
         self._begin()
         unit.calls.add(call)  # once more if the graph was retained, or is older than another backward
         self._complete_units_after(call)
-        entered = [each for each in (unit, *self._index.reads[unit]) if each.state is TrainingState.IDLE]
+        entered = [each for each in (unit, *self._index.reads[unit]) if not each.in_backward]
         for each in entered:
             self._enter(each)
         if not call.has_exit_hook:  # a re-entrant checkpoint runs a backward of its own, with an end of its own
@@ -115,8 +128,8 @@ class Backward:
 
     def post_backward(self, unit: Unit, call: Call, *_: Any) -> None:
         """The hook on the unit's inputs: completes it once backward has passed all of its expected calls."""
-        if unit.state is TrainingState.BACKWARD and unit.complete(call):
-            self._complete(unit)
+        if unit.in_backward and unit.passed(call):
+            self._reduce_unit(unit)
 
     def _begin(self) -> None:
         if self._interrupted:
@@ -125,11 +138,32 @@ class Backward:
             self.active = True
             for streams in self._streams:
                 streams.begin()
-            if self.awaited and self._at_rest.groups:
-                self._at_rest.refuse()
+            self._expect()
             finish = self._finish
             self._end_callback = weakref.ref(finish, self._callback_dropped)
             at_end_of_backward(finish)
+
+    def _expect(self) -> None:
+        """Collective where several forwards wait. Forgets the calls of forwards whose graph does not exist on every
+        rank: no backward can pass it on all."""
+        if len(self.waiting) < 2:
+            return
+        gone = torch.tensor([graph() is None for graph in self.waiting.values()], dtype=torch.uint8, device="cpu")
+        for comm, channel in self._comms:
+            comm.all_reduce(gone, maximum=True, channel=channel)
+        left = {number for number, is_gone in zip(self.waiting, gone.tolist(), strict=True) if not is_gone}
+        left.add(max(self.waiting))
+        for unit in self._units:
+            unit.calls = {call for call in unit.calls if call.forward in left}
+
+    def unshard_to_read(self, unit: Unit) -> bool:
+        """Collective within a backward. Unshards a unit whose parameters are read while a checkpoint computes a forward
+        again, or by a hook, until the backward ends."""
+        if not self.active or not in_a_backward():
+            return False
+        unit.unshard(for_backward=True)
+        unit.needed_by.add(Need.KEPT)
+        return True
 
     def _enter(self, unit: Unit) -> None:
         for streams in self._streams:
@@ -137,7 +171,7 @@ class Backward:
         if self._reducing is unit:  # backward has reached it again; its gradients come while it is sharded
             self._finish_reduce()
         unit.unshard(for_backward=True)
-        unit.enter_backward()
+        unit.pre_backward()
         self._in_backward.append(unit)
 
     def _complete_units_after(self, call: Call) -> None:
@@ -146,15 +180,16 @@ class Backward:
             if unit is self._root or unit.completes_at_end:
                 continue
             if all(other.begun > call.ended for other in unit.calls):
-                self._complete(unit)
+                self._reduce_unit(unit)
 
     def _launch_ahead(self, unit: Unit) -> None:
         """Launches the all-gather of the unit that backward is expected to reach next, unless it is in backward."""
         following = self._index.before.get(unit)
-        if following is not None and following.calls and following.state is TrainingState.IDLE:
+        if following is not None and following.calls and not following.in_backward:
             following.unshard(for_backward=True, ahead=True)
+            following.needed_by.add(Need.AHEAD)
 
-    def _complete(self, unit: Unit, *, at_end: bool = False) -> None:
+    def _reduce_unit(self, unit: Unit, *, at_end: bool = False) -> None:
         """Collective. Reshards the unit, launches the next all-gather, which is needed first, and then the reduction.
 
         Under no_sync leaves the gradients where they are instead of reducing them.
@@ -162,7 +197,8 @@ class Backward:
         self._in_backward.remove(unit)
         for bucket in unit.buckets if self.reduces else ():
             bucket.take_written()
-        unit.end_backward()  # before waiting: an all-gather into its memory need not wait for the reduction
+        # Before waiting: an all-gather into its memory need not wait for the reduction.
+        unit.post_backward(within_forward=self._within_forward)
         if self.reduces:
             self._finish_reduce()
         else:
@@ -186,32 +222,39 @@ class Backward:
     def _finish_reduce(self) -> None:
         if self._reducing is not None:
             reduced, self._reducing = self._reducing, None
-            for bucket in reduced.buckets:
-                bucket.finish()
+            with as_plain_tensors():
+                for bucket in reduced.buckets:
+                    bucket.finish()
 
     def _finish(self) -> None:
+        within = self._within_forward
         for unit in reversed(self._units):
-            if unit.state is TrainingState.IDLE and unit.calls and (unit.unsharded or unit.gathering):
+            if unit.calls and not unit.in_backward and not within and (unit.unsharded or unit.gathering):
                 self._enter(unit)  # backward did not reach it here, but may have on other ranks, which reduce it
-            if unit.state is TrainingState.BACKWARD:
-                self._complete(unit, at_end=True)
+            if unit.in_backward:
+                self._reduce_unit(unit, at_end=True)
             elif self.reduces and self._left_unreduced and any(bucket.left_unreduced for bucket in unit.buckets):
                 for bucket in unit.buckets:
-                    bucket.enter_backward()
+                    bucket.pre_backward()
                     bucket.take_written()
                 self._launch_reduce(unit)
         self._finish_reduce()
-        self._end.reach([bucket for unit in self._units for bucket in unit.buckets])
-        for unit in self._units:
-            unit.end_backward()
-        for group in self._index.groups:
-            group.synchronize()
-        self.active = self.awaited = False
-        if self.reduces:
-            self._left_unreduced = False
-            if self._overflow.groups:
-                self._overflow.spread()  # before gradients are remembered
-            self._scaling.remember(self._index)
+        with as_plain_tensors():
+            self._end.reach([bucket for unit in self._units for bucket in unit.buckets])
+            for unit in self._units if not within else ():
+                unit.post_backward()
+            for group in self._index.groups:
+                group.synchronize()
+            self.active = False
+            if not within:
+                self.waiting.clear()
+            if self.reduces:
+                self._left_unreduced = False
+                if self._overflow.groups:
+                    self._overflow.spread()
+        for unit in self._units if within else ():
+            if unit.needed_by:
+                unit.unshard()
 
     def _callback_dropped(self, _: Any) -> None:
         """Notices that autograd has dropped its callback, which it does without calling it after an exception.
@@ -237,7 +280,8 @@ class Backward:
                 for bucket in unit.buckets:
                     bucket.forget_set_aside()
         self._reducing = None
-        self.active = self.awaited = self._interrupted = False
+        self.active = self._interrupted = False
+        self.waiting.clear()
         self._in_backward.clear()
         for unit in self._units:
             unit.abandon()
@@ -254,5 +298,5 @@ def _hooked(param: nn.Parameter, hook: Callable[[Any], object]) -> RemovableHand
 def _param_reached(backward: weakref.ref[Backward], unit: weakref.ref[Unit], _: Any) -> None:
     """The hook on a parameter, before its gradient is accumulated."""
     reached = unit()
-    if reached is not None and reached.state is TrainingState.IDLE and (of := backward()) is not None:
+    if reached is not None and not reached.in_backward and (of := backward()) is not None:
         of.param_reached(reached)

@@ -14,12 +14,13 @@ from zero.fsdp.meta import Materialiser
 from zero.fsdp.options import Options
 from zero.fsdp.precision import CastBuffer
 from zero.fsdp.refusal import Refusal
-from zero.fsdp.unit import TrainingState, Unit
+from zero.fsdp.unit import Unit
 from zero.shards.group_state import GroupOptions
 from zero.shards.offload import Offload
 from zero.shards.partition import lay_out
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
+from zero.shards.sharded_parameter import forget
 from zero.tensor_parallel.shown import take_out_of
 
 
@@ -142,6 +143,7 @@ def restore_module(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], ho
             for param in group.params:
                 param.grad = None
         unit.summon()  # without dismiss()
+        forget(unit.params)
     for cast in cast_buffers:
         cast.holder[cast.name] = cast.tensor.to(cast.dtype)
     for hook in hooks:
@@ -150,7 +152,7 @@ def restore_module(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], ho
 
 def refuse_busy(units: Sequence[Unit], call: str) -> None:
     """Raises RuntimeError if `call` is made within forward, backward or summon_full_params()."""
-    busy = [unit.title for unit in units if unit.state is not TrainingState.IDLE or unit.running or unit.summoned]
+    busy = [unit.title for unit in units if unit.in_backward or unit.running or unit.summoned]
     if busy:
         raise RuntimeError(
             f"{call} was called while {busy[0]} is unsharded already: within forward, backward or another "

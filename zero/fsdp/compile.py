@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch import (
+    as_plain_tensors,
     call_around_compiling,
     called_by_cuda_graphs,
     compiled_to_cuda_graphs,
@@ -31,9 +32,10 @@ from zero._torch import (
     is_compiled,
     uncompiled,
 )
-from zero.fsdp.model import Forward, sharded_params
+from zero.fsdp.model import sharded_params
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.unit import Index, Unit
+from zero.shards.sharded_parameter import GRADIENT
 
 BETWEEN_UNITS = (
     "FSDP gathers and releases parameters between its units, which cannot be traced. Compile the model without "
@@ -110,7 +112,6 @@ class Compiling:
         """Compiled modules lose the hooks of modules inside, which are called through them alone. Code that is traced
         must not contain the search for reads."""
         compiled = [] if self._uncompiled else _compiled_in(self._root.module)
-        self._schedule.traced = bool(compiled)
         self._remove_inner_hooks(inner for module in compiled for inner in module.modules())
 
     def _remove_inner_hooks(self, modules: Iterable[nn.Module]) -> None:
@@ -122,31 +123,16 @@ class Compiling:
         inner = {module for unit in units[1:] or units if unit.exists for module in unit.module.modules()}
         self._schedule.remove(inner.intersection(modules) - {unit.module for unit in units if unit.exists})
 
-    def forward(self, run: Forward) -> Callable[..., Any]:
-        begin, end, uncompiled = _hidden(self._begin), _hidden(run.end), _hidden(self._run_uncompiled)
-        module = run.module
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            """Of all this, only the code of this function is traced if the model is compiled from outside."""
-            if begin(run, torch.compiler.is_compiling()):
-                output = uncompiled(module, *args, **kwargs)
-            else:
-                output = module(*args, **kwargs)
-            end()
-            return output
-
-        return forward
-
-    def _begin(self, run: Forward, traced: bool) -> bool:
-        """Begins a forward. Returns whether the module is to run uncompiled although it is compiled."""
+    def runner(self, module: nn.Module, *, traced: bool) -> Callable[..., Any]:
+        """Called before a forward. Returns what runs it: the module, or, in the first forward of one that is compiled
+        as a whole, the module uncompiled. traced: whether the code that calls it is."""
         _watch()
-        compiled = traced or is_compiled(run.module)
         if self._records and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 f"FSDP ran forward while torch.cuda.graph or make_graphed_callables records CUDA graphs, {_MOVING}, "
                 "and a replay would gather nothing. Run forward and backward without recording them."
             )
-        module, schedule = run.module, self._schedule
+        schedule = self._schedule
         searches = not schedule.forwards[module.training] and schedule.installed and not self._root.summoned
         if searches:
             problem = compiling_problem(
@@ -154,15 +140,14 @@ class Compiling:
             )
             if problem is not None:
                 raise RuntimeError(problem)
-        run.begin()
-        if not compiled:
-            return False
+        if not (traced or is_compiled(module)):
+            return module
         if searches and {*_compiled_in(module)} <= {module, uncompiled(module)}:
-            return True
+            return _hidden(partial(self._run_uncompiled, module))  # type: ignore[no-any-return]
         if not self._enters_by_units:
             self._enters_by_units = True
             self._remove_inner_hooks(module.modules())
-        return False
+        return module
 
     def _run_uncompiled(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         self._uncompiled = True
@@ -192,20 +177,22 @@ def _hide(_: object) -> None:
     """Hides the gradients of shards that torch.compile would refuse, and hooks, before it traces anything."""
     for compiling in _all:
         compiling.tracing_begins()
-    for param in sharded_params():
-        gradient = param.grad
-        if gradient is not None and _kind(gradient) != _kind(param):
-            _hidden_gradients.append((param, gradient))
-            param.grad = None
+    with as_plain_tensors():  # not as reads in the forward that may be running
+        for param in sharded_params():
+            gradient = param.grad
+            if gradient is not None and _kind(gradient) != _kind(param):
+                _hidden_gradients.append((param, gradient))
+                GRADIENT.__set__(param, None)
 
 
 def _show(_: object) -> None:
-    while _hidden_gradients:
-        param, gradient = _hidden_gradients.pop()
-        data = param.data
-        param.data = gradient  # torch takes only a gradient of the shape, dtype and device of the data
-        param.grad = gradient
-        param.data = data
+    with as_plain_tensors():
+        while _hidden_gradients:
+            param, gradient = _hidden_gradients.pop()
+            data = param.data
+            param.data = gradient  # torch takes only a gradient of the shape, dtype and device of the data
+            GRADIENT.__set__(param, gradient)
+            param.data = data
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import children_of
+from zero._torch import as_plain_tensors, children_of
 from zero.fsdp.build import Builder, restore_module
 from zero.fsdp.choice import UnitChoice
-from zero.fsdp.compile import RECORDING, Compiling, compiling_problem
-from zero.fsdp.guard import Guard
-from zero.fsdp.model import Forward, Model, refuse_forward, sharded_params
+from zero.fsdp.compile import BETWEEN_UNITS, RECORDING, Compiling, compiling_problem
+from zero.fsdp.model import Model, sharded_params
 from zero.fsdp.optimizer_state import registered
 from zero.fsdp.options import (
     GivenOptions,
@@ -29,6 +29,7 @@ from zero.fsdp.options import (
 from zero.fsdp.precision import CastBuffer
 from zero.fsdp.prefetch import Prefetch, as_prefetch
 from zero.fsdp.state_dict_guard import NO_COPIES, StateDictGuard
+from zero.fsdp.step import Steps
 from zero.fsdp.torch_options import NAMES, as_precision, from_torch
 from zero.fsdp.unit import Unit
 from zero.fsdp.units import Policy, largest_unit
@@ -37,7 +38,7 @@ from zero.offload import NAMES as OFFLOAD
 from zero.offload import take_offload
 from zero.oss.ddp import ddp_within
 from zero.sdp.buffers import BufferSync
-from zero.sdp.wrapper import refuse_steps
+from zero.sdp.wrapper import UNWRAPPED, refuse_steps
 from zero.shards import norm
 from zero.shards.announce import announce
 from zero.shards.offload import DEVICE, Offload
@@ -143,9 +144,12 @@ class FSDP(Weights):
         ignored, cast_buffers = asked.ignored_modules, builder.cast_buffers
         self._model = Model(module, units, placement, options, builder.refusal, ignored, cast_buffers)
         self.broadcast_buffers = broadcast_buffers
-        compiling = Compiling(self._model.index, self._model.schedule)
-        self._state_dicts = StateDictGuard(module, self._model.index, keeps=(Guard(self._model), compiling))
-        self._run = self._runner(compiling)
+        synced = broadcast_buffers and next(module.buffers(), None) is not None
+        self._buffer_sync = BufferSync(module, self._model.comms) if synced else None
+        self._compiling = compiling = Compiling(self._model.index, self._model.schedule)
+        self._state_dicts = StateDictGuard(module, self._model.index, keeps=(Steps(self._model), compiling))
+        self._model.schedule.install(compiling.hook, compiling.search_begins)
+        self._unwrapped = False
         self._announce(strategy, len(choice.ignored))
 
     def _announce(self, strategy: ShardingStrategy, ignored: int) -> None:
@@ -154,13 +158,6 @@ class FSDP(Weights):
         title = f"FSDP({type(self.module).__name__}, {strategy}, {units})"
         left_out = f"{ignored} parameters, ignored as the caller asked" if ignored else ""
         announce(title, self._model.comm, self._model.index.groups, left_out, sharded="parameters and gradients")
-
-    def _runner(self, compiling: Compiling) -> Callable[..., Any]:
-        """Installs the hooks. Returns what runs in forward."""
-        synced = self.broadcast_buffers and next(self.module.buffers(), None) is not None
-        buffers = BufferSync(self.module, self._model.comms) if synced else None
-        self._model.schedule.install(compiling.hook, compiling.search_begins)
-        return compiling.forward(Forward(self._model, buffers))
 
     def _hand_over(
         self, root: nn.Module, name: str, cast_buffers: list[CastBuffer], hooks: list[RemovableHandle]
@@ -185,7 +182,7 @@ class FSDP(Weights):
         take_out_of(self.module)
         self._end()
         refuse_steps(registered(self._model))
-        self._run = refuse_forward
+        self._unwrapped = True
         return self.module
 
     def _end(self) -> None:
@@ -197,7 +194,37 @@ class FSDP(Weights):
 
         Raises RuntimeError if parameters were moved, cast or given other data since they were wrapped.
         """
-        return self._run(*args, **kwargs)
+        run = self._begin(torch.compiler.is_compiling())  # torch.compile traces the code of this method, and no other
+        try:
+            output = run(*args, **kwargs)
+        except BaseException:
+            self._interrupted()
+            raise
+        self._end_forward()
+        return output
+
+    @torch.compiler.disable(reason=BETWEEN_UNITS)  # type: ignore[untyped-decorator]
+    def _begin(self, traced: bool) -> Callable[..., Any]:
+        """Collective. Returns what runs the module."""
+        if self._unwrapped:
+            raise RuntimeError(UNWRAPPED.format("FSDP"))
+        run = self._compiling.runner(self.module, traced=traced)
+        self._interrupted()  # of a unit by itself, which is known only now
+        self._model.begin_forward()
+        if self._buffer_sync is not None:
+            self._buffer_sync.before_forward()
+        return run
+
+    @torch.compiler.disable(reason=BETWEEN_UNITS)  # type: ignore[untyped-decorator]
+    def _end_forward(self) -> None:
+        if self._buffer_sync is not None:
+            self._buffer_sync.after_forward(reduced=self._model.backward.reduces)
+
+    @torch.compiler.disable(reason=BETWEEN_UNITS)  # type: ignore[untyped-decorator]
+    def _interrupted(self) -> None:
+        """torch calls hooks after errors, but not after KeyboardInterrupt and SystemExit. What the user saves then is
+        to be saved as after any other forward."""
+        self._model.schedule.interrupted()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -220,7 +247,7 @@ class FSDP(Weights):
         of torch.nn.utils.clip_grad_norm_, which sees this rank's shards only.
         """
         total = self.grad_norm(norm_type)
-        with self._model.scaling.alike():
+        with as_plain_tensors():
             gradients = [param.grad for param in self._model.index if param.grad is not None]
             norm.clip(gradients, total, float(max_norm), offloaded=self._offload.active)
         return total
@@ -233,16 +260,16 @@ class FSDP(Weights):
         """
         params = [*self._model.index]
         self._model.refuse_unreduced()
-        dtypes = {param.dtype for param in params}
-        return norm.total_norm(
-            [(param, param.grad) for param in params],
-            self._model.comm,
-            self._model.norm_channel,
-            float(norm_type),
-            params[0].device,
-            dtypes,
-            self._offload,
-        )
+        with as_plain_tensors():
+            return norm.total_norm(
+                [(param, param.grad) for param in params],
+                self._model.comm,
+                self._model.norm_channel,
+                float(norm_type),
+                params[0].device,
+                {param.dtype for param in params},
+                self._offload,
+            )
 
     @property
     def _offload(self) -> Offload:
@@ -251,8 +278,12 @@ class FSDP(Weights):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """False within no_sync, as with DistributedDataParallel."""
+        """False within no_sync, as with DistributedDataParallel, where some scripts set it instead of calling that."""
         return self._model.backward.reduces
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, reduces: bool) -> None:
+        self._model.backward.reduces = reduces
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(NO_COPIES)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero._torch import OwnHook, state_dict_hooks_of, wraps_others
+from zero._torch import OwnHook, as_plain_tensors, state_dict_hooks_of, wraps_others
 from zero.comm import Comm
 from zero.fsdp.build import refuse_busy
 from zero.fsdp.model import Model, models, models_of
@@ -102,9 +102,10 @@ class _Gradients:
         self._shards = [param.grad for param in group.params]
         dtypes = {grad.dtype for grad in self._shards if grad is not None}
         shard = torch.zeros_like(group.shard, dtype=dtypes.pop() if dtypes else None)
-        for view, grad in zip(group.views_of_shard(shard), self._shards, strict=True):
-            if grad is not None:
-                view.copy_(grad)
+        with as_plain_tensors():
+            for view, grad in zip(group.views_of_shard(shard), self._shards, strict=True):
+                if grad is not None:
+                    view.copy_(grad)
         exist = torch.tensor([float(grad is not None) for grad in self._shards], device=shard.device)
         group.comm.all_reduce(exist, maximum=True)
         self._exist = exist.tolist()
@@ -125,8 +126,8 @@ class _Gradients:
                 view if param.grad is not None and index in group.spans else None
                 for index, (param, view) in enumerate(views)
             ]
-        for param, shard in zip(group.params, shards, strict=True):
-            param.grad = shard
+        for index, gradient in enumerate(shards):
+            group.set_gradient(index, gradient)
 
 
 @dataclass(frozen=True)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 from weakref import ReferenceType, WeakSet, ref
 
 from torch import nn
+from torch.optim import Optimizer
 
 from zero._torch import params_of, transformed
 from zero.comm import Comm
 from zero.comm.streams import streams_in
-from zero.fsdp.at_rest import ReadsAtRest
 from zero.fsdp.backward import Backward
 from zero.fsdp.options import Options
 from zero.fsdp.overflow import Overflow
@@ -20,12 +20,9 @@ from zero.fsdp.refusal import Refusal
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.shown import ShownUnits
 from zero.fsdp.unit import Index, Unit
-from zero.sdp.buffers import BufferSync
-from zero.sdp.wrapper import UNWRAPPED
 from zero.shards.claimed import claim, release
 from zero.shards.group_state import GroupState
 from zero.shards.placement import Placement
-from zero.shards.scaling import Scaling
 from zero.shards.shard_group import moved_problem
 from zero.tensor_parallel.parts import others_of
 
@@ -51,7 +48,6 @@ class Model:
     module: the user's. units: the root first. ignored: modules that are not sharded.
     partition: the user's. cast_buffers: the buffers that mixed precision has cast.
     `index`: where the parameters lie. `comm`: the ranks that own shards. `comms`: all groups of ranks.
-    `scaling`: how gradients are scaled between backward and step.
     """
 
     def __init__(
@@ -80,18 +76,14 @@ class Model:
             for name, param in holder.named_parameters(recurse=False, remove_duplicate=False)
             if param in self.index
         ]
-        self.scaling = Scaling(
-            self.comm,
-            "the step of an optimizer of FSDP",
-            "clip_grad_norm_(max_norm) of the FSDP model",
-            self.index.groups,
-        )
         self._shown = ShownUnits(self.index)
         overflow = Overflow(self.index.groups, [self.comm, *others_of(self.index)])
         streams = streams_in(group.streams for group in self.index.groups)
         common = self.index, self.comms, streams, self.prefetch
-        self.backward = Backward(*common, ReadsAtRest(self.index.groups, refusal), overflow, self.scaling)
-        self.schedule = Schedule(*common, self.backward, overflow, refusal)
+        self.backward = Backward(*common, overflow)
+        self.schedule = Schedule(*common, self.backward, overflow)
+        # How to restore what a step has left hidden that raised.
+        self.unfinished_step: tuple[Callable[[Optimizer], None], ReferenceType[Optimizer]] | None = None
         claim(self.index, self, _AVERAGES, sharded=_SHARDED)
         _alive[:] = [model for model in _alive if model() is not None]
         _alive.append(ref(self))
@@ -123,6 +115,24 @@ class Model:
                 )
         return None
 
+    def begin_forward(self) -> None:
+        """Collective where it raises. Raises RuntimeError if parameters were moved, cast, replaced or given other data,
+        and within a transform of torch.func."""
+        if transformed():
+            raise RuntimeError(
+                "torch.func.grad, vjp, jvp or jacrev runs the forward of FSDP, which gathers parameters into memory "
+                "that the function captures. Differentiate by backward() or torch.autograd.grad, or at stage 2, with "
+                "ShardedDDP."
+            )
+        if self.unfinished_step is not None:
+            restore, optimizer = self.unfinished_step
+            if (stepped := optimizer()) is not None:
+                restore(stepped)
+        self.refuse_moved()
+        problem = self.replaced_problem()
+        if problem is not None:
+            self.refuse(problem)
+
     def refuse_moved(self) -> None:
         """Raises RuntimeError if parameters were moved, cast or given other data. Call it before a collective.
 
@@ -153,39 +163,6 @@ class Model:
         self.schedule.remove()
         release(self.index, self)
         self._shown.remove()
-
-
-class Forward:
-    """What all ranks do before and after a forward of the module. buffers: broadcast before it."""
-
-    def __init__(self, model: Model, buffers: BufferSync | None) -> None:
-        self.module = model.module
-        self._model, self._buffers = model, buffers
-
-    def begin(self) -> None:
-        """Collective. Raises RuntimeError if parameters were moved, cast, replaced or given other data."""
-        if transformed():
-            raise RuntimeError(
-                "torch.func.grad, vjp, jvp or jacrev runs the forward of FSDP, which gathers parameters into memory "
-                "that the function captures. Differentiate by backward() or torch.autograd.grad, or at stage 2, with "
-                "ShardedDDP."
-            )
-        self._model.schedule.before_forward()
-        self._model.refuse_moved()
-        problem = self._model.replaced_problem()
-        if problem is not None:
-            self._model.refuse(problem)
-        if self._buffers is not None:
-            self._buffers.before_forward()
-
-    def end(self) -> None:
-        if self._buffers is not None:
-            self._buffers.after_forward(reduced=self._model.backward.reduces)
-
-
-def refuse_forward(*_: Any, **__: Any) -> NoReturn:
-    """Raises RuntimeError. Called in place of the forward, once the module is unwrapped."""
-    raise RuntimeError(UNWRAPPED.format("FSDP"))
 
 
 def models() -> list[Model]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakMethod
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 from torch import nn
@@ -21,29 +20,27 @@ from torch.utils.hooks import RemovableHandle
 from zero._torch import in_a_backward
 from zero.comm import Comm
 from zero.comm.streams import NoStreams
-from zero.fsdp.backward import Backward
+from zero.comm.together import Together
+from zero.fsdp.backward import Backward, Graph
 from zero.fsdp.edges import watch_inputs, watch_inside, watch_outputs
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
-from zero.fsdp.reads import ForeignReads
-from zero.fsdp.refusal import Refusal
 from zero.fsdp.shown import refuse_read
-from zero.fsdp.unit import Call, Index, TrainingState, Unit
+from zero.fsdp.unit import Call, Index, Need, Unit
 
 
 class Schedule:
     """Unshards and reshards the units of one model in forward and backward, by hooks on their modules.
 
     A unit is unsharded while its module runs, or a module inside it that holds parameters of the unit. So methods of
-    the model other than forward find parameters unsharded, too, if they call modules.
+    the model other than forward find parameters unsharded, too, if they call modules. A parameter of another unit that
+    is read meanwhile asks for that unit (sharded_parameter.py): it is unsharded, and from then on whenever its reader
+    is.
 
-    `running`: units whose forward is running, from the outside in.
     `forwards`: how many forwards of the model have begun, by mode (`module.training`).
-    `stepping`: whether an optimizer steps these parameters, and reads shards; perhaps within a forward, as in a
-        training_step of Lightning.
 
-    Reads of other units' parameters (reads.py) and writes (writes.py) are looked for in forward 1, 2, 4, 8, 16 ... of a
-    mode, with ZERO_CHECK=each in every one. What is first found after forwards in which nobody looked raises.
+    Writes through `.data` (writes.py) are looked for in forward 1, 2, 4, 8, 16 ... of a mode, with ZERO_CHECK=each in
+    every one. What is first found after forwards in which nobody looked raises.
     """
 
     def __init__(
@@ -54,19 +51,18 @@ class Schedule:
         prefetch: Prefetch,
         backward: Backward,
         overflow: Overflow,
-        refusal: Refusal,
     ) -> None:
         self._index, self._units, self._root, self._comms = index, index.units, index.units[0], comms
         self._streams, self._prefetch, self._backward = streams, prefetch, backward
         self._overflow, self._device = overflow, index.groups[0].full.device.type
-        self.running: list[Unit] = []
-        self.stepping = False
+        self._together = Together(comms, "the first reading of parameters of another unit")
         self.forwards: Counter[bool] = Counter()
         # The same of calls of other methods, and of the model within a backward.
         self._other_calls: Counter[bool] = Counter()
-        # Whether writes are looked for now, and whether nobody looked in the forward before.
-        self._looks = self._missed = False
-        self._refusal = refusal
+        # Whether writes are looked for now.
+        self._looks = False
+        # The number of the last forward of the model, or of units by themselves, and what its graph keeps.
+        self._forward, self._graph = 0, Graph()
         # Units that were gathered ahead, and did not begin their forward yet.
         self._ahead: set[Unit] = set()
         # How many forwards of units have begun.
@@ -75,9 +71,6 @@ class Schedule:
         self._last_entered = self._root
         # Whether autocast's casts of an earlier forward serve this one.
         self._casts_are_shared = False
-        # Whether modules run as code that was traced, in which no reads are seen.
-        self.traced = False
-        self._search = ExitStack()
         self._hooks: MutableMapping[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
         self._on_params: list[RemovableHandle] = []
 
@@ -89,10 +82,14 @@ class Schedule:
         """Registers the hooks.
 
         hidden: returns what is registered in place of a hook on a module of a unit. begin_search: called before each
-        forward that is searched for reads. Its owner is not kept alive.
+        forward that is searched for writes. Its owner is not kept alive.
         """
         self._begin_search = WeakMethod(begin_search)
         self._on_params = self._backward.watch_params()
+        read = WeakMethod(self._unshard_to_read)  # units keep their groups, and hooks on modules keep units and this
+        for unit in self._units:
+            for group in unit.groups:
+                group.unshard_to_read = partial(_call_if_alive, read, ref(unit))
         for unit in reversed(self._units):  # so that a unit around another is entered first
             for module in (unit.module, *_holders(unit)):
                 own = module is unit.module
@@ -118,14 +115,14 @@ class Schedule:
     def installed(self) -> bool:
         return bool(self._hooks)
 
-    def before_forward(self) -> None:
-        """Forgets a forward that KeyboardInterrupt has ended, which calls no hooks. Called before each forward."""
-        if self.running and not self._backward.active:
-            self.running.clear()
-            self._search.close()
+    def interrupted(self) -> None:
+        """Forgets a forward that an error has ended which calls no hooks of modules: KeyboardInterrupt, SystemExit."""
+        if self._index.running and not self._backward.active:
+            self._index.running.clear()
+            self._ahead.clear()
             for unit in self._units:
                 unit.forget_forward()
-                unit.reshard()
+                unit.release()
 
     def _pre_forward(
         self, unit: Unit, own: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -133,37 +130,36 @@ class Schedule:
         """own: whether this is the unit's own module, not one inside it."""
         if self._backward.active and not in_a_backward():
             self._abandon()
-        if unit.state is TrainingState.IDLE:
-            if unit.running:
-                if not own:
-                    return None
-            elif unit.summoned:
-                _refuse_to_train_summoned(unit)
+        if unit.in_backward:
+            # Activation checkpointing computes the forward again, and backward has unsharded it.
+            return self._cast_inputs(unit, module, args, kwargs) if own else None
+        if unit.running:
+            if not own:
                 return None
-            else:
-                unit.entry_module = None if own else module
-                self._enter(unit)
-            args, kwargs = self._begin(unit, module, args, kwargs)
-            return args, kwargs
-        # Activation checkpointing computes the forward again, and backward has unsharded it.
-        return self._cast_inputs(unit, module, args, kwargs) if own else None
+        elif unit.summoned:
+            _refuse_to_train_summoned(unit)
+            return None
+        else:
+            unit.entry_module = None if own else module
+            self._enter(unit)
+        args, kwargs = self._begin(unit, module, args, kwargs)
+        return args, kwargs
 
     def _enter(self, unit: Unit) -> None:
         """Collective. Unshards the unit, and what must be with it."""
-        if not self.running:
+        if not self._index.running:
             self._begin_forward()
         for streams in self._streams:
             streams.expect_computing("{} of FSDP runs", unit.title)
         in_backward = self._backward.active
         if unit is self._root:
             self._look(whole=unit.entry_module is None and not in_backward)
-        unit.companions = [*self._index.reads[unit]]
-        for each in (unit, *unit.companions):
+        for each in (unit, *self._index.reads[unit]):
             if each is not unit and not in_backward:
                 refuse_read(each)
             each.unshard(for_backward=in_backward)
-            each.users += 1
-        self.running.append(unit)
+            each.needed_by.add(unit)
+        self._index.running.append(unit)
         if not in_backward:
             self._note_order(unit)
 
@@ -176,15 +172,11 @@ class Schedule:
         number = forwards[mode]
         due = each or not number & (number - 1)
         if due or self._looks:
-            self._looks, self._missed = due, number > 2 and not each
+            self._looks, missed = due, number > 2 and not each
             for writes in [one for unit in self._units for one in unit.writes.values()]:
-                writes.looks, writes.missed = self._looks, self._missed
-        if due and whole:
-            self.stepping = False  # a closure is called within a step
-            if (begin_search := self._begin_search()) is not None:
-                begin_search()
-            if not self.traced:
-                self._search.enter_context(ForeignReads(self._index, self._found_read))
+                writes.looks, writes.missed = self._looks, missed
+        if due and whole and (begin_search := self._begin_search()) is not None:
+            begin_search()
 
     def _begin_forward(self) -> None:
         """No unit is running: the forward of the model begins, or that of one unit by itself."""
@@ -199,6 +191,7 @@ class Schedule:
             torch.clear_autocast_cache()
         if self._backward.active:
             return
+        self._forward, self._graph = self._forward + 1, Graph()
         for streams in self._streams:
             streams.begin()
         for comm in self._comms:
@@ -214,29 +207,41 @@ class Schedule:
             self._index.after[self._last_entered], self._index.before[unit] = unit, self._last_entered
         self._last_entered = unit
         self._ahead.discard(unit)
-        whole = self._root in self.running and self._root.entry_module is None
+        unit.needed_by.discard(Need.AHEAD)
+        whole = self._root in self._index.running and self._root.entry_module is None
         following = self._index.after.get(unit)
         if whole and following is not None and self._prefetch.forward_prefetch:
             following.unshard(ahead=True)
+            following.needed_by.add(Need.AHEAD)
             self._ahead.add(following)
 
-    def _found_read(self, other: Unit) -> None:
-        """Collective. The innermost running unit reads parameters of another one, which is unsharded with it from now
-        on."""
-        if self.stepping or other in self.running:  # its forward is ending, and returns its output
-            return
-        reader = self.running[-1] if self.running else self._root
-        if self._missed and other not in self._index.reads[reader]:
-            self._refusal.raise_everywhere(_READ_LATE.format(other.title, reader.title))
+    def _unshard_to_read(self, other: Unit) -> bool:
+        """Collective within a forward or backward: a parameter of another unit is read, which is unsharded with the
+        innermost running one from now on. Returns False outside."""
+        if not self._index.running:
+            return self._backward.unshard_to_read(other)
+        reader = self._index.running[-1]
         if not self._backward.active:
             refuse_read(other)
-        other.unshard()
-        if other not in reader.companions:
-            reader.companions.append(other)
-            other.users += 1
+        other.unshard(for_backward=self._backward.active)
+        other.needed_by.add(reader)
         other.read_by_others = True
         if other not in self._index.reads[reader]:
             self._index.reads[reader].append(other)
+            self._refuse_recorded(other, reader)
+        return other.readable
+
+    def _refuse_recorded(self, other: Unit, reader: Unit) -> None:
+        """Collective. Raises RuntimeError on every rank for a Function of the user's that has recorded a shard."""
+        with self._together:
+            for name in filter(None, (group.recorded_as_shard() for group in other.groups)):
+                raise RuntimeError(
+                    f"a torch.autograd.Function in the forward of {reader.title} of FSDP was given {name} of "
+                    f"{other.title} while it was sharded, and would get its gradient in the shape of the shard. From "
+                    "the next forward on it is unsharded before. To train from the first on make both one unit, "
+                    "FSDP(as_one_unit=...), or read the parameter once before the Function: param.detach()."
+                )
+            self._together.agree()
 
     def _begin(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Counts a forward of the unit. Expects a backward, and registers hooks on inputs for the end of that backward.
@@ -244,10 +249,12 @@ class Schedule:
         Returns the inputs in the dtype of computing.
         """
         self._forwards_begun += 1
-        call = Call(self._forwards_begun, late=self._casts_are_shared)
+        call = Call(self._forward, self._forwards_begun, late=self._casts_are_shared)
         unit.running.append(call)
         args, kwargs = self._cast_inputs(unit, module, args, kwargs)
         if unit is not self._root and torch.is_grad_enabled():
+            if not self._backward.active:
+                self._backward.waiting[self._forward] = ref(self._graph)
             if not (self._backward.active and unit.calls):  # else a checkpoint computes an expected call again
                 unit.calls.add(call)
             call.has_exit_hook = watch_inputs(unit, args, kwargs, partial(self._backward.post_backward, unit, call))
@@ -259,19 +266,18 @@ class Schedule:
         return unit.precision.cast_inputs(module, (args, kwargs), root=unit is self._root)
 
     def _post_forward(self, unit: Unit, own: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if unit.state is TrainingState.BACKWARD or not unit.running:
+        if unit.in_backward or not unit.running:
             return None
         trains = torch.is_grad_enabled()
         if not own and module is not unit.entry_module:
             if trains:
-                watch_inside(output, partial(self._backward.reached_inside, unit, unit.running[-1]))
+                watch_inside(output, partial(self._backward.reached_inside, unit, unit.running[-1], self._graph))
             return None
         unit.entry_module = None if module is unit.entry_module else unit.entry_module
         call = unit.running.pop()
         call.ended = self._forwards_begun
-        on_entry = partial(self._backward.reached, unit, call) if trains else None
-        output, needs_backward = watch_outputs((unit, *unit.companions), output, on_entry)
-        self._backward.awaited |= needs_backward
+        on_entry = partial(self._backward.reached, unit, call, self._graph) if trains else None
+        output, needs_backward = watch_outputs((unit, *self._index.reads[unit]), output, on_entry)
         if not unit.running:
             # Backward will reach this unit first, as it did last time, and would gather it ahead.
             gathered_ahead = self._prefetch.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
@@ -282,37 +288,31 @@ class Schedule:
 
     def _leave(self, unit: Unit, *, stays: bool) -> None:
         unit.inputs.clear()
-        if unit in self.running:
-            self.running.remove(unit)
-        needed, unit.companions = (unit, *unit.companions), []
-        for each in needed:
-            each.users -= 1
+        if unit in self._index.running:
+            self._index.running.remove(unit)
         if unit is self._root:
-            self._search.close()
             self._index.before.pop(unit, None)
             if self._last_entered is not unit:
                 self._index.before[unit] = self._last_entered
             while self._ahead:
-                self._ahead.pop().reshard_unused()  # it did not run this time
-        if not stays:
-            for each in needed:
-                each.reshard_unused()
-        if not self.running:
+                self._ahead.pop().release(Need.AHEAD)  # it did not run this time
+        for each in (unit, *self._index.reads[unit]):
+            (each.needed_by.add if stays else each.needed_by.discard)(Need.KEPT)
+            each.release(unit)
+        if not self._index.running:
             for streams in self._streams:
                 streams.synchronize()  # the user may write into shards from here on
 
     def _abandon(self) -> None:
         """Forgets a forward or backward that an exception has ended, so that the model can be used again."""
-        self.running.clear()
-        self._search.close()
+        self._index.running.clear()
+        self._ahead.clear()
         self._backward.abandon()
 
 
-_READ_LATE = (
-    "parameters of {} of FSDP are read in the forward of {}, which did not read them in the first forwards. In one "
-    "that was not looked at it may have read shards. Let the first forward read them, too, make both one unit, "
-    "FSDP(as_one_unit=...), or set ZERO_CHECK=each in the environment of every rank, which looks at each forward."
-)
+def _call_if_alive(read: WeakMethod[Any], unit: ref[Unit]) -> bool:
+    method, one = read(), unit()
+    return method is not None and one is not None and bool(method(one))
 
 
 def _holders(unit: Unit) -> Iterator[nn.Module]:

@@ -9,7 +9,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakSet, ref
+from weakref import ref
 
 from torch import nn
 from torch.autograd.graph import Node
@@ -27,24 +27,31 @@ from zero.tensor_parallel.shown import Shown
 _AS_ONE_UNIT = "If ranks choose between modules, gather these as one unit: FSDP(as_one_unit=...)."
 
 
-class TrainingState(enum.Enum):
-    """Whether a backward is computing gradients of a unit."""
+class Need(enum.Enum):
+    """Why a unit is to stay unsharded, beside a running forward of its own or of a unit that reads its parameters."""
 
-    IDLE = "idle"
+    __hash__ = object.__hash__  # enum's own is Python, and takes longer than all else that is done with a Need
+
+    AHEAD = "gathered ahead of its forward"
+    KEPT = "kept from forward to backward"
     BACKWARD = "in backward"
+
+
+# What ends when a unit is resharded.
+_WHILE_UNSHARDED = {Need.AHEAD, Need.KEPT}
 
 
 @dataclass(eq=False)
 class Call:
     """One forward of a unit.
 
+    forward: the number of the forward of the model that it is part of.
     begun, ended: how many forwards of units had begun when this one began, and when it ended.
     has_exit_hook: whether a hook is called when its backward is complete; else that is complete at the end of backward.
     late: whether its gradients may come after backward has passed the unit.
-
-    The hooks on its graph keep it: it exists as long as a backward may come.
     """
 
+    forward: int
     begun: int
     late: bool
     ended: float = math.inf
@@ -56,10 +63,12 @@ class Unit:
 
     stays: whether they stay unsharded from forward to backward.
     `params`: the parameters of all its shard groups.
-    `running`: its forwards that are running: more than one where a module calls itself.
-    `users`: units whose running forward needs its parameters, itself included. `companions`: those that it needs.
+    `needed_by`: why it is unsharded: a Need, or the units that run and read its parameters, as itself. Once that is
+        empty it is resharded, whatever else ends.
+    `running`: its running calls, the innermost last: more than one where a module calls itself.
     `read_by_others`: whether the forward of another unit was seen to read its parameters.
-    `calls`: forwards whose backward is expected or running, while their graphs exist.
+    `calls`: those whose backward is expected or running: of the last forward of the model, and of earlier ones whose
+        graph exists on every rank (backward.py).
 
     It keeps neither its module nor other units alive: the hooks on modules keep units.
 
@@ -85,16 +94,14 @@ class Unit:
         self.writes = {group: Writes(group) for group in groups if group.frees}
         self._refusal, self.summoned = refusal, False
         self.shown: Shown | None = None
-        self.state = TrainingState.IDLE
+        self.needed_by: set[object] = set()
         # The module whose call began the running forward, if it is not the unit's own.
         self.entry_module: nn.Module | None = None
         self.running: list[Call] = []
-        self.users = 0
-        self.companions: list[Unit] = []
         self.read_by_others = False
         # The autograd nodes of the inputs of the running forwards.
         self.inputs: set[Node] = set()
-        self.calls: WeakSet[Call] = WeakSet()
+        self.calls: set[Call] = set()
         # Whether this backward has passed a call that is late.
         self._late = False
         self._set_title()
@@ -125,11 +132,16 @@ class Unit:
         return module
 
     def __repr__(self) -> str:
-        return f"Unit({self.name!r}, {self.state.value}, {self.groups})"
+        return f"Unit({self.name!r}, {self.groups})"
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward is computing its gradients."""
+        return Need.BACKWARD in self.needed_by
 
     # ------------------------------------------------------------------------------------------ expected backwards
 
-    def complete(self, call: Call) -> bool:
+    def passed(self, call: Call) -> bool:
         """Takes the call out of those that are expected. Returns whether it was the last one, and all gradients of the
         unit are there."""
         if call not in self.calls:
@@ -145,8 +157,7 @@ class Unit:
 
     def forget_forward(self) -> None:
         """Forgets forwards that an exception has ended."""
-        self.users = 0
-        self.companions = []
+        self.needed_by &= {Need.BACKWARD}
         self.running.clear()
         self.entry_module = None
         self.inputs.clear()
@@ -209,6 +220,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Releases the full parameters; this rank's shards remain. Raises as `finish_unshard` does."""
+        self.needed_by -= _WHILE_UNSHARDED
         for group in self.groups:
             if group.state is GroupState.GATHERING:
                 self._finish_unshard(group)
@@ -234,24 +246,27 @@ class Unit:
             if group.state is GroupState.SUMMONED:
                 group.dismiss(keep=keep)
 
-    def reshard_unused(self) -> None:
-        """Reshards, unless a running forward or backward needs the parameters."""
-        if not self.users and self.state is TrainingState.IDLE:
+    def release(self, *needs: object) -> None:
+        """Ends needs of it, and reshards it if nothing else needs the parameters."""
+        self.needed_by.difference_update(needs)
+        if not self.needed_by:
             self.reshard()
 
     # -------------------------------------------------------------------------------------------- backward
 
-    def enter_backward(self) -> None:
+    def pre_backward(self) -> None:
         """Prepares for full gradients, which autograd writes from here on. The parameters are unsharded."""
-        self.state = TrainingState.BACKWARD
+        self.needed_by.add(Need.BACKWARD)
         for bucket in self.buckets:
-            bucket.enter_backward()
+            bucket.pre_backward()
 
-    def end_backward(self) -> None:
-        """Forgets the expected backwards, and reshards the parameters. The gradients were taken."""
-        self.state = TrainingState.IDLE
-        self.calls.clear()
+    def post_backward(self, *, within_forward: bool = False) -> None:
+        """Its gradients were taken: those of its shards take their place, so it is resharded. within_forward: by a
+        backward within a forward, whose own backward is still expected; who needs the unit there gets it back."""
         self._late = False
+        if not within_forward:
+            self.calls.clear()
+        self.needed_by.discard(Need.BACKWARD)
         self.reshard()
 
     def synchronize(self) -> None:
@@ -261,10 +276,10 @@ class Unit:
 
     def interrupt(self) -> None:
         """Restores the gradients from before a backward that an exception has ended. Waits for no other rank."""
-        if self.state is TrainingState.BACKWARD:
+        if self.in_backward:
             for bucket in self.buckets:
                 bucket.drop_full()
-            self.end_backward()
+            self.post_backward()
         if any(bucket.has_set_aside for bucket in self.buckets) and not self.gathering:
             self.reshard()
             for bucket in self.buckets:
@@ -277,18 +292,20 @@ class Unit:
         self.forget_forward()
         self.finish_unshard()
         self.interrupt()
-        self.end_backward()
+        self.post_backward()
 
 
 class Index(dict[nn.Parameter, Place]):
     """Maps each parameter to its shard group and position. `units`: the root first; `groups`: those of all units.
 
+    `running`: units whose forward is running, from the outside in.
     `before`, `after`: which unit ran before and after another one in the last forward. `reads`: the units whose
     parameters the forward of another one was seen to read.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = units
+        self.running: list[Unit] = []
         self.before: dict[Unit, Unit] = {}
         self.after: dict[Unit, Unit] = {}
         self.reads: dict[Unit, list[Unit]] = {unit: [] for unit in units}

@@ -37,7 +37,7 @@ class UnitBucket(GradBucket):
 
     # ------------------------------------------------------------------------------------------- a backward
 
-    def enter_backward(self) -> None:
+    def pre_backward(self) -> None:
         """Sets `param.grad` up for the full gradients that autograd writes from here on: adds to those that no_sync has
         left, and sets those of shards aside. No reduction is in flight.
 
@@ -77,7 +77,7 @@ class UnitBucket(GradBucket):
         for index in self.trained:
             param = self.group.params[index]
             if param.grad is None:  # this backward has no gradient of it
-                param.grad = self._set_aside.pop(index, None)
+                self._set(index, self._set_aside.pop(index, None))
             else:
                 self._unreduced.add(index)
 
@@ -92,8 +92,11 @@ class UnitBucket(GradBucket):
                     "parameters inside forward, and return the results."
                 )
             if index in self._set_aside:
-                param.grad = self._set_aside.pop(index)
+                self._set(index, self._set_aside.pop(index))
         super().finish()
+
+    def _set(self, index: int, gradient: Tensor | None) -> None:
+        self.group.set_gradient(index, gradient)
 
     def decide(self, used: Mapping[int, bool]) -> None:
         """Adds what only other ranks have used. A gradient of which this rank owns nothing is an empty tensor, so that
@@ -102,7 +105,7 @@ class UnitBucket(GradBucket):
         for index in self.reduced - self.group.spans.keys():
             param = self.group.params[index]
             if param.grad is None:
-                param.grad = torch.empty_like(param)
+                self._set(index, torch.empty_like(param))
 
     # ---------------------------------------------------------------------------------------------- at rest
 
@@ -133,4 +136,4 @@ class UnitBucket(GradBucket):
     def restore(self) -> None:
         """Puts these gradients back into `param.grad`. Unreduced gradients remain."""
         for index in self._set_aside.keys() - self._unreduced:
-            self.group.params[index].grad = self._set_aside.pop(index)
+            self._set(index, self._set_aside.pop(index))

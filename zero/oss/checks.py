@@ -19,7 +19,7 @@ from zero.oss import ddp
 from zero.oss.dtensor_checks import DTensorCheck
 from zero.oss.state_mapping import StateMapping
 from zero.shards.owned_shards import OwnedShards
-from zero.shards.scaling import Scaling
+from zero.shards.sharded_parameter import cut_of, mark, register, rest, unmark, wake
 
 
 class StepChecks:
@@ -35,7 +35,6 @@ class StepChecks:
         self._expects_numbers = finding is not None and finding.writes_numbers
         self._written: Written | None = None
         self._dtensors = DTensorCheck()
-        self._scaling = Scaling(comm, "a hook before the step of OSS", "clip_grad_norm(max_norm) of the optimizer")
 
     def changed(self, param_groups: Sequence[dict[str, Any]]) -> str | None:
         """Returns an error message if optimizer, groups or parameters were changed so that it cannot step.
@@ -67,10 +66,22 @@ class StepChecks:
 
     @contextmanager
     def around_hook(self) -> Iterator[None]:
-        """Collective. A context in which a hook of the user's may scale the gradients of shards, alike on all ranks."""
-        self._scaling.remember(self._by_param.shards.values())
-        yield
-        self._scaling.compare(None)
+        """A context in which a hook of the user's sees the shards, which say that they are."""
+        shards = self._by_param.shards
+        for flat in shards.shard_groups:
+            own = [shards[param] for param in flat.params]
+            register(own, flat)
+            for shard in own if self._comm.world > 1 else ():
+                if shard.grad is not None:
+                    mark(shard.grad, cut_of(shard))
+                rest([shard])
+        try:
+            yield
+        finally:
+            for shard in shards.values():
+                wake([shard])
+                if shard.grad is not None:
+                    unmark(shard.grad)
 
     # Numbers that the optimizer writes into its groups, and that all ranks that step parameters of a group must write
     # alike. Torch's own write none. If the optimizer was not seen to write any, nothing is sent until it does; that

@@ -122,13 +122,17 @@ class GradBucket:
         for index, gradient in gradients:
             shard = self._shards[index]
             if shard.grad is None:
-                shard.grad = gradient
+                self._set(index, gradient)
             else:
                 held.append(shard.grad)
                 added.append(gradient)
         if held:
             self.group.wait_for_copies()
             add_all(held, added)
+
+    def _set(self, index: int, gradient: Tensor) -> None:
+        """Makes it the gradient of a shard that has none."""
+        self._shards[index].grad = gradient
 
     def decide(self, used: Mapping[int, bool]) -> None:
         """Adds, at the end of a backward, gradients of parameters that only other ranks have used.

@@ -4,23 +4,24 @@
     shard   flat, this rank's segment, in the parameters' own dtype. A view of `full` in groups that are never freed
             (stages 1 and 2, a single rank), otherwise a tensor of its own
 
-The user's nn.Parameter objects stay the same. Their `.data` is a view of `full`, or of `shard`. `full` is freed by
-shrinking its storage, and is allocated again in the same storage, so that views of it that autograd saved in forward
-are valid in backward. If `full` is never freed, each parameter has a storage of its own on the memory of `full`, so
-that no tool takes the parameters of one buffer for tied weights.
+The user's nn.Parameter objects stay the same. Their `.data` is a view of `full` or `shard`; where several ranks have
+shards, their class says so (sharded_parameter.py). `full` is freed by shrinking its storage, and is allocated again in
+the same storage, so that views of it that autograd saved in forward are valid in backward. If `full` is never freed,
+each parameter has a storage of its own on the memory of `full`, so that no tool takes the parameters of one buffer for
+tied weights.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero._torch import leaves_of_graphs, outside_function_modes, profiler_range
+from zero._torch import as_plain_tensors, leaves_of_graphs, profiler_range, shape_expected_by
 from zero.comm import Handle
 from zero.comm.streams import ARRIVED, NONE, NoStreams, streams_of
 from zero.shards.group_state import IN_PLACE, NEXT_IN_PLACE, NEXT_WITH_OWN_SHARD, GroupOptions, GroupState
@@ -28,6 +29,7 @@ from zero.shards.layout import Layout, Span
 from zero.shards.log import logger
 from zero.shards.placement import Exchange, Placement
 from zero.shards.shapes import Shapes, is_copy, with_own_storage
+from zero.shards.sharded_parameter import GRADIENT, cut_of, mark, register, rest, unmark, wake
 
 ACTS = ("unshard", "wait_for_unshard", "reshard", "reduce", "wait_for_reduce")
 """What is done to a group, in the profiler and the log."""
@@ -75,6 +77,10 @@ class ShardGroup:
         other_dtype = computed_as != params[0].dtype
         # Whether `full` has no memory while the group is SHARDED.
         self.frees = options.own_shard and (self.comm.world > 1 or options.offload.active or other_dtype)
+        # Whether parameters say that they are shards while they are.
+        self.says_so = options.own_shard and self.comm.world > 1
+        self.unshard_to_read: Callable[[], bool] = lambda: False
+        register(self.params, self)
         self._handle: Handle | None = None
         # The events after copies of gradients that are on their way to the CPU.
         self.copies: list[Any] = []
@@ -101,11 +107,10 @@ class ShardGroup:
             self.shard_views = [with_own_storage(view) for view in self.shard_views]
         alike = not offload.active and not other_dtype
         self.shard_in_full = False
-        # Made while the parameters are full, and held, as DistributedDataParallel holds them: graphs that read a shard
-        # write into the same nodes, which refuse gradients of its shape. torch drops those of data that changes its
-        # dtype or device.
+        # Made while the parameters are full, and kept: a Function of the user's that reads parameters of another unit
+        # records them before it reads, and a node that was made then would expect gradients of the shard's shape.
         trained = [param for param in self.params if param.requires_grad]
-        self._leaves = leaves_of_graphs(trained) if self._options.own_shard and alike and trained else []
+        self._leaves = leaves_of_graphs(trained) if self.says_so and alike and trained else []
         if self._options.own_shard:
             if other_dtype:
                 self.full = torch.empty(layout.numel, dtype=computed_as, device=self.full.device)
@@ -140,6 +145,10 @@ class ShardGroup:
     def master(self) -> Tensor | None:
         """The master weights: the stepped tensor, if its dtype is wider than that of the parameters; else None."""
         return self.main if self.main.element_size() > self.shard.element_size() else None
+
+    def full_shape(self, index: int) -> torch.Size:
+        """The shape of the full parameter."""
+        return self.shapes.full[index]
 
     def views_of_shard(self, shard: Tensor) -> list[Tensor]:
         """Views of a tensor as long as this rank's segment: one a parameter, in the shape of its shard."""
@@ -214,6 +223,8 @@ class ShardGroup:
         moved = None
         if self._bound is not self._full_views:
             moved = self._rebind(self._full_views)
+        if self.streams is not NONE:
+            self._leaves = []  # a node accumulates on the stream on which it was made, which may be another than now
         if self.shard_in_full:
             self.shard.untyped_storage().resize_(0)
         self._become(GroupState.UNSHARDED)
@@ -278,6 +289,14 @@ class ShardGroup:
         if self.streams is not NONE:
             self.streams.synchronize()
 
+    def recorded_as_shard(self) -> str | None:
+        """Returns the name of a parameter that a graph has recorded while it was a shard, whose gradients that graph
+        would refuse, if there is one. The parameters are full."""
+        trained = [(param, name) for param, name in zip(self.params, self.names, strict=True) if param.requires_grad]
+        leaves = leaves_of_graphs([param for param, _ in trained]) if trained else []
+        pairs = zip(trained, leaves, strict=False)
+        return next((name for (param, name), leaf in pairs if shape_expected_by(leaf) != param.shape), None)
+
     # --------------------------------------------------------------------------------------- summon_full_params
 
     def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
@@ -309,9 +328,14 @@ class ShardGroup:
     # --------------------------------------------------------------------------------------------- parameters
 
     def _bind(self, views: Sequence[Tensor]) -> None:
+        """The parameters are plain ones meanwhile: torch's own data is set."""
         self._bound = views
+        if self.says_so:
+            wake(self.params)
         for param, view in zip(self.params, views, strict=True):
             param.data = view
+        if self.says_so and self.state is GroupState.SHARDED:
+            rest(self.params)
 
     def _rebind(self, views: Sequence[Tensor]) -> str | None:
         """Binds the parameters to other views. Returns the name of one that lies elsewhere than where it was bound, if
@@ -322,7 +346,7 @@ class ShardGroup:
 
     def moved(self) -> str | None:
         """Returns the name of a parameter that lies elsewhere than where it was bound, if there is one."""
-        with outside_function_modes():  # an address is no read, for which the first forwards search by such a mode
+        with as_plain_tensors():
             for param, view, name in zip(self.params, self._bound, self.names, strict=True):
                 if param.data_ptr() != view.data_ptr():
                     return name
@@ -331,17 +355,41 @@ class ShardGroup:
     def reclaim(self) -> str | None:
         """Binds parameters again whose data was replaced by an equal copy, as `module.to("cpu:0")` does on the CPU.
         Returns the name of a parameter with different data, if there is one."""
-        for param, view, name in zip(self.params, self._bound, self.names, strict=True):
-            if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype or param.device != view.device:
-                if not is_copy(param.data, view):
-                    return name
-                param.data = view
+        with as_plain_tensors():
+            for param, view, name in zip(self.params, self._bound, self.names, strict=True):
+                if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype or param.device != view.device:
+                    if not is_copy(param.data, view):
+                        return name
+                    param.data = view
         return None
+
+    # ------------------------------------------------------------------------------------- gradients of shards
+
+    def set_gradient(self, index: int, gradient: Tensor | None) -> None:
+        """Makes it the gradient of the shard of a parameter that is sharded."""
+        if gradient is not None and self.says_so:
+            mark(gradient, cut_of(self.params[index]))
+        with as_plain_tensors():
+            GRADIENT.__set__(self.params[index], gradient)
+
+    def wake(self, index: int) -> None:
+        """Makes the shard of a parameter and its gradient plain tensors, for a step."""
+        param = self.params[index]
+        wake([param])
+        if param.grad is not None:
+            unmark(param.grad)
+
+    def rest(self, index: int) -> None:
+        """Ends `wake`."""
+        param = self.params[index]
+        if self.says_so and self.state is GroupState.SHARDED:
+            if param.grad is not None:
+                mark(param.grad, cut_of(param))
+            rest([param])
 
 
 def moved_problem(groups: Iterable[ShardGroup]) -> str | None:
     """Returns an error message if a parameter of these groups was moved, cast or given other data, else None. Takes
     0.1 ms for 258 parameters."""
-    with outside_function_modes():  # as in `moved`: the forward that searches may have been interrupted
-        name = next((name for group in groups if (name := group.reclaim()) is not None), None)
+    name = next((name for group in groups if (name := group.reclaim()) is not None), None)
     return None if name is None else _MOVED.format(name)

@@ -1,0 +1,279 @@
+"""Between steps a sharded parameter says that it is a shard: element-wise work has the numbers of stage 0, anything
+else raises on every rank, and nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import ranks
+import zero
+from assertions import plain, same
+from rows import Rows, adam, momentum, sgd
+from runs import SideBySide
+from zoo import WIDTH, Stack, batch, loss_on
+
+# ------------------------------------------------------------------------------------- what runs on each element
+
+
+def each(act):
+    """On every parameter, between backward and step."""
+
+    @torch.no_grad()
+    def program(t, i):
+        with torch.enable_grad():
+            t.loss(i).backward()
+        for param in t.n.parameters():
+            act(param)
+        t.o.step()
+        t.o.zero_grad()
+
+    return program
+
+
+def average(t, i):
+    """Weights and an average of them, kept by hand."""
+    t.update(t.loss(i))
+    now = [param.detach() for param in t.n.parameters()]
+    if i == 0:
+        t.kept.averages = [value.clone() for value in now]
+    torch._foreach_lerp_(t.kept.averages, now, 0.1)
+    if i == 2:
+        with torch.no_grad():
+            for param, value in zip(t.n.parameters(), t.kept.averages, strict=True):
+                param.copy_(value)
+
+
+def step_by_hand(t, i):
+    t.loss(i).backward()
+    with torch.no_grad():
+        for param in t.n.parameters():
+            param -= 0.1 * param.grad
+            param.grad = None
+
+
+def momentum_by_hand(t, i):
+    t.loss(i).backward()
+    if i == 0:
+        t.kept.buffers = [torch.zeros_like(param) for param in t.n.parameters()]
+    with torch.no_grad():
+        for param, buffer in zip(t.n.parameters(), t.kept.buffers, strict=True):
+            buffer.mul_(0.9).add_(param.grad)
+            param.sub_(buffer, alpha=0.1)
+    t.n.zero_grad()
+
+
+def initialise(t, i):
+    for module in t.n.modules() if i == 1 else ():
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+            nn.init.constant_(module.weight, 0.01)
+    t.update(t.loss(i))
+
+
+row = Rows("what is computed from shards element by element", __name__, same={3}, optim=momentum)
+for options in ({}, {"options": {"partition": "whole"}}):
+    how = " of whole parameters" if options else ""
+    row.of(f"weights are halved{how}", each(lambda p: p.mul_(0.5)), **options)
+    row.of(f"weights are clamped through .data{how}", each(lambda p: p.data.clamp_(-0.1, 0.1)), **options)
+    row.of(f"weights decay by hand{how}", each(lambda p: p.grad.add_(p, alpha=0.1)), **options, optim=adam)
+    row.of(f"gradients are replaced by their signs{how}", each(lambda p: setattr(p, "grad", p.grad.sign())), **options)
+    row.of(f"gradients are clipped by value{how}", each(lambda p: clip_grad_value_(p, 1e-3)), **options, optim=adam)
+    row.of(f"an average is kept by hand{how}", average, **options)
+    row.of(f"it is stepped by hand{how}", step_by_hand, **options, optim=sgd)
+    row.of(f"it is stepped by hand with momentum{how}", momentum_by_hand, **options, optim=sgd)
+    row.of(f"it is initialised with constants{how}", initialise, **options)
+test_rows = row.tests()
+
+
+# --------------------------------------------------------------------------------------- what needs the full tensor
+
+
+def row_written(p):
+    p[0] = 0.0
+
+
+def grad_row_written(p):
+    p.grad[:2] = 0.0
+
+
+def grad_assigned(p):
+    p.grad = torch.ones(WIDTH, WIDTH)
+
+
+NEED_FULL = {
+    "a row is written": row_written,
+    "a row is written through .data": lambda p: p.data.__setitem__(0, 0.0),
+    "rows of a gradient are written": grad_row_written,
+    "rows are normalised": lambda p: p.div_(p.norm(dim=1, keepdim=True)),
+    "a mask of the full shape is multiplied": lambda p: p.mul_(torch.ones(WIDTH, WIDTH)),
+    "one of the shard's shape is multiplied": lambda p: p.mul_(torch.ones(p.shape)),
+    "the largest is looked for": lambda p: p.argmax(),
+    "it is decomposed": lambda p: torch.linalg.qr(p),
+    "it is summed": lambda p: p.square().sum(),
+    "it is viewed": lambda p: p.view(-1),
+    "it is transposed": lambda p: p.T,
+    "it is multiplied": lambda p: torch.ones(2, WIDTH) @ p,
+    "it is given to linear": lambda p: nn.functional.linear(torch.ones(2, WIDTH), p),
+    "noise is added": lambda p: p.add_(torch.randn_like(p)),
+    "it is drawn": lambda p: p.data.normal_(),
+    "it is initialised": nn.init.xavier_uniform_,
+    "it is made orthogonal": nn.init.orthogonal_,
+    "it is an array": lambda p: p.detach().numpy(),
+    "it is a list": lambda p: p.tolist(),
+    "it is a number": lambda p: float(p.detach()),
+    "it is asked whether it is finite": lambda p: bool(p.isfinite().all()),
+    "it is compared": lambda p: torch.equal(p, p.clone()),
+    "it is concatenated": lambda p: torch.cat([p, p]),
+    "it is given to another library": torch.from_dlpack,
+    "a gradient is assigned": grad_assigned,
+    "its gradient's norm is read": lambda p: p.grad.norm(),
+    "torch clips": lambda p: clip_grad_norm_([p], 1.0),
+    "torch clips foreach": lambda p: clip_grad_norm_([p], 1.0, foreach=True),
+    "its sum over the ranks is taken": lambda p: dist.all_reduce(p.data),
+    "it is broadcast": lambda p: dist.broadcast(p.data, 0),
+    "its gradient is averaged": lambda p: dist.all_reduce(p.grad),
+    "it is gathered": lambda p: dist.all_gather([torch.empty_like(p)] * 2, p.detach()),
+    "a backward starts there": lambda p: (2 * p).backward(),
+    "a hook waits for several gradients": lambda p: torch.autograd.graph.register_multi_grad_hook([p], print),
+}
+
+COPIES = {
+    "it is copied": copy.deepcopy,
+    "its gradient is copied": lambda p: copy.deepcopy(p.grad),
+    "it is pickled": pickle.dumps,
+    "it is saved": lambda p: torch.save(p, io.BytesIO()),
+    "its gradient is saved": lambda p: torch.save(p.grad, io.BytesIO()),
+}
+
+
+@torch.no_grad()
+def refused(name, kind, use, param, words):
+    message = "nobody refused it"
+    try:
+        use(param)
+    except kind as error:
+        message = str(error)
+    assert re.search(words, message), f"{name}: {message}"
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@ranks.on(2)
+def test_what_each_rank_would_compute_otherwise_is_refused_on_every_rank(rank, world, partition):
+    both = SideBySide(Stack(), partial(zero.setup, stage=3, partition=partition))
+    both.zero_grad()
+    both.backward(loss_on(rank, 0))
+    net = both.model.module
+    first = net.first.weight
+    for name, use in NEED_FULL.items():
+        if partition == "whole" and name == "it is made orthogonal":
+            continue  # torch returns at once from what is empty, and does nothing
+        refused(name, RuntimeError, use, first, "needs the full tensor.*first.*summon_full_params")
+    for name, use in COPIES.items():
+        refused(name, TypeError, use, first, "full_state_dict")
+    with pytest.raises(RuntimeError, match="cut between the ranks in another way"), torch.no_grad():
+        first.add_(net.blocks[0].up.weight.detach())
+    both.update()  # nothing of it was written
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@ranks.on(2)
+def test_modules_that_are_not_unsharded_do_not_run(rank, world, partition):
+    model = zero.FSDP(Stack(), partition=partition)
+    weights = [*model.parameters()]
+    with pytest.raises(RuntimeError, match=r"needs the full tensor.*first\.weight"):
+        nn.functional.linear(batch(rank, 0), weights[0])
+    with pytest.raises(RuntimeError, match="needs the full tensor"):
+        parameters_to_vector(weights)
+    with pytest.raises(RuntimeError, match="needs the full tensor"):
+        model.module.first.reset_parameters()
+
+
+@ranks.on(2)
+def test_questions_are_answered_and_the_plain_shard_is_there_for_who_asks(rank, world):
+    model = zero.FSDP(nn.Linear(8, 16, bias=False))
+    loss_on(rank, 0)
+    model(torch.ones(2, 8)).sum().backward()
+    (param,) = model.parameters()
+    assert isinstance(param, nn.Parameter)
+    assert param.shape == param.detach().shape == param.grad.shape == param.data.shape
+    assert (param.numel(), param.dtype, param.requires_grad, param.is_leaf) == (64, torch.float32, True, True)
+    assert "weight" in repr(param)
+    assert "weight" in repr(param.grad)
+    shard = plain(param)
+    assert type(shard) is torch.Tensor
+    assert shard.data_ptr() == param.data_ptr()
+    with model.summon_full_params(with_grads=True):
+        assert type(param) is nn.Parameter
+        assert param.grad.norm() > 0
+        assert torch.equal(param[8 * rank : 8 * rank + 8].flatten(), shard.flatten())
+
+
+@ranks.on(2)
+def test_a_step_sees_plain_tensors_and_so_does_what_steps_by_itself(rank, world):
+    seen = []
+
+    class Own(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure=None):
+            seen.extend((type(p), type(p.grad)) for p in self.param_groups[0]["params"] if p.grad is not None)
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.view(-1).sub_(0.1 * p.grad.reshape(-1))
+
+    both = SideBySide(Stack(), "3", Own)
+    both.step(loss_on(rank, 0))
+    assert seen
+    assert {*seen} == {(nn.Parameter, torch.Tensor)}
+    for param in both.model.parameters():
+        assert type(param) is not nn.Parameter
+
+
+@ranks.on(2)
+def test_what_a_step_that_raises_hid_is_there_again_in_the_next_forward(rank, world):
+    both = SideBySide(Stack(), "3")
+    both.step(loss_on(rank, 0))
+    failing = mock_step(both.optimizer)
+    both.zero_grad()
+    both.backward(loss_on(rank, 1))
+    with failing, pytest.raises(KeyError):
+        both.optimizer.step()
+    both.backward(loss_on(rank, 2))  # adds to what there was
+    both.update()
+
+
+def mock_step(optimizer):
+    from unittest import mock
+
+    return mock.patch.object(torch.optim.SGD, "step", torch.optim.Optimizer.profile_hook_step(_raise))
+
+
+def _raise(*_):
+    raise KeyError("in a step")
+
+
+@ranks.on(2)
+def test_a_model_that_averages_is_cut_alike(rank, world):
+    net = Stack()
+    averaged = AveragedModel(copy.deepcopy(net), multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    plain_net, plain_average = copy.deepcopy(net), copy.deepcopy(averaged)
+    model = zero.FSDP(net)
+    averaged.module = zero.FSDP(averaged.module)
+    with torch.no_grad():
+        for one in (model, plain_net):
+            for param in one.parameters():
+                param.mul_(0.5)
+    for _ in range(2):
+        averaged.update_parameters(model)
+        plain_average.update_parameters(plain_net)
+    same(zero.full_state_dict(averaged.module), {**plain_average.module.state_dict()})

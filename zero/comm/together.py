@@ -1,0 +1,59 @@
+"""One way to raise: what one rank raises in a collective section is raised on every rank.
+
+    step = Together(comms, "the step of an optimizer")
+
+    with step:                       # whatever is raised in here, by zero, by torch or by a hook of the user's,
+        ...
+        step.agree()                 # is raised here on the ranks that have reached this line
+
+A rank that raises says so before it does. Ranks that have come to `agree` by then raise its text, too, and all of them
+are in step afterwards: the group can be used. Ranks that wait for it in another operation learn there that ranks are
+out of step, and the group is broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from zero.comm.comm import Comm
+
+MOST_FLAGS, _PROBLEM = 1, 2
+"""Flags that `agree` passes on; the other bit says that a rank has raised."""
+
+
+class Together:
+    """A context around what ranks do together. comms: the groups by which a rank reaches all others, one after another.
+    name: of the section, in errors."""
+
+    def __init__(self, comms: Sequence[Comm], name: str, remedy: str = "") -> None:
+        self._groups = [(comm, comm.channel(name, remedy)) for comm in comms]
+
+    def __enter__(self) -> Together:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # Ctrl-C and SystemExit are not for the other ranks, which would have to be waited for.
+        if isinstance(error, Exception) and not getattr(error, "raised_on_every_rank", False):
+            vars(error)["raised_on_every_rank"] = True
+            rank = ", ".join(str(comm.rank) for comm, _ in self._groups)
+            text = f"rank {rank} has raised {type(error).__name__}: {error}"
+            with suppress(RuntimeError):  # the others are in another operation, and raise there
+                self._agree(_PROBLEM, text)
+
+    def agree(self, flags: int = 0) -> int:
+        """Collective. Raises RuntimeError if any rank has raised in the section, or is in another operation. Returns
+        the flags, MOST_FLAGS at most, that any rank has."""
+        return self._agree(flags, "")
+
+    def _agree(self, flags: int, text: str) -> int:
+        for comm, channel in self._groups:
+            flags = comm.agree(channel, flags=flags)
+        if not flags & _PROBLEM:
+            return flags
+        for comm, _ in self._groups:
+            texts = comm.all_gather_text(text)
+            text = next(filter(None, texts))
+        error = RuntimeError(text)
+        vars(error)["raised_on_every_rank"] = True
+        raise error

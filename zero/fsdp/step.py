@@ -1,0 +1,301 @@
+"""The steps of the user's own optimizers, which know nothing of shards.
+
+torch calls hooks around each step. Around one of an optimizer that holds parameters of an FSDP, ranks
+
+    check     that nobody would step what is wrong on any rank
+    hide      that parameters are shards: they and their gradients are plain tensors while the optimizer steps, and
+              gradients of which this rank owns nothing are None, as some optimizers divide by the number of elements
+    restore   both
+
+The hooks are the optimizer's own: the last before a step and the first after it, whichever the user registers and when.
+So a hook of the user's sees shards, and what it changes is checked. A step that raises has no hooks after it: what it
+left hidden is restored by the next forward or step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from zero._torch import HooksOfSteps, as_plain_tensors, params_of_each
+from zero.comm.together import Together
+from zero.fsdp.model import Model
+from zero.fsdp.optimizer_state import problem_of_state, register
+from zero.fsdp.unit import Unit
+from zero.measure.built import around, finding_of_built
+from zero.measure.kinds import Finding, Kind, title
+from zero.measure.param_groups import SHARD_MARK, params_of
+from zero.oss.dtensor_checks import refuse_dtensors
+from zero.shards.offload import Offload
+from zero.shards.partition import optimizer_problem
+from zero.shards.shard_group import moved_problem
+from zero.shards.sharded_parameter import rest, unmark, wake
+from zero.tensor_parallel import table
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What an optimizer was found to need, when it had so many groups.
+
+    problem: why it cannot step shards. tensorwise: the name of an optimizer that needs uncut parameters, and why.
+    """
+
+    groups: int
+    problem: str | None
+    tensorwise: tuple[str, Finding] | None
+
+
+class Steps:
+    """What is done around steps of the parameters of one model, as long as this object exists."""
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self._module_params = {*model.module.parameters()}
+        self._index = model.index
+        self._together = Together(model.comms, "the step of an optimizer of FSDP")
+        self._findings: WeakKeyDictionary[Optimizer, _Measured] = WeakKeyDictionary()
+        # Gradients of parameters of which this rank owns nothing, while an optimizer steps.
+        self._hidden: dict[nn.Parameter, Tensor] = {}
+        self._offloads = any(group.offload.active for group in model.index.groups)
+        _watch()
+        _all[:] = [steps for steps in _all if steps() is not None]
+        _all.append(ref(self))
+
+    def params_in(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        return [param for param in params_of(optimizer) if param in self._index]
+
+    # --------------------------------------------------------------------------------------------------- check
+
+    def check(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        """Collective. Raises RuntimeError on every rank if a step would be wrong on any."""
+        with self._together, as_plain_tensors():
+            problem = next(filter(None, self._problems(optimizer, params)), None)
+            if problem is not None:
+                raise RuntimeError(problem)
+            self._together.agree()
+        for group in optimizer.param_groups:
+            group.pop(SHARD_MARK, None)  # load_state_dict() leaves the mark of this rank's shard here
+
+    def _problems(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Iterator[str | None]:
+        """Yields error messages of what is wrong on this rank, None for what is not. The first message counts."""
+        found = self._measured(optimizer)
+        yield found.problem
+        yield moved_problem(group for unit in self._index.units if not unit.summoned for group in unit.groups)
+        yield from self._problems_of_new_parameters()
+        if any(SHARD_MARK in group for group in optimizer.param_groups):
+            yield problem_of_state(self.model, optimizer)
+        for param in params:
+            if param.grad is not None:
+                yield from self._problems_of(param, optimizer, found.tensorwise)
+
+    def _measured(self, optimizer: Optimizer) -> _Measured:
+        """Measures an optimizer at its first step, and again if the number of its groups has changed."""
+        found = self._findings.get(optimizer)
+        if found is None or found.groups != len(optimizer.param_groups):
+            found = self._findings[optimizer] = self._measure(optimizer)
+        return found
+
+    def _measure(self, optimizer: Optimizer) -> _Measured:
+        """Measures the optimizer, and optimizers around it that step by it (SAM)."""
+        each = (*around(optimizer), optimizer) if self.model.comm.world > 1 else ()
+        findings = {title(type(one)): finding_of_built(one) for one in each}
+        problems = [
+            optimizer_problem(name, finding, self.model.partition, of="FSDP")
+            for name, finding in findings.items()
+            if finding.kind is not Kind.TENSORWISE  # refused only if a parameter with a gradient is cut
+        ]
+        return _Measured(
+            groups=len(optimizer.param_groups),
+            problem=next(filter(None, problems), None),
+            tensorwise=next((pair for pair in findings.items() if pair[1].kind is Kind.TENSORWISE), None),
+        )
+
+    def _problems_of_new_parameters(self) -> Iterator[str]:
+        module, known = self.model.module, self._module_params
+        new = {param for param in params_of_each(module) if param not in known and param.grad is not None}
+        for name, param in module.named_parameters() if new else ():
+            if param in new:
+                if any(param is ignored for module in self.model.ignored for ignored in module.parameters()):
+                    continue
+                yield (
+                    f"{name!r} is in no unit of FSDP: it was replaced (by load_state_dict with assign=True, say) or "
+                    "added since the model was wrapped, and FSDP does not average its gradient. Change the model "
+                    "first, then wrap it; or list its module in ignored_modules, and average its gradient yourself."
+                )
+
+    def _problems_of(
+        self, param: nn.Parameter, optimizer: Optimizer, tensorwise: tuple[str, Finding] | None
+    ) -> Iterator[str]:
+        """tensorwise: name and finding of an optimizer that needs uncut parameters, if there is one."""
+        unit, (group, index) = self._index.unit_of(param), self._index[param]
+        name, kind = group.names[index], type(optimizer).__name__
+        if unit.summoned or unit.in_backward:
+            yield (
+                f"{name!r} is unsharded, not this rank's shard, while {kind}.step() is called: backward is not "
+                "complete, or this is inside summon_full_params(). Step after backward, outside it."
+            )
+        if unit.buckets[unit.groups.index(group)].unreduced(index):
+            yield (
+                f"{name!r} has a gradient that was not reduced: the last backward ran under no_sync(). Run the last "
+                "backward before step() outside it."
+            )
+        own = group.shard_views[index]
+        if tensorwise is not None and group.layout.numels[index] != own.numel() != 0:
+            yield (
+                f"{tensorwise[0]} needs each parameter whole, but {name!r} is cut between ranks: "
+                f"{tensorwise[1].reason}. Wrap the model with FSDP(partition='whole')."
+            )
+        full_shape = group.shapes.full[index]
+        for key, value in optimizer.state.get(param, {}).items():
+            if isinstance(value, Tensor) and value.dim() and value.shape == full_shape != own.shape:
+                yield (
+                    f"the state {key!r} of {name!r} has the shape of the full parameter, {list(full_shape)}, but "
+                    f"this rank steps a shard of shape {list(own.shape)}. It was made before wrapping, or loaded "
+                    "full: wrap before the first step, and load full state by "
+                    "zero.load_full_optimizer_state_dict(model, optimizer, state)."
+                )
+
+    # ---------------------------------------------------------------------------------------- hide and restore
+
+    def hide(self, optimizer: Optimizer, params: Sequence[nn.Parameter], *, closure: bool) -> None:
+        """Local, after `check`. Reshards what a forward has left unsharded, or computes with now."""
+        for unit in self._units_of(params):
+            unit.reshard()
+            unit.synchronize()  # transfers that an interrupted backward has launched may still read the shards
+        for param in params:
+            group, index = self._index[param]
+            group.wake(index)
+            for value in optimizer.state.get(param, {}).values():
+                if isinstance(value, Tensor):
+                    unmark(value)  # it was made of the parameter between steps, as by torch.zeros_like
+            if self._index[param].span is None and param.grad is not None:
+                self._hidden[param], param.grad = param.grad, None
+        for offload, own in self._by_offload(params):
+            groups = [*dict.fromkeys(self._index[param].group for param in own)]
+            offload.before_step(optimizer, own, groups, closure=closure)
+
+    def restore(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        """Collective where a forward is running, which gets its parameters back."""
+        while self._hidden:
+            param, gradient = self._hidden.popitem()
+            param.grad = gradient if param.grad is None else param.grad
+        for offload, own in self._by_offload(params):
+            offload.after_step(optimizer, own)
+        for param in params:
+            group, index = self._index[param]
+            group.rest(index)
+        for unit in self._units_of(params):
+            if unit.needed_by:
+                unit.unshard()
+
+    def _units_of(self, params: Sequence[nn.Parameter]) -> list[Unit]:
+        """In the order of the model, which is the same on all ranks."""
+        held = {self._index.unit_of(param) for param in params}
+        return [unit for unit in self._index.units if unit in held and not unit.summoned]
+
+    def _by_offload(self, params: Sequence[nn.Parameter]) -> list[tuple[Offload, Sequence[nn.Parameter]]]:
+        if not self._offloads:
+            return []
+        found: dict[Offload, list[nn.Parameter]] = {}
+        for param in params:
+            found.setdefault(self._index[param].group.offload, []).append(param)
+        return [*found.items()]
+
+
+class StepHook:
+    """The hooks of one optimizer, which takes them away when it ends."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._hooks = HooksOfSteps(optimizer, self._before, self._after)
+        # What is hidden, until it is restored.
+        self._held: list[tuple[Steps, list[nn.Parameter]]] = []
+
+    def take_its_places(self, optimizer: Optimizer) -> None:
+        self._hooks.take_their_places(optimizer)
+
+    def _before(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Checks and hides; with a closure after that was called. args: those of torch, the optimizer itself first."""
+        if table.made:
+            refuse_dtensors(optimizer)  # before the collectives below; its own hook may come after this one
+        held = [(steps, params) for steps in _alive() if (params := steps.params_in(optimizer))]
+        self.restore(optimizer)
+        for steps, _ in held:
+            register(steps.model, optimizer)
+        positional = len(args) > 1
+        closure = args[1] if positional else kwargs.get("closure")
+        if closure is None:
+            self._hide(optimizer, held, closure=False)
+            return None
+
+        def call_and_check() -> Any:
+            for _, params in held:
+                rest(params)
+            self.restore(optimizer)
+            loss = closure()
+            self._hide(optimizer, held, closure=True)
+            return loss
+
+        for _, params in held:  # what the optimizer does before it calls the closure is plain, too
+            wake(params)
+        return (
+            ((args[0], call_and_check, *args[2:]), kwargs)
+            if positional
+            else (args, {**kwargs, "closure": call_and_check})
+        )
+
+    def _hide(self, optimizer: Optimizer, held: list[tuple[Steps, list[nn.Parameter]]], *, closure: bool) -> None:
+        for steps, params in held:
+            steps.check(optimizer, params)
+        self._held = held
+        for steps, params in held:
+            steps.model.unfinished_step = self.restore, ref(optimizer)
+            steps.hide(optimizer, params, closure=closure)
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        # Graphs that saved a parameter before the step are refused in backward, on every rank at the same place: a rank
+        # that owns nothing of a parameter has an empty gradient where others have theirs.
+        stepped = [param for _, params in self._held for param in params]
+        self.restore(optimizer)
+        increment_version([param for param in stepped if param.grad is not None])
+
+    def restore(self, optimizer: Optimizer) -> None:
+        held, self._held = self._held, []
+        for steps, params in held:
+            steps.model.unfinished_step = None
+            steps.restore(optimizer, params)
+
+
+# By optimizer: of those that have stepped parameters of any FSDP.
+_hooks: WeakKeyDictionary[Optimizer, StepHook] = WeakKeyDictionary()
+
+# Those of all models that exist, in the order of their construction, which is the same on all ranks.
+_all: list[ReferenceType[Steps]] = []
+
+
+def _alive() -> list[Steps]:
+    return [steps for reference in _all if (steps := reference()) is not None]
+
+
+def _find(optimizer: Optimizer, *_: Any) -> None:
+    """The hook before the steps of any optimizer, before its own."""
+    hook = _hooks.get(optimizer)
+    if hook is None and any(steps.params_in(optimizer) for steps in _alive()):
+        hook = _hooks[optimizer] = StepHook(optimizer)
+    if hook is not None:
+        hook.take_its_places(optimizer)
+
+
+@cache
+def _watch() -> None:
+    """Has torch call `_find` before each step of any optimizer, from the first FSDP on."""
+    register_optimizer_step_pre_hook(_find)

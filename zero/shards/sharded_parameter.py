@@ -1,0 +1,334 @@
+"""What a parameter is while it is sharded at stage 3: the same object, of a class that says so.
+
+    nn.Parameter        while it is full, and while an optimizer steps it. Its data is a plain tensor
+    ShardedParameter    otherwise. Its data is this rank's shard, in the shape of the shard
+    Shard               its gradient then, its `.data`, `.detach()`, and what is computed from these element by element
+
+torch changes the class of a parameter in the same way when it gives an UninitializedParameter its memory. An element
+is the same number whether it is computed from the full tensor or from a shard, so element-wise work runs on the shard.
+Questions about the tensor are answered for the shard. Everything else (rows, norms, views, sums, matrix products,
+random numbers, collectives) would be another result on each rank, and raises. Whether it does depends on the function
+and on how parameters are cut, never on values, so that every rank raises at the same line.
+
+`param.as_subclass(torch.Tensor)` is the plain shard, for whoever asks for it by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero._torch import Fake, Rebound, as_plain_tensors
+from zero.shards.layout import Layout, Span
+
+
+class Owner(Protocol):
+    """What is read here of the shard group that has a parameter.
+
+    `unshard_to_read`: within a forward unshards the parameters, and returns True; returns False outside of one.
+    """
+
+    names: list[str]
+    layout: Layout
+    spans: dict[int, Span]
+    unshard_to_read: Callable[[], bool]
+
+    def full_shape(self, index: int) -> torch.Size:
+        """The shape of the full parameter."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Of which parameter something is this rank's shard."""
+
+    owner: ReferenceType[Owner]
+    position: int
+
+    def alike(self, other: Cut) -> bool:
+        """Whether every rank has the same elements of both."""
+        if self == other:
+            return True
+        one, two = self.owner(), other.owner()
+        if one is None or two is None or one.full_shape(self.position) != two.full_shape(other.position):
+            return False
+        return [*one.layout.owners(self.position)] == [*two.layout.owners(other.position)]
+
+    def described(self) -> str:
+        owner = self.owner()
+        if owner is None:
+            return "a parameter of an FSDP that does not exist any more"
+        span, full = owner.spans.get(self.position), owner.full_shape(self.position)
+        own = "none" if span is None else f"{span.start} to {span.stop}"
+        elements = f"{full.numel()} elements in shape {list(full)}"
+        return f"{owner.names[self.position]!r}, of whose {elements} this rank has {own}"
+
+
+# By parameter.
+_cuts = WeakIdKeyDictionary()
+
+
+def register(params: Sequence[nn.Parameter], owner: Owner) -> None:
+    """Notes that parameters are sharded by a shard group from now on."""
+    _cuts.update((param, Cut(ref(owner), index)) for index, param in enumerate(params))
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# torch's names of functions that give each element by itself, without underscores and the prefix of those on lists.
+_ELEMENTWISE = _names(
+    """
+    abs absolute acos acosh add addcdiv addcmul alias amp_foreach_non_finite_check_and_unscale and angle arccos
+    arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2 atanh bfloat16 bitwise_and bitwise_not
+    bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip clone conj conj_physical constant contiguous copy
+    copysign cos cosh cpu cuda deg2rad detach digamma div divide double empty_like eq erf erfc erfinv exp exp2 expm1
+    fill float float_power floor floor_divide floordiv fmax fmin fmod frac frexp full_like ge gt half hypot iadd
+    iand idiv ifloordiv ilshift imod imul int invert ior ipow irshift isfinite isinf isnan isneginf isposinf isub
+    itruediv ixor ldexp le leaky_relu lerp lgamma log log10 log1p log2 logaddexp logical_and logical_not logical_or
+    logical_xor logit long lt masked_fill maximum minimum mod mul multiply nan_to_num ne neg negative new_empty_like
+    ones_like or pos positive pow radd rdiv reciprocal relu remainder rfloordiv rmod rmul round rpow rsqrt rsub
+    rtruediv sgn sigmoid sign signbit silu sin sinc sinh sqrt square sub subtract tan tanh threshold to true_divide
+    truediv trunc type type_as where xlogy xor zero zeros_like
+    """
+)
+
+# Those that read no value, and are answered also while a module that reads the parameter runs.
+_SILENT = _names(
+    """
+    __delete__ __set__ can_cast get_device is_complex is_conj is_floating_point is_inference is_neg is_quantized
+    is_signed is_sparse register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad
+    """
+)
+
+# Those that ask about the tensor: they are answered for the shard, and for the full tensor within a forward.
+_ABOUT = _names(
+    """
+    __dir__ __format__ __hash__ __len__ __repr__ _has_compatible_shallow_copy_type _is_view data_ptr detach_ dim
+    dim_order element_size is_contiguous is_distributed is_inference is_pinned is_same_size is_set_to is_shared
+    ndimension nelement numel size storage storage_offset storage_type stride untyped_storage
+    """
+)
+
+# Attributes that are tensors, and which of them have each element by itself.
+_VIEWS, _ELEMENTWISE_VIEWS = {"T", "mT", "H", "mH", "data", "real", "imag"}, {"data", "real", "imag"}
+
+_ABOUT_ATTRIBUTES = {"shape", "nbytes", "ndim"}
+
+
+def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
+    """What torch calls in place of a function that was given any ShardedParameter or Shard."""
+    kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+    if name in _SILENT or (attribute and attribute not in _VIEWS and attribute not in _ABOUT_ATTRIBUTES):
+        return _plainly(func, args, kwargs)
+    if _unshard_to_read((*args, *kwargs.values())):
+        return func(*args, **kwargs)
+    if name in _ABOUT or attribute in _ABOUT_ATTRIBUTES:
+        return _plainly(func, args, kwargs)
+    first = next(_shards_in((*args, *kwargs.values())))
+    word = attribute or name.removeprefix("_foreach_").strip("_")
+    if word not in (_ELEMENTWISE_VIEWS if attribute else _ELEMENTWISE):
+        _refuse(f"`{attribute or name}`", first)
+    if not attribute:
+        _refuse_others(name, args, kwargs)
+    given = args[0] if args and isinstance(args[0], (list, tuple)) else first
+    return _as_shards(_plainly(func, args, kwargs), given)
+
+
+def _plainly(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    with as_plain_tensors():
+        return func(*args, **kwargs)
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
+
+
+def _shards_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    return (tensor for tensor in _tensors_in(values) if isinstance(tensor, _AtRest))
+
+
+def _unshard_to_read(values: Iterable[Any]) -> bool:
+    """Collective within a forward. Returns whether it has unsharded any of the parameters among the values."""
+    unsharded = False
+    for param in _tensors_in(values):
+        if isinstance(param, _Sharded):
+            owner = cut_of(param).owner()
+            unsharded |= owner is not None and owner.unshard_to_read()
+    return unsharded
+
+
+def _refuse_others(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Raises RuntimeError if shards are combined with tensors that are not cut in the same way. Of functions on lists
+    those at the same positions are combined."""
+    lists = [value for value in args if isinstance(value, (list, tuple))] if "_foreach_" in name else []
+    combined: Iterable[Sequence[Any]] = zip(*lists, strict=True) if lists else [(*args, *kwargs.values())]
+    for values in combined:
+        shards = [*_shards_in(values)]
+        for tensor in _tensors_in(values) if shards else ():
+            if not isinstance(tensor, _AtRest):
+                if tensor.numel() != 1 or tensor.dim() > 1:
+                    plain = (
+                        f"a plain tensor of shape {list(tensor.shape)}, of which nobody knows whether it is full or a"
+                    )
+                    _refuse(f"`{name}` with {plain} shard (torch.zeros_like(param) makes a shard),", shards[0])
+            elif not cut_of(shards[0]).alike(cut_of(tensor)):
+                _refuse(
+                    f"`{name}` with {cut_of(tensor).described()}, whose elements are cut between the ranks in another "
+                    "way (wrap both models alike, and freeze parameters after wrapping),",
+                    shards[0],
+                )
+
+
+def _as_shards(result: Any, like: Any) -> Any:
+    """Marks new tensors as shards: each of a list as its counterpart in the first argument of a function on lists."""
+    if isinstance(result, (list, tuple)):
+        likes = like if isinstance(like, (list, tuple)) else [like] * len(result)
+        return type(result)([_as_shards(*pair) for pair in zip(result, likes, strict=False)])
+    if type(result) is Tensor and isinstance(like, _AtRest) and isinstance(like, Tensor):
+        mark(result, cut_of(like))
+    return result
+
+
+def _refuse(what: str, shard: Tensor) -> NoReturn:
+    raise RuntimeError(
+        f"{what} needs the full tensor, but was called outside of forward and backward on a shard of "
+        f"{cut_of(shard).described()}: each rank would have another result. Between steps a sharded parameter and its "
+        "gradient are shards, on which element-wise work runs. Run anything else inside `with "
+        "model.summon_full_params():` (with_grads=True for gradients); for norms and clipping call "
+        "zero.grad_norm(model, optimizer) and zero.clip_grad_norm_(model, optimizer, max_norm); for full weights "
+        "zero.full_state_dict(model). param.as_subclass(torch.Tensor) is this rank's shard as a plain tensor."
+    )
+
+
+class _AtRest:
+    """All classes below."""
+
+    __slots__ = ()  # else torch's classes could not be exchanged for these
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _dispatched(func, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(NO_COPIES)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(NO_COPIES)
+
+    def _number(self) -> NoReturn:
+        """In the place of what torch does not ask __torch_function__ for."""
+        own: Any = self
+        _refuse("a number", own)
+
+    __float__ = __int__ = __index__ = __complex__ = _number
+
+    def __repr__(self, **_: Any) -> str:
+        tensor: Any = self
+        return f"{type(self).__name__}({cut_of(tensor).described()}: {tensor.as_subclass(Tensor)!r})"
+
+
+NO_COPIES = (
+    "an FSDP cannot be copied or pickled: its parameters are spread over the ranks. Save full_state_dict(), or copy "
+    "the module before wrapping it. For averages build AveragedModel(module) before, and then wrap the copy, "
+    "too: average.module = zero.FSDP(average.module)."
+)
+
+
+class Shard(_AtRest, Tensor):  # type: ignore[misc]
+    """This rank's elements of a tensor that belongs to a sharded parameter. `cut`: which."""
+
+    cut: Cut
+
+
+class _Sharded(_AtRest):
+    __slots__ = ()
+
+    # Not through __torch_function__, which takes three times as long: every zero_grad() asks.
+    @property
+    def grad(self) -> Tensor | None:
+        return GRADIENT.__get__(self)  # type: ignore[no-any-return]
+
+    @grad.setter
+    def grad(self, gradient: Tensor | None) -> None:
+        own: Any = self
+        if gradient is not None and not (isinstance(gradient, Shard) and gradient.cut.alike(cut_of(own))):
+            _refuse(
+                "a gradient that is assigned as a plain tensor, of which nobody knows whether it is full or a shard "
+                "(assign what is computed from param.grad or torch.zeros_like(param)),",
+                own,
+            )
+        GRADIENT.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        GRADIENT.__set__(self, None)
+
+
+class ShardedParameter(_Sharded, nn.Parameter):  # type: ignore[misc]
+    """A parameter whose data is this rank's shard."""
+
+
+class _ShardedFake(_Sharded, Fake):  # type: ignore[misc]
+    """The same in a rehearsal (zero.plan), where parameters have no values."""
+
+
+class _ShardedRebound(_Sharded, Rebound):  # type: ignore[misc]
+    """The same for parameters that are offloaded."""
+
+
+AT_REST: dict[type, type] = {nn.Parameter: ShardedParameter, Fake: _ShardedFake, Rebound: _ShardedRebound}
+"""The class at rest, by the class of the full parameter. Parameters of other classes, such as quantised ones, stay."""
+
+_FULL = {at_rest: full for full, at_rest in AT_REST.items()}
+
+
+GRADIENT: Any = Tensor.grad
+
+
+def cut_of(tensor: Tensor) -> Cut:
+    """Of which parameter a ShardedParameter or a Shard has this rank's elements."""
+    found: Cut = tensor.cut if isinstance(tensor, Shard) else _cuts[tensor]
+    return found
+
+
+def forget(params: Iterable[nn.Parameter]) -> None:
+    """Ends `register`: the parameters are plain for good."""
+    for param in params:
+        _cuts.pop(param, None)
+
+
+def rest(params: Iterable[nn.Parameter]) -> None:
+    """Makes parameters say that they are shards. Those that say so already stay."""
+    for param in params:
+        param.__class__ = AT_REST.get(type(param), type(param))
+
+
+def wake(params: Iterable[nn.Parameter]) -> None:
+    """Makes them plain parameters again."""
+    for param in params:
+        param.__class__ = _FULL.get(type(param), type(param))
+
+
+def mark(tensor: Tensor, cut: Cut) -> None:
+    """Makes a plain tensor say that it is a shard. One without values stays what it is."""
+    if type(tensor) is Tensor:
+        tensor.__class__ = Shard
+        vars(tensor)["cut"] = cut
+
+
+def unmark(tensor: Tensor) -> None:
+    """Makes a shard a plain tensor again, while an optimizer steps with it."""
+    if type(tensor) is Shard:
+        tensor.__class__ = Tensor  # type: ignore[assignment]
