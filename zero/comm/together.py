@@ -33,6 +33,11 @@ class Together:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self.tell(error)
+
+    def tell(self, error: BaseException) -> None:
+        """Collective. Called before this rank raises the error, unless all ranks were told of it."""
         # Ctrl-C and SystemExit are not for the other ranks, which would have to be waited for.
         if isinstance(error, Exception) and not getattr(error, "raised_on_every_rank", False):
             vars(error)["raised_on_every_rank"] = True

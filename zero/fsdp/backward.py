@@ -25,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from zero._torch import as_plain_tensors, at_end_of_backward, in_a_backward
 from zero.comm import Comm
 from zero.comm.streams import NoStreams
+from zero.comm.together import Together
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.unit import Call, Index, Need, Unit
@@ -49,6 +50,7 @@ class Backward:
         comms: Sequence[Comm],
         streams: Sequence[NoStreams],
         prefetch: Prefetch,
+        together: Together,
         overflow: Overflow,
     ) -> None:
         self.reduces = True
@@ -57,10 +59,12 @@ class Backward:
         # Whether backward has left gradients of a unit unreduced since the last one that reduced.
         self._left_unreduced = False
         self._index, self._units, self._root, self._streams = index, index.units, index.units[0], streams
-        self._overflow = overflow
+        self._together, self._overflow = together, overflow
         self._limit, self._prefetches = prefetch.limit, prefetch.backward_prefetch
         self._end = EndOfBackward(comms, "the end of a backward of FSDP")
         self._comms = [(comm, comm.channel("the graphs that a backward of FSDP may pass")) for comm in comms]
+        name = "a comparison of which parameters are trained, as that has changed there"
+        self._trained = [comm.channel(name, "Freeze and unfreeze parameters on every rank.") for comm in comms]
         self._interrupted = False
         # Whether autograd computes in the thread that calls it. On a GPU it does in one of its own, which may end only
         # after that thread has cleared gradients.
@@ -89,6 +93,10 @@ class Backward:
         """
         if unit.in_backward and call in unit.calls:
             return
+        with self._together:
+            self._reached(unit, call)
+
+    def _reached(self, unit: Unit, call: Call) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"a gradient was asked for with create_graph=True through {unit.title} of FSDP, whose "
@@ -123,13 +131,15 @@ class Backward:
     def param_reached(self, unit: Unit) -> None:
         """Enters backward of a unit that has stayed unsharded."""
         if unit.unsharded and not torch.is_grad_enabled():
-            self._begin()
-            self._enter(unit)
+            with self._together:
+                self._begin()
+                self._enter(unit)
 
     def post_backward(self, unit: Unit, call: Call, *_: Any) -> None:
         """The hook on the unit's inputs: completes it once backward has passed all of its expected calls."""
         if unit.in_backward and unit.passed(call):
-            self._reduce_unit(unit)
+            with self._together:
+                self._reduce_unit(unit)
 
     def _begin(self) -> None:
         if self._interrupted:
@@ -138,10 +148,28 @@ class Backward:
             self.active = True
             for streams in self._streams:
                 streams.begin()
+            self._compare_trained()
             self._expect()
             finish = self._finish
             self._end_callback = weakref.ref(finish, self._callback_dropped)
             at_end_of_backward(finish)
+
+    def _compare_trained(self) -> None:
+        """Collective where parameters were frozen or unfrozen since the last backward. Raises RuntimeError on every
+        rank unless all ranks train the same."""
+        buckets = [bucket for unit in self._units for bucket in unit.buckets]
+        changed = [bucket.notice_trained() for bucket in buckets]
+        if not any(changed):
+            return
+        trained = [bucket.group.names[index] for bucket in buckets for index in bucket.trained]
+        try:
+            for (comm, _), channel in zip(self._comms, self._trained, strict=True):
+                comm.compare("the parameters that are trained", trained, channel=channel)
+        except (RuntimeError, ValueError) as error:
+            raise RuntimeError(
+                "which parameters require gradients has changed on this rank, but not on all alike; trained are now "
+                f"{', '.join(trained)}. Freeze and unfreeze parameters on every rank. {error}"
+            ) from error
 
     def _expect(self) -> None:
         """Collective where several forwards wait. Forgets the calls of forwards whose graph does not exist on every
@@ -227,6 +255,10 @@ class Backward:
                     bucket.finish()
 
     def _finish(self) -> None:
+        with self._together:
+            self._finish_together()
+
+    def _finish_together(self) -> None:
         within = self._within_forward
         for unit in reversed(self._units):
             if unit.calls and not unit.in_backward and not within and (unit.unsharded or unit.gathering):

@@ -13,7 +13,6 @@ from zero.fsdp.choice import UnitChoice
 from zero.fsdp.meta import Materialiser
 from zero.fsdp.options import Options
 from zero.fsdp.precision import CastBuffer
-from zero.fsdp.refusal import Refusal
 from zero.fsdp.unit import Unit
 from zero.shards.group_state import GroupOptions
 from zero.shards.offload import Offload
@@ -31,7 +30,6 @@ class Builder:
     whether it has failed on any. If it has, the units that were sharded before are gathered again.
 
     param_init_fn: initialises modules that were built on the meta device.
-    `refusal`: how units raise on every rank.
     `cast_buffers`, `hooks`: the buffers that mixed precision has cast, and its hooks on modules.
     """
 
@@ -44,7 +42,6 @@ class Builder:
     ) -> None:
         self._choice, self._placement, self._options = choice, placement, options
         self._values = Materialiser(choice.module, param_init_fn, initialises=placement.first)
-        self.refusal = Refusal(placement.comm)
         self._loads = [0] * placement.comm.world
         self.cast_buffers: list[CastBuffer] = []
         self.hooks: list[RemovableHandle] = []
@@ -96,7 +93,6 @@ class Builder:
             self._lay_out(owned, title, offload),
             precision=self._options.precision,
             stays=self._options.stays,
-            refusal=self.refusal,
         )
 
     def _lay_out(self, owned: Sequence[tuple[str, nn.Parameter]], title: str, offload: Offload) -> list[ShardGroup]:

@@ -142,7 +142,7 @@ class FSDP(Weights):
         for name, fsdp in nested.items():
             units += fsdp._hand_over(module, name, builder.cast_buffers, self._hooks)
         ignored, cast_buffers = asked.ignored_modules, builder.cast_buffers
-        self._model = Model(module, units, placement, options, builder.refusal, ignored, cast_buffers)
+        self._model = Model(module, units, placement, options, ignored, cast_buffers)
         self.broadcast_buffers = broadcast_buffers
         synced = broadcast_buffers and next(module.buffers(), None) is not None
         self._buffer_sync = BufferSync(module, self._model.comms) if synced else None
@@ -197,8 +197,8 @@ class FSDP(Weights):
         run = self._begin(torch.compiler.is_compiling())  # torch.compile traces the code of this method, and no other
         try:
             output = run(*args, **kwargs)
-        except BaseException:
-            self._interrupted()
+        except BaseException as error:
+            self._raised(error)
             raise
         self._end_forward()
         return output
@@ -208,12 +208,13 @@ class FSDP(Weights):
         """Collective. Returns what runs the module."""
         if self._unwrapped:
             raise RuntimeError(UNWRAPPED.format("FSDP"))
-        run = self._compiling.runner(self.module, traced=traced)
-        self._interrupted()  # of a unit by itself, which is known only now
-        self._model.begin_forward()
-        if self._buffer_sync is not None:
-            self._buffer_sync.before_forward()
-        return run
+        with self._model.together:
+            run = self._compiling.runner(self.module, traced=traced)
+            self._model.schedule.interrupted()  # of a unit by itself, which is known only now
+            self._model.begin_forward()
+            if self._buffer_sync is not None:
+                self._buffer_sync.before_forward()
+            return run
 
     @torch.compiler.disable(reason=BETWEEN_UNITS)  # type: ignore[untyped-decorator]
     def _end_forward(self) -> None:
@@ -221,10 +222,11 @@ class FSDP(Weights):
             self._buffer_sync.after_forward(reduced=self._model.backward.reduces)
 
     @torch.compiler.disable(reason=BETWEEN_UNITS)  # type: ignore[untyped-decorator]
-    def _interrupted(self) -> None:
-        """torch calls hooks after errors, but not after KeyboardInterrupt and SystemExit. What the user saves then is
-        to be saved as after any other forward."""
+    def _raised(self, error: BaseException) -> None:
+        """Collective but for KeyboardInterrupt and SystemExit, after which torch calls no hooks of modules: what the
+        user saves then is to be saved as after any other forward."""
         self._model.schedule.interrupted()
+        self._model.together.tell(error)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

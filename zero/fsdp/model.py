@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 from weakref import ReferenceType, WeakSet, ref
 
 from torch import nn
@@ -12,11 +11,11 @@ from torch.optim import Optimizer
 from zero._torch import params_of, transformed
 from zero.comm import Comm
 from zero.comm.streams import streams_in
+from zero.comm.together import Together
 from zero.fsdp.backward import Backward
 from zero.fsdp.options import Options
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.precision import CastBuffer
-from zero.fsdp.refusal import Refusal
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.shown import ShownUnits
 from zero.fsdp.unit import Index, Unit
@@ -48,6 +47,7 @@ class Model:
     module: the user's. units: the root first. ignored: modules that are not sharded.
     partition: the user's. cast_buffers: the buffers that mixed precision has cast.
     `index`: where the parameters lie. `comm`: the ranks that own shards. `comms`: all groups of ranks.
+    `together`: around what ranks do together with it.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class Model:
         units: Sequence[Unit],
         placement: Placement,
         options: Options,
-        refusal: Refusal,
         ignored: Sequence[nn.Module] = (),
         cast_buffers: Sequence[CastBuffer] = (),
     ) -> None:
@@ -67,7 +66,7 @@ class Model:
         self.comm: Comm = placement.comm
         self.comms = placement.all_groups()
         self.prefetch = options.prefetch.where(overlaps=any(unit.overlaps for unit in units))
-        self._refusal = refusal
+        self.together = Together(self.comms, "an error that it has raised in FSDP")
         self.norm_channel = self.comm.channel("the norm of all gradients")
         # Where modules hold sharded parameters.
         self._holders = [
@@ -79,7 +78,7 @@ class Model:
         self._shown = ShownUnits(self.index)
         overflow = Overflow(self.index.groups, [self.comm, *others_of(self.index)])
         streams = streams_in(group.streams for group in self.index.groups)
-        common = self.index, self.comms, streams, self.prefetch
+        common = self.index, self.comms, streams, self.prefetch, self.together
         self.backward = Backward(*common, overflow)
         self.schedule = Schedule(*common, self.backward, overflow)
         # How to restore what a step has left hidden that raised.
@@ -131,31 +130,25 @@ class Model:
         self.refuse_moved()
         problem = self.replaced_problem()
         if problem is not None:
-            self.refuse(problem)
+            raise RuntimeError(problem)
 
     def refuse_moved(self) -> None:
-        """Raises RuntimeError if parameters were moved, cast or given other data. Call it before a collective.
-
-        Communicates only to raise. The ranks without a problem raise in their next operation.
-        """
+        """Collective where it raises: RuntimeError if parameters were moved, cast or given other data."""
         problem = moved_problem(group for group in self.index.groups if group.state is not GroupState.SUMMONED)
         if problem is not None:
-            self.refuse(problem)
+            with self.together:
+                raise RuntimeError(problem)
 
     def refuse_unreduced(self) -> None:
-        """Raises RuntimeError on every rank if no_sync has left full gradients, of which no rank has the average."""
-        for unit in self.units:
-            for bucket in unit.buckets:
-                name = bucket.name_of_unreduced()
-                if name is not None:
-                    self.refuse(
-                        f"{name} has a gradient that was not averaged: the last backward ran under no_sync(). Run the "
-                        "last backward of a step outside it; the norm is known after that."
-                    )
-
-    def refuse(self, problem: str) -> NoReturn:
-        """Collective. Raises RuntimeError on every rank."""
-        self._refusal.raise_everywhere(problem)
+        """Collective where it raises: RuntimeError if no_sync has left full gradients, of which no rank has the
+        average."""
+        names = (bucket.name_of_unreduced() for unit in self.units for bucket in unit.buckets)
+        for name in filter(None, names):
+            with self.together:
+                raise RuntimeError(
+                    f"{name} has a gradient that was not averaged: the last backward ran under no_sync(). Run the "
+                    "last backward of a step outside it; the norm is known after that."
+                )
 
     def dismiss(self) -> None:
         """Ends the model: its modules are called as if they were not sharded."""

@@ -44,5 +44,6 @@ class Overflow:
         for comm, channel in self._comms:
             comm.all_reduce(overflow, maximum=True, channel=channel)
         if gradients:  # `overflow` is not read on the host, which would have to wait for a GPU
-            first = gradients[0].view(-1)[:1]
+            # No view(-1): the elements of a convolution's gradient in channels_last do not lie in their order.
+            first = gradients[0].as_strided((1,), (1,))
             first.copy_(torch.where(overflow > 0, math.inf, first))

@@ -49,13 +49,14 @@ class Schedule:
         comms: Sequence[Comm],
         streams: Sequence[NoStreams],
         prefetch: Prefetch,
+        together: Together,
         backward: Backward,
         overflow: Overflow,
     ) -> None:
         self._index, self._units, self._root, self._comms = index, index.units, index.units[0], comms
         self._streams, self._prefetch, self._backward = streams, prefetch, backward
         self._overflow, self._device = overflow, index.groups[0].full.device.type
-        self._together = Together(comms, "the first reading of parameters of another unit")
+        self._together, self._first_read = together, Together(comms, "the first reading of parameters of another unit")
         self.forwards: Counter[bool] = Counter()
         # The same of calls of other methods, and of the model within a backward.
         self._other_calls: Counter[bool] = Counter()
@@ -93,8 +94,8 @@ class Schedule:
         for unit in reversed(self._units):  # so that a unit around another is entered first
             for module in (unit.module, *_holders(unit)):
                 own = module is unit.module
-                before = hidden(unit, module, partial(self._pre_forward, unit, own))
-                after = hidden(unit, module, partial(self._post_forward, unit, own))
+                before = hidden(unit, module, partial(self._together_with, self._pre_forward, unit, own))
+                after = hidden(unit, module, partial(self._together_with, self._post_forward, unit, own))
                 self._hooks.setdefault(module, []).extend(
                     [
                         # Before the user's own, such as weight_norm's, which read parameters.
@@ -102,6 +103,10 @@ class Schedule:
                         module.register_forward_hook(after, always_call=True),
                     ]
                 )
+
+    def _together_with(self, hook: Callable[..., Any], *args: Any) -> Any:
+        with self._together:
+            return hook(*args)
 
     def remove(self, modules: Iterable[nn.Module] | None = None) -> None:
         """Removes the hooks from `modules`, or all."""
@@ -233,7 +238,7 @@ class Schedule:
 
     def _refuse_recorded(self, other: Unit, reader: Unit) -> None:
         """Collective. Raises RuntimeError on every rank for a Function of the user's that has recorded a shard."""
-        with self._together:
+        with self._first_read:
             for name in filter(None, (group.recorded_as_shard() for group in other.groups)):
                 raise RuntimeError(
                     f"a torch.autograd.Function in the forward of {reader.title} of FSDP was given {name} of "
@@ -241,7 +246,7 @@ class Schedule:
                     "the next forward on it is unsharded before. To train from the first on make both one unit, "
                     "FSDP(as_one_unit=...), or read the parameter once before the Function: param.detach()."
                 )
-            self._together.agree()
+            self._first_read.agree()
 
     def _begin(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Counts a forward of the unit. Expects a backward, and registers hooks on inputs for the end of that backward.

@@ -16,12 +16,11 @@ from torch.autograd.graph import Node
 
 from zero._torch import writes_so_far
 from zero.fsdp.precision import MixedPrecision
-from zero.fsdp.refusal import Refusal
 from zero.fsdp.unit_bucket import UnitBucket
 from zero.fsdp.writes import Writes
 from zero.shards.group_state import GroupState
 from zero.shards.partition import Place, places_in
-from zero.shards.shard_group import MovedError, ShardGroup
+from zero.shards.shard_group import ShardGroup
 from zero.tensor_parallel.shown import Shown
 
 _AS_ONE_UNIT = "If ranks choose between modules, gather these as one unit: FSDP(as_one_unit=...)."
@@ -85,14 +84,13 @@ class Unit:
         *,
         precision: MixedPrecision,
         stays: bool,
-        refusal: Refusal,
     ) -> None:
         self.name, self._module, self.groups = name, ref(module), groups
         self.params = {param for group in groups for param in group.params}
         self.precision, self.stays = precision, stays
         self.buckets = [UnitBucket(group, sent_as=precision.reduce_dtype) for group in groups]
         self.writes = {group: Writes(group) for group in groups if group.frees}
-        self._refusal, self.summoned = refusal, False
+        self.summoned = False
         self.shown: Shown | None = None
         self.needed_by: set[object] = set()
         # The module whose call began the running forward, if it is not the unit's own.
@@ -204,7 +202,7 @@ class Unit:
     def finish_unshard(self) -> None:
         """Waits until the parameters are unsharded.
 
-        Raises RuntimeError on every rank if a parameter was given other data, which all would lose.
+        Raises RuntimeError if a parameter was given other data, which all would lose.
         """
         for group in self.groups:
             if group.state is GroupState.GATHERING:
@@ -213,10 +211,9 @@ class Unit:
     def _finish_unshard(self, group: ShardGroup) -> None:
         try:
             group.finish_unshard()
-        except MovedError as error:
-            self._refusal.raise_everywhere(str(error))
-        if group in self.writes:
-            self.writes[group].when_gathered = writes_so_far(group.params)
+        finally:
+            if group in self.writes:
+                self.writes[group].when_gathered = writes_so_far(group.params)
 
     def reshard(self) -> None:
         """Releases the full parameters; this rank's shards remain. Raises as `finish_unshard` does."""
@@ -226,12 +223,9 @@ class Unit:
                 self._finish_unshard(group)
             if group.state is GroupState.UNSHARDED:
                 problem = self.writes[group].take_over() if group in self.writes else None
-                try:
-                    group.reshard()
-                except MovedError as error:
-                    problem = str(error)
+                group.reshard()
                 if problem is not None:
-                    self._refusal.raise_everywhere(problem)
+                    raise RuntimeError(problem)
 
     def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
         """Collective. Has full parameters, in memory of their own, until `dismiss`. See ShardGroup.summon."""

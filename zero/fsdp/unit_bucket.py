@@ -44,7 +44,6 @@ class UnitBucket(GradBucket):
         Raises RuntimeError for a shard's gradient in the place of a full one that no_sync has left.
         """
         assert self._handle is None, "a reduction is in flight"
-        self.notice_trained()
         self._left = False
         for index in self.trained:
             param, full = self.group.params[index], self.group.shapes.full[index]

@@ -41,10 +41,6 @@ _MOVED = (
 )
 
 
-class MovedError(Exception):
-    """A parameter was moved, cast or given other data, which is lost."""
-
-
 class ShardGroup:
     """Parameters of one dtype on one device, which are views of one flat buffer.
 
@@ -210,7 +206,7 @@ class ShardGroup:
     def finish_unshard(self) -> None:
         """Waits for the all-gather in flight, and binds the parameters to `full`.
 
-        Raises MovedError after that if a parameter was given other data.
+        Raises RuntimeError after that if a parameter was given other data.
         """
         assert self._handle is not None, "no gather is in flight"
         handle, self._handle = self._handle, None
@@ -229,12 +225,12 @@ class ShardGroup:
             self.shard.untyped_storage().resize_(0)
         self._become(GroupState.UNSHARDED)
         if moved is not None:
-            raise MovedError(_MOVED.format(moved))
+            raise RuntimeError(_MOVED.format(moved))
 
     def reshard(self) -> None:
         """Binds the parameters to `shard`, and frees `full` (unless the group has one rank).
 
-        Raises MovedError after that if a parameter was given other data.
+        Raises RuntimeError after that if a parameter was given other data.
         """
         assert self._options.own_shard
         self._become(GroupState.SHARDED)
@@ -251,7 +247,7 @@ class ShardGroup:
                     self.streams.release()
                 self._free()
         if moved is not None:
-            raise MovedError(_MOVED.format(moved))
+            raise RuntimeError(_MOVED.format(moved))
 
     def _free(self) -> None:
         try:
