@@ -194,3 +194,14 @@ def test_what_is_none_of_them_is_refused_on_every_rank(rank, world, words, optio
 def test_a_name_that_neither_has_is_refused():
     with pytest.raises(TypeError, match=r"unexpected argument 'shard'.*cpu_offload"):
         zero.FSDP(Net(), shard=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("state_dict_type", "full_state_dict"), ("full_optim_state_dict", "full_optimizer_state_dict")],
+)
+def test_methods_of_fsdp1_say_what_to_call(name, remedy):
+    with pytest.raises(AttributeError, match=remedy):
+        getattr(zero.FSDP, name)
+    with pytest.raises(AttributeError, match=remedy):
+        getattr(zero.FSDP(nn.Linear(2, 2)), name)

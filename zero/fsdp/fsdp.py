@@ -30,7 +30,7 @@ from zero.fsdp.precision import CastBuffer
 from zero.fsdp.prefetch import Prefetch, as_prefetch
 from zero.fsdp.state_dict_guard import NO_COPIES, StateDictGuard
 from zero.fsdp.step import Steps
-from zero.fsdp.torch_options import NAMES, as_precision, from_torch
+from zero.fsdp.torch_options import NAMES, TorchMethods, as_precision, from_torch, refuse_method
 from zero.fsdp.unit import Unit
 from zero.fsdp.units import Policy, largest_unit
 from zero.fsdp.weights import Weights
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
 _GIVEN = "the models given to FSDP"
 
 
-class FSDP(Weights):
+class FSDP(Weights, TorchMethods):  # type: ignore[misc]
     """Fully sharded data parallelism: each rank holds one shard of the parameters, gradients and optimizer state (ZeRO
     stage 3; Rajbhandari et al., 2020, section 5.3).
 
@@ -291,7 +291,11 @@ class FSDP(Weights):
         raise TypeError(NO_COPIES)
 
     def __getattr__(self, name: str) -> Any:
-        return super().__getattr__(name) if name in children_of(self) else getattr(self.module, name)
+        if name in children_of(self):
+            return super().__getattr__(name)
+        if not hasattr(self.module, name):
+            refuse_method(name)
+        return getattr(self.module, name)
 
 
 def running_model(fsdp: FSDP) -> Model:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from weakref import ReferenceType, WeakSet, ref
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -19,6 +20,7 @@ from zero.fsdp.precision import CastBuffer
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.shown import ShownUnits
 from zero.fsdp.unit import Index, Unit
+from zero.sdp.wrapper import NOT_SCRIPTED
 from zero.shards.claimed import claim, release
 from zero.shards.group_state import GroupState
 from zero.shards.placement import Placement
@@ -123,6 +125,8 @@ class Model:
                 "that the function captures. Differentiate by backward() or torch.autograd.grad, or at stage 2, with "
                 "ShardedDDP."
             )
+        if torch.jit.is_tracing():
+            raise RuntimeError(NOT_SCRIPTED.format("FSDP"))
         if self.unfinished_step is not None:
             restore, optimizer = self.unfinished_step
             if (stepped := optimizer()) is not None:

@@ -20,6 +20,7 @@ from functools import cache
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
@@ -221,6 +222,7 @@ class StepHook:
     def take_its_places(self, optimizer: Optimizer) -> None:
         self._hooks.take_their_places(optimizer)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -261,6 +263,7 @@ class StepHook:
             steps.model.unfinished_step = self.restore, ref(optimizer)
             steps.hide(optimizer, params, closure=closure)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         # Graphs that saved a parameter before the step are refused in backward, on every rank at the same place: a rank
         # that owns nothing of a parameter has an empty gradient where others have theirs.
@@ -286,6 +289,7 @@ def _alive() -> list[Steps]:
     return [steps for reference in _all if (steps := reference()) is not None]
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _find(optimizer: Optimizer, *_: Any) -> None:
     """The hook before the steps of any optimizer, before its own."""
     hook = _hooks.get(optimizer)

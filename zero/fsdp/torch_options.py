@@ -1,4 +1,5 @@
-"""Converts options of PyTorch's FSDP1 that have another name in zero, and its mixed precision."""
+"""Options of PyTorch's FSDP1 that have another name in zero, its mixed precision, and its methods, which say what to
+call."""
 
 from __future__ import annotations
 
@@ -22,6 +23,43 @@ NAMES = (
     "limit_all_gathers",
     "use_orig_params",
 )
+
+
+_SAVE = "zero.full_state_dict(model) is always full; zero.checkpoint.save(path, model) writes each rank's shards"
+_LOAD = "zero.load_full_optimizer_state_dict(model, optimizer, state) takes full state and cuts it"
+_METHODS = {
+    **dict.fromkeys(("state_dict_type", "set_state_dict_type", "get_state_dict_type"), _SAVE),
+    "full_optim_state_dict": "zero.full_optimizer_state_dict(model, optimizer, to=0)",
+    "sharded_optim_state_dict": "zero.checkpoint.save(path, model, optimizer) writes each rank's shards",
+    **dict.fromkeys(
+        (
+            *("optim_state_dict_to_load", "shard_full_optim_state_dict", "scatter_full_optim_state_dict"),
+            *("flatten_sharded_optim_state_dict", "rekey_optim_state_dict"),
+        ),
+        _LOAD,
+    ),
+    "fsdp_modules": "one FSDP has all units, and modules inside it are the plain ones: model.module",
+}
+
+
+class _Elsewhere:
+    """In the place of a method of PyTorch's FSDP1. Raises AttributeError with what to call."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> None:
+        refuse_method(self._name)
+
+
+def refuse_method(name: str) -> None:
+    """Raises AttributeError for a method that PyTorch's FSDP1 has, with what to call."""
+    if name in _METHODS:
+        raise AttributeError(f"zero's FSDP has no {name}: {_METHODS[name]}.")
+
+
+TorchMethods = type("TorchMethods", (), {name: _Elsewhere(name) for name in _METHODS})
+"""A base class that has them."""
 
 
 def from_torch(given: dict[str, Any], asked: GivenOptions) -> None:

@@ -32,6 +32,10 @@ class Wrapper(nn.Module):
         """Tells torch.distributed.checkpoint.state_dict that the child `module` is not part of any name."""
         return {"": "module"}
 
+    def __prepare_scriptable__(self) -> NoReturn:
+        """torch.jit.script calls this."""
+        raise RuntimeError(NOT_SCRIPTED.format(type(self).__name__))
+
     # The methods of a module that is a container, such as nn.Sequential. For other modules they raise as these do.
 
     def __len__(self) -> int:
@@ -64,6 +68,11 @@ class Wrapper(nn.Module):
     def register_load_state_dict_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         return cast(RemovableHandle, self.module.register_load_state_dict_post_hook(hook))
 
+
+NOT_SCRIPTED = (
+    "TorchScript cannot run {}, whose parameters are spread over the ranks. Use torch.compile; or script the plain "
+    "module, which zero.unwrap(model) returns."
+)
 
 UNWRAPPED = (
     "this {} was unwrapped by zero.unwrap() and cannot train any more. Use the module that zero.unwrap() returned, or "
