@@ -20,6 +20,7 @@ from zero.comm import Comm, Traffic, traffic
 WORLDS = [2, 3, 4] if matrix.WHOLE else [2, 3]
 WAYS = ["nccl"] if gpus.ON else ["reading", "gloo"]
 LARGE = 70_000  # elements, which are not sent like a few
+HERE = torch.device(gpus.DEVICE)
 
 
 def large(dtype):
@@ -155,7 +156,7 @@ def test_ranks_are_of_the_group_not_of_the_world(rank, world, way):
     comm.broadcast([value], source=1)
     comm.all_reduce(value)
     assert value.item() == 4
-    comm.collect([(0, value.fill_(rank))], 1, gpus.DEVICE)
+    comm.collect([(0, value.fill_(rank))], 1, HERE)
     assert value.item() == 0
 
 
@@ -171,8 +172,8 @@ def test_without_a_process_group_this_process_is_a_world_of_its_own():
     assert comm.all_gather_text("ü") == ["ü"]
     comm.broadcast([full])
     comm.all_reduce(full)
-    comm.collect([(0, full)], 0, gpus.DEVICE)
-    comm.collect([(0, full)], None, gpus.DEVICE)
+    comm.collect([(0, full)], 0, HERE)
+    comm.collect([(0, full)], None, HERE)
     same(full, torch.arange(5.0), "what was sent about")
     assert refusal(lambda: comm.compare("things", ["one"], "a bad thing")) == "ValueError: a bad thing"
     assert traffic() == before
@@ -217,7 +218,7 @@ def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(rank, world, way)
             value.clone() if rank == owner else torch.zeros_like(value) if to in (None, rank) else None
             for owner, value in zip(owners, values, strict=True)
         ]
-        comm.collect([*zip(owners, room, strict=True)], to, gpus.DEVICE)
+        comm.collect([*zip(owners, room, strict=True)], to, HERE)
         if to in (None, rank):
             same(room, values, f"collected by {to}")
 
@@ -249,9 +250,9 @@ def test_traffic_counts_the_bytes_that_each_rank_sends(rank, world, way):
     assert spent(comm.reduce, [eight, *messages]) == Traffic(reduce=4 * (8 + LARGE - [2 + LARGE, 0, 6][rank]))
     assert spent(comm.reduce, [(eight[0].bfloat16(), eight[1])]) == Traffic(reduce=2 * (8 - [2, 0, 6][rank]))
     assert spent(comm.agree, channel) == Traffic()
-    assert spent(comm.collect, [(1, six)], None, gpus.DEVICE) == Traffic(other=2 * 12 if rank == 1 else 0)
+    assert spent(comm.collect, [(1, six)], None, HERE) == Traffic(other=2 * 12 if rank == 1 else 0)
     to_last = [(1, six if rank else None), (2, six if rank == 2 else None)]
-    assert spent(comm.collect, to_last, 2, gpus.DEVICE) == Traffic(other=12 if rank == 1 else 0)
+    assert spent(comm.collect, to_last, 2, HERE) == Traffic(other=12 if rank == 1 else 0)
     assert spent(comm.broadcast, [torch.zeros(7)], source=2) == Traffic(other=2 * 28 if rank == 2 else 0)
     assert spent(comm.all_reduce, torch.zeros(6)) == Traffic(other=2 * 24 * 2 // 3)
 

@@ -207,18 +207,18 @@ class Comm:
             sent["other"] += 2 * tensor.nbytes * (self.world - 1) // self.world
             self._transports[tensor.device.type].all_reduce(tensor, channel, maximum=maximum)
 
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, kind: str) -> None:
+    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
         """Collective. Sends flat tensors from their owners to rank `to` of the group, or (None) to all ranks.
 
         transfers: pairs (owner, tensor), for the same tensors in the same order on every rank. The owner passes the
-        tensor to send, a receiver the tensor to fill, other ranks None. kind: the type of device of all tensors.
+        tensor to send, a receiver the tensor to fill, other ranks None. device: of all tensors, on this rank.
         """
         if self.world == 1:
             return
         own = [tensor for owner, tensor in transfers if owner == self.rank and tensor is not None]
         receivers = self.world - 1 if to is None else int(to != self.rank)
         sent["other"] += sum(tensor.nbytes for tensor in own) * receivers
-        self._transports[kind].collect(transfers, to)
+        self._transports[device.type].collect(transfers, to, device)
 
 
 def _refuse_differences(what: str, texts: Sequence[str]) -> None:

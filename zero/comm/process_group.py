@@ -99,18 +99,30 @@ class ProcessGroupTransport(Transport):
             launched.works.append(self._group.allreduce([_real(tensor)], _MAXIMUM if maximum else _SUM))
         launched.wait()
 
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
+    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
         self.compare(COLLECTION)
-        for owner, tensor in transfers:
-            if tensor is not None and tensor.numel():
-                with self._launching, Launched(self, COLLECTION, tensor) as launched:
-                    if to is None:
+        with self._launching, Launched(self, COLLECTION, transfers) as launched:
+            for owner, tensor in transfers:
+                if to is None:
+                    if tensor is not None and tensor.numel():
                         launched.works.append(self._broadcast(tensor, owner))
-                    elif self._rank == owner != to:
-                        launched.works.append(self._group.send([_as_sent(tensor)], to, 0))
-                    elif self._rank == to != owner:
-                        launched.works.append(self._group.recv([_as_sent(tensor)], owner, 0))
-                launched.wait()
+                elif owner != to:
+                    launched.works.append(self._send_to(to, owner, tensor, device))
+        launched.wait()
+
+    def _send_to(self, to: int, owner: int, tensor: Tensor | None, device: torch.device) -> dist.Work | None:
+        """Sends a tensor from where it lies to where it is to lie, by an all-to-all in which others send nothing.
+
+        Not by `send` and `recv` of Gloo: it closes the connections of all ranks where a wait for these runs out, and
+        `wait_for` waits in intervals (tests/comm/test_slow.py). NCCL makes a communicator for each two ranks for them.
+        """
+        # Empty where this rank has no part; of one dtype here, as Gloo takes the size of what it sends from the other.
+        given = torch.empty(0, device=device) if tensor is None else _as_sent(tensor)
+        counts_in = [len(given) * (self._rank == to and rank == owner) for rank in range(self._world)]
+        counts_out = [len(given) * (self._rank == owner and rank == to) for rank in range(self._world)]
+        into, sent = given[: sum(counts_in)], given[: sum(counts_out)]
+        collective = getattr(self._group, self._to_reduce.all_to_all)
+        return collective(into, sent, counts_in, counts_out, _ALL_TO_ALL)  # type: ignore[no-any-return]
 
     def exchange(self, data: bytes) -> list[bytes]:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -148,7 +160,7 @@ class ProcessGroupTransport(Transport):
                 continue
             for interval in chain(_INTERVALS, repeat(_INTERVALS[-1])) if self._blocks else ():
                 try:
-                    work.wait(interval)  # not once more: Gloo would wait for another message
+                    work.wait(interval)  # one that runs out may be tried again, for a collective: see `_send_to`
                     break
                 except RuntimeError:
                     if work.is_completed():  # it failed, or completed just after the interval

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from zero.comm.packing import sum_in_rank_order
@@ -74,7 +75,7 @@ class Transport(ABC):
         """Overwrites the contiguous tensor with the sum, or the maximum, over the ranks."""
 
     @abstractmethod
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
+    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
         """Sends flat tensors from their owners to rank `to`, or (None) to all ranks. See Comm.collect."""
 
     @abstractmethod
@@ -113,7 +114,7 @@ class Local(Transport):
 
     def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None: ...
 
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None: ...
+    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None: ...
 
     def exchange(self, data: bytes) -> list[bytes]:
         return [data]

@@ -90,7 +90,7 @@ class Rehearsal(Transport):
         if self._host_memory:
             tensor.new_empty(self._world, min(CHUNK // tensor.element_size(), tensor.numel()))
 
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None: ...
+    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None: ...
 
     def exchange(self, data: bytes) -> list[bytes]:
         return [data] * self._world

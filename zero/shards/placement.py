@@ -45,7 +45,7 @@ class Exchange:
         owners = range(comm.world)
         if to is not None and to != comm.rank:
             sent = shard.to(device)
-            comm.collect([(owner, sent if owner == comm.rank else None) for owner in owners], to, device.type)
+            comm.collect([(owner, sent if owner == comm.rank else None) for owner in owners], to, device)
             return None
         full = shard.new_empty(layout.numel, device=device)
         with torch.no_grad():
@@ -53,7 +53,7 @@ class Exchange:
         if to is None:
             comm.gather(full, layout.bounds, channel).wait()
         else:
-            comm.collect([(owner, full[layout.segment(owner)]) for owner in owners], to, device.type)
+            comm.collect([(owner, full[layout.segment(owner)]) for owner in owners], to, device)
         return full
 
     def comms(self) -> list[Comm]:

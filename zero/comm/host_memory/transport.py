@@ -153,7 +153,7 @@ class HostMemory(Transport):
         for rank, address in addresses.items():
             self._peers.read(rank, address, tensors[rank])
 
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
+    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
         sent = [tensor for owner, tensor in transfers if owner == self._rank and tensor is not None]
         table = _address_table(sent)
         counts = Counter(owner for owner, _ in transfers)
