@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
+
+from zero.comm.waiting import say_waiting
 
 COMPARISON, SUM, BROADCAST, COLLECTION, GATHER, REDUCTION = range(6)
 """Channels that every process group has."""
@@ -194,6 +196,11 @@ class Log:
         """Returns an error for a rank without which this one cannot go on. how: such as "has stopped"."""
         operation = self.name(self._channels[-1]) if self._channels else "no operation"
         return f"rank {self._rank} failed in {operation}: rank {rank} of the group of {self._world} {how}. {_REMEDY}"
+
+    def waits_for(self, missing: Collection[int], channel: int | None = None) -> None:
+        """Says that this rank waits for others. channel: of its operation; by default the last one in the log."""
+        last = self._channels[-1] if channel is None and self._channels else channel
+        say_waiting(self._rank, missing, "an operation" if last is None else self.name(last))
 
     def mark_broken(self, reason: str) -> None:
         """Has every later operation raise with this reason, unless an earlier one is known."""

@@ -71,7 +71,9 @@ class HostMemory(Transport):
     def __init__(self, log: Log, peers: Peers, rank: int, world: int) -> None:
         self._log, self._peers, self._rank, self._world = log, peers, rank, world
         self._queue: list[QueuedHandle] = []
-        log.at_failure.append(lambda _: peers.close())  # the other ranks wait for this rank to read: it will not
+        peers.waits_for, close = log.waits_for, peers.close
+        # The other ranks wait for this rank to read: it will not. `close` does not keep the peers, which keep the log.
+        log.at_failure.append(lambda _: close())
 
     def _launch(self, channel: int, address: int, read: Callable[[Addresses], Any], buffers: object) -> Handle:
         """Announces an operation. `wait` returns the result of `read` after all ranks have read. buffers: the owners of
@@ -92,7 +94,7 @@ class HostMemory(Transport):
 
     def _notes(self, channel: int, buffers: object) -> Addresses:
         with Transfer(self._log, channel, buffers):
-            notes = self._peers.notes()
+            notes = self._peers.notes(channel)
         self._log.refuse_differing(channel, {rank: number for rank, (number, _) in notes.items()})
         return {rank: address for rank, (_, address) in notes.items()}
 

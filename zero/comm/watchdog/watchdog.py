@@ -132,6 +132,8 @@ class Watchdog:
             self._learn(message["failed"])
         elif "missing" in message:
             self._learn(self._log.missing(message["missing"], message["how"]))
+        elif "behind" in message and tuple(message["at"]) == self._log.position:
+            self._log.waits_for(message["behind"])
 
     def _lose_hub(self, hub: int) -> None:
         if self._hub_ended is None:
