@@ -1,7 +1,9 @@
 """What ranks say to one another: gather and reduce beside sums computed apart, traffic, and errors on every rank."""
 
+import gc
 import itertools
 import re
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -15,7 +17,12 @@ import ranks
 from assertions import same
 from ranks import refusal
 from transports import between_hosts, overlapping
-from zero.comm import Comm, Traffic, traffic
+from zero.comm import Comm, Traffic, Work, traffic
+from zero.comm.log import Log
+from zero.comm.packing import sum_in_rank_order
+from zero.comm.streams import StreamWork
+from zero.comm.work import CastWork, GroupWork, SumWork
+from zero.shards.placement import ReplicaWork
 
 WORLDS = [2, 3, 4] if matrix.WHOLE else [2, 3]
 WAYS = ["nccl"] if gpus.ON else ["reading", "gloo"]
@@ -279,3 +286,29 @@ def test_a_difference_or_a_problem_raises_the_same_on_every_rank(rank, world):
         assert comm.all_gather_text(text) == [text] * world, name
     everyone = ", ".join(map(str, range(world)))
     assert f"(on rank {everyone})" in refusal(lambda: comm.compare("the things", ["a: 1"], "a is bad."))
+
+
+# ------------------------------------------------------------------------------------------------- Nobody waits for it
+
+
+WORKS = {
+    "in a group": lambda buffer: GroupWork(Log(0, 2), True, 0, buffer),
+    "sums": lambda buffer: SumWork(sum_in_rank_order, Work([buffer]), 1, None),
+    "a narrower dtype": lambda buffer: CastWork(Work(), buffer, buffer, slice(1)),
+    "over replicas": lambda buffer: ReplicaWork(Work(buffer), Comm.alone(), 0),
+    "on a stream": lambda buffer: StreamWork(buffer, None, None, None, Comm.alone(), buffer),
+}
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_buffers_of_what_nobody_waits_for_are_freed_without_the_garbage_collector(work):
+    gc.disable()
+    try:
+        buffer = torch.ones(8)
+        kept, made = weakref.ref(buffer), WORKS[work](buffer)
+        del buffer
+        assert kept() is not None
+        del made
+        assert kept() is None
+    finally:
+        gc.enable()

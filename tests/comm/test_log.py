@@ -135,7 +135,7 @@ def test_ranks_that_wait_are_told_that_another_has_failed(rank, world):
         steps = Steps()
         steps.run("end")
         if rank == 1:
-            with mock.patch.object(Gloo, "_broadcast", side_effect=RuntimeError("cut off")):
+            with mock.patch.object(Gloo, "_broadcast_shards", side_effect=RuntimeError("cut off")):
                 told = refusal(lambda: steps.run(*ONE))
         else:
             told = refusal(lambda: steps.run(*ONE))

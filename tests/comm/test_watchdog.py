@@ -71,9 +71,9 @@ def waits_for_the_device(rank: int, world: int, way: str) -> tuple[str, str]:
         aborted = threading.Event()
         comm.log.at_failure.append(lambda reason: aborted.set())
         if rank == VICTIM:
-            comm.log.append(other, 12)
+            comm.log.append(other, 12, lambda channel: None)
         else:
-            comm.log.append(channel, 12)  # launched, so that the device waits in it
+            comm.log.append(channel, 12, lambda channel: None)  # launched, so that the device waits in it
         ended = aborted.wait(TIMEOUT + 3)
         told = ranks.refusal(lambda: comm.gather(full, range(4), channel))
         if way in ("stopped", "elsewhere") and store.add("told", 1) == world - 1:

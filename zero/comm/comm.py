@@ -27,7 +27,8 @@ from zero.comm.link import Link, link_of
 from zero.comm.log import COMPARISON, GATHER, REDUCTION, SUM
 from zero.comm.packing import batches, copy_into, empty_flat, flatten
 from zero.comm.traffic import sent
-from zero.comm.transport import Handle, Message
+from zero.comm.transport import Message
+from zero.comm.work import CastWork, Work
 
 
 class Comm:
@@ -156,21 +157,29 @@ class Comm:
 
     # ---------------------------------------------------------------------------------------------- shards
 
-    def gather(self, full: Tensor, bounds: Sequence[int], channel: int = GATHER) -> Handle:
+    def gather(
+        self, full: Tensor, bounds: Sequence[int], channel: int = GATHER, sent_as: torch.dtype | None = None
+    ) -> Work:
         """Collective. Fills the flat `full`. Rank r sends shard [bounds[r], bounds[r + 1]), which its own `full` holds.
 
         channel: number of the operation. If ranks are out of step, this call or `wait` raises RuntimeError on every
             rank.
+        sent_as: a narrower dtype in which floats are sent; this rank's own keep their precision.
 
         `full` must not change until `wait` has returned. `wait` may block until the other ranks have called `wait`.
         """
         low, high = bounds[self.rank : self.rank + 2]
-        sent["gather"] += (high - low) * full.element_size() * (self.world - 1)
-        return self._transports[full.device.type].gather(full, bounds, channel)
+        transport, sent_from = self._transports[full.device.type], full
+        if sent_as is not None and self.world > 1 and _narrows(sent_as, full):
+            sent_from = full.new_empty(full.numel(), dtype=sent_as)
+            sent_from[low:high] = full[low:high]
+        sent["gather"] += (high - low) * sent_from.element_size() * (self.world - 1)
+        work = transport.gather(sent_from, bounds, channel)
+        return work if sent_from is full else CastWork(work, sent_from, full, slice(low, high))
 
     def reduce(
         self, messages: Sequence[Message], *, times: float = 1, into: Tensor | None = None, channel: int = REDUCTION
-    ) -> Handle:
+    ) -> Work:
         """Collective. Sums the messages over the ranks and sends each owner its sums. `wait` returns this rank's sums.
 
         messages: flat tensors of one dtype, and the number of elements of each that go to each rank of the group, in
@@ -219,6 +228,10 @@ class Comm:
         receivers = self.world - 1 if to is None else int(to != self.rank)
         sent["other"] += sum(tensor.nbytes for tensor in own) * receivers
         self._transports[device.type].collect(transfers, to, device)
+
+
+def _narrows(dtype: torch.dtype, tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and dtype.itemsize < tensor.element_size()
 
 
 def _refuse_differences(what: str, texts: Sequence[str]) -> None:

@@ -19,11 +19,12 @@ from zero._torch import abort, another_like, backend_of, shortest_timeout_of, st
 from zero.comm import settings
 from zero.comm.host_memory.rendezvous import rendezvous
 from zero.comm.host_memory.transport import HostMemory
-from zero.comm.log import Log, Transfer
+from zero.comm.log import Log
 from zero.comm.process_group import Gloo, Overlapping
 from zero.comm.store import StoreExchange
 from zero.comm.transport import Local, Transport
 from zero.comm.watchdog.watchdog import Watchdog
+from zero.comm.work import Operation
 
 # The timeout of transfers on the CPU if the group has no backend for the CPU: torch's own default.
 _TIMEOUT = timedelta(minutes=30)
@@ -65,7 +66,7 @@ class Link:
             return self._device_transport(device, backend, self.transports["cpu"])
         if backend in (None, "gloo"):
             timeout = _TIMEOUT if backend is None else timeout_of(self._group, device)
-            with Transfer(self.log, None, None):
+            with Operation(self.log, None, None):
                 return self._cpu_transport(timeout)
         assert self._store is not None
         if backend != "fake":  # whose store keeps no values

@@ -111,9 +111,10 @@ class Log:
         self._channels.append(channel)
         self._length += 1
 
-    def append(self, channel: int, nbytes: int) -> bool:
-        """Appends an operation. Returns whether ranks must compare it, and then call `settle`, before its launch.
+    def append(self, channel: int, nbytes: int, compare: Callable[[int], object]) -> None:
+        """Appends an operation, before its launch. Collective if it is new here: then ranks compare it.
 
+        compare: of the transport, compares this operation and the logs before it between ranks.
         Raises RuntimeError if an earlier transfer has failed.
         """
         if self.broken:
@@ -122,15 +123,12 @@ class Log:
         self._length += 1
         self.digest = hash((self.digest, channel, nbytes))
         self._position = hash((self._position, channel, nbytes))
-        compares = self.each or self._unsettled or self._position not in self._settled
-        self._unsettled = False
-        return compares
-
-    def settle(self) -> None:
-        """Marks the last operation as compared: all ranks have reached it with the same log."""
-        if len(self._settled) == _MOST_SETTLED:
-            self._settled.clear()
-        self._settled.add(self._position)
+        if self.each or self._unsettled or self._position not in self._settled:
+            self._unsettled = False
+            compare(channel)
+            if len(self._settled) == _MOST_SETTLED:
+                self._settled.clear()
+            self._settled.add(self._position)
 
     def compared(self) -> None:
         """Empties the log, after a comparison that found all logs to be the same."""
@@ -223,25 +221,6 @@ class Log:
             )
         if isinstance(error, (RuntimeError, OSError)):
             raise RuntimeError(self.broken) from error
-
-
-class Transfer:
-    """A context for a part of a transfer that can fail. Keeps the buffers alive if it does. A class, as a context of
-    contextlib takes as long as the launch itself.
-
-    Raises RuntimeError for errors of a backend or the system, and if an earlier transfer has failed.
-    """
-
-    def __init__(self, log: Log, channel: int | None, buffers: object) -> None:
-        self._log, self._channel, self._buffers = log, channel, buffers
-
-    def __enter__(self) -> None:
-        if self._log.broken:
-            self._log.refuse_if_broken(self._buffers)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._log.fail(self._channel, self._buffers, error)
 
 
 def _compares_each() -> bool:

@@ -4,7 +4,7 @@
     gathers     all-gathers, with the allocation of full buffers and copies of shards from the memory of the CPU
     reductions  sums of gradients, and their copies to the memory of the CPU
 
-A transfer is launched and completed on its stream; `wait` of its handle makes the computing stream wait for the
+A transfer is launched and completed on its stream; `wait` of its work makes the computing stream wait for the
 transfer. Events on the device do this: the host waits only before it reads or writes memory itself (`synchronize`).
 Backends of torch (2.8) run operations with asyncOp=False on the current stream.
 
@@ -31,7 +31,7 @@ from torch import Tensor
 
 from zero._torch import current_stream_of, has_values, pinned_for
 from zero.comm.comm import Comm
-from zero.comm.transport import Handle
+from zero.comm.work import Work
 
 # Elements that are rounded and sent at a time: they stay in the processor's cache in between.
 _PIECE = 2**20
@@ -62,8 +62,8 @@ class NoStreams:
         """Returns a context to launch a reduction of tensors computed so far beside the computing; see `arriving`."""
         return _HERE
 
-    def arriving(self, transfer: Handle, comm: Comm, keeps: object) -> Handle:
-        """Within such a context returns a handle of what was launched, whose `wait` makes the computing stream wait.
+    def arriving(self, transfer: Work, comm: Comm, keeps: object) -> Work:
+        """Within such a context returns the work of what was launched, whose `wait` makes the computing stream wait.
         keeps: tensors to keep alive until then."""
         return transfer
 
@@ -106,21 +106,21 @@ def on_other_device(first: Tensor, second: Tensor) -> bool:
     return first.device != second.device
 
 
-class Arriving(Handle):
+class StreamWork(Work):
     """A transfer on a stream of its own. `wait` makes the stream `launched_on`, and the current one, wait for the event
     `arrival`. comm, keeps: what refuses where a transfer has failed, and keeps what the device may use."""
 
     def __init__(
         self, result: Any, arrival: Any, launched_on: Any, streams: Streams, comm: Comm, keeps: object
     ) -> None:
-        super().__init__(self._end)
         self._result, self._arrival, self._launched_on = result, arrival, launched_on
         self._streams, self._comm, self._keeps = streams, comm, keeps
 
-    def _end(self) -> Any:
+    def wait(self) -> Any:
         self._comm.log.refuse_if_broken((self._keeps, self._result))
         for waiting in {self._launched_on, self._streams.current}:
             waiting.wait_event(self._arrival)
+        self._keeps = None
         return self._result
 
 
@@ -178,9 +178,9 @@ class Streams(NoStreams):
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
 
-    def arriving(self, transfer: Handle, comm: Comm, keeps: object) -> Handle:
+    def arriving(self, transfer: Work, comm: Comm, keeps: object) -> Work:
         result = transfer.wait()
-        return Arriving(result, self.current.record_event(), self._launched_on, self, comm, keeps)
+        return StreamWork(result, self.current.record_event(), self._launched_on, self, comm, keeps)
 
     def copy_like(self, source: Tensor, like: Tensor) -> Tensor:
         if not on_other_device(source, like) or like.device.type != "cpu":

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch import leaves_of_graphs, outside_function_modes, profiler_range
-from zero.comm import Handle
+from zero.comm import Work
 from zero.comm.streams import ARRIVED, NONE, NoStreams, streams_of
 from zero.shards.group_state import IN_PLACE, NEXT_IN_PLACE, NEXT_WITH_OWN_SHARD, GroupOptions, GroupState
 from zero.shards.layout import Layout, Span
@@ -75,7 +75,7 @@ class ShardGroup:
         other_dtype = computed_as != params[0].dtype
         # Whether `full` has no memory while the group is SHARDED.
         self.frees = options.own_shard and (self.comm.world > 1 or options.offload.active or other_dtype)
-        self._handle: Handle | None = None
+        self._handle: Work | None = None
         # The events after copies of gradients that are on their way to the CPU.
         self.copies: list[Any] = []
         self._summoned: Tensor | None = None
