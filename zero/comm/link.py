@@ -71,6 +71,7 @@ class Link:
         assert self._store is not None
         if backend != "fake":  # whose store keeps no values
             with StoreExchange(self._store, self.rank, self.world, _TIMEOUT) as exchange:
+                self._agree_on_checks(exchange)
                 self._watch(exchange)
         where = self.log, self._group, self.rank, self.world
         # This backend can compare operations, too.
@@ -80,6 +81,7 @@ class Link:
         """Collective. Returns host memory where all ranks may read one another's, else Gloo on a group of its own."""
         assert self._store is not None
         with StoreExchange(self._store, self.rank, self.world, timeout) as exchange:
+            self._agree_on_checks(exchange)
             peers = rendezvous(exchange, settings.host_memory())
             if peers is not None:
                 return HostMemory(self.log, peers, self.rank, self.world)
@@ -87,6 +89,10 @@ class Link:
             # (use_local_synchronization) waits for ever if ranks are in different numbers of groups (torch 2.13).
             gloo = dist.ProcessGroupGloo(self._watch(exchange), self.rank, self.world, timeout)
             return Gloo(self.log, gloo, self.rank, self.world)
+
+    def _agree_on_checks(self, exchange: StoreExchange) -> None:
+        """Collective. One rank alone would compare where the others send: it decides for all."""
+        self.log.each = bytes([1]) in exchange.all_gather(bytes([self.log.each]))
 
     def _device_transport(self, device: torch.device, backend: str, checks: Transport) -> Transport:
         """Collective. Returns a transport for an accelerator, with a communicator of its own for reductions."""

@@ -5,7 +5,7 @@ compare every operation, where that costs nothing. Over the others ranks compare
 
     one operation    before its launch, if it follows the operations before it for the first time: in the first steps,
                      and after any change of the schedule; and the first of a forward that follows another forward
-                     without a backward. ZERO_CHECK=each in the environment compares every operation.
+                     without a backward. ZERO_CHECK=each in the environment of any rank compares every operation.
     the log          at the end of a backward, and before stepped parameters are gathered (`Comm.agree`). No result that
                      the ranks disagree on is applied.
 
@@ -14,11 +14,11 @@ A rank that waits between comparisons may be told that another one is missing (`
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
+from zero.comm import settings
 from zero.comm.waiting import say_waiting
 
 COMPARISON, SUM, BROADCAST, COLLECTION, GATHER, REDUCTION = range(6)
@@ -41,7 +41,8 @@ class Log:
 
     digest: a digest of the operations since the ranks last compared their logs.
     comparisons: the number of times that they compared them.
-    each: whether every operation is compared, and every forward is searched for reads and writes (ZERO_CHECK=each).
+    each: whether every operation is compared, and every forward is searched for reads and writes (ZERO_CHECK=each): on
+        all ranks if one says so, from their first operation on.
     broken: why nothing more can be sent, or None. After a failed transfer, no transfer that was in flight counts as
         complete, and every later operation raises with the first cause.
     at_failure: functions to call with the error message after a transfer has failed.
@@ -55,7 +56,7 @@ class Log:
         self.broken: str | None = None
         self.at_failure: list[Callable[[str], object]] = []
         self.inquire: Callable[[], object] = lambda: None
-        self.each = _compares_each()
+        self.each = settings.check_each()
         # The position in the schedule: a digest of the operations since it began.
         self._position = 0
         # Whether ranks have agreed since the schedule began; whether they must compare the next operation.
@@ -221,11 +222,3 @@ class Log:
             )
         if isinstance(error, (RuntimeError, OSError)):
             raise RuntimeError(self.broken) from error
-
-
-def _compares_each() -> bool:
-    """Returns whether ZERO_CHECK is "each". Raises ValueError if it has an unknown value."""
-    value = os.environ.get("ZERO_CHECK", "")
-    if value not in ("", "each"):
-        raise ValueError(f"ZERO_CHECK={value!r} in the environment: choose each, or leave it out.")
-    return value == "each"
