@@ -214,6 +214,18 @@ def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(rank, world, way)
     total, most = torch.tensor([1.0 + rank, 2.0]), torch.tensor([rank, -rank])
     comm.all_reduce(total)
     comm.all_reduce(most, maximum=True)
+    averages = [numbers(rank, length, dtype) for dtype in [torch.float32, torch.bfloat16] for length in [7, LARGE]]
+    expected = [
+        sum_in_rank_order([numbers(peer, length, dtype) for peer in range(world)], 1 / world).to(dtype)
+        for dtype in [torch.float32, torch.bfloat16]
+        for length in [7, LARGE]
+    ]
+    for tensor, average in zip(averages, expected, strict=True):
+        comm.all_reduce(tensor, times=1 / world)
+        if comm.reads(tensor.device):
+            same(tensor, average, "an average")
+        elif tensor.dtype == torch.float32:  # others add 16-bit floats as such
+            torch.testing.assert_close(tensor, average)
     assert total.tolist() == [world * (world + 1) / 2, 2.0 * world]
     assert most.tolist() == [world - 1, 0]
 

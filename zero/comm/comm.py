@@ -209,12 +209,12 @@ class Comm:
             else:
                 copy_into(batch, flat)
 
-    def all_reduce(self, tensor: Tensor, *, maximum: bool = False, channel: int = SUM) -> None:
-        """Collective. Overwrites a contiguous tensor with its sum, or maximum, over the ranks. channel: number of the
-        operation, which ranks compare; by default all such sums share one number."""
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False, times: float = 1, channel: int = SUM) -> None:
+        """Collective. Overwrites a contiguous tensor with `times` its sum, or with its maximum, over the ranks.
+        channel: number of the operation, which ranks compare; by default all such sums share one number."""
         if self.world > 1:
             sent["other"] += 2 * tensor.nbytes * (self.world - 1) // self.world
-            self._transports[tensor.device.type].all_reduce(tensor, channel, maximum=maximum)
+            self._transports[tensor.device.type].all_reduce(tensor, channel, times, maximum=maximum)
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
         """Collective. Sends flat tensors from their owners to rank `to` of the group, or (None) to all ranks.

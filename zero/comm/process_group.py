@@ -86,10 +86,10 @@ class ProcessGroupTransport(Transport):
             work.works.append(self._group.broadcast([_as_sent(flat)], _from(source)))
         work.wait()
 
-    def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
+    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
         tensors = [_real(tensor)]
         self.log.append(channel, tensor.nbytes, self.compare)
-        work = GroupWork(self.log, self._blocks, channel, tensor)
+        work = GroupWork(self.log, self._blocks, channel, tensor, tensor, times)
         with self._launching, work:
             work.works.append(self._group.allreduce(tensors, _MAXIMUM if maximum else _SUM))
         work.wait()

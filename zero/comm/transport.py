@@ -57,8 +57,8 @@ class Transport(ABC):
         """Overwrites the tensor with that of rank `source`."""
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
-        """Overwrites the contiguous tensor with the sum, or the maximum, over the ranks."""
+    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
+        """Overwrites the contiguous tensor with `times` the sum, or with the maximum, over the ranks."""
 
     @abstractmethod
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
@@ -86,7 +86,7 @@ class Local(Transport):
 
     def broadcast(self, flat: Tensor, source: int) -> None: ...
 
-    def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None: ...
+    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None: ...
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None: ...
 

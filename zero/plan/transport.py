@@ -99,7 +99,7 @@ class Rehearsal(Transport):
 
     def broadcast(self, flat: Tensor, source: int) -> None: ...
 
-    def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
+    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
         if self._host_memory:
             tensor.new_empty(self._world, min(CHUNK // tensor.element_size(), tensor.numel()))
 

@@ -111,8 +111,8 @@ class ReplicaWork(Work):
 
     def wait(self) -> Tensor:
         averages: Tensor = self._reduction.wait()
-        self._replicas.all_reduce(averages, channel=self._channel)
-        return averages.mul_(1 / self._replicas.world)
+        self._replicas.all_reduce(averages, times=1 / self._replicas.world, channel=self._channel)
+        return averages
 
 
 class Placement:

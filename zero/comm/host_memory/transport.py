@@ -131,17 +131,17 @@ class HostMemory(Transport):
 
         self._launch(BROADCAST, flat.data_ptr(), read, flat).wait()
 
-    def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
+    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
         flat = tensor.view(-1)
         if flat.nbytes > CHUNK and not maximum:
             bounds = [len(flat) * rank // self._world for rank in range(self._world + 1)]
             low, high = bounds[self._rank : self._rank + 2]
             counts = lengths(bounds)
-            self.reduce([(flat, counts)], 1, flat[low:high], channel).wait()
+            self.reduce([(flat, counts)], times, flat[low:high], channel).wait()
             self.gather(flat, bounds, channel).wait()
             return
         rows = self._rows(flat, channel)
-        flat.copy_(rows.amax(0) if maximum else sum_in_rank_order([rows]))
+        flat.copy_(rows.amax(0) if maximum else sum_in_rank_order([rows], times))
 
     def exchange(self, data: bytes) -> list[bytes]:
         rows = self._rows(torch.frombuffer(bytearray(data), dtype=torch.uint8), COMPARISON)
