@@ -18,7 +18,7 @@ from assertions import same
 from ranks import refusal
 from transports import between_hosts, overlapping
 from zero.comm import Comm, Traffic, Work, traffic
-from zero.comm.log import Log
+from zero.comm.oplog import Log
 from zero.comm.streams import StreamWork
 from zero.comm.work import CastWork, GroupWork, SumWork
 from zero.shards.placement import ReplicaWork

@@ -6,7 +6,7 @@ group and type of device (link.py). It does not change the results: over every t
 rank order, and 16-bit floats are added in float32.
 
 All ranks must call the same operations in the same order. Otherwise each of them raises, and no result that the ranks
-disagree on is applied (log.py).
+disagree on is applied (oplog.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero.comm.link import Link, link_of
-from zero.comm.log import COMPARISON, GATHER, REDUCTION, SUM
+from zero.comm.oplog import COMPARISON, GATHER, REDUCTION, SUM
 from zero.comm.packing import batches, copy_into, empty_flat, flatten
 from zero.comm.traffic import sent
 from zero.comm.transport import Message
@@ -118,7 +118,7 @@ class Comm:
         operations. Returns the flags, up to two bits, that any rank has."""
         if self.world > 1:
             flags = self._transports["cpu"].compare(channel, flags=flags)
-            self.log.agreed()
+            self.log.end_schedule()
         return flags
 
     def tell(self, channel: int) -> None:
@@ -153,7 +153,7 @@ class Comm:
     def _exchange(self, data: bytes) -> list[bytes]:
         """Returns the data of every rank, by rank. All ranks pass the same number of bytes, at least one."""
         sent["other"] += len(data) * (self.world - 1)
-        return self._transports["cpu"].exchange(data)
+        return self._transports["cpu"].all_gather_bytes(data)
 
     # ---------------------------------------------------------------------------------------------- shards
 

@@ -19,9 +19,9 @@ from zero._torch import abort, another_like, backend_of, shortest_timeout_of, st
 from zero.comm import settings
 from zero.comm.host_memory.rendezvous import rendezvous
 from zero.comm.host_memory.transport import HostMemory
-from zero.comm.log import Log
+from zero.comm.oplog import Log
 from zero.comm.process_group import Gloo, Overlapping
-from zero.comm.store import StoreExchange
+from zero.comm.store import StoreRendezvous
 from zero.comm.transport import Local, Transport
 from zero.comm.watchdog.watchdog import Watchdog
 from zero.comm.work import Operation
@@ -70,7 +70,7 @@ class Link:
                 return self._cpu_transport(timeout)
         assert self._store is not None
         if backend != "fake":  # whose store keeps no values
-            with StoreExchange(self._store, self.rank, self.world, _TIMEOUT) as exchange:
+            with StoreRendezvous(self._store, self.rank, self.world, _TIMEOUT) as exchange:
                 self._agree_on_checks(exchange)
                 self._watch(exchange)
         where = self.log, self._group, self.rank, self.world
@@ -80,7 +80,7 @@ class Link:
     def _cpu_transport(self, timeout: timedelta) -> Transport:
         """Collective. Returns host memory where all ranks may read one another's, else Gloo on a group of its own."""
         assert self._store is not None
-        with StoreExchange(self._store, self.rank, self.world, timeout) as exchange:
+        with StoreRendezvous(self._store, self.rank, self.world, timeout) as exchange:
             self._agree_on_checks(exchange)
             peers = rendezvous(exchange, settings.host_memory())
             if peers is not None:
@@ -90,7 +90,7 @@ class Link:
             gloo = dist.ProcessGroupGloo(self._watch(exchange), self.rank, self.world, timeout)
             return Gloo(self.log, gloo, self.rank, self.world)
 
-    def _agree_on_checks(self, exchange: StoreExchange) -> None:
+    def _agree_on_checks(self, exchange: StoreRendezvous) -> None:
         """Collective. One rank alone would compare where the others send: it decides for all."""
         self.log.each = bytes([1]) in exchange.all_gather(bytes([self.log.each]))
 
@@ -100,7 +100,7 @@ class Link:
         store, second = self._store, settings.second_communicator()
         if backend != "fake":
             # Keys of its own: another rank may not have ended the exchange before this one.
-            with StoreExchange(dist.PrefixStore(str(device), store), self.rank, self.world, _TIMEOUT) as exchange:
+            with StoreRendezvous(dist.PrefixStore(str(device), store), self.rank, self.world, _TIMEOUT) as exchange:
                 store = self._watch(exchange)
                 second = bytes([0]) not in exchange.all_gather(bytes([second]))
         group, reduces_by = self._group, another_like(self._group, device, store) if second else None
@@ -113,7 +113,7 @@ class Link:
             abort=lambda: abort([one for one in (group, reduces_by) if one is not None], device),
         )
 
-    def _watch(self, exchange: StoreExchange) -> dist.Store:
+    def _watch(self, exchange: StoreRendezvous) -> dist.Store:
         """Collective. Starts the watchdog, unless another type of device had it started. Returns a store of this link's
         own: that of the group may have keys of an earlier group of the same name."""
         assert self._store is not None

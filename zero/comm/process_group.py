@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from zero._torch import coalesced, collectives_of_one_tensor, in_stream_order
-from zero.comm.log import BROADCAST, COLLECTION, COMPARISON, TAIL, Log
+from zero.comm.oplog import BROADCAST, COLLECTION, COMPARISON, TAIL, Log
 from zero.comm.packing import SIXTEEN_BITS, concatenate, lengths, summed_as
 from zero.comm.transport import Message, Transport
 from zero.comm.work import GroupWork, Work
@@ -120,7 +120,7 @@ class ProcessGroupTransport(Transport):
         collective = getattr(self._group, self._to_reduce.all_to_all)
         return collective(into, sent, counts_in, counts_out, _ALL_TO_ALL)  # type: ignore[no-any-return]
 
-    def exchange(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         received = [torch.empty_like(sent) for _ in range(self._world)]
         work = GroupWork(self.log, self._blocks, COMPARISON, (received, sent))
@@ -141,7 +141,7 @@ class ProcessGroupTransport(Transport):
         self.log.refuse_differing(channel, dict(enumerate(channels)))
         if len(set(digests)) > 1:
             refuse_differing_logs(self, self.log)
-        self.log.compared()
+        self.log.clear()
         return reduce(or_, of_ranks, 0)
 
     def _broadcast_shards(self, full: Tensor, bounds: Sequence[int]) -> list[dist.Work | None]:
@@ -256,7 +256,7 @@ def scatters(messages: Sequence[Message]) -> bool:
 def refuse_differing_logs(transport: Transport, log: Log) -> None:
     """Collective. Raises RuntimeError on every rank, after their logs were found to differ."""
     length, tail = log.history
-    received = transport.exchange(array("q", [length, *tail, *[-1] * (TAIL - len(tail))]).tobytes())
+    received = transport.all_gather_bytes(array("q", [length, *tail, *[-1] * (TAIL - len(tail))]).tobytes())
     histories = {}
     for rank, history in enumerate(received):
         length, *channels = array("q", history)

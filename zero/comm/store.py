@@ -13,7 +13,7 @@ from zero._torch import host_of
 from zero.comm import waiting
 
 
-class StoreExchange:
+class StoreRendezvous:
     """Exchanges a few bytes between the ranks, in rounds. The last rank to end it deletes all keys, so that a later
     process group may use the same store.
 
@@ -25,7 +25,7 @@ class StoreExchange:
         self.host = host_of(store)
         self._store, self._rounds = dist.PrefixStore("zero", store), 0
 
-    def __enter__(self) -> StoreExchange:
+    def __enter__(self) -> StoreRendezvous:
         self.nonce = self.all_gather(secrets.token_hex(8).encode())[0].decode()
         return self
 

@@ -37,17 +37,17 @@ from zero.comm.work import Work
 _PIECE = 2**20
 
 
-class Arrived:
+class Done:
     """In the place of an event after copies that were synchronous."""
 
     def synchronize(self) -> None: ...
 
 
-ARRIVED = Arrived()
+DONE = Done()
 _HERE = nullcontext()
 
 
-class NoStreams:
+class HostStreams:
     """The interface, and the answers for devices without streams, such as the CPU."""
 
     def gathers(self, *, ahead: bool, from_host: bool) -> AbstractContextManager[Any]:
@@ -79,7 +79,7 @@ class NoStreams:
 
     def copy_event(self) -> Any:
         """Returns an event after all copies to the CPU so far."""
-        return ARRIVED
+        return DONE
 
     def begin(self) -> None:
         """Marks the start of a forward or backward. Its all-gathers `ahead` wait for all computing until here."""
@@ -98,7 +98,7 @@ class NoStreams:
         """Waits on the host until no stream reads or writes the memory of the CPU any more."""
 
 
-NONE = NoStreams()
+HOST = HostStreams()
 
 
 def on_other_device(first: Tensor, second: Tensor) -> bool:
@@ -124,7 +124,7 @@ class StreamWork(Work):
         return self._result
 
 
-class Streams(NoStreams):
+class Streams(HostStreams):
     """The streams of one device, as above."""
 
     def __init__(self, device: torch.device) -> None:
@@ -132,6 +132,7 @@ class Streams(NoStreams):
         self._module: Any = torch.get_device_module(device)
         self._find = current_stream_of(device)
         self._is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
+        # Of high priority: kernels that send take few of a GPU's processors, and computing waits for what they bring.
         self._gathers, self._reductions = (self._module.Stream(device, priority=-1) for _ in range(2))
         self._computing = self._launched_on = self.current
         # Streams that read or write the memory of the CPU.
@@ -179,7 +180,7 @@ class Streams(NoStreams):
         return context
 
     def arriving(self, transfer: Work, comm: Comm, keeps: object) -> Work:
-        result = transfer.wait()
+        result = transfer.wait()  # on the stream of the transfer, where it sums what arrived: the host does not wait
         return StreamWork(result, self.current.record_event(), self._launched_on, self, comm, keeps)
 
     def copy_like(self, source: Tensor, like: Tensor) -> Tensor:
@@ -247,19 +248,19 @@ class Streams(NoStreams):
         self._at_host.clear()
 
 
-_by_device: dict[torch.device, NoStreams] = {}
+_by_device: dict[torch.device, HostStreams] = {}
 
 
-def streams_of(tensor: Tensor) -> NoStreams:
+def streams_of(tensor: Tensor) -> HostStreams:
     """Returns the streams of the tensor's device: one object for each device."""
     device = tensor.device
     if device.type == "cpu" or not has_values(tensor) or not hasattr(torch.get_device_module(device), "Stream"):
-        return NONE
+        return HOST
     if device not in _by_device:
         _by_device[device] = Streams(device)
     return _by_device[device]
 
 
-def streams_in(streams: Iterable[NoStreams]) -> list[NoStreams]:
+def streams_in(streams: Iterable[HostStreams]) -> list[HostStreams]:
     """Returns each of the streams of a model's shard groups once; none where devices have none."""
-    return [one for one in dict.fromkeys(streams) if one is not NONE]
+    return [one for one in dict.fromkeys(streams) if one is not HOST]

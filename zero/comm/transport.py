@@ -1,6 +1,6 @@
 """The interface of all transports, and the transport of a group of one rank.
 
-Code above does not know which transport runs. `channel` is the number of an operation (log.py). Ranks compare it, so
+Code above does not know which transport runs. `channel` is the number of an operation (oplog.py). Ranks compare it, so
 that all raise when they are out of step.
 """
 
@@ -23,7 +23,7 @@ class Transport(ABC):
     """Sends tensors on one type of device between the ranks of one group.
 
     All methods are collective. The tensors passed in must not change until the call, or `wait` of the returned work,
-    has returned. Ranks compare each call as log.py says; where they differ, it raises RuntimeError on every rank.
+    has returned. Ranks compare each call as oplog.py says; where they differ, it raises RuntimeError on every rank.
     """
 
     name: str
@@ -65,7 +65,7 @@ class Transport(ABC):
         """Sends flat tensors from their owners to rank `to`, or (None) to all ranks. See Comm.collect."""
 
     @abstractmethod
-    def exchange(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Returns the data of every rank, by rank. All ranks pass the same number of bytes, at least one."""
 
     @abstractmethod
@@ -90,7 +90,7 @@ class Local(Transport):
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None: ...
 
-    def exchange(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
 
     def compare(self, channel: int, *, flags: int = 0) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.comm.log import Log
+from zero.comm.oplog import Log
 
 # Times between looks at the other ranks while a rank waits; the last one is repeated.
 _INTERVALS = [timedelta(seconds=seconds) for seconds in (0.25, 0.25, 0.25, 0.25, 0.5, 1, 2, 4)]

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero._torch import at_end_of_backward
 from zero.comm import Comm
-from zero.comm.streams import NoStreams
+from zero.comm.streams import HostStreams
 from zero.fsdp.at_rest import ReadsAtRest
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
@@ -39,7 +39,7 @@ class Backward:
         self,
         index: Index,
         comms: Sequence[Comm],
-        streams: Sequence[NoStreams],
+        streams: Sequence[HostStreams],
         prefetch: Prefetch,
         at_rest: ReadsAtRest,
         overflow: Overflow,

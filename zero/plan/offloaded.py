@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from zero.comm import Comm, Work
-from zero.comm.streams import NoStreams
+from zero.comm.streams import HostStreams
 from zero.shards.offload import Offload
 
 # The device that stands for the host's memory, to which offload moves shards. It is never the model's own device, and
@@ -40,7 +40,7 @@ class Offloaded(Offload):
         return elements
 
 
-class BesideComputing(NoStreams):
+class BesideComputing(HostStreams):
     """The streams of a GPU: the result of a transfer is there once it is launched, and what it reads is kept until it
     is waited for."""
 

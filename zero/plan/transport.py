@@ -16,7 +16,7 @@ from torch import Tensor
 from zero.comm import Comm
 from zero.comm.host_memory.transport import CHUNK, QueuedWork
 from zero.comm.link import Link, Transports
-from zero.comm.log import Log
+from zero.comm.oplog import Log
 from zero.comm.packing import summed_as
 from zero.comm.process_group import scatters
 from zero.comm.transport import Message, Transport
@@ -105,7 +105,7 @@ class Rehearsal(Transport):
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None: ...
 
-    def exchange(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data] * self._world
 
     def compare(self, channel: int, *, flags: int = 0) -> int:

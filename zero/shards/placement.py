@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero.comm import Comm, Work
-from zero.comm.streams import NONE, NoStreams, on_other_device
+from zero.comm.streams import HOST, HostStreams, on_other_device
 from zero.comm.transport import Message
 from zero.shards.layout import Layout
 
@@ -66,7 +66,7 @@ class Exchange:
         self,
         full: Tensor,
         shard: Tensor | None,
-        streams: NoStreams,
+        streams: HostStreams,
         *,
         sent_as: torch.dtype | None = None,
         channel: int | None = None,
@@ -76,11 +76,11 @@ class Exchange:
 
         shard: this rank's shard; None if it lies in the buffer already. sent_as: a narrower dtype in which floats are
         sent; see Comm.gather. channel: of `gathered_by`, by default "the gathering of" the group.
-        ahead: see NoStreams.gathers.
+        ahead: see HostStreams.gathers.
         """
         with (
             _HERE
-            if streams is NONE
+            if streams is HOST
             else streams.gathers(ahead=ahead, from_host=shard is not None and on_other_device(shard, full))
         ):
             if shard is not None:
@@ -90,17 +90,17 @@ class Exchange:
                 own.copy_(sent, non_blocking=True)
             channel = self._gather if channel is None else channel
             work = self.gathered_by.gather(full, self._layout.bounds, channel, sent_as)
-            return work if streams is NONE else streams.arriving(work, self.gathered_by, (full, self))
+            return work if streams is HOST else streams.arriving(work, self.gathered_by, (full, self))
 
-    def reduce(self, messages: Sequence[Message], streams: NoStreams) -> Work:
+    def reduce(self, messages: Sequence[Message], streams: HostStreams) -> Work:
         """Collective. Launches a reduction. `wait` returns the averages for this rank's shard, flat, one message after
         another."""
         comm, replicas = self.gathered_by, self._replicas
-        with _HERE if streams is NONE else streams.reductions():
+        with _HERE if streams is HOST else streams.reductions():
             work = comm.reduce(messages, times=1 / comm.world, channel=self._reduction)
             if replicas is not None:
                 work = ReplicaWork(work, replicas, self._averaging)
-            return work if streams is NONE else streams.arriving(work, comm, messages)
+            return work if streams is HOST else streams.arriving(work, comm, messages)
 
 
 class ReplicaWork(Work):

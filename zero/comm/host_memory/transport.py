@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zero.comm.host_memory.peers import Peers
-from zero.comm.log import BROADCAST, COLLECTION, COMPARISON, Log
+from zero.comm.oplog import BROADCAST, COLLECTION, COMPARISON, Log
 from zero.comm.packing import add_in_order, lengths, sum_in_rank_order, summed_as
 from zero.comm.process_group import refuse_differing_logs
 from zero.comm.transport import Message, Transport
@@ -103,12 +103,14 @@ class HostMemory(Transport):
         return {rank: address for rank, (_, address) in notes.items()}
 
     def compare(self, channel: int, *, flags: int = 0) -> int:
-        digest = self._log.digest & _DIGEST_MASK  # of operations by other transports of the group
-        self._announce(channel, digest << 2 | flags, None)  # in place of an address
+        # The log has only operations by other transports of the group: notes compare those of this one. A note has room
+        # for an address of 64 bits; in its place go 62 bits of the digest, and the flags.
+        digest = self._log.digest & _DIGEST_MASK
+        self._announce(channel, digest << 2 | flags, None)
         received: Addresses = QueuedWork(partial(self._notes, channel, None), self._queue).wait()
         if any(word >> 2 != digest for word in received.values()):
             refuse_differing_logs(self, self._log)
-        self._log.compared()
+        self._log.clear()
         return reduce(or_, (word & 3 for word in received.values()), flags)
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
@@ -143,7 +145,7 @@ class HostMemory(Transport):
         rows = self._rows(flat, channel)
         flat.copy_(rows.amax(0) if maximum else sum_in_rank_order([rows], times))
 
-    def exchange(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         rows = self._rows(torch.frombuffer(bytearray(data), dtype=torch.uint8), COMPARISON)
         return [row.numpy().tobytes() for row in rows]
 

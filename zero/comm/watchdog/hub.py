@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zero.comm import waiting
-from zero.comm.log import Log
+from zero.comm.oplog import Log
 
 Position = tuple[int, int]
 """How far a rank has come: the number of comparisons, and of operations since the last one."""

@@ -91,7 +91,7 @@ class Log:
         """Returns the name of a channel, for errors."""
         return self._names[channel] if channel < len(self._names) else f"operation number {channel}"
 
-    def begin(self, *, together: bool = False) -> None:
+    def begin_schedule(self, *, together: bool = False) -> None:
         """Marks the start of a schedule that may have run before, such as a forward.
 
         together: all ranks begin it at the same point. If they have not agreed since such a schedule before, they
@@ -100,9 +100,10 @@ class Log:
         """
         self._position = 0
         if together:
+            # A forward after a backward is not compared: that backward has compared all. `append` clears _unsettled.
             self._unsettled, self._agreed = not self._agreed, False
 
-    def agreed(self) -> None:
+    def end_schedule(self) -> None:
         """Marks the end of a schedule, where all ranks have compared their logs."""
         self._position = 0
         self._agreed = True
@@ -122,6 +123,7 @@ class Log:
             self.refuse_if_broken()
         self._channels.append(channel)
         self._length += 1
+        # Of integers: hash() is the same in all processes, unlike that of texts.
         self.digest = hash((self.digest, channel, nbytes))
         self._position = hash((self._position, channel, nbytes))
         if self.each or self._unsettled or self._position not in self._settled:
@@ -131,7 +133,7 @@ class Log:
                 self._settled.clear()
             self._settled.add(self._position)
 
-    def compared(self) -> None:
+    def clear(self) -> None:
         """Empties the log, after a comparison that found all logs to be the same."""
         self.digest, self._length = 0, 0
         self.comparisons += 1
