@@ -37,7 +37,7 @@ from gpt import read_text
 from launch import Rank, run_ranks
 from measure import WARM_UP, Settings, Training
 from zero.comm import Comm
-from zero.comm.log import Log
+from zero.comm.oplog import Log
 from zero.fsdp.guard import Guard
 from zero.fsdp.model import Model
 from zero.oss.checks import StepChecks

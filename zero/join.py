@@ -55,7 +55,7 @@ def join(batches: Iterable[T], model: nn.Module) -> Iterator[tuple[T, float]]:
     for given in chain(batches, repeat(_END)):
         having = torch.tensor(int(given is not _END), device="cpu")
         for comm, channel in zip(comms, channels, strict=True):
-            comm.log.begin()
+            comm.log.begin_schedule()
             comm.all_reduce(having, channel=channel)
         if batch is _END and having < ranks:
             _refuse_empty(given is _END, comms)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from zero._torch import children_of, name_without_compile, named_as_compiled, uncompiled, warn_user
 from zero.comm import Comm
+from zero.comm.waiting import calling
 from zero.fsdp import FSDP
 from zero.fsdp.full_weights import Recipient, full_weights
 from zero.fsdp.model import models_of
@@ -32,6 +33,7 @@ from zero.tensor_parallel.shown import take_out_of
 from zero.wrappers import Wrapped, comms_of, prepared, unwrapped
 
 
+@calling("zero.full_state_dict")
 def full_state_dict(
     model: nn.Module, to: int | None = None, device: torch.device | str | None = None
 ) -> dict[str, Any]:
@@ -55,6 +57,7 @@ def full_state_dict(
     return {name_without_compile(name): value for name, value in full.items()} if receives else {}
 
 
+@calling("zero.load_full_state_dict")
 def load_full_state_dict(model: nn.Module, weights: Mapping[str, Any] | None, strict: bool = True) -> Any:
     """Collective. Loads full weights into a model of any stage: what `full_state_dict` returns, or a file of the plain
     model's. Returns what `load_state_dict` does: missing and unexpected names.
@@ -101,6 +104,7 @@ def _of_first(inner: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]
     return _named(inner, weights)
 
 
+@calling("zero.full_optimizer_state_dict")
 def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, to: int | None = None) -> dict[str, Any]:
     """Collective. The full state of the optimizer in the plain optimizer's own format, at any stage.
 
@@ -122,6 +126,7 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, to: int | 
     return optimizer.state_dict() if receives else {}
 
 
+@calling("zero.load_full_optimizer_state_dict")
 def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: dict[str, Any] | None) -> None:
     """Collective. Loads full optimizer state at any stage: what `full_optimizer_state_dict` returns, or the state of
     the plain optimizer.
@@ -188,6 +193,7 @@ def count_parameters(model: nn.Module) -> ParameterCount:
     )
 
 
+@calling("zero.grad_norm")
 def grad_norm(model: nn.Module, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
     """Collective at stages 1 to 3. The norm of all gradients, as one vector, 0-dim, the same on every rank.
 
@@ -205,6 +211,7 @@ def grad_norm(model: nn.Module, optimizer: Optimizer, norm_type: float = 2.0) ->
     return get_total_norm(gradients, norm_type)
 
 
+@calling("zero.clip_grad_norm_")
 def clip_grad_norm_(model: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
     """Collective at stages 1 to 3. Scales all gradients so that their norm, as one vector, is at most max_norm.
 

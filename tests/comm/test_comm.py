@@ -1,7 +1,9 @@
 """What ranks say to one another: gather and reduce beside sums computed apart, traffic, and errors on every rank."""
 
+import gc
 import itertools
 import re
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -15,11 +17,16 @@ import ranks
 from assertions import same
 from ranks import refusal
 from transports import between_hosts, overlapping
-from zero.comm import Comm, Traffic, traffic
+from zero.comm import Comm, Traffic, Work, traffic
+from zero.comm.oplog import Log
+from zero.comm.streams import StreamWork
+from zero.comm.work import CastWork, GroupWork, SumWork
+from zero.shards.placement import ReplicaWork
 
 WORLDS = [2, 3, 4] if matrix.WHOLE else [2, 3]
 WAYS = ["nccl"] if gpus.ON else ["reading", "gloo"]
 LARGE = 70_000  # elements, which are not sent like a few
+HERE = torch.device(gpus.DEVICE)
 
 
 def large(dtype):
@@ -155,7 +162,7 @@ def test_ranks_are_of_the_group_not_of_the_world(rank, world, way):
     comm.broadcast([value], source=1)
     comm.all_reduce(value)
     assert value.item() == 4
-    comm.collect([(0, value.fill_(rank))], 1, gpus.DEVICE)
+    comm.collect([(0, value.fill_(rank))], 1, HERE)
     assert value.item() == 0
 
 
@@ -171,8 +178,8 @@ def test_without_a_process_group_this_process_is_a_world_of_its_own():
     assert comm.all_gather_text("ü") == ["ü"]
     comm.broadcast([full])
     comm.all_reduce(full)
-    comm.collect([(0, full)], 0, gpus.DEVICE)
-    comm.collect([(0, full)], None, gpus.DEVICE)
+    comm.collect([(0, full)], 0, HERE)
+    comm.collect([(0, full)], None, HERE)
     same(full, torch.arange(5.0), "what was sent about")
     assert refusal(lambda: comm.compare("things", ["one"], "a bad thing")) == "ValueError: a bad thing"
     assert traffic() == before
@@ -207,6 +214,18 @@ def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(rank, world, way)
     total, most = torch.tensor([1.0 + rank, 2.0]), torch.tensor([rank, -rank])
     comm.all_reduce(total)
     comm.all_reduce(most, maximum=True)
+    averages = [numbers(rank, length, dtype) for dtype in [torch.float32, torch.bfloat16] for length in [7, LARGE]]
+    expected = [
+        sum_in_rank_order([numbers(peer, length, dtype) for peer in range(world)], 1 / world).to(dtype)
+        for dtype in [torch.float32, torch.bfloat16]
+        for length in [7, LARGE]
+    ]
+    for tensor, average in zip(averages, expected, strict=True):
+        comm.all_reduce(tensor, times=1 / world)
+        if comm.reads(tensor.device):
+            same(tensor, average, "an average")
+        elif tensor.dtype == torch.float32:  # others add 16-bit floats as such
+            torch.testing.assert_close(tensor, average)
     assert total.tolist() == [world * (world + 1) / 2, 2.0 * world]
     assert most.tolist() == [world - 1, 0]
 
@@ -217,7 +236,7 @@ def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(rank, world, way)
             value.clone() if rank == owner else torch.zeros_like(value) if to in (None, rank) else None
             for owner, value in zip(owners, values, strict=True)
         ]
-        comm.collect([*zip(owners, room, strict=True)], to, gpus.DEVICE)
+        comm.collect([*zip(owners, room, strict=True)], to, HERE)
         if to in (None, rank):
             same(room, values, f"collected by {to}")
 
@@ -249,9 +268,9 @@ def test_traffic_counts_the_bytes_that_each_rank_sends(rank, world, way):
     assert spent(comm.reduce, [eight, *messages]) == Traffic(reduce=4 * (8 + LARGE - [2 + LARGE, 0, 6][rank]))
     assert spent(comm.reduce, [(eight[0].bfloat16(), eight[1])]) == Traffic(reduce=2 * (8 - [2, 0, 6][rank]))
     assert spent(comm.agree, channel) == Traffic()
-    assert spent(comm.collect, [(1, six)], None, gpus.DEVICE) == Traffic(other=2 * 12 if rank == 1 else 0)
+    assert spent(comm.collect, [(1, six)], None, HERE) == Traffic(other=2 * 12 if rank == 1 else 0)
     to_last = [(1, six if rank else None), (2, six if rank == 2 else None)]
-    assert spent(comm.collect, to_last, 2, gpus.DEVICE) == Traffic(other=12 if rank == 1 else 0)
+    assert spent(comm.collect, to_last, 2, HERE) == Traffic(other=12 if rank == 1 else 0)
     assert spent(comm.broadcast, [torch.zeros(7)], source=2) == Traffic(other=2 * 28 if rank == 2 else 0)
     assert spent(comm.all_reduce, torch.zeros(6)) == Traffic(other=2 * 24 * 2 // 3)
 
@@ -278,3 +297,29 @@ def test_a_difference_or_a_problem_raises_the_same_on_every_rank(rank, world):
         assert comm.all_gather_text(text) == [text] * world, name
     everyone = ", ".join(map(str, range(world)))
     assert f"(on rank {everyone})" in refusal(lambda: comm.compare("the things", ["a: 1"], "a is bad."))
+
+
+# ------------------------------------------------------------------------------------------------- Nobody waits for it
+
+
+WORKS = {
+    "in a group": lambda buffer: GroupWork(Log(0, 2), True, 0, buffer),
+    "sums": lambda buffer: SumWork(torch.sum, Work([buffer]), 1, None),
+    "a narrower dtype": lambda buffer: CastWork(Work(), buffer, buffer, slice(1)),
+    "over replicas": lambda buffer: ReplicaWork(Work(buffer), Comm.alone(), 0),
+    "on a stream": lambda buffer: StreamWork(buffer, None, None, None, Comm.alone(), buffer),
+}
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_buffers_of_what_nobody_waits_for_are_freed_without_the_garbage_collector(work):
+    gc.disable()
+    try:
+        buffer = torch.ones(8)
+        kept, made = weakref.ref(buffer), WORKS[work](buffer)
+        del buffer
+        assert kept() is not None
+        del made
+        assert kept() is None
+    finally:
+        gc.enable()

@@ -23,9 +23,8 @@ from runs import sgd, take_step
 from simulated.world import simulated
 from transports import between_hosts, overlapping
 from zero._torch import abort
-from zero.comm import Comm
+from zero.comm import Comm, work
 from zero.comm.host_memory import attach
-from zero.comm.process_group import Gloo
 from zoo import Stack, loss_on
 
 # --------------------------------------------------------------------------------------------------- A failed transfer
@@ -46,7 +45,7 @@ def test_what_was_in_flight_when_a_transfer_failed_has_not_arrived(rank, world, 
         channel = comm.channel("a test")
         comm.agree(channel)
         first, second = (comm.gather(torch.ones(40_000), [0, 20_000, 40_000], channel) for _ in range(2))
-        where = (Gloo, "wait_for") if way == "gloo" else (attach, "read")
+        where = (work, "_wait_watching") if way == "gloo" else (attach, "read")
         if rank == 0:
             with mock.patch.object(*where, side_effect=OSError("cut off")):
                 told = [refusal(second.wait)]

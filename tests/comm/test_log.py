@@ -135,7 +135,7 @@ def test_ranks_that_wait_are_told_that_another_has_failed(rank, world):
         steps = Steps()
         steps.run("end")
         if rank == 1:
-            with mock.patch.object(Gloo, "_broadcast", side_effect=RuntimeError("cut off")):
+            with mock.patch.object(Gloo, "_broadcast_shards", side_effect=RuntimeError("cut off")):
                 told = refusal(lambda: steps.run(*ONE))
         else:
             told = refusal(lambda: steps.run(*ONE))
@@ -165,3 +165,18 @@ def test_a_remedy_is_told_where_all_operations_out_of_step_have_it(rank, world, 
     text = refusal(lambda: comm.agree(channels[rank]))
     assert "collective: call it on every rank" in text
     assert ("Do this." in text, "zero.join" in text) == (told, not told)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks.on(2, timeout=20)
+def test_one_rank_has_all_compare_each_operation(rank, world, transport):
+    """One that compared alone would send comparisons into what others receive."""
+    with by(transport), counted() as seen, mock.patch.dict(os.environ, ZERO_CHECK="each" if rank == 1 else ""):
+        model, optimizer = zero.setup(Stack(), sgd, stage=3)
+        assert Comm().log.each
+        found = []
+        for number in range(3):
+            seen.clear()
+            take_step(optimizer, loss_on(rank, number)(model))
+            found.append(len(seen))
+    assert transport == "host memory" or found[1] == found[2] > 4

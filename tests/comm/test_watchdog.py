@@ -62,7 +62,7 @@ def waits_for_the_device(rank: int, world: int, way: str) -> tuple[str, str]:
         comm = Comm(group)
         full, channel, other = torch.zeros(3), comm.channel("the gather of a unit"), comm.channel("another operation")
         for _ in range(3):
-            comm.log.begin()
+            comm.log.begin_schedule()
             comm.gather(full, range(4), channel).wait()
         if rank == VICTIM:
             time.sleep(0.5)  # the others may still wait for what it has sent
@@ -71,9 +71,9 @@ def waits_for_the_device(rank: int, world: int, way: str) -> tuple[str, str]:
         aborted = threading.Event()
         comm.log.at_failure.append(lambda reason: aborted.set())
         if rank == VICTIM:
-            comm.log.append(other, 12)
+            comm.log.append(other, 12, lambda channel: None)
         else:
-            comm.log.append(channel, 12)  # launched, so that the device waits in it
+            comm.log.append(channel, 12, lambda channel: None)  # launched, so that the device waits in it
         ended = aborted.wait(TIMEOUT + 3)
         told = ranks.refusal(lambda: comm.gather(full, range(4), channel))
         if way in ("stopped", "elsewhere") and store.add("told", 1) == world - 1:
@@ -106,7 +106,7 @@ def test_ranks_that_all_take_their_time_and_one_that_is_a_little_late_are_not_to
     with overlapping(returns_work=False):
         comm = Comm(dist.new_group(timeout=timedelta(seconds=TIMEOUT)))
         full, channel = torch.zeros(3), comm.channel("the gather of a unit")
-        comm.log.begin()
+        comm.log.begin_schedule()
         comm.gather(full, range(4), channel).wait()
         time.sleep(TIMEOUT + 0.2 + 0.9 * (rank == 1))
         comm.agree(0)

@@ -27,7 +27,7 @@ def gradients_of_stage_3_a_thousandth_too_large(to_main, self, sums, **how):
     return to_main(self, sums * 1.001 if self.frees else sums, **how)
 
 
-@mutant("Averaged._average")
+@mutant("ReplicaWork.wait")
 def replicas_not_averaged(_, self):
     """Hybrid sharding averages within the shard group only."""
     return self._reduction.wait()

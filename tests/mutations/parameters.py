@@ -52,14 +52,14 @@ def reshard_after_forward_ignored(init, self, module, *given, reshard_after_forw
 
 
 @mutant("Comm.gather")
-def swapped_owners(gather, self, full, bounds, *channel):
+def swapped_owners(gather, self, full, bounds, *how):
     """Of two ranks with shards of one length each gets its own elements for those of the other."""
 
     def swapped(result):
         full.copy_(full.roll(bounds[1]))
         return result
 
-    handle = gather(self, full, bounds, *channel)
+    handle = gather(self, full, bounds, *how)
     return Changed(handle, swapped) if self.world == 2 and bounds[2] == 2 * bounds[1] > 0 else handle
 
 

@@ -49,10 +49,9 @@ def ranks_out_of_step_not_noticed(_, *given):
 
 
 @mutant("Log.append")
-def first_operations_not_compared(append, self, channel, nbytes):
+def first_operations_not_compared(append, self, channel, nbytes, compare):
     """Operations that are new are launched without a comparison."""
-    append(self, channel, nbytes)
-    return False
+    append(self, channel, nbytes, lambda channel: None)
 
 
 @mutant("Watchdog._learn")

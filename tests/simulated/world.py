@@ -22,7 +22,7 @@ from simulated.group import Group
 from simulated.memory import Memory
 from zero.comm import Comm
 from zero.comm.link import Link, Transports
-from zero.comm.log import Log
+from zero.comm.oplog import Log
 from zero.comm.process_group import Overlapping
 from zero.comm.transport import Local
 from zero.plan.transport import Rehearsal

@@ -31,6 +31,7 @@ from zero.checkpoint.shards import Held, Training, inner, kind
 from zero.checkpoint.source import Source
 from zero.checkpoint.storage import place
 from zero.checkpoint.values import decode
+from zero.comm.waiting import calling
 from zero.oss import OSS
 from zero.state.optimizer_state import restore
 
@@ -40,6 +41,7 @@ _PARTLY_LOADED = (
 )
 
 
+@calling("zero.checkpoint.load")
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,

@@ -31,6 +31,7 @@ from zero.checkpoint.rank_files import SavePlan, plan_save, rank_file, seal, sta
 from zero.checkpoint.shards import Training, kind
 from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import encode
+from zero.comm.waiting import calling
 
 # Seconds that the first rank's thread waits for other ranks' files after the main thread has ended.
 _WAIT_AFTER_EXIT = 60.0
@@ -39,6 +40,7 @@ _WAIT_AFTER_EXIT = 60.0
 _unfinished: dict[Place, Saving] = {}
 
 
+@calling("zero.checkpoint.save")
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,

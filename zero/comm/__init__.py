@@ -2,12 +2,13 @@
 
 Comm        the collectives of one process group: gather, reduce, and checks that all ranks do the same
 Link        the state that all Comms of one process group share: the log of operations, a transport for each device type
+Work        a transfer in flight: `wait` returns its result
 Transport   the interface of process_group (Gloo, and backends that overlap) and host_memory
 """
 
 from zero.comm.comm import Comm
-from zero.comm.log import COLLECTION
+from zero.comm.oplog import COLLECTION
 from zero.comm.traffic import Traffic, traffic
-from zero.comm.transport import Handle
+from zero.comm.work import Work
 
-__all__ = ["COLLECTION", "Comm", "Handle", "Traffic", "traffic"]
+__all__ = ["COLLECTION", "Comm", "Traffic", "Work", "traffic"]

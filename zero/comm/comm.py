@@ -6,7 +6,7 @@ group and type of device (link.py). It does not change the results: over every t
 rank order, and 16-bit floats are added in float32.
 
 All ranks must call the same operations in the same order. Otherwise each of them raises, and no result that the ranks
-disagree on is applied (log.py).
+disagree on is applied (oplog.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero.comm.link import Link, link_of
-from zero.comm.log import COMPARISON, GATHER, REDUCTION, SUM
+from zero.comm.oplog import COMPARISON, GATHER, REDUCTION, SUM
 from zero.comm.packing import batches, copy_into, empty_flat, flatten
 from zero.comm.traffic import sent
-from zero.comm.transport import Handle, Message
+from zero.comm.transport import Message
+from zero.comm.work import CastWork, Work
 
 
 class Comm:
@@ -117,7 +118,7 @@ class Comm:
         operations. Returns the flags, up to two bits, that any rank has."""
         if self.world > 1:
             flags = self._transports["cpu"].compare(channel, flags=flags)
-            self.log.agreed()
+            self.log.end_schedule()
         return flags
 
     def tell(self, channel: int) -> None:
@@ -152,25 +153,33 @@ class Comm:
     def _exchange(self, data: bytes) -> list[bytes]:
         """Returns the data of every rank, by rank. All ranks pass the same number of bytes, at least one."""
         sent["other"] += len(data) * (self.world - 1)
-        return self._transports["cpu"].exchange(data)
+        return self._transports["cpu"].all_gather_bytes(data)
 
     # ---------------------------------------------------------------------------------------------- shards
 
-    def gather(self, full: Tensor, bounds: Sequence[int], channel: int = GATHER) -> Handle:
+    def gather(
+        self, full: Tensor, bounds: Sequence[int], channel: int = GATHER, sent_as: torch.dtype | None = None
+    ) -> Work:
         """Collective. Fills the flat `full`. Rank r sends shard [bounds[r], bounds[r + 1]), which its own `full` holds.
 
         channel: number of the operation. If ranks are out of step, this call or `wait` raises RuntimeError on every
             rank.
+        sent_as: a narrower dtype in which floats are sent; this rank's own keep their precision.
 
         `full` must not change until `wait` has returned. `wait` may block until the other ranks have called `wait`.
         """
         low, high = bounds[self.rank : self.rank + 2]
-        sent["gather"] += (high - low) * full.element_size() * (self.world - 1)
-        return self._transports[full.device.type].gather(full, bounds, channel)
+        transport, sent_from = self._transports[full.device.type], full
+        if sent_as is not None and self.world > 1 and _narrows(sent_as, full):
+            sent_from = full.new_empty(full.numel(), dtype=sent_as)
+            sent_from[low:high] = full[low:high]
+        sent["gather"] += (high - low) * sent_from.element_size() * (self.world - 1)
+        work = transport.gather(sent_from, bounds, channel)
+        return work if sent_from is full else CastWork(work, sent_from, full, slice(low, high))
 
     def reduce(
         self, messages: Sequence[Message], *, times: float = 1, into: Tensor | None = None, channel: int = REDUCTION
-    ) -> Handle:
+    ) -> Work:
         """Collective. Sums the messages over the ranks and sends each owner its sums. `wait` returns this rank's sums.
 
         messages: flat tensors of one dtype, and the number of elements of each that go to each rank of the group, in
@@ -200,25 +209,29 @@ class Comm:
             else:
                 copy_into(batch, flat)
 
-    def all_reduce(self, tensor: Tensor, *, maximum: bool = False, channel: int = SUM) -> None:
-        """Collective. Overwrites a contiguous tensor with its sum, or maximum, over the ranks. channel: number of the
-        operation, which ranks compare; by default all such sums share one number."""
+    def all_reduce(self, tensor: Tensor, *, maximum: bool = False, times: float = 1, channel: int = SUM) -> None:
+        """Collective. Overwrites a contiguous tensor with `times` its sum, or with its maximum, over the ranks.
+        channel: number of the operation, which ranks compare; by default all such sums share one number."""
         if self.world > 1:
             sent["other"] += 2 * tensor.nbytes * (self.world - 1) // self.world
-            self._transports[tensor.device.type].all_reduce(tensor, channel, maximum=maximum)
+            self._transports[tensor.device.type].all_reduce(tensor, channel, times, maximum=maximum)
 
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, kind: str) -> None:
+    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
         """Collective. Sends flat tensors from their owners to rank `to` of the group, or (None) to all ranks.
 
         transfers: pairs (owner, tensor), for the same tensors in the same order on every rank. The owner passes the
-        tensor to send, a receiver the tensor to fill, other ranks None. kind: the type of device of all tensors.
+        tensor to send, a receiver the tensor to fill, other ranks None. device: of all tensors, on this rank.
         """
         if self.world == 1:
             return
         own = [tensor for owner, tensor in transfers if owner == self.rank and tensor is not None]
         receivers = self.world - 1 if to is None else int(to != self.rank)
         sent["other"] += sum(tensor.nbytes for tensor in own) * receivers
-        self._transports[kind].collect(transfers, to)
+        self._transports[device.type].collect(transfers, to, device)
+
+
+def _narrows(dtype: torch.dtype, tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and dtype.itemsize < tensor.element_size()
 
 
 def _refuse_differences(what: str, texts: Sequence[str]) -> None:

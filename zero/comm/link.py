@@ -19,11 +19,12 @@ from zero._torch import abort, another_like, backend_of, shortest_timeout_of, st
 from zero.comm import settings
 from zero.comm.host_memory.rendezvous import rendezvous
 from zero.comm.host_memory.transport import HostMemory
-from zero.comm.log import Log, Transfer
+from zero.comm.oplog import Log
 from zero.comm.process_group import Gloo, Overlapping
-from zero.comm.store import StoreExchange
+from zero.comm.store import StoreRendezvous
 from zero.comm.transport import Local, Transport
 from zero.comm.watchdog.watchdog import Watchdog
+from zero.comm.work import Operation
 
 # The timeout of transfers on the CPU if the group has no backend for the CPU: torch's own default.
 _TIMEOUT = timedelta(minutes=30)
@@ -65,11 +66,12 @@ class Link:
             return self._device_transport(device, backend, self.transports["cpu"])
         if backend in (None, "gloo"):
             timeout = _TIMEOUT if backend is None else timeout_of(self._group, device)
-            with Transfer(self.log, None, None):
+            with Operation(self.log, None, None):
                 return self._cpu_transport(timeout)
         assert self._store is not None
         if backend != "fake":  # whose store keeps no values
-            with StoreExchange(self._store, self.rank, self.world, _TIMEOUT) as exchange:
+            with StoreRendezvous(self._store, self.rank, self.world, _TIMEOUT) as exchange:
+                self._agree_on_checks(exchange)
                 self._watch(exchange)
         where = self.log, self._group, self.rank, self.world
         # This backend can compare operations, too.
@@ -78,7 +80,8 @@ class Link:
     def _cpu_transport(self, timeout: timedelta) -> Transport:
         """Collective. Returns host memory where all ranks may read one another's, else Gloo on a group of its own."""
         assert self._store is not None
-        with StoreExchange(self._store, self.rank, self.world, timeout) as exchange:
+        with StoreRendezvous(self._store, self.rank, self.world, timeout) as exchange:
+            self._agree_on_checks(exchange)
             peers = rendezvous(exchange, settings.host_memory())
             if peers is not None:
                 return HostMemory(self.log, peers, self.rank, self.world)
@@ -87,13 +90,17 @@ class Link:
             gloo = dist.ProcessGroupGloo(self._watch(exchange), self.rank, self.world, timeout)
             return Gloo(self.log, gloo, self.rank, self.world)
 
+    def _agree_on_checks(self, exchange: StoreRendezvous) -> None:
+        """Collective. One rank alone would compare where the others send: it decides for all."""
+        self.log.each = bytes([1]) in exchange.all_gather(bytes([self.log.each]))
+
     def _device_transport(self, device: torch.device, backend: str, checks: Transport) -> Transport:
         """Collective. Returns a transport for an accelerator, with a communicator of its own for reductions."""
         assert self._store is not None
         store, second = self._store, settings.second_communicator()
         if backend != "fake":
             # Keys of its own: another rank may not have ended the exchange before this one.
-            with StoreExchange(dist.PrefixStore(str(device), store), self.rank, self.world, _TIMEOUT) as exchange:
+            with StoreRendezvous(dist.PrefixStore(str(device), store), self.rank, self.world, _TIMEOUT) as exchange:
                 store = self._watch(exchange)
                 second = bytes([0]) not in exchange.all_gather(bytes([second]))
         group, reduces_by = self._group, another_like(self._group, device, store) if second else None
@@ -106,7 +113,7 @@ class Link:
             abort=lambda: abort([one for one in (group, reduces_by) if one is not None], device),
         )
 
-    def _watch(self, exchange: StoreExchange) -> dist.Store:
+    def _watch(self, exchange: StoreRendezvous) -> dist.Store:
         """Collective. Starts the watchdog, unless another type of device had it started. Returns a store of this link's
         own: that of the group may have keys of an earlier group of the same name."""
         assert self._store is not None

@@ -21,9 +21,8 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from functools import lru_cache, reduce
-from itertools import chain, pairwise, repeat
+from itertools import pairwise
 from operator import or_
 from threading import RLock
 from typing import Any
@@ -34,12 +33,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from zero._torch import coalesced, collectives_of_one_tensor, in_stream_order
-from zero.comm.log import BROADCAST, COLLECTION, COMPARISON, TAIL, Log
+from zero.comm.oplog import BROADCAST, COLLECTION, COMPARISON, TAIL, Log
 from zero.comm.packing import SIXTEEN_BITS, concatenate, lengths, summed_as
-from zero.comm.transport import Handle, Message, Transport
-
-# Times between looks at the other ranks while a rank waits; the last one is repeated.
-_INTERVALS = [timedelta(seconds=seconds) for seconds in (0.25, 0.25, 0.25, 0.25, 0.5, 1, 2, 4)]
+from zero.comm.transport import Message, Transport
+from zero.comm.work import GroupWork, Work
 
 _ALL_GATHER = in_stream_order(AllgatherOptions())
 _ALL_TO_ALL = in_stream_order(dist.AllToAllOptions())
@@ -71,123 +68,86 @@ class ProcessGroupTransport(Transport):
         if blocks:
             log.at_failure.append(lambda _: _never_drop(group))
 
-    def _announce(self, channel: int, nbytes: int) -> None:
-        """Appends an operation to the log. Collective if it is new here: then ranks compare it."""
-        if self.log.append(channel, nbytes):
-            self.compare(channel)
-            self.log.settle()
-
-    def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
+    def all_to_all(self, messages: Sequence[Message], channel: int) -> Work:
         received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
-        self._announce(channel, sum(message.nbytes for message, _ in messages))
-        with self._launching, Launched(self, channel, (messages, received), received) as launched:
+        self.log.append(channel, sum(message.nbytes for message, _ in messages), self.compare)
+        work = GroupWork(self.log, self._blocks, channel, (messages, received), received)
+        with self._launching, work:
             for rows, (message, counts) in zip(received, messages, strict=True):
                 into, sent, own = _real(rows.view(-1)), _real(message), [counts[self._rank]] * self._world
                 collective = getattr(self._reduces_by, self._to_reduce.all_to_all)
-                launched.works.append(collective(into, sent, own, [*counts], _ALL_TO_ALL))
-        return launched
+                work.works.append(collective(into, sent, own, [*counts], _ALL_TO_ALL))
+        return work
 
     def broadcast(self, flat: Tensor, source: int) -> None:
-        self._announce(BROADCAST, flat.nbytes)
-        with self._launching, Launched(self, BROADCAST, flat) as launched:
-            launched.works.append(self._broadcast(flat, source))
-        launched.wait()
+        self.log.append(BROADCAST, flat.nbytes, self.compare)
+        work = GroupWork(self.log, self._blocks, BROADCAST, flat)
+        with self._launching, work:
+            work.works.append(self._group.broadcast([_as_sent(flat)], _from(source)))
+        work.wait()
 
-    def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
-        self._announce(channel, tensor.nbytes)
-        with self._launching, Launched(self, channel, tensor) as launched:
-            launched.works.append(self._group.allreduce([_real(tensor)], _MAXIMUM if maximum else _SUM))
-        launched.wait()
+    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
+        tensors = [_real(tensor)]
+        self.log.append(channel, tensor.nbytes, self.compare)
+        work = GroupWork(self.log, self._blocks, channel, tensor, tensor, times)
+        with self._launching, work:
+            work.works.append(self._group.allreduce(tensors, _MAXIMUM if maximum else _SUM))
+        work.wait()
 
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
+    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
         self.compare(COLLECTION)
-        for owner, tensor in transfers:
-            if tensor is not None and tensor.numel():
-                with self._launching, Launched(self, COLLECTION, tensor) as launched:
-                    if to is None:
-                        launched.works.append(self._broadcast(tensor, owner))
-                    elif self._rank == owner != to:
-                        launched.works.append(self._group.send([_as_sent(tensor)], to, 0))
-                    elif self._rank == to != owner:
-                        launched.works.append(self._group.recv([_as_sent(tensor)], owner, 0))
-                launched.wait()
+        work = GroupWork(self.log, self._blocks, COLLECTION, transfers)
+        with self._launching, work:
+            for owner, tensor in transfers:
+                if to is None:
+                    if tensor is not None and tensor.numel():
+                        work.works.append(self._group.broadcast([_as_sent(tensor)], _from(owner)))
+                elif owner != to:
+                    work.works.append(self._send_to(to, owner, tensor, device))
+        work.wait()
 
-    def exchange(self, data: bytes) -> list[bytes]:
+    def _send_to(self, to: int, owner: int, tensor: Tensor | None, device: torch.device) -> dist.Work | None:
+        """Sends a tensor from where it lies to where it is to lie, by an all-to-all in which others send nothing.
+
+        Not by `send` and `recv` of Gloo: it closes the connections of all ranks where a wait for these runs out, and
+        work.py waits in intervals (tests/comm/test_slow.py). NCCL makes a communicator for each two ranks for them.
+        """
+        # Empty where this rank has no part; of one dtype here, as Gloo takes the size of what it sends from the other.
+        given = torch.empty(0, device=device) if tensor is None else _as_sent(tensor)
+        counts_in = [len(given) * (self._rank == to and rank == owner) for rank in range(self._world)]
+        counts_out = [len(given) * (self._rank == owner and rank == to) for rank in range(self._world)]
+        into, sent = given[: sum(counts_in)], given[: sum(counts_out)]
+        collective = getattr(self._group, self._to_reduce.all_to_all)
+        return collective(into, sent, counts_in, counts_out, _ALL_TO_ALL)  # type: ignore[no-any-return]
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         received = [torch.empty_like(sent) for _ in range(self._world)]
-        with Launched(self, COMPARISON, (received, sent)) as launched:
-            launched.works.append(self._group.allgather([received], [sent]))
-        launched.wait()
+        work = GroupWork(self.log, self._blocks, COMPARISON, (received, sent))
+        with work:
+            work.works.append(self._group.allgather([received], [sent]))
+        work.wait()
         return [row.numpy().tobytes() for row in received]
 
     def compare(self, channel: int, *, flags: int = 0) -> int:
         signature = torch.tensor([channel, self.log.digest, flags], device="cpu")
         received = signature.new_empty(self._world * len(signature))
-        with Launched(self, channel, (signature, received)) as launched:
-            self.log.record(channel)
-            launched.works.append(getattr(self._group, self._to_gather)(received, signature, _ALL_GATHER))
-        launched.wait()
+        self.log.record(channel)
+        work = GroupWork(self.log, self._blocks, channel, (signature, received))
+        with work:
+            work.works.append(getattr(self._group, self._to_gather)(received, signature, _ALL_GATHER))
+        work.wait()
         channels, digests, of_ranks = zip(*received.view(self._world, -1).tolist(), strict=True)
         self.log.refuse_differing(channel, dict(enumerate(channels)))
         if len(set(digests)) > 1:
             refuse_differing_logs(self, self.log)
-        self.log.compared()
+        self.log.clear()
         return reduce(or_, of_ranks, 0)
 
     def _broadcast_shards(self, full: Tensor, bounds: Sequence[int]) -> list[dist.Work | None]:
         shards = [full[low:high] for low, high in pairwise(bounds)]
-        return [self._broadcast(shard, owner) for owner, shard in enumerate(shards) if shard.numel()]
-
-    def _broadcast(self, flat: Tensor, source: int) -> dist.Work | None:
-        return self._group.broadcast([_as_sent(flat)], _from(source))  # type: ignore[no-any-return]
-
-    def wait_for(self, works: Sequence[dist.Work | None]) -> None:
-        """Waits, and looks meanwhile whether another rank is known to be missing."""
-        for work in works:
-            if work is None:  # NCCL ran it on the current stream, and there is nothing to wait for
-                continue
-            for interval in chain(_INTERVALS, repeat(_INTERVALS[-1])) if self._blocks else ():
-                try:
-                    work.wait(interval)  # not once more: Gloo would wait for another message
-                    break
-                except RuntimeError:
-                    if work.is_completed():  # it failed, or completed just after the interval
-                        work.wait()
-                        break
-                    self.log.refuse_if_broken()
-            else:
-                work.wait()
-
-
-class Launched(Handle):
-    """Operations of a process group: a context for their launch, and the handle to wait for them. It keeps the buffers
-    until they have ended; `wait` returns `times` the result. Both raise RuntimeError for errors of a backend or the
-    system, and if an earlier transfer has failed.
-
-    `works`: what has been launched.
-    """
-
-    def __init__(
-        self, transport: ProcessGroupTransport, channel: int, buffers: object, result: Any = None, times: float = 1
-    ) -> None:
-        self._transport, self._channel, self._buffers = transport, channel, buffers
-        self._result, self._times = result, times
-        self.works: list[dist.Work | None] = []
-
-    def __enter__(self) -> Launched:
-        if self._transport.log.broken:
-            self._transport.log.refuse_if_broken(self._buffers)
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._transport.log.fail(self._channel, self._buffers, error)
-
-    def wait(self) -> Any:
-        with self:
-            self._transport.wait_for(self.works)
-        self._buffers, self.works = None, []  # what was sent is freed before the result gets memory
-        return self._result if self._times == 1 else self._result.mul_(self._times)
+        broadcast = self._group.broadcast
+        return [broadcast([_as_sent(shard)], _from(owner)) for owner, shard in enumerate(shards) if shard.numel()]
 
 
 class Gloo(ProcessGroupTransport):
@@ -198,11 +158,12 @@ class Gloo(ProcessGroupTransport):
     def __init__(self, log: Log, group: Any, rank: int, world: int) -> None:
         super().__init__(log, group, rank, world, blocks=True)
 
-    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
-        self._announce(channel, full.nbytes)
-        with Launched(self, channel, full) as launched:
-            launched.works += self._broadcast_shards(full, bounds)
-        return launched
+    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
+        self.log.append(channel, full.nbytes, self.compare)
+        work = GroupWork(self.log, self._blocks, channel, full)
+        with work:
+            work.works += self._broadcast_shards(full, bounds)
+        return work
 
 
 class Overlapping(ProcessGroupTransport):
@@ -240,28 +201,30 @@ class Overlapping(ProcessGroupTransport):
     def compare(self, channel: int, *, flags: int = 0) -> int:
         return self._checks.compare(channel, flags=flags)
 
-    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
-        own = full[bounds[self._rank] : bounds[self._rank + 1]]
-        self._announce(channel, full.nbytes)
-        with self._launching, Launched(self, channel, full) as launched:
+    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
+        sent, own = _as_sent(full), _as_sent(full[bounds[self._rank] : bounds[self._rank + 1]])
+        self.log.append(channel, full.nbytes, self.compare)
+        work = GroupWork(self.log, self._blocks, channel, full)
+        with self._launching, work:
             if _are_equal(tuple(bounds)):
-                collective = getattr(self._group, self._to_gather)
-                launched.works.append(collective(_as_sent(full), _as_sent(own), _ALL_GATHER))
+                work.works.append(getattr(self._group, self._to_gather)(sent, own, _ALL_GATHER))
             else:
-                with coalesced(self._group, full.device, launched.works):
-                    launched.works += self._broadcast_shards(full, bounds)
-        return launched
+                with coalesced(self._group, full.device, work.works):
+                    work.works += self._broadcast_shards(full, bounds)
+        return work
 
-    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
+    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
         if not scatters(messages):
             return super().reduce(messages, times, into, channel)
         message, counts = messages[0]
         sums = message.new_empty(counts[0]) if into is None else into
-        self._announce(channel, message.nbytes)
-        with self._launching, Launched(self, channel, (message, sums), sums, times) as launched:
+        received, sent = _real(sums), _real(message)
+        self.log.append(channel, message.nbytes, self.compare)
+        work = GroupWork(self.log, self._blocks, channel, (message, sums), sums, times)
+        with self._launching, work:
             collective = getattr(self._reduces_by, self._to_reduce.reduce_scatter)
-            launched.works.append(collective(_real(sums), _real(message), _REDUCE_SCATTER))
-        return launched
+            work.works.append(collective(received, sent, _REDUCE_SCATTER))
+        return work
 
     @staticmethod
     def sum(received: Sequence[Tensor], times: float = 1) -> Tensor:
@@ -293,7 +256,7 @@ def scatters(messages: Sequence[Message]) -> bool:
 def refuse_differing_logs(transport: Transport, log: Log) -> None:
     """Collective. Raises RuntimeError on every rank, after their logs were found to differ."""
     length, tail = log.history
-    received = transport.exchange(array("q", [length, *tail, *[-1] * (TAIL - len(tail))]).tobytes())
+    received = transport.all_gather_bytes(array("q", [length, *tail, *[-1] * (TAIL - len(tail))]).tobytes())
     histories = {}
     for rank, history in enumerate(received):
         length, *channels = array("q", history)

@@ -12,6 +12,12 @@ ZERO_SECOND_COMMUNICATOR
     (unset)   reductions on GPUs have an NCCL communicator of their own, so that they need not wait for all-gathers
     0         they have not, on any rank: NCCL may deadlock where kernels of two communicators need more of a GPU than
               it has. It is enough that one rank says so
+
+ZERO_CHECK
+
+    (unset)   ranks compare an operation when it follows the operations before it for the first time
+    each      they compare every operation before its launch, and each forward is searched for reads and writes. It is
+              enough that one rank says so
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ from typing import TypeVar
 
 _HOST_MEMORY = {"": "auto", "1": "auto", "0": "off", "ptracer": "ptracer"}
 _SECOND_COMMUNICATOR = {"": True, "1": True, "0": False}
+_CHECK = {"": False, "each": True}
 
 T = TypeVar("T")
 
@@ -35,10 +42,16 @@ def second_communicator() -> bool:
     return _setting("ZERO_SECOND_COMMUNICATOR", _SECOND_COMMUNICATOR, "0, 1")
 
 
+def check_each() -> bool:
+    """Returns the setting. Raises ValueError if the environment has an unknown value."""
+    return _setting("ZERO_CHECK", _CHECK, "each")
+
+
 def check() -> None:
     """Raises ValueError for settings that mean nothing, before any rank waits for another."""
     host_memory()
     second_communicator()
+    check_each()
 
 
 def _setting(variable: str, meanings: dict[str, T], choices: str) -> T:

@@ -10,9 +10,10 @@ from types import TracebackType
 import torch.distributed as dist
 
 from zero._torch import host_of
+from zero.comm import waiting
 
 
-class StoreExchange:
+class StoreRendezvous:
     """Exchanges a few bytes between the ranks, in rounds. The last rank to end it deletes all keys, so that a later
     process group may use the same store.
 
@@ -24,7 +25,7 @@ class StoreExchange:
         self.host = host_of(store)
         self._store, self._rounds = dist.PrefixStore("zero", store), 0
 
-    def __enter__(self) -> StoreExchange:
+    def __enter__(self) -> StoreRendezvous:
         self.nonce = self.all_gather(secrets.token_hex(8).encode())[0].decode()
         return self
 
@@ -33,9 +34,19 @@ class StoreExchange:
         keys = [f"{self._rounds}/{rank}" for rank in range(self.world)]
         self._rounds += 1
         self._store.set(keys[self.rank], data.hex() or "-")
-        self._store.wait(keys, self.timeout)
+        self._wait(keys)
         texts = [self._store.get(key).decode() for key in keys]
         return [b"" if text == "-" else bytes.fromhex(text) for text in texts]
+
+    def _wait(self, keys: list[str]) -> None:
+        patience = timedelta(seconds=waiting.PATIENCE)
+        if patience < self.timeout:
+            with suppress(dist.DistStoreError):
+                self._store.wait(keys, patience)
+                return
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            waiting.say_waiting(self.rank, missing, "the first operation of a group, as in zero.setup or FSDP(...)")
+        self._store.wait(keys, self.timeout)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -4,7 +4,7 @@
     gathers     all-gathers, with the allocation of full buffers and copies of shards from the memory of the CPU
     reductions  sums of gradients, and their copies to the memory of the CPU
 
-A transfer is launched and completed on its stream; `wait` of its handle makes the computing stream wait for the
+A transfer is launched and completed on its stream; `wait` of its work makes the computing stream wait for the
 transfer. Events on the device do this: the host waits only before it reads or writes memory itself (`synchronize`).
 Backends of torch (2.8) run operations with asyncOp=False on the current stream.
 
@@ -31,23 +31,23 @@ from torch import Tensor
 
 from zero._torch import current_stream_of, has_values, pinned_for
 from zero.comm.comm import Comm
-from zero.comm.transport import Handle
+from zero.comm.work import Work
 
 # Elements that are rounded and sent at a time: they stay in the processor's cache in between.
 _PIECE = 2**20
 
 
-class Arrived:
+class Done:
     """In the place of an event after copies that were synchronous."""
 
     def synchronize(self) -> None: ...
 
 
-ARRIVED = Arrived()
+DONE = Done()
 _HERE = nullcontext()
 
 
-class NoStreams:
+class HostStreams:
     """The interface, and the answers for devices without streams, such as the CPU."""
 
     def gathers(self, *, ahead: bool, from_host: bool) -> AbstractContextManager[Any]:
@@ -62,8 +62,8 @@ class NoStreams:
         """Returns a context to launch a reduction of tensors computed so far beside the computing; see `arriving`."""
         return _HERE
 
-    def arriving(self, transfer: Handle, comm: Comm, keeps: object) -> Handle:
-        """Within such a context returns a handle of what was launched, whose `wait` makes the computing stream wait.
+    def arriving(self, transfer: Work, comm: Comm, keeps: object) -> Work:
+        """Within such a context returns the work of what was launched, whose `wait` makes the computing stream wait.
         keeps: tensors to keep alive until then."""
         return transfer
 
@@ -79,7 +79,7 @@ class NoStreams:
 
     def copy_event(self) -> Any:
         """Returns an event after all copies to the CPU so far."""
-        return ARRIVED
+        return DONE
 
     def begin(self) -> None:
         """Marks the start of a forward or backward. Its all-gathers `ahead` wait for all computing until here."""
@@ -98,7 +98,7 @@ class NoStreams:
         """Waits on the host until no stream reads or writes the memory of the CPU any more."""
 
 
-NONE = NoStreams()
+HOST = HostStreams()
 
 
 def on_other_device(first: Tensor, second: Tensor) -> bool:
@@ -106,25 +106,25 @@ def on_other_device(first: Tensor, second: Tensor) -> bool:
     return first.device != second.device
 
 
-class Arriving(Handle):
+class StreamWork(Work):
     """A transfer on a stream of its own. `wait` makes the stream `launched_on`, and the current one, wait for the event
     `arrival`. comm, keeps: what refuses where a transfer has failed, and keeps what the device may use."""
 
     def __init__(
         self, result: Any, arrival: Any, launched_on: Any, streams: Streams, comm: Comm, keeps: object
     ) -> None:
-        super().__init__(self._end)
         self._result, self._arrival, self._launched_on = result, arrival, launched_on
         self._streams, self._comm, self._keeps = streams, comm, keeps
 
-    def _end(self) -> Any:
+    def wait(self) -> Any:
         self._comm.log.refuse_if_broken((self._keeps, self._result))
         for waiting in {self._launched_on, self._streams.current}:
             waiting.wait_event(self._arrival)
+        self._keeps = None
         return self._result
 
 
-class Streams(NoStreams):
+class Streams(HostStreams):
     """The streams of one device, as above."""
 
     def __init__(self, device: torch.device) -> None:
@@ -132,6 +132,7 @@ class Streams(NoStreams):
         self._module: Any = torch.get_device_module(device)
         self._find = current_stream_of(device)
         self._is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
+        # Of high priority: kernels that send take few of a GPU's processors, and computing waits for what they bring.
         self._gathers, self._reductions = (self._module.Stream(device, priority=-1) for _ in range(2))
         self._computing = self._launched_on = self.current
         # Streams that read or write the memory of the CPU.
@@ -178,9 +179,9 @@ class Streams(NoStreams):
         context: AbstractContextManager[Any] = self._module.stream(stream)
         return context
 
-    def arriving(self, transfer: Handle, comm: Comm, keeps: object) -> Handle:
-        result = transfer.wait()
-        return Arriving(result, self.current.record_event(), self._launched_on, self, comm, keeps)
+    def arriving(self, transfer: Work, comm: Comm, keeps: object) -> Work:
+        result = transfer.wait()  # on the stream of the transfer, where it sums what arrived: the host does not wait
+        return StreamWork(result, self.current.record_event(), self._launched_on, self, comm, keeps)
 
     def copy_like(self, source: Tensor, like: Tensor) -> Tensor:
         if not on_other_device(source, like) or like.device.type != "cpu":
@@ -247,19 +248,19 @@ class Streams(NoStreams):
         self._at_host.clear()
 
 
-_by_device: dict[torch.device, NoStreams] = {}
+_by_device: dict[torch.device, HostStreams] = {}
 
 
-def streams_of(tensor: Tensor) -> NoStreams:
+def streams_of(tensor: Tensor) -> HostStreams:
     """Returns the streams of the tensor's device: one object for each device."""
     device = tensor.device
     if device.type == "cpu" or not has_values(tensor) or not hasattr(torch.get_device_module(device), "Stream"):
-        return NONE
+        return HOST
     if device not in _by_device:
         _by_device[device] = Streams(device)
     return _by_device[device]
 
 
-def streams_in(streams: Iterable[NoStreams]) -> list[NoStreams]:
+def streams_in(streams: Iterable[HostStreams]) -> list[HostStreams]:
     """Returns each of the streams of a model's shard groups once; none where devices have none."""
-    return [one for one in dict.fromkeys(streams) if one is not NONE]
+    return [one for one in dict.fromkeys(streams) if one is not HOST]

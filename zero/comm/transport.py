@@ -1,42 +1,29 @@
-"""The interface of all transports, the handle of a transfer, and the transport of a group of one rank.
+"""The interface of all transports, and the transport of a group of one rank.
 
-Code above does not know which transport runs. `channel` is the number of an operation (log.py). Ranks compare it, so
+Code above does not know which transport runs. `channel` is the number of an operation (oplog.py). Ranks compare it, so
 that all raise when they are out of step.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from zero.comm.packing import sum_in_rank_order
+from zero.comm.work import SumWork, Work
 
 Message = tuple[Tensor, Sequence[int]]
 """A flat tensor, and the number of its elements that go to each rank, in rank order: the same numbers on all ranks."""
 
 
-class Handle:
-    """A transfer in flight, which owns its buffers until `wait` has returned. finish: returns its result."""
-
-    def __init__(self, finish: Callable[[], Any]) -> None:
-        self._finish: Callable[[], Any] | None = finish
-
-    def wait(self) -> Any:
-        """Waits for the transfer and returns its result, or raises its error. Must not be called after it returned."""
-        assert self._finish is not None, "this transfer was waited for before"
-        result = self._finish()
-        self._finish = None
-        return result
-
-
 class Transport(ABC):
     """Sends tensors on one type of device between the ranks of one group.
 
-    All methods are collective. The tensors passed in must not change until the call, or `wait` of the returned handle,
-    has returned. Ranks compare each call as log.py says; where they differ, it raises RuntimeError on every rank.
+    All methods are collective. The tensors passed in must not change until the call, or `wait` of the returned work,
+    has returned. Ranks compare each call as oplog.py says; where they differ, it raises RuntimeError on every rank.
     """
 
     name: str
@@ -49,20 +36,20 @@ class Transport(ABC):
     """Whether ranks read from one another's memory."""
 
     @abstractmethod
-    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
+    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
         """Fills the flat `full`. Rank r sends elements [bounds[r], bounds[r + 1]), which its own `full` holds."""
 
-    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
+    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
         """Sums over the ranks the elements sent to this rank. `wait` returns `times` the sums, flat, one message after
         another: a new tensor (float32 for 16-bit floats), or the flat `into`, which may overlap this rank's share of
         the messages. On the CPU they are added in rank order."""
-        return Summed(self, self.all_to_all(messages, channel), times, into)
+        return SumWork(self.sum, self.all_to_all(messages, channel), times, into)
 
     sum = staticmethod(sum_in_rank_order)
     """Adds what `all_to_all` has received."""
 
     @abstractmethod
-    def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
+    def all_to_all(self, messages: Sequence[Message], channel: int) -> Work:
         """Sends each rank its elements. `wait` returns for each message the elements from all ranks, one row a rank."""
 
     @abstractmethod
@@ -70,15 +57,15 @@ class Transport(ABC):
         """Overwrites the tensor with that of rank `source`."""
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
-        """Overwrites the contiguous tensor with the sum, or the maximum, over the ranks."""
+    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
+        """Overwrites the contiguous tensor with `times` the sum, or with the maximum, over the ranks."""
 
     @abstractmethod
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
+    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
         """Sends flat tensors from their owners to rank `to`, or (None) to all ranks. See Comm.collect."""
 
     @abstractmethod
-    def exchange(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Returns the data of every rank, by rank. All ranks pass the same number of bytes, at least one."""
 
     @abstractmethod
@@ -86,36 +73,24 @@ class Transport(ABC):
         """Compares between ranks this operation and the logs. Returns the flags, up to two bits, that any rank has."""
 
 
-class Summed(Handle):
-    """Sums of what `received` brings."""
-
-    def __init__(self, transport: Transport, received: Handle, times: float, into: Tensor | None) -> None:
-        super().__init__(self._sum)
-        self._transport, self._received, self._times, self._into = transport, received, times, into
-
-    def _sum(self) -> Tensor:
-        total = self._transport.sum(self._received.wait(), self._times)
-        return total if self._into is None else self._into.copy_(total)
-
-
 class Local(Transport):
     """The transport of a group of one rank."""
 
     name, overlaps = "this process alone", False
 
-    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
-        return Handle(lambda: None)
+    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
+        return Work()
 
-    def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
-        return Handle(lambda: [message.unsqueeze(0) for message, _ in messages])
+    def all_to_all(self, messages: Sequence[Message], channel: int) -> Work:
+        return Work([message.unsqueeze(0) for message, _ in messages])
 
     def broadcast(self, flat: Tensor, source: int) -> None: ...
 
-    def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None: ...
+    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None: ...
 
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None: ...
+    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None: ...
 
-    def exchange(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]
 
     def compare(self, channel: int, *, flags: int = 0) -> int:

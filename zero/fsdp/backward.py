@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero._torch import as_plain_tensors, at_end_of_backward, in_a_backward
 from zero.comm import Comm
-from zero.comm.streams import NoStreams
+from zero.comm.streams import HostStreams
 from zero.comm.together import Together
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
@@ -48,7 +48,7 @@ class Backward:
         self,
         index: Index,
         comms: Sequence[Comm],
-        streams: Sequence[NoStreams],
+        streams: Sequence[HostStreams],
         prefetch: Prefetch,
         together: Together,
         overflow: Overflow,

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero._torch import in_a_backward
 from zero.comm import Comm
-from zero.comm.streams import NoStreams
+from zero.comm.streams import HostStreams
 from zero.comm.together import Together
 from zero.fsdp.backward import Backward, Graph
 from zero.fsdp.edges import watch_inputs, watch_inside, watch_outputs
@@ -47,7 +47,7 @@ class Schedule:
         self,
         index: Index,
         comms: Sequence[Comm],
-        streams: Sequence[NoStreams],
+        streams: Sequence[HostStreams],
         prefetch: Prefetch,
         together: Together,
         backward: Backward,
@@ -200,7 +200,7 @@ class Schedule:
         for streams in self._streams:
             streams.begin()
         for comm in self._comms:
-            comm.log.begin(together=comm is self._comms[0])  # among the first all forwards gather
+            comm.log.begin_schedule(together=comm is self._comms[0])  # among the first all forwards gather
 
     def _note_order(self, unit: Unit) -> None:
         """Remembers which unit follows which, and launches the all-gather of the one that followed last time.

@@ -60,10 +60,6 @@ class StepChecks:
                 return problem
         return None if found else ddp.replaced_problem(self._by_param.shards)
 
-    def closure_failed(self, error: Exception) -> None:
-        """The user's closure raised an error, to which a note may be added."""
-        ddp.add_note(error, self._by_param.shards, self._comm)
-
     @contextmanager
     def around_hook(self) -> Iterator[None]:
         """A context in which a hook of the user's sees the shards, which say that they are."""

@@ -4,9 +4,8 @@ ranks of one host that can read one another's memory.
 torch calls a hook when a module becomes a submodule. The constructor of DistributedDataParallel registers its module
 before it communicates, so all ranks can still refuse there.
 
-To average, each rank reads its shard of the gradients from all ranks and adds it up; then all ranks read the averages
-from their owners. This takes a fraction of the CPU time of Gloo's all-reduce, which copies every byte through the
-kernel twice.
+To average by `Comm.all_reduce` over host memory, where each rank reads its share from all others, takes a fraction of
+the CPU time of Gloo's all-reduce, which copies every byte through the kernel twice.
 """
 
 # No `from __future__ import annotations`: DistributedDataParallel compares the annotations of its hooks with types.
@@ -23,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero._torch import averaged_by, join_mark
 from zero.comm import Comm
-from zero.comm.packing import lengths
 from zero.oss.gradients import refuse_sparse
 from zero.shards.claimed import claimed
 
@@ -57,16 +55,6 @@ def replaced_problem(params: Mapping[nn.Parameter, object]) -> str | None:
         if not own.isdisjoint(averaged_by(ddp)) and own.isdisjoint(ddp.parameters()):
             return NO_GRADIENT
     return None
-
-
-def add_note(error: Exception, params: Mapping[nn.Parameter, object], comm: Comm) -> None:
-    """Adds a note to an error of DistributedDataParallel's, which names connections and times (Python 3.11)."""
-    if hasattr(error, "add_note") and any(_averages(ddp, params) for ddp in _alive):
-        error.add_note(
-            f"Rank {comm.rank} was in the closure of a step of OSS. If the error is of DistributedDataParallel "
-            f"having waited for others, one of the group of {comm.world} has stopped or did not come to this "
-            "backward. Look for the first error of any rank."
-        )
 
 
 def _averages(ddp: DistributedDataParallel, params: Mapping[nn.Parameter, object]) -> bool:
@@ -119,20 +107,12 @@ def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
         if buffer.is_sparse:
             names = {param: name for name, param in module.named_parameters()}
             refuse_sparse(", ".join(names[param] for param in bucket.parameters()))
-        _average(buffer, comm, channel)
+        comm.all_reduce(buffer, times=1 / comm.world, channel=channel)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
 
     model.register_comm_hook(None, average)
-
-
-def _average(gradients: Tensor, comm: Comm, channel: int) -> None:
-    bounds = [len(gradients) * rank // comm.world for rank in range(comm.world + 1)]
-    low, high = bounds[comm.rank : comm.rank + 2]
-    counts = lengths(bounds)
-    comm.reduce([(gradients, counts)], times=1 / comm.world, into=gradients[low:high], channel=channel).wait()
-    comm.gather(gradients, bounds, channel).wait()
 
 
 register_module_module_registration_hook(_registered)

@@ -181,11 +181,7 @@ class Step:
 
     def _evaluate(self, closure: Callable[[], float]) -> float:
         with torch.enable_grad():
-            try:
-                return closure()
-            except RuntimeError as error:
-                self._checks.closure_failed(error)
-                raise
+            return closure()
 
     def _for_inner(self, outer: Optimizer, closure: Callable[[], float]) -> Callable[[], float]:
         """Wraps the closure for an optimizer that calls it within its step, once or more."""

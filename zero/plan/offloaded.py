@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from zero.comm import Comm, Handle
-from zero.comm.streams import NoStreams
+from zero.comm import Comm, Work
+from zero.comm.streams import HostStreams
 from zero.shards.offload import Offload
 
 # The device that stands for the host's memory, to which offload moves shards. It is never the model's own device, and
@@ -40,13 +40,24 @@ class Offloaded(Offload):
         return elements
 
 
-class BesideComputing(NoStreams):
+class BesideComputing(HostStreams):
     """The streams of a GPU: the result of a transfer is there once it is launched, and what it reads is kept until it
     is waited for."""
 
-    def arriving(self, transfer: Handle, comm: Comm, keeps: object) -> Handle:
-        held = keeps, transfer.wait()
-        return Handle(lambda: held[1])
+    def arriving(self, transfer: Work, comm: Comm, keeps: object) -> Work:
+        return KeepingWork(transfer.wait(), keeps)
+
+
+class KeepingWork(Work):
+    """Keeps what a transfer reads until it is waited for."""
+
+    def __init__(self, result: Any, keeps: object) -> None:
+        super().__init__(result)
+        self._keeps = keeps
+
+    def wait(self) -> Any:
+        self._keeps = None
+        return super().wait()
 
 
 def on_host(tensor: Tensor) -> bool:

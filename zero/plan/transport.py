@@ -14,18 +14,31 @@ import torch
 from torch import Tensor
 
 from zero.comm import Comm
-from zero.comm.host_memory.transport import CHUNK, QueuedHandle
+from zero.comm.host_memory.transport import CHUNK, QueuedWork
 from zero.comm.link import Link, Transports
-from zero.comm.log import Log
+from zero.comm.oplog import Log
 from zero.comm.packing import summed_as
 from zero.comm.process_group import scatters
-from zero.comm.transport import Handle, Message, Transport
+from zero.comm.transport import Message, Transport
+from zero.comm.work import Work
 
 Rehearsed = Literal["gloo", "host memory", "nccl"]
 """The name of the rehearsed transport; "nccl" stands for all backends that overlap."""
 
 Finish = Callable[[], Any]
 """Makes the result of a transfer."""
+
+
+class RehearsedWork(Work):
+    """Allocates in `wait`, and keeps until then what `finish` refers to."""
+
+    def __init__(self, finish: Finish) -> None:
+        self._finish: Finish | None = finish
+
+    def wait(self) -> Any:
+        finish, self._finish = self._finish, None
+        assert finish is not None, "this transfer was waited for before"
+        return finish()
 
 
 class Rehearsal(Transport):
@@ -35,14 +48,14 @@ class Rehearsal(Transport):
         self.name, self.overlaps = f"{like}, rehearsed", like == "nccl"
         self._log, self._rank, self._world = log, rank, world
         self._host_memory = like == "host memory"
-        self._handle: Callable[[Finish], Handle] = Handle
+        self._work: Callable[[Finish], Work] = RehearsedWork
         if self._host_memory:
-            self._handle = partial(QueuedHandle, queue=list[QueuedHandle]())
+            self._work = partial(QueuedWork, queue=list[QueuedWork]())
 
-    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
+    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
         return self._transfer([full], lambda: None)
 
-    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
+    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
         sent, own = [message for message, _ in messages], [counts[self._rank] for _, counts in messages]
         if self.overlaps and scatters(messages):
             sums = sent[0].new_empty(own[0]) if into is None else into
@@ -58,9 +71,9 @@ class Rehearsal(Transport):
         if self._host_memory:
             return self._transfer(sent, lambda: summed(self._read_in_chunks(sent[0], own)))
         received = self.all_to_all(messages, channel)
-        return Handle(lambda: summed(received.wait()))
+        return RehearsedWork(lambda: summed(received.wait()))
 
-    def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
+    def all_to_all(self, messages: Sequence[Message], channel: int) -> Work:
         def received() -> list[Tensor]:
             return [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
 
@@ -70,13 +83,13 @@ class Rehearsal(Transport):
         rows = received()
         return self._transfer([*sent, *rows], lambda: rows)
 
-    def _transfer(self, buffers: Sequence[Tensor], finish: Finish) -> Handle:
-        """The handle keeps the buffers until it has finished."""
+    def _transfer(self, buffers: Sequence[Tensor], finish: Finish) -> Work:
+        """The work keeps the buffers until it has finished."""
 
         def finished(held: Sequence[Tensor] = buffers) -> Any:
             return finish()
 
-        return self._handle(finished)
+        return self._work(finished)
 
     def _read_in_chunks(self, sample: Tensor, own: Sequence[int]) -> list[Tensor]:
         """Allocates the chunks that HostMemory reads from all ranks at a time. own: this rank's elements by message."""
@@ -86,13 +99,13 @@ class Rehearsal(Transport):
 
     def broadcast(self, flat: Tensor, source: int) -> None: ...
 
-    def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
+    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
         if self._host_memory:
             tensor.new_empty(self._world, min(CHUNK // tensor.element_size(), tensor.numel()))
 
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None: ...
+    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None: ...
 
-    def exchange(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data] * self._world
 
     def compare(self, channel: int, *, flags: int = 0) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zero._torch import add_all
-from zero.comm import Comm, Handle
+from zero.comm import Comm, Work
 from zero.oss.gradients import CREATE_GRAPH, refuse_sparse
 from zero.sdp.messages import messages_of
 from zero.shards.shard_group import ShardGroup
@@ -46,7 +46,7 @@ class GradBucket:
         self._sent: frozenset[int] = frozenset()
         # Received gradients of parameters that this rank sent no gradients of, with their positions.
         self._undecided: list[tuple[int, Tensor]] = []
-        self._handle: Handle | None = None
+        self._handle: Work | None = None
         self.trained: tuple[int, ...] = ()
         self._messages = messages_of(group, (), self._sent_as)
         self.notice_trained()

@@ -90,7 +90,7 @@ class Reducer:
         if self._in_backward and not in_a_backward():
             self._abandon()
         if not self._in_backward:
-            self._comm.log.begin()
+            self._comm.log.begin_schedule()
             while self._hooks_on_leaves:
                 self._hooks_on_leaves.pop().remove()
             self._update_buckets()

@@ -5,16 +5,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.comm import Comm, Handle
-from zero.comm.streams import NONE, NoStreams, on_other_device
+from zero.comm import Comm, Work
+from zero.comm.streams import HOST, HostStreams, on_other_device
 from zero.comm.transport import Message
 from zero.shards.layout import Layout
+
+_HERE = nullcontext()  # the CPU has no streams
 
 
 class Exchange:
@@ -45,7 +47,7 @@ class Exchange:
         owners = range(comm.world)
         if to is not None and to != comm.rank:
             sent = shard.to(device)
-            comm.collect([(owner, sent if owner == comm.rank else None) for owner in owners], to, device.type)
+            comm.collect([(owner, sent if owner == comm.rank else None) for owner in owners], to, device)
             return None
         full = shard.new_empty(layout.numel, device=device)
         with torch.no_grad():
@@ -53,7 +55,7 @@ class Exchange:
         if to is None:
             comm.gather(full, layout.bounds, channel).wait()
         else:
-            comm.collect([(owner, full[layout.segment(owner)]) for owner in owners], to, device.type)
+            comm.collect([(owner, full[layout.segment(owner)]) for owner in owners], to, device)
         return full
 
     def comms(self) -> list[Comm]:
@@ -64,78 +66,53 @@ class Exchange:
         self,
         full: Tensor,
         shard: Tensor | None,
-        streams: NoStreams,
+        streams: HostStreams,
         *,
         sent_as: torch.dtype | None = None,
         channel: int | None = None,
         ahead: bool = False,
-    ) -> Handle:
+    ) -> Work:
         """Collective. Launches the all-gather that fills the full buffer, which gets memory first if it has none.
 
         shard: this rank's shard; None if it lies in the buffer already. sent_as: a narrower dtype in which floats are
-        sent; this rank's own keep their precision. channel: of `gathered_by`, by default "the gathering of" the group.
-        ahead: see NoStreams.gathers.
+        sent; see Comm.gather. channel: of `gathered_by`, by default "the gathering of" the group.
+        ahead: see HostStreams.gathers.
         """
-        channel = self._gather if channel is None else channel
-        if streams is NONE:
-            return self._gather_here(full, shard, sent_as, channel)
-        with streams.gathers(ahead=ahead, from_host=shard is not None and on_other_device(shard, full)):
-            gather = self._gather_here(full, shard, sent_as, channel)
-            return streams.arriving(gather, self.gathered_by, (full, self))
+        with (
+            _HERE
+            if streams is HOST
+            else streams.gathers(ahead=ahead, from_host=shard is not None and on_other_device(shard, full))
+        ):
+            if shard is not None:
+                full.untyped_storage().resize_(full.nbytes)
+                own = full[self._own]
+                sent = shard if shard.dtype == own.dtype else shard.to(own.device, non_blocking=True)  # rounded there
+                own.copy_(sent, non_blocking=True)
+            channel = self._gather if channel is None else channel
+            work = self.gathered_by.gather(full, self._layout.bounds, channel, sent_as)
+            return work if streams is HOST else streams.arriving(work, self.gathered_by, (full, self))
 
-    def _gather_here(self, full: Tensor, shard: Tensor | None, sent_as: torch.dtype | None, channel: int) -> Handle:
-        """On the current stream."""
-        if shard is not None:
-            full.untyped_storage().resize_(full.nbytes)
-            own = full[self._own]
-            sent = shard if shard.dtype == own.dtype else shard.to(own.device, non_blocking=True)  # rounded there
-            own.copy_(sent, non_blocking=True)
-        comm, bounds = self.gathered_by, self._layout.bounds
-        narrows = sent_as is not None and full.is_floating_point() and sent_as.itemsize < full.element_size()
-        if not narrows or comm.world == 1:
-            return comm.gather(full, bounds, channel)
-        sent = full.new_empty(full.numel(), dtype=sent_as)
-        sent[self._own] = full[self._own]
-        return Widened(comm.gather(sent, bounds, channel), sent, full, self._own)
-
-    def reduce(self, messages: Sequence[Message], streams: NoStreams) -> Handle:
+    def reduce(self, messages: Sequence[Message], streams: HostStreams) -> Work:
         """Collective. Launches a reduction. `wait` returns the averages for this rank's shard, flat, one message after
         another."""
-        if streams is NONE:
-            return self._reduce_here(messages)
-        with streams.reductions():
-            return streams.arriving(self._reduce_here(messages), self.gathered_by, messages)
-
-    def _reduce_here(self, messages: Sequence[Message]) -> Handle:
         comm, replicas = self.gathered_by, self._replicas
-        reduced = comm.reduce(messages, times=1 / comm.world, channel=self._reduction)
-        return reduced if replicas is None else Averaged(reduced, replicas, self._averaging)
+        with _HERE if streams is HOST else streams.reductions():
+            work = comm.reduce(messages, times=1 / comm.world, channel=self._reduction)
+            if replicas is not None:
+                work = ReplicaWork(work, replicas, self._averaging)
+            return work if streams is HOST else streams.arriving(work, comm, messages)
 
 
-class Widened(Handle):
-    """Copies what was gathered in a narrower dtype, except for this rank's own elements."""
-
-    def __init__(self, gather: Handle, sent: Tensor, full: Tensor, own: slice) -> None:
-        super().__init__(self._widen)
-        self._gather, self._sent, self._full, self._own = gather, sent, full, own
-
-    def _widen(self) -> None:
-        self._gather.wait()
-        for others in (slice(self._own.start), slice(self._own.stop, None)):
-            self._full[others] = self._sent[others]
-
-
-class Averaged(Handle):
+class ReplicaWork(Work):
     """Averages what a reduction brings over replicas."""
 
-    def __init__(self, reduction: Handle, replicas: Comm, channel: int) -> None:
-        super().__init__(self._average)
+    def __init__(self, reduction: Work, replicas: Comm, channel: int) -> None:
         self._reduction, self._replicas, self._channel = reduction, replicas, channel
 
-    def _average(self) -> Tensor:
+    def wait(self) -> Tensor:
         averages: Tensor = self._reduction.wait()
-        self._replicas.all_reduce(averages, channel=self._channel)
-        return averages.mul_(1 / self._replicas.world)
+        self._replicas.all_reduce(averages, times=1 / self._replicas.world, channel=self._channel)
+        return averages
 
 
 class Placement:

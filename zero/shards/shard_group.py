@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch import as_plain_tensors, leaves_of_graphs, profiler_range, shape_expected_by
-from zero.comm import Handle
-from zero.comm.streams import ARRIVED, NONE, NoStreams, streams_of
+from zero.comm import Work
+from zero.comm.streams import DONE, HOST, HostStreams, streams_of
 from zero.shards.group_state import IN_PLACE, NEXT_IN_PLACE, NEXT_WITH_OWN_SHARD, GroupOptions, GroupState
 from zero.shards.layout import Layout, Span
 from zero.shards.log import logger
@@ -77,7 +77,7 @@ class ShardGroup:
         self.says_so = options.own_shard and self.comm.world > 1
         self.unshard_to_read: Callable[[], bool] = lambda: False
         register(self.params, self)
-        self._handle: Handle | None = None
+        self._handle: Work | None = None
         # The events after copies of gradients that are on their way to the CPU.
         self.copies: list[Any] = []
         self._summoned: Tensor | None = None
@@ -89,7 +89,7 @@ class ShardGroup:
         self.full = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
         # Whether transfers overlap with computing.
         self.overlaps = any(comm.overlaps(self.full) for comm in self.exchange.comms())
-        self.streams: NoStreams = streams_of(self.full) if offload.active or self.overlaps else NONE
+        self.streams: HostStreams = streams_of(self.full) if offload.active or self.overlaps else HOST
         self._full_views = self._views_to_bind()
         with torch.no_grad():
             for param, view in zip(self.params, self._full_views, strict=True):
@@ -219,7 +219,7 @@ class ShardGroup:
         moved = None
         if self._bound is not self._full_views:
             moved = self._rebind(self._full_views)
-        if self.streams is not NONE:
+        if self.streams is not HOST:
             self._leaves = []  # a node accumulates on the stream on which it was made, which may be another than now
         if self.shard_in_full:
             self.shard.untyped_storage().resize_(0)
@@ -243,7 +243,7 @@ class ShardGroup:
                 self.offload.used(self.shard)
             moved = self._rebind(self.shard_views)
             if self.frees:
-                if self.streams is not NONE:
+                if self.streams is not HOST:
                     self.streams.release()
                 self._free()
         if moved is not None:
@@ -261,7 +261,7 @@ class ShardGroup:
     def to_main(self, sums: Tensor, *, for_step: bool = False) -> Tensor:
         """Converts a gradient of the shard to the dtype and device of `main`. The copy arrives by `wait_for_copies`.
         for_step: nobody but the step that has begun reads it, which may widen it piece by piece."""
-        arriving: Any = ARRIVED
+        arriving: Any = DONE
         stays_narrow = for_step and self.offload.active
         if sums.device != self.main.device:
             widens = not stays_narrow and sums.element_size() < self.main.element_size()
@@ -282,7 +282,7 @@ class ShardGroup:
     def synchronize(self) -> None:
         """Makes the host wait for copies of `to_main`, and for reads of `shard` by the device."""
         self.wait_for_copies()
-        if self.streams is not NONE:
+        if self.streams is not HOST:
             self.streams.synchronize()
 
     def recorded_as_shard(self) -> str | None:

@@ -50,6 +50,7 @@ def consolidate(optimizer: SteppedShards, to: int | None, *, settle: bool = True
     recipient = to is None or to == comm.rank
     full: dict[int, dict[str, Any]] = {}
     transfers: dict[str, list[tuple[int, Tensor | None]]] = {}  # by type of device: some groups may be offloaded
+    devices: dict[str, torch.device] = {}
     all_owned = [(owned, described[owned.owner].get(str(owned.number), {})) for owned in _shards_of(optimizer)]
     rows = _count_rows(all_owned)
     for owned, entries in all_owned:
@@ -67,8 +68,9 @@ def consolidate(optimizer: SteppedShards, to: int | None, *, settle: bool = True
                 source = own[owned][key].detach().to(device).contiguous().view(-1)
                 tensor = source if tensor is None else tensor.copy_(source)
             transfers.setdefault(device.type, []).append((owned.owner, tensor))
+            devices[device.type] = device
     for kind, of_kind in transfers.items():
-        comm.collect(of_kind, to, kind)
+        comm.collect(of_kind, to, devices[kind])
     if not recipient:
         return None
     states = {number: leaves.closed(found) for number, found in full.items()}

@@ -23,6 +23,7 @@ from weakref import finalize
 import torch
 from torch import Tensor
 
+from zero.comm import waiting
 from zero.comm.host_memory import attach
 
 # The number of a `done` note, in place of a channel.
@@ -90,10 +91,16 @@ class Peer:
 
 class Peers:
     """The connections of one rank to all other ranks of its process group, by rank. timeout: seconds to wait for a note
-    of a rank before OSError is raised."""
+    of a rank before OSError is raised.
+
+    `waits_for`: called once in a wait that takes long, with the ranks that are waited for and the channel of the
+        operation.
+    """
 
     def __init__(self, peers: Mapping[int, Peer], timeout: float) -> None:
         self._peers, self._timeout = dict(sorted(peers.items())), timeout
+        self.waits_for: Callable[[list[int], int], object] = lambda missing, channel: None
+        self._channel = _DONE
         self._pid = os.getpid()
         self.close = finalize(self, close, [*self._peers.values()], self._pid)
 
@@ -107,8 +114,10 @@ class Peers:
         for peer in self._peers.values():
             peer.send(_NOTE.pack(number, address))
 
-    def notes(self) -> dict[int, tuple[int, int]]:
-        """Waits for the oldest note of each other rank that was not returned yet: channels and addresses, by rank."""
+    def notes(self, channel: int) -> dict[int, tuple[int, int]]:
+        """Waits for the oldest note of each other rank that was not returned yet: channels and addresses, by rank.
+        channel: of this rank's own operation, until `finish`."""
+        self._channel = channel
         self._wait(lambda peer: bool(peer.notes))
         return {rank: peer.notes.popleft() for rank, peer in self._peers.items()}
 
@@ -135,16 +144,19 @@ class Peers:
         for peer in self._peers.values():
             while not satisfied(peer) and not peer.closed and peer.take_note():
                 pass  # most have sent it by now
-        deadline = time.monotonic() + self._timeout
+        begun, patience = time.monotonic(), waiting.PATIENCE
         while missing := {rank: peer for rank, peer in self._peers.items() if not satisfied(peer)}:
             for rank, peer in missing.items():
                 if peer.closed:
                     raise OSError(f"rank {rank} of the group, process {peer.pid}, has ended or closed its connection")
-            left = deadline - time.monotonic()
-            if left <= 0:
+            waited = time.monotonic() - begun
+            if waited >= self._timeout:
                 silent = ", ".join(map(str, missing))
                 raise OSError(f"rank {silent} of the group sent nothing for {self._timeout:g} s")
-            _wait_for(missing.values(), left)
+            if waited >= patience:
+                patience = self._timeout
+                self.waits_for([*missing], self._channel)
+            _wait_for(missing.values(), min(patience, self._timeout) - waited)
 
 
 def _wait_for(peers: Iterable[Peer], seconds: float | None = None, *, to_send: bool = False) -> None:

@@ -15,13 +15,13 @@ from collections.abc import Callable
 
 from zero.comm.host_memory import attach
 from zero.comm.host_memory.peers import Peer, Peers, close
-from zero.comm.store import StoreExchange
+from zero.comm.store import StoreRendezvous
 
 # Bytes of the token by which a rank proves that another rank can read its memory.
 _TOKEN = 16
 
 
-def rendezvous(exchange: StoreExchange, how: str) -> Peers | None:
+def rendezvous(exchange: StoreRendezvous, how: str) -> Peers | None:
     """Collective. Returns this rank's peers; None, on every rank, unless all ranks run on one host and each may read
     the memory of all others. how: "auto", "off" or "ptracer"."""
     handshake = _Handshake(exchange.rank)

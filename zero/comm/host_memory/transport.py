@@ -15,16 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from itertools import accumulate, pairwise
 from operator import or_
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero.comm.host_memory.peers import Peers
-from zero.comm.log import BROADCAST, COLLECTION, COMPARISON, Log, Transfer
+from zero.comm.oplog import BROADCAST, COLLECTION, COMPARISON, Log
 from zero.comm.packing import add_in_order, lengths, sum_in_rank_order, summed_as
 from zero.comm.process_group import refuse_differing_logs
-from zero.comm.transport import Handle, Message, Transport
+from zero.comm.transport import Message, Transport
+from zero.comm.work import Operation, Work
 
 CHUNK = 1 << 18
 """Bytes that are read from each rank before they are added up, while they are still in the cache."""
@@ -35,32 +36,35 @@ Addresses = Mapping[int, int]
 """The address of the data to read, by rank, for each other rank."""
 
 
-class QueuedHandle(Handle):
-    """A transfer that compares operations in `wait`. queue: all that are in flight. They are completed in the order of
-    their launches, so that this order is the same on every rank, whichever handle a rank waits for first."""
+class QueuedWork(Work):
+    """A transfer that compares operations in `wait`. finish: does all the rest of it, and returns its result.
+    queue: all that are in flight. They are completed in the order of their launches, so that this order is the same on
+    every rank, whichever work a rank waits for first."""
 
-    def __init__(self, finish: Callable[[], Any], queue: list[QueuedHandle]) -> None:
-        super().__init__(finish)
+    def __init__(self, finish: Callable[[], Any], queue: list[QueuedWork]) -> None:
+        self._finish: Callable[[], Any] | None = finish
+        self._result: Any = None
+        self._error: BaseException | None = None
         self._queue = queue
         queue.append(self)
 
     def wait(self) -> Any:
-        """Also raises the error of the transfer if it came up in the `wait` of another handle."""
+        """Also raises the error of the transfer if it came up in the `wait` of another work."""
         while self in self._queue:
             self._queue.pop(0)._complete()
-        return super().wait()
+        if self._error is not None:
+            raise self._error
+        result, self._result = self._result, None
+        return result
 
     def _complete(self) -> None:
+        finish, self._finish = self._finish, None  # with its buffers
+        assert finish is not None, "each work is in the queue once"
         try:
-            result = super().wait()
-            self._finish = lambda: result
+            self._result = finish()
         except BaseException as error:
-            self._finish = partial(_raise, error)
+            self._error = error
             raise
-
-
-def _raise(error: BaseException) -> NoReturn:
-    raise error
 
 
 class HostMemory(Transport):
@@ -70,51 +74,55 @@ class HostMemory(Transport):
 
     def __init__(self, log: Log, peers: Peers, rank: int, world: int) -> None:
         self._log, self._peers, self._rank, self._world = log, peers, rank, world
-        self._queue: list[QueuedHandle] = []
-        log.at_failure.append(lambda _: peers.close())  # the other ranks wait for this rank to read: it will not
+        self._queue: list[QueuedWork] = []
+        peers.waits_for, close = log.waits_for, peers.close
+        # The other ranks wait for this rank to read: it will not. `close` does not keep the peers, which keep the log.
+        log.at_failure.append(lambda _: close())
 
-    def _launch(self, channel: int, address: int, read: Callable[[Addresses], Any], buffers: object) -> Handle:
+    def _launch(self, channel: int, address: int, read: Callable[[Addresses], Any], buffers: object) -> Work:
         """Announces an operation. `wait` returns the result of `read` after all ranks have read. buffers: the owners of
         the memory that any rank reads or writes."""
         self._announce(channel, address, buffers)
-        return QueuedHandle(partial(self._read_all, channel, read, buffers), self._queue)
+        return QueuedWork(partial(self._read_all, channel, read, buffers), self._queue)
 
     def _read_all(self, channel: int, read: Callable[[Addresses], Any], buffers: object) -> Any:
         addresses = self._notes(channel, buffers)
-        with Transfer(self._log, channel, buffers):
+        with Operation(self._log, channel, buffers):
             result = read(addresses)
             self._peers.finish()
         return result
 
     def _announce(self, channel: int, address: int, buffers: object) -> None:
-        with Transfer(self._log, channel, buffers):
+        with Operation(self._log, channel, buffers):
             self._peers.announce(channel, address)
 
     def _notes(self, channel: int, buffers: object) -> Addresses:
-        with Transfer(self._log, channel, buffers):
-            notes = self._peers.notes()
+        with Operation(self._log, channel, buffers):
+            notes = self._peers.notes(channel)
         self._log.refuse_differing(channel, {rank: number for rank, (number, _) in notes.items()})
         return {rank: address for rank, (_, address) in notes.items()}
 
     def compare(self, channel: int, *, flags: int = 0) -> int:
-        digest = self._log.digest & _DIGEST_MASK  # of operations by other transports of the group
-        self._announce(channel, digest << 2 | flags, None)  # in place of an address
-        received: Addresses = QueuedHandle(partial(self._notes, channel, None), self._queue).wait()
+        # The log has only operations by other transports of the group: notes compare those of this one. A note has room
+        # for an address of 64 bits; in its place go 62 bits of the digest, and the flags.
+        digest = self._log.digest & _DIGEST_MASK
+        self._announce(channel, digest << 2 | flags, None)
+        received: Addresses = QueuedWork(partial(self._notes, channel, None), self._queue).wait()
         if any(word >> 2 != digest for word in received.values()):
             refuse_differing_logs(self, self._log)
-        self._log.compared()
+        self._log.clear()
         return reduce(or_, (word & 3 for word in received.values()), flags)
 
-    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Handle:
+    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
         shards = [full[low:high] for low, high in pairwise(bounds)]
         return self._launch(channel, shards[self._rank].data_ptr(), partial(self._read_each, shards), full)
 
-    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Handle:
+    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
         shares = _Shares(messages, self._rank, self._peers)
         buffers = messages, shares, into
         return self._launch(channel, shares.address, partial(shares.sum, times=times, into=into), buffers)
 
-    def all_to_all(self, messages: Sequence[Message], channel: int) -> Handle:
+    def all_to_all(self, messages: Sequence[Message], channel: int) -> Work:
         shares = _Shares(messages, self._rank, self._peers)
         return self._launch(channel, shares.address, shares.rows, (messages, shares))
 
@@ -125,19 +133,19 @@ class HostMemory(Transport):
 
         self._launch(BROADCAST, flat.data_ptr(), read, flat).wait()
 
-    def all_reduce(self, tensor: Tensor, channel: int, *, maximum: bool) -> None:
+    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
         flat = tensor.view(-1)
         if flat.nbytes > CHUNK and not maximum:
             bounds = [len(flat) * rank // self._world for rank in range(self._world + 1)]
             low, high = bounds[self._rank : self._rank + 2]
             counts = lengths(bounds)
-            self.reduce([(flat, counts)], 1, flat[low:high], channel).wait()
+            self.reduce([(flat, counts)], times, flat[low:high], channel).wait()
             self.gather(flat, bounds, channel).wait()
             return
         rows = self._rows(flat, channel)
-        flat.copy_(rows.amax(0) if maximum else sum_in_rank_order([rows]))
+        flat.copy_(rows.amax(0) if maximum else sum_in_rank_order([rows], times))
 
-    def exchange(self, data: bytes) -> list[bytes]:
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
         rows = self._rows(torch.frombuffer(bytearray(data), dtype=torch.uint8), COMPARISON)
         return [row.numpy().tobytes() for row in rows]
 
@@ -153,7 +161,7 @@ class HostMemory(Transport):
         for rank, address in addresses.items():
             self._peers.read(rank, address, tensors[rank])
 
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None) -> None:
+    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
         sent = [tensor for owner, tensor in transfers if owner == self._rank and tensor is not None]
         table = _address_table(sent)
         counts = Counter(owner for owner, _ in transfers)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from zero.comm.log import Log
+from zero.comm import waiting
+from zero.comm.oplog import Log
 
 Position = tuple[int, int]
 """How far a rank has come: the number of comparisons, and of operations since the last one."""
@@ -36,6 +37,8 @@ class Hub:
         self._heard: dict[int, float] = {}
         self._ended: dict[int, Position] = {}
         self._looked = time.monotonic()
+        # The position for which ranks were last told that they wait for others.
+        self._waits_at: Position = (0, 0)
 
     def hear(self, rank: int, message: dict[str, Any]) -> None:
         """Takes a message of a rank: that its log stands ("at", with its last operations in "log") or moves on
@@ -73,6 +76,19 @@ class Hub:
             if rank in self._heard and report.position < furthest:
                 how = f"has not reached the next operation for {self._limit:.0f} s, in which other ranks wait"
                 self.lost(rank, how)
+        self._look_for_waiting(now)
+
+    def _look_for_waiting(self, now: float) -> None:
+        """Tells the ranks that have come furthest, once they have stood there for long, who is behind. One whose log
+        moves sends no position, and is not there yet: whatever it reaches is compared with the log of those."""
+        standing = [report.position for report in self._reports.values() if now - report.since > waiting.PATIENCE]
+        furthest = max((report.position for report in self._reports.values()), default=(0, 0))
+        if furthest not in standing or furthest == self._waits_at:
+            return
+        there = {rank for rank, report in self._reports.items() if report.position == furthest}
+        if behind := sorted(self._heard.keys() - there):
+            self._waits_at = furthest
+            self._tell({"behind": behind, "at": furthest})
 
     def _compare(self, rank: int, report: Report) -> None:
         """Compares the log of a rank with the longest one."""

@@ -13,8 +13,8 @@ from datetime import timedelta
 from threading import Event, Thread
 from weakref import finalize, ref
 
-from zero.comm.log import Log
-from zero.comm.store import StoreExchange
+from zero.comm.oplog import Log
+from zero.comm.store import StoreRendezvous
 from zero.comm.watchdog import loop
 from zero.comm.watchdog.connections import Connections, Message, address_towards, listen
 from zero.comm.watchdog.hub import Hub, Position
@@ -36,7 +36,7 @@ class Watchdog:
         process.
     """
 
-    def __init__(self, user: object, log: Log, exchange: StoreExchange, timeout: timedelta) -> None:
+    def __init__(self, user: object, log: Log, exchange: StoreRendezvous, timeout: timedelta) -> None:
         self._log, self._rank, self._world = log, exchange.rank, exchange.world
         limit = timeout.total_seconds() - min(2.0, timeout.total_seconds() / 10)
         self._limit, self._beat = limit, min(limit / 4, 30.0)
@@ -132,6 +132,10 @@ class Watchdog:
             self._learn(message["failed"])
         elif "missing" in message:
             self._learn(self._log.missing(message["missing"], message["how"]))
+        elif "behind" in message:
+            here = tuple(message["at"]) == self._log.position
+            if here and self._rank not in message["behind"]:  # else it has come there since
+                self._log.waits_for(message["behind"])
 
     def _lose_hub(self, hub: int) -> None:
         if self._hub_ended is None:

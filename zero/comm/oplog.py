@@ -5,7 +5,7 @@ compare every operation, where that costs nothing. Over the others ranks compare
 
     one operation    before its launch, if it follows the operations before it for the first time: in the first steps,
                      and after any change of the schedule; and the first of a forward that follows another forward
-                     without a backward. ZERO_CHECK=each in the environment compares every operation.
+                     without a backward. ZERO_CHECK=each in the environment of any rank compares every operation.
     the log          at the end of a backward, and before stepped parameters are gathered (`Comm.agree`). No result that
                      the ranks disagree on is applied.
 
@@ -14,10 +14,12 @@ A rank that waits between comparisons may be told that another one is missing (`
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
+
+from zero.comm import settings
+from zero.comm.waiting import say_waiting
 
 COMPARISON, SUM, BROADCAST, COLLECTION, GATHER, REDUCTION = range(6)
 """Channels that every process group has."""
@@ -39,7 +41,8 @@ class Log:
 
     digest: a digest of the operations since the ranks last compared their logs.
     comparisons: the number of times that they compared them.
-    each: whether every operation is compared, and every forward is searched for reads and writes (ZERO_CHECK=each).
+    each: whether every operation is compared, and every forward is searched for reads and writes (ZERO_CHECK=each): on
+        all ranks if one says so, from their first operation on.
     broken: why nothing more can be sent, or None. After a failed transfer, no transfer that was in flight counts as
         complete, and every later operation raises with the first cause.
     at_failure: functions to call with the error message after a transfer has failed.
@@ -53,7 +56,7 @@ class Log:
         self.broken: str | None = None
         self.at_failure: list[Callable[[str], object]] = []
         self.inquire: Callable[[], object] = lambda: None
-        self.each = _compares_each()
+        self.each = settings.check_each()
         # The position in the schedule: a digest of the operations since it began.
         self._position = 0
         # Whether ranks have agreed since the schedule began; whether they must compare the next operation.
@@ -88,7 +91,7 @@ class Log:
         """Returns the name of a channel, for errors."""
         return self._names[channel] if channel < len(self._names) else f"operation number {channel}"
 
-    def begin(self, *, together: bool = False) -> None:
+    def begin_schedule(self, *, together: bool = False) -> None:
         """Marks the start of a schedule that may have run before, such as a forward.
 
         together: all ranks begin it at the same point. If they have not agreed since such a schedule before, they
@@ -97,9 +100,10 @@ class Log:
         """
         self._position = 0
         if together:
+            # A forward after a backward is not compared: that backward has compared all. `append` clears _unsettled.
             self._unsettled, self._agreed = not self._agreed, False
 
-    def agreed(self) -> None:
+    def end_schedule(self) -> None:
         """Marks the end of a schedule, where all ranks have compared their logs."""
         self._position = 0
         self._agreed = True
@@ -109,28 +113,27 @@ class Log:
         self._channels.append(channel)
         self._length += 1
 
-    def append(self, channel: int, nbytes: int) -> bool:
-        """Appends an operation. Returns whether ranks must compare it, and then call `settle`, before its launch.
+    def append(self, channel: int, nbytes: int, compare: Callable[[int], object]) -> None:
+        """Appends an operation, before its launch. Collective if it is new here: then ranks compare it.
 
+        compare: of the transport, compares this operation and the logs before it between ranks.
         Raises RuntimeError if an earlier transfer has failed.
         """
         if self.broken:
             self.refuse_if_broken()
         self._channels.append(channel)
         self._length += 1
+        # Of integers: hash() is the same in all processes, unlike that of texts.
         self.digest = hash((self.digest, channel, nbytes))
         self._position = hash((self._position, channel, nbytes))
-        compares = self.each or self._unsettled or self._position not in self._settled
-        self._unsettled = False
-        return compares
+        if self.each or self._unsettled or self._position not in self._settled:
+            self._unsettled = False
+            compare(channel)
+            if len(self._settled) == _MOST_SETTLED:
+                self._settled.clear()
+            self._settled.add(self._position)
 
-    def settle(self) -> None:
-        """Marks the last operation as compared: all ranks have reached it with the same log."""
-        if len(self._settled) == _MOST_SETTLED:
-            self._settled.clear()
-        self._settled.add(self._position)
-
-    def compared(self) -> None:
+    def clear(self) -> None:
         """Empties the log, after a comparison that found all logs to be the same."""
         self.digest, self._length = 0, 0
         self.comparisons += 1
@@ -195,6 +198,11 @@ class Log:
         operation = self.name(self._channels[-1]) if self._channels else "no operation"
         return f"rank {self._rank} failed in {operation}: rank {rank} of the group of {self._world} {how}. {_REMEDY}"
 
+    def waits_for(self, missing: Collection[int], channel: int | None = None) -> None:
+        """Says that this rank waits for others. channel: of its operation; by default the last one in the log."""
+        last = self._channels[-1] if channel is None and self._channels else channel
+        say_waiting(self._rank, missing, "an operation" if last is None else self.name(last))
+
     def mark_broken(self, reason: str) -> None:
         """Has every later operation raise with this reason, unless an earlier one is known."""
         if self.broken is None:
@@ -216,30 +224,3 @@ class Log:
             )
         if isinstance(error, (RuntimeError, OSError)):
             raise RuntimeError(self.broken) from error
-
-
-class Transfer:
-    """A context for a part of a transfer that can fail. Keeps the buffers alive if it does. A class, as a context of
-    contextlib takes as long as the launch itself.
-
-    Raises RuntimeError for errors of a backend or the system, and if an earlier transfer has failed.
-    """
-
-    def __init__(self, log: Log, channel: int | None, buffers: object) -> None:
-        self._log, self._channel, self._buffers = log, channel, buffers
-
-    def __enter__(self) -> None:
-        if self._log.broken:
-            self._log.refuse_if_broken(self._buffers)
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if error is not None:
-            self._log.fail(self._channel, self._buffers, error)
-
-
-def _compares_each() -> bool:
-    """Returns whether ZERO_CHECK is "each". Raises ValueError if it has an unknown value."""
-    value = os.environ.get("ZERO_CHECK", "")
-    if value not in ("", "each"):
-        raise ValueError(f"ZERO_CHECK={value!r} in the environment: choose each, or leave it out.")
-    return value == "each"

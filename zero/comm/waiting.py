@@ -1,0 +1,52 @@
+"""What a rank says that has waited for others for half a minute: once, on standard error, for whom and where.
+
+It may be right to wait: another rank computes, or writes a file. It is an error only once the time-out of the group is
+over, of 30 minutes by default. Until then nobody else says that one rank alone saves, evaluates or has more batches,
+while the others wait for it somewhere else, such as in torch.distributed.barrier().
+
+Over host memory the waiting rank knows who is missing, over Gloo and NCCL the watchdog's hub does, and before a group
+has either, its store.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+PATIENCE = 30.0
+"""Seconds of a wait after which a rank says it."""
+
+_calls: list[str] = []
+"""Public calls that are running, the outermost first. One list for all threads: backward has threads of its own."""
+
+
+@contextmanager
+def calling(name: str) -> Iterator[None]:
+    """A context, or a decorator of a function, for a public call that all ranks make. name: as users write it.
+
+    Not for forward, backward and step, which the channels of their operations tell of at no cost.
+    """
+    _calls.append(name)
+    try:
+        yield
+    finally:
+        _calls.pop()
+
+
+def say_waiting(rank: int, missing: Collection[int], operation: str) -> None:
+    """Says that this rank waits. operation: in which it does, if no public call is running."""
+    some = [*missing][:8]
+    more = f" and {len(missing) - len(some)} more" if len(missing) > len(some) else ""
+    whom = f"rank {', '.join(map(str, some))}{more}"
+    if _calls:
+        call = _calls[0]
+        remedy = f"If that is elsewhere, as in dist.barrier(), call {call} on every rank before."
+        operation = f"{call}, which every rank calls"
+    else:
+        remedy = (
+            "If that has no batch left, take batches from zero.join. If it is elsewhere, as in dist.barrier(), train, "
+            "evaluate and save on every rank before."
+        )
+    sys.stderr.write(f"zero: rank {rank} has waited {PATIENCE:g} s for {whom} in {operation}. {remedy}\n")
+    sys.stderr.flush()

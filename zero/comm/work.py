@@ -1,0 +1,127 @@
+"""Transfers in flight, and the context in which a part of one may fail.
+
+    Work        of any transport. Each kind has a `wait` of its own, and holds no method of its own: an object that does
+                is a cycle, and its buffers would live until garbage is collected where nobody waits for it
+    GroupWork   collectives of a process group
+    SumWork     sums of what an all-to-all brings
+    CastWork    copies of what was gathered in a narrower dtype
+
+StreamWork is in streams.py, QueuedWork in host_memory/transport.py, ReplicaWork in zero/shards/placement.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from itertools import chain, repeat
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zero.comm.oplog import Log
+
+# Times between looks at the other ranks while a rank waits; the last one is repeated.
+_INTERVALS = [timedelta(seconds=seconds) for seconds in (0.25, 0.25, 0.25, 0.25, 0.5, 1, 2, 4)]
+
+
+class Work:
+    """A transfer in flight, which owns its buffers until `wait` has returned; by itself, one that is complete."""
+
+    def __init__(self, result: Any = None) -> None:
+        self._result = result
+
+    def wait(self) -> Any:
+        """Waits for the transfer and returns its result, or raises its error. Must not be called after it returned."""
+        return self._result
+
+
+class Operation:
+    """A context for a part of an operation that can fail: its launch, or the wait for it. Keeps the buffers alive if it
+    does, as what is in flight may still write into them. A class, as a context of contextlib takes as long as a launch.
+
+    channel: None before ranks have channels.
+    Raises RuntimeError for errors of a backend or the system, and if an earlier transfer has failed.
+    """
+
+    def __init__(self, log: Log, channel: int | None, buffers: object) -> None:
+        self._log, self._channel, self._buffers = log, channel, buffers
+
+    def __enter__(self) -> None:
+        if self._log.broken:
+            self._log.refuse_if_broken(self._buffers)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._log.fail(self._channel, self._buffers, error)
+
+
+class GroupWork(Work, Operation):
+    """Collectives of a process group: the context of their launch, and the work. `wait` returns `times` the result.
+
+    blocks: whether a wait blocks the host, which looks meanwhile whether another rank is known to be missing.
+    `works`: of torch, what has been launched.
+    """
+
+    def __init__(
+        self, log: Log, blocks: bool, channel: int, buffers: object, result: Any = None, times: float = 1
+    ) -> None:
+        self._log, self._channel, self._buffers = log, channel, buffers
+        self._result, self._times, self._blocks = result, times, blocks
+        self.works: list[dist.Work | None] = []
+
+    def wait(self) -> Any:
+        with self:
+            for work in self.works:
+                if work is None:  # NCCL ran it on the current stream, and there is nothing to wait for
+                    continue
+                if self._blocks:
+                    _wait_watching(work, self._log)
+                else:
+                    work.wait()
+        self._buffers, self.works = None, []  # what was sent is freed before the result gets memory
+        return self._result if self._times == 1 else self._result.mul_(self._times)
+
+
+def _wait_watching(work: dist.Work, log: Log) -> None:
+    """Waits in intervals, and looks in between whether another rank is known to be missing.
+
+    A wait that runs out raises RuntimeError, as a collective that has failed does, and may be tried again: of a
+    collective of Gloo it leaves all as it was. (Of a `send` or `recv` of Gloo it closes all connections: there are
+    none here. tests/comm/test_slow.py)
+    """
+    for interval in chain(_INTERVALS, repeat(_INTERVALS[-1])):
+        try:
+            work.wait(interval)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                break
+            log.refuse_if_broken()
+    work.wait()  # raises why it failed; nothing if it was completed just after the interval
+
+
+class SumWork(Work):
+    """add: of a transport, sums what `received` brings, with a factor. into: overwritten by the sums."""
+
+    def __init__(
+        self, add: Callable[[Sequence[Tensor], float], Tensor], received: Work, times: float, into: Tensor | None
+    ) -> None:
+        self._add, self._received, self._times, self._into = add, received, times, into
+
+    def wait(self) -> Tensor:
+        total = self._add(self._received.wait(), self._times)
+        return total if self._into is None else self._into.copy_(total)
+
+
+class CastWork(Work):
+    """Copies what was gathered in `sent`, of a narrower dtype, to `full`, except for this rank's own elements: these
+    keep their precision."""
+
+    def __init__(self, gather: Work, sent: Tensor, full: Tensor, own: slice) -> None:
+        self._gather, self._sent, self._full, self._own = gather, sent, full, own
+
+    def wait(self) -> None:
+        self._gather.wait()
+        for others in (slice(self._own.start), slice(self._own.stop, None)):
+            self._full[others] = self._sent[others]
