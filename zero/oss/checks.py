@@ -17,7 +17,6 @@ from zero.measure.kinds import Finding
 from zero.measure.numbers import Written, differs
 from zero.oss import ddp
 from zero.oss.dtensor_checks import DTensorCheck
-from zero.oss.state_mapping import StateMapping
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.scaling import Scaling
 
@@ -25,11 +24,11 @@ from zero.shards.scaling import Scaling
 class StepChecks:
     """Checks the steps of one OSS. Error messages that it returns raise RuntimeError on every rank.
 
-    by_param: has the inner optimizer and its shards. finding: what that was measured to need; None for torch's own.
+    inner: the optimizer of the shards. finding: what that was measured to need; None for torch's own.
     """
 
-    def __init__(self, comm: Comm, by_param: StateMapping, finding: Finding | None) -> None:
-        self._comm, self._by_param, self._inner, self._finding = comm, by_param, by_param.inner, finding
+    def __init__(self, comm: Comm, inner: Optimizer, shards: OwnedShards, finding: Finding | None) -> None:
+        self._comm, self._inner, self._shards, self._finding = comm, inner, shards, finding
         self._steps_without = 0
         self._looked_around = False
         self._expects_numbers = finding is not None and finding.writes_numbers
@@ -41,7 +40,7 @@ class StepChecks:
         """Returns an error message if optimizer, groups or parameters were changed so that it cannot step.
 
         param_groups: the groups of the OSS."""
-        shards, dtensors = self._by_param.shards, self._dtensors
+        shards, dtensors = self._shards, self._dtensors
         problem = _moved_problem(shards) or _edited_problem(param_groups, shards) or dtensors.problem
         if problem is None and len(shards.places) != dtensors.looked_at:
             problem = dtensors.look(shards.places, self._inner, self._finding)
@@ -59,16 +58,16 @@ class StepChecks:
             problem = _around_problem(outer, self._inner)
             if problem is not None:
                 return problem
-        return None if found else ddp.replaced_problem(self._by_param.shards)
+        return None if found else ddp.replaced_problem(self._shards)
 
     def closure_failed(self, error: Exception) -> None:
         """The user's closure raised an error, to which a note may be added."""
-        ddp.add_note(error, self._by_param.shards, self._comm)
+        ddp.add_note(error, self._shards, self._comm)
 
     @contextmanager
     def around_hook(self) -> Iterator[None]:
         """Collective. A context in which a hook of the user's may scale the gradients of shards, alike on all ranks."""
-        self._scaling.remember(self._by_param.shards.values())
+        self._scaling.remember(self._shards.values())
         yield
         self._scaling.compare(None)
 

@@ -104,8 +104,8 @@ class OSS(Optimizer):
         self.optim = build_inner(self.comm, self.shards, self.param_groups, optim, defaults)
         self.defaults = dict(self.optim.defaults)
         self.by_param = StateMapping(self.optim, self.shards)
-        self._checks = StepChecks(self.comm, self.by_param, self.finding)
-        parts = self.comm, self.by_param, self.gradients, self.saved, self._checks
+        self._checks = StepChecks(self.comm, self.optim, self.shards, self.finding)
+        parts = self.comm, self.optim, self.shards, self.gradients, self.by_param, self.saved, self._checks
         self.stepper = Step(*parts, sent_as=self.sent_as, writes_frozen=how.writes_frozen)
         self.stepper.return_options(self)
         checked_by_itself(self)
@@ -327,9 +327,9 @@ def set_bucket_size(optimizer: OSS, numel: int) -> None:
     some_state = optimizer.optim.state or any(map(differs, optimizer.shards.masters))
     somewhere = any(optimizer.comm.all_gather_text("some" if some_state else ""))
     full = consolidate_whole(optimizer.stepped_shards, None, settle=False) if somewhere else None
-    optimizer.shards = optimizer._how.lay_out(optimizer.param_groups, numel)
-    optimizer.by_param.shards = optimizer.shards
-    optimizer.gradients.forget(optimizer.shards)
+    optimizer.gradients.forget()
+    optimizer.shards.lay_out_again(optimizer.param_groups, numel)
+    optimizer._how.refuse_full()
     optimizer.optim.state.clear()
     for inner, outer in zip(optimizer.optim.param_groups, optimizer.param_groups, strict=True):
         inner["params"] = optimizer.shards.group(outer)["params"]

@@ -33,7 +33,7 @@ _COMPRESSED_AT_ONCE = 2
 class Step:
     """The steps of one OSS.
 
-    by_param: has the inner optimizer and its shards. checks: what is checked around steps. sent_as: as of OSS.
+    inner: the optimizer of the shards. checks: what is checked around steps. sent_as: as of OSS.
     writes_frozen: whether the optimizer may write into parameters without gradients.
 
     outer: the OSS, into whose groups schedulers write. It is an argument: OSS holds this, and is to be freed at once.
@@ -42,25 +42,24 @@ class Step:
     def __init__(
         self,
         comm: Comm,
-        by_param: StateMapping,
+        inner: Optimizer,
+        shards: OwnedShards,
         gradients: OwnedGradients,
+        by_param: StateMapping,
         saved: Saved,
         checks: StepChecks,
         *,
         sent_as: torch.dtype | None,
         writes_frozen: bool,
     ) -> None:
-        self._checks, self._comm, self._by_param, self._inner = checks, comm, by_param, by_param.inner
-        self._gradients, self._saved = gradients, saved
+        self._comm, self._inner, self._shards, self._gradients = comm, inner, shards, gradients
+        self._by_param, self._saved, self._checks = by_param, saved, checks
         self._sent_as, self._writes_frozen = sent_as, writes_frozen
+        self._gathered: list[str] = []  # the groups of the last step
         self._channel = self._comm.channel("the step of OSS")
         self._refusal = self._comm.channel("a step of OSS that it refuses")
         self._failure = self._comm.channel("a step of OSS in which its optimizer raised an error")
         self._numbers = self._comm.channel("the numbers that ranks compare after a step of OSS")
-
-    @property
-    def _shards(self) -> OwnedShards:
-        return self._by_param.shards
 
     def _stepped_groups(self) -> Sequence[ShardGroup]:
         """Those that a step may have changed, in the order in which forward reads them."""
@@ -118,8 +117,14 @@ class Step:
             self._shards.drop_gradients()
 
     def gather(self, groups: Sequence[ShardGroup], *, by_group: bool = False) -> None:
-        """Collective. Gathers every rank's shards of these groups on every rank. by_group: steps each before."""
-        self._comm.agree(self._channel)
+        """Collective. Gathers every rank's shards of these groups on every rank. by_group: steps each before.
+
+        Raises ValueError on every rank if ranks have stepped other groups: one alone has frozen or unfrozen parameters,
+        or given gradients to some."""
+        labels = [group.label for group in groups]
+        if self._comm.agree(self._channel, flags=int(labels != self._gathered)):  # on any rank
+            self._comm.compare("the parameters that a step changes", labels)
+            self._gathered = labels
         sent_as, in_flight = self._sent_as, list[ShardGroup]()
         for group in groups:
             if by_group:
