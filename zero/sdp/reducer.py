@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import finalize, proxy, ref
@@ -55,6 +55,8 @@ class Reducer:
         # The error message of a forward, after `retire`.
         self._retired: str | None = None
         self._in_backward = False
+        # What autograd calls at the end of the backward, while it may still do so.
+        self._awaits_end: Callable[[], object | None] = _nothing
         self._launched = 0
         self._in_flight: int | None = None
         self._update_buckets()
@@ -158,12 +160,19 @@ class Reducer:
             self._launch()
 
     def _begin(self) -> None:
-        if not self._in_backward:
-            self._update_trained()
-            self._in_backward = True
-            for streams in self._streams:
-                streams.compute_here()
-            at_end_of_backward(self._finish)
+        if self._in_backward and self._awaits_end():
+            return
+        if self._in_backward:  # the one that began last has failed, and this is another, of a graph that was kept
+            self._abandon()
+        self._update_trained()
+        self._in_backward = True
+        for streams in self._streams:
+            streams.compute_here()
+        # autograd alone holds what it is to call, and drops it uncalled once a backward has failed. A backward within
+        # this one, as of re-entrant checkpointing, finds it alive.
+        finish = partial(Reducer._finish, self)
+        self._awaits_end = ref(finish)
+        at_end_of_backward(finish)
 
     def _launch(self, *, incomplete: bool = False) -> None:
         """Launches buckets, in the same order on all ranks, up to the first incomplete bucket.
@@ -246,6 +255,8 @@ class Reducer:
         """Forgets a backward that an exception ended."""
         for bucket in self._buckets:
             bucket.abandon()
+        for optimizer in self._optimizers:
+            optimizer.gradients.abandon()
         self._launched = 0
         self._in_flight = None
         self._in_backward = False
@@ -258,6 +269,10 @@ _REPLACED = (
 
 # The Reducer that takes the gradients of a parameter, by parameter.
 _reducers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _nothing() -> None:
+    """As a reference to what is gone."""
 
 
 def _remove(hooks: dict[Tensor, RemovableHandle]) -> None:
