@@ -3,7 +3,7 @@ accumulation, the number of parameters, and the plain module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -23,8 +23,9 @@ from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.state.from_first import first_alone, load_state
-from zero.state.optimizer_state import refuse_no_rank
+from zero.state.optimizer_state import refuse_no_rank, refuse_other_shard
 from zero.state.own_dtypes import keep_dtypes
+from zero.state.shard_mark import marks_of
 from zero.state.stepped import SteppedShards, of_user
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.parts import is_first
@@ -139,6 +140,8 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
         comms, "the state given to zero.load_full_optimizer_state_dict", state_dict, params_of(optimizer)
     )
     state_dict = state_dict or {}
+    if not alone:
+        _refuse_shard(_stepped(inner, optimizer, comms[0]), comms, state_dict)
     if alone:
         if sharded is not None:
             sharded.reshard()
@@ -149,6 +152,17 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
         optimizer.load_state_dict(state_dict)
         if not isinstance(optimizer, OSS):
             keep_dtypes(optimizer, state_dict)
+
+
+def _refuse_shard(stepped: SteppedShards, comms: Sequence[Comm], state_dict: dict[str, Any]) -> None:
+    """Collective. Raises ValueError on every rank where any was given the shard of another."""
+    problem, what = None, "the state given to zero.load_full_optimizer_state_dict"
+    try:
+        refuse_other_shard(stepped, marks_of(state_dict), "Load what zero.full_optimizer_state_dict returns.")
+    except ValueError as error:
+        problem = str(error)
+    for comm in comms:
+        comm.compare(what, [], problem)
 
 
 def _stepped(inner: nn.Module, optimizer: Optimizer, comm: Comm) -> SteppedShards:

@@ -22,6 +22,7 @@ from zero.sdp import ShardedDDP
 from zero.shards.arguments import as_groups, parts_of
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.shards.shapes import shared_memory
+from zero.state.shard_mark import refuse_shards
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, show_everywhere
 
@@ -85,7 +86,9 @@ def setup(
         return sharded, build(optim, parts_of(groups or []) or sharded.parameters(), named, defaults)[0]
     if stage == 0:
         plain = model if comm.group is None else DistributedDataParallel(model, process_group=comm.group)
-        return plain, build(optim, groups or model.parameters(), named, defaults)[0]
+        optimizer = build(optim, groups or model.parameters(), named, defaults)[0]
+        refuse_shards(optimizer)
+        return plain, optimizer
     averaged = _averaged(model, comm) if stage == 1 else None
     sharding = OSS(groups or named, optim, comm, partition=partition, **given, **defaults)  # type: ignore[arg-type]
     return averaged or ShardedDDP(model, sharding), sharding

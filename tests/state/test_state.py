@@ -54,7 +54,7 @@ def plain_and_sharded(name, partition="auto"):
 
 
 def is_shard(state):
-    return "zero_shard" in state
+    return all("zero_shard" in group for group in state["param_groups"])
 
 
 # --------------------------------------------------------------------------------------------------------------- Whole

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from zero._torch import takes_state_hooks
 from zero.comm import Comm
 from zero.measure.param_groups import called
 from zero.oss.checks import StepChecks
@@ -28,7 +29,8 @@ from zero.oss.step import Step, share_options
 from zero.shards.announce import announce
 from zero.shards.masters import differs
 from zero.shards.partition import Partition
-from zero.state.optimizer_state import load
+from zero.state.optimizer_state import fingerprint, load
+from zero.state.shard_mark import mark
 from zero.state.stepped import SteppedShards
 from zero.state.whole import consolidate_whole, cut_whole
 
@@ -112,6 +114,8 @@ class OSS(Optimizer):
         for name in ("train", "eval"):  # by which optimizers such as Schedule-Free switch between two sets of weights
             if callable(getattr(self.optim, name, None)):
                 vars(self.optim)[name] = partial(_switch, ref(self), name)
+        if takes_state_hooks(self.optim):
+            self.optim.register_state_dict_post_hook(partial(_mark_shard, ref(self)))
         self._built = True
         announce(f"OSS({called(optim)})", self.comm, self.shards.shard_groups, sharded="optimizer state")
 
@@ -315,6 +319,13 @@ def _switch(of: ReferenceType[OSS], name: str, *args: Any, **kwargs: Any) -> Any
     outer = of()
     assert outer is not None, f"the OSS does not exist any more whose inner optimizer's {name}() is called"
     return outer.stepper.call(outer, partial(getattr(type(outer.optim), name), outer.optim), args, kwargs)
+
+
+def _mark_shard(of: ReferenceType[OSS], _: Optimizer, state_dict: dict[str, Any]) -> None:
+    """The hook after the inner optimizer's state_dict(), which no other rank must load as its own."""
+    outer = of()
+    if outer is not None and outer.comm.world > 1:
+        mark(state_dict, fingerprint(outer.stepped_shards))
 
 
 def set_bucket_size(optimizer: OSS, numel: int) -> None:
