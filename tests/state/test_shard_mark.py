@@ -101,7 +101,7 @@ def goes_on(stage: int, partition: str, rank: int, start: dict[str, torch.Tensor
     assert not told or "one rank's shard" in told or "parameter group" in told
     refused: list[bool] = [False] * 2
     dist.all_gather_object(refused, bool(told))
-    with pytest.raises(ValueError, match="shard|group") if any(refused) else nullcontext():  # on both ranks
+    with pytest.raises(ValueError, match=r"shard|group") if any(refused) else nullcontext():  # on both ranks
         zero.load_full_optimizer_state_dict(model, optimizer, copy.deepcopy(state))
     return None if any(refused) else steps(model, optimizer, rank, range(2, 4))
 
