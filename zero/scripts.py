@@ -17,7 +17,7 @@ from zero._torch import children_of, name_without_compile, named_as_compiled, un
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.full_weights import Recipient, full_weights
-from zero.fsdp.model import models_of
+from zero.fsdp.model import models, models_of
 from zero.fsdp.weights_from_first import load_weights
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
@@ -27,6 +27,7 @@ from zero.state.optimizer_state import refuse_no_rank, refuse_other_shard
 from zero.state.own_dtypes import keep_dtypes
 from zero.state.shard_mark import marks_of
 from zero.state.stepped import SteppedShards, of_user
+from zero.state.whole import consolidate_whole
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.parts import is_first
 from zero.tensor_parallel.shown import take_out_of
@@ -112,9 +113,12 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, to: int | 
 
     Raises ValueError on every rank for state that cannot be made whole, and where `to` is no rank of the group.
     """
-    (_, wrappers), optimizer = unwrapped(model), prepared(optimizer)
+    (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
     if wrappers and isinstance(wrappers[0], FSDP):
+        _params_in(wrappers[0], optimizer)
         return wrappers[0].optim_state_dict(optimizer, to) or {}
+    if sharded := models_of(inner):  # one or several FSDP inside of a plain module
+        return consolidate_whole(_stepped(inner, optimizer, sharded[0][0].comm), to) or {}
     comm = optimizer.comm if isinstance(optimizer, OSS) else comms_of(wrappers)[0]
     refuse_no_rank(to, comm.world)
     if isinstance(optimizer, OSS):
@@ -136,6 +140,8 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
     (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
     sharded = wrappers[0] if wrappers and isinstance(wrappers[0], FSDP) else None
     comms = [optimizer.comm] if isinstance(optimizer, OSS) else comms_of(wrappers)
+    if sharded is not None:
+        _params_in(sharded, optimizer)
     alone = first_alone(
         comms, "the state given to zero.load_full_optimizer_state_dict", state_dict, params_of(optimizer)
     )
@@ -174,6 +180,21 @@ def _stepped(inner: nn.Module, optimizer: Optimizer, comm: Comm) -> SteppedShard
     return of_user(optimizer, groups, sharded[0].comm if sharded else comm)
 
 
+def _params_in(model: FSDP, optimizer: Optimizer) -> list[nn.Parameter]:
+    """The optimizer's parameters. Raises ValueError, on every rank alike, if some are of another model that is sharded:
+    they travel with that one's."""
+    params = params_of(optimizer)
+    foreign = {*params} - {*model.parameters()}
+    others = (group for one in models() for group in one.index.groups if not foreign.isdisjoint(group.params))
+    for group in others if foreign else ():
+        name = next(name for param, name in zip(group.params, group.names, strict=True) if param in foreign)
+        raise ValueError(
+            f"the {type(optimizer).__name__} also steps {name} of another FSDP than this one of "
+            f"{type(model.module).__name__}. Build one optimizer for each model, or pass the module that holds both."
+        )
+    return params
+
+
 class ParameterCount(NamedTuple):
     """What `count_parameters` returns."""
 
@@ -203,7 +224,8 @@ def count_parameters(model: nn.Module) -> ParameterCount:
 
 
 def grad_norm(model: nn.Module, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
-    """Collective at stages 1 to 3. The norm of all gradients, as one vector, 0-dim, the same on every rank.
+    """Collective at stages 1 to 3. The norm of all gradients that the optimizer steps, as one vector, 0-dim, the same
+    on every rank.
 
     Call it on every rank between backward and step, also at stage 0. At stages 2 and 3 a rank has shards of gradients
     only: a norm that is computed from `param.grad` is another one at stage 3, and an error at stage 2.
@@ -212,7 +234,7 @@ def grad_norm(model: nn.Module, optimizer: Optimizer, norm_type: float = 2.0) ->
     """
     wrapped, optimizer = uncompiled(model), prepared(optimizer)
     if isinstance(wrapped, FSDP):
-        return wrapped.grad_norm(norm_type)
+        return wrapped.grad_norm(norm_type, params=_params_in(wrapped, optimizer))
     if isinstance(optimizer, OSS):
         return optimizer.grad_norm(norm_type)
     gradients = [param.grad for param in params_of(optimizer) if param.grad is not None]
@@ -220,14 +242,15 @@ def grad_norm(model: nn.Module, optimizer: Optimizer, norm_type: float = 2.0) ->
 
 
 def clip_grad_norm_(model: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Collective at stages 1 to 3. Scales all gradients so that their norm, as one vector, is at most max_norm.
+    """Collective at stages 1 to 3. Scales all gradients that the optimizer steps so that their norm, as one vector, is
+    at most max_norm.
 
     Returns the norm before, 0-dim, the same on every rank. Call it on every rank between backward and step, in place of
     torch's function of this name, at any stage. Arguments are those of `grad_norm`.
     """
     wrapped, optimizer = uncompiled(model), prepared(optimizer)
     if isinstance(wrapped, FSDP):
-        return wrapped.clip_grad_norm_(max_norm, norm_type)
+        return wrapped.clip_grad_norm_(max_norm, norm_type, params=_params_in(wrapped, optimizer))
     if isinstance(optimizer, OSS):
         return optimizer.clip_grad_norm(max_norm, norm_type)
     return clip_plain(params_of(optimizer), max_norm, norm_type)
