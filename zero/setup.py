@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from zero.averaging import Averaging
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.measure.kinds import Finding, finding_of, known, title
@@ -18,6 +19,7 @@ from zero.measure.named import build
 from zero.measure.param_groups import options
 from zero.oss import OSS
 from zero.oss.ddp import average_by_reading
+from zero.oss.optimizer import refuse_unaveraged
 from zero.sdp import ShardedDDP
 from zero.shards.arguments import as_groups, parts_of
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
@@ -91,6 +93,8 @@ def setup(
         return plain, optimizer
     averaged = _averaged(model, comm) if stage == 1 else None
     sharding = OSS(groups or named, optim, comm, partition=partition, **given, **defaults)  # type: ignore[arg-type]
+    if isinstance(averaged, DistributedDataParallel):
+        refuse_unaveraged(sharding, Averaging(averaged).problem)
     return averaged or ShardedDDP(model, sharding), sharding
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,10 +25,12 @@ class StepChecks:
     """Checks the steps of one OSS. Error messages that it returns raise RuntimeError on every rank.
 
     inner: the optimizer of the shards. finding: what that was measured to need; None for torch's own.
+    `unaveraged`: returns an error message if there are gradients that ranks do not have alike, as far as it knows.
     """
 
     def __init__(self, comm: Comm, inner: Optimizer, shards: OwnedShards, finding: Finding | None) -> None:
         self._comm, self._inner, self._shards, self._finding = comm, inner, shards, finding
+        self.unaveraged: Callable[[], str | None] = lambda: None
         self._steps_without = 0
         self._looked_around = False
         self._expects_numbers = finding is not None and finding.writes_numbers
@@ -58,7 +60,11 @@ class StepChecks:
             problem = _around_problem(outer, self._inner)
             if problem is not None:
                 return problem
-        return None if found else ddp.replaced_problem(self._shards)
+        if not found:
+            return ddp.replaced_problem(self._shards)
+        if are_sharded or self._comm.world == 1:
+            return None
+        return self.unaveraged() or ddp.unfrozen_problem(self._shards)
 
     def closure_failed(self, error: Exception) -> None:
         """The user's closure raised an error, to which a note may be added."""

@@ -13,7 +13,7 @@ kernel twice.
 
 from collections.abc import Collection, Mapping
 from typing import Any
-from weakref import WeakSet, proxy
+from weakref import WeakKeyDictionary, WeakSet, proxy
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ from zero.shards.claimed import claimed
 
 _alive: WeakSet[DistributedDataParallel] = WeakSet()
 
+# By instance: the names of the parameters that were frozen when it was built, whose gradients it does not average.
+_frozen: WeakKeyDictionary[DistributedDataParallel, dict[nn.Parameter, str]] = WeakKeyDictionary()
 
 NO_GRADIENT = (
     "OSS found no gradient. If backward was called, the model has other parameters than OSS: load weights with "
@@ -56,6 +58,19 @@ def replaced_problem(params: Mapping[nn.Parameter, object]) -> str | None:
     for ddp in _alive:
         if not own.isdisjoint(averaged_by(ddp)) and own.isdisjoint(ddp.parameters()):
             return NO_GRADIENT
+    return None
+
+
+def unfrozen_problem(params: Mapping[nn.Parameter, object]) -> str | None:
+    """Returns an error message if any of the parameters has a gradient of a backward that the DistributedDataParallel
+    of its module does not average: it was frozen when that was built."""
+    for frozen in _frozen.values():
+        for param, name in frozen.items():
+            if param.grad is not None and param.requires_grad and param in params:
+                return (
+                    f"{name} was frozen when DistributedDataParallel wrapped the model, which does not average its "
+                    "gradient. Wrap the model again once it is unfrozen; ShardedDDP and FSDP need not be."
+                )
     return None
 
 
@@ -103,6 +118,14 @@ def _registered(module: nn.Module, name: str, submodule: nn.Module | None) -> No
         if not isinstance(owner, nn.Module) or (owner in inside and param.requires_grad):
             raise RuntimeError(f"DistributedDataParallel wraps {named!r}, {why}")
     _alive.add(module)
+    for before in _frozen.values():  # of an earlier one, which may still exist
+        for param in submodule.parameters():
+            before.pop(param, None)
+    _frozen[module] = {
+        param: name
+        for name, param in submodule.named_parameters()
+        if not param.requires_grad and name not in module.parameters_to_ignore
+    }
 
 
 def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:

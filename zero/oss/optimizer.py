@@ -321,6 +321,11 @@ def _switch(of: ReferenceType[OSS], name: str, *args: Any, **kwargs: Any) -> Any
     return outer.stepper.call(outer, partial(getattr(type(outer.optim), name), outer.optim), args, kwargs)
 
 
+def refuse_unaveraged(optimizer: OSS, problem: Callable[[], str | None]) -> None:
+    """Has each step raise RuntimeError on every rank where `problem` returns an error message for gradients."""
+    optimizer._checks.unaveraged = problem
+
+
 def _mark_shard(of: ReferenceType[OSS], _: Optimizer, state_dict: dict[str, Any]) -> None:
     """The hook after the inner optimizer's state_dict(), which no other rank must load as its own."""
     outer = of()

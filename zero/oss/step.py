@@ -15,6 +15,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from zero._torch import in_a_backward
 from zero.comm import Comm
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import NO_OPTIONS
@@ -25,6 +26,11 @@ from zero.oss.state_mapping import StateMapping
 from zero.shards import masters
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.shard_group import ShardGroup
+
+_WITHIN_BACKWARD = (
+    "step() was called within a backward, from a hook: other gradients are not there yet, and none is averaged. Call "
+    "it once backward() has returned."
+)
 
 # Shard groups whose compressed copies exist at a time.
 _COMPRESSED_AT_ONCE = 2
@@ -68,6 +74,8 @@ class Step:
     def run(self, outer: Optimizer, closure: Callable[[], float] | None, given: dict[str, Any]) -> Any:
         """Collective. One step. given: further arguments of the inner optimizer's step. Returns the closure's loss."""
         inner, loss = self._inner, None
+        if in_a_backward():
+            self._raise(_WITHIN_BACKWARD)
         if closure is not None and type(inner) not in ELEMENTWISE:
             self.refuse_changes(outer)
             self._hand_options(outer)
