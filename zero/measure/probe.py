@@ -61,6 +61,7 @@ class Kind(Enum):
     TENSORWISE = "the parameter that it is in"
     COUPLED = "other parameters, too"
     HOOKED = "gradients, in hooks on parameters"
+    COLLECTIVE = "what other ranks have stepped"
     UNKNOWN = "not known"
 
 
@@ -104,13 +105,16 @@ def probe(build: Build, options: Mapping[str, Any], granularity: int | None = No
 
     granularity: parameters are cut at multiples of so many elements.
     """
-    with undisturbed():
+    with undisturbed() as collectives:
         measure = _Measure(build, options)
         if measure.hooks():
             return Finding(Kind.HOOKED)
         try:
             found = measure.find(granularity)
-            return replace(found, writes_frozen=found.kind is Kind.UNKNOWN or measure.writes_frozen())
+            writes_frozen = found.kind is Kind.UNKNOWN or measure.writes_frozen()
+            if collectives.called is not None:
+                return Finding(Kind.COLLECTIVE, collectives.called)
+            return replace(found, writes_frozen=writes_frozen)
         except _LateError:
             return Finding(Kind.UNKNOWN, f"measuring it took more than {_SECONDS:g} seconds", True, True)
 
