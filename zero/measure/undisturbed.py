@@ -10,12 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from zero._torch import without_optimizer_hooks
+from zero._torch import DispatchMode, without_optimizer_hooks
 
 
-class Collectives(TorchDispatchMode):
+class Collectives(DispatchMode):
     """Raises RuntimeError in place of each collective: on tensors that measure, ranks would wait for one another in
     vain. `called`: the name of the first, if there was one."""
 
@@ -32,7 +31,7 @@ class Collectives(TorchDispatchMode):
 def undisturbed() -> Iterator[Collectives]:
     """In this context no global hook of optimizers is called, and no collective. On exit random generators are
     restored."""
-    collectives = Collectives()  # type: ignore[no-untyped-call]
+    collectives = Collectives()
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())

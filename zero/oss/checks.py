@@ -108,7 +108,7 @@ def _moved_problem(shards: OwnedShards) -> str | None:
         if taken is not None:
             return (
                 f"{taken} was given to another OSS since, which shards and steps it now. Give each parameter to "
-                "one OSS, drop the one that you do not step, and wrap the model again."
+                "one OSS, drop the one that you do not step, and wrap again what zero.unwrap(model) returns."
             )
         name = group.reclaim()
         if name is not None:

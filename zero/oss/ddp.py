@@ -100,7 +100,7 @@ def ddp_within(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> str
             which = f"{name!r} is" if name else "the module is"
             return (
                 f"{which} a DistributedDataParallel, which averages gradients of full parameters by itself. Wrap "
-                "its .module instead."
+                "its .module instead, which zero.unwrap(model) returns."
             )
     return None
 

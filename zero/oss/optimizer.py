@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import takes_state_hooks
 from zero.comm import Comm
 from zero.measure.param_groups import called
 from zero.oss.checks import StepChecks
@@ -23,14 +22,13 @@ from zero.oss.choices import Checked, build_inner
 from zero.oss.dtensor_checks import checked_by_itself
 from zero.oss.from_optimizer import from_optimizer
 from zero.oss.gradients import OwnedGradients
-from zero.oss.saved import Saved
+from zero.oss.saved import Saved, mark_shards
 from zero.oss.state_mapping import StateMapping
 from zero.oss.step import Step, share_options
 from zero.shards.announce import announce
 from zero.shards.masters import differs
 from zero.shards.partition import Partition
-from zero.state.optimizer_state import fingerprint, load
-from zero.state.shard_mark import mark
+from zero.state.optimizer_state import load
 from zero.state.stepped import SteppedShards
 from zero.state.whole import consolidate_whole, cut_whole
 
@@ -114,8 +112,7 @@ class OSS(Optimizer):
         for name in ("train", "eval"):  # by which optimizers such as Schedule-Free switch between two sets of weights
             if callable(getattr(self.optim, name, None)):
                 vars(self.optim)[name] = partial(_switch, ref(self), name)
-        if takes_state_hooks(self.optim):
-            self.optim.register_state_dict_post_hook(partial(_mark_shard, ref(self)))
+        mark_shards(self.optim, ref(self))
         self._built = True
         announce(f"OSS({called(optim)})", self.comm, self.shards.shard_groups, sharded="optimizer state")
 
@@ -165,9 +162,10 @@ class OSS(Optimizer):
         """This rank's shard of a parameter, which the inner optimizer steps.
 
         A view of the parameter's memory, or of the master weights. Empty if this rank owns nothing of the parameter.
-        Its `.grad` is the shard's gradient: from backward on with ShardedDDP, otherwise only within the step.
+        Its `.grad` is the shard's gradient: from backward on with ShardedDDP, otherwise only within the step. Raises
+        KeyError for what is no parameter of this optimizer.
         """
-        self.shards.places[param].group.synchronize()
+        self.shards.place(param).group.synchronize()
         return self.shards[param]
 
     # ------------------------------------------------------------------------------------------ gradients
@@ -324,13 +322,6 @@ def _switch(of: ReferenceType[OSS], name: str, *args: Any, **kwargs: Any) -> Any
 def refuse_unaveraged(optimizer: OSS, problem: Callable[[], str | None]) -> None:
     """Has each step raise RuntimeError on every rank where `problem` returns an error message for gradients."""
     optimizer._checks.unaveraged = problem
-
-
-def _mark_shard(of: ReferenceType[OSS], _: Optimizer, state_dict: dict[str, Any]) -> None:
-    """The hook after the inner optimizer's state_dict(), which no other rank must load as its own."""
-    outer = of()
-    if outer is not None and outer.comm.world > 1:
-        mark(state_dict, fingerprint(outer.stepped_shards))
 
 
 def set_bucket_size(optimizer: OSS, numel: int) -> None:

@@ -161,9 +161,21 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
             given["param_names"] = [group["param_names"][index] for index in owned]
         return given
 
+    def place(self, param: nn.Parameter) -> Place:
+        """Where a parameter lies. Raises KeyError for what is no parameter here."""
+        found = self.places.get(param)
+        if found is None:
+            kind = "trained" if param.requires_grad else "frozen"
+            raise KeyError(
+                f"this optimizer was not given the {kind} parameter of shape {list(param.shape)} that it is asked for: "
+                "it has those of its param_groups."
+            )
+        return found
+
     def owns(self, param: nn.Parameter) -> bool:
         """Whether the shard of a parameter is not empty. Raises KeyError for what is no parameter here."""
-        return self.places[param].position in self.places[param].group.spans
+        place = self.place(param)
+        return place.position in place.group.spans
 
     def cut_to_shard(self, param: nn.Parameter, value: Any) -> Any:
         """Returns this rank's elements of a tensor of the full shape of a parameter; anything else as it is."""
