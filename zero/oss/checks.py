@@ -66,10 +66,6 @@ class StepChecks:
             return None
         return self.unaveraged() or ddp.unfrozen_problem(self._shards)
 
-    def closure_failed(self, error: Exception) -> None:
-        """The user's closure raised an error, to which a note may be added."""
-        ddp.add_note(error, self._shards, self._comm)
-
     @contextmanager
     def around_hook(self) -> Iterator[None]:
         """Collective. A context in which a hook of the user's may scale the gradients of shards, alike on all ranks."""

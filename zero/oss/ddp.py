@@ -74,16 +74,6 @@ def unfrozen_problem(params: Mapping[nn.Parameter, object]) -> str | None:
     return None
 
 
-def add_note(error: Exception, params: Mapping[nn.Parameter, object], comm: Comm) -> None:
-    """Adds a note to an error of DistributedDataParallel's, which names connections and times (Python 3.11)."""
-    if hasattr(error, "add_note") and any(_averages(ddp, params) for ddp in _alive):
-        error.add_note(
-            f"Rank {comm.rank} was in the closure of a step of OSS. If the error is of DistributedDataParallel "
-            f"having waited for others, one of the group of {comm.world} has stopped or did not come to this "
-            "backward. Look for the first error of any rank."
-        )
-
-
 def _averages(ddp: DistributedDataParallel, params: Mapping[nn.Parameter, object]) -> bool:
     """Whether it averages gradients of any of the parameters."""
     return not params.keys().isdisjoint(_averaged(ddp))

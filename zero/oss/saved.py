@@ -70,7 +70,7 @@ class Saved:
 
 
 def mark_shards(inner: Optimizer, of: ReferenceType[Any]) -> None:
-    """Has the state_dict() of the optimizer inside say which shard it is, as no other rank must load it. of: the OSS."""
+    """Has the state_dict() of the optimizer inside of an OSS say which shard it is: no other rank must load it."""
 
     def marked(_: Optimizer, state_dict: dict[str, Any]) -> None:
         outer = of()

@@ -82,7 +82,8 @@ class Step:
             loss = inner.step(closure=self._for_inner(outer, closure), **given)
         else:
             if closure is not None:
-                loss = self._evaluate(closure)
+                with torch.enable_grad():
+                    loss = closure()
             self.refuse_changes(outer)
             self.collect(outer)
             self._hand_options(outer)
@@ -192,14 +193,6 @@ class Step:
 
     # --------------------------------------------------------------------------------------------------- closures
 
-    def _evaluate(self, closure: Callable[[], float]) -> float:
-        with torch.enable_grad():
-            try:
-                return closure()
-            except RuntimeError as error:
-                self._checks.closure_failed(error)
-                raise
-
     def _for_inner(self, outer: Optimizer, closure: Callable[[], float]) -> Callable[[], float]:
         """Wraps the closure for an optimizer that calls it within its step, once or more."""
         called = False
@@ -209,7 +202,8 @@ class Step:
             if called:  # the optimizer may have changed its shards since
                 self.gather(self._stepped_groups())
             called = True
-            loss = self._evaluate(closure)
+            with torch.enable_grad():
+                loss = closure()
             self.refuse_changes(outer)
             self.collect(outer)
             self._gradients.wait_for_copies()
