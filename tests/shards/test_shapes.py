@@ -45,8 +45,9 @@ def test_only_parameters_of_one_dtype_and_device_and_of_one_mind_about_training_
         (lambda: nn.Parameter(TwoTensor(torch.zeros(2), torch.zeros(2))), ["TwoTensor", "other library"]),
         (lambda: torch.eye(2).to_sparse().requires_grad_(), ["torch.sparse_coo", ".to_dense()"]),
         (lambda: nn.Parameter(torch.zeros(2, device="meta")), ["meta device", "model.to_empty"]),
+        (lambda: nn.Parameter(torch.zeros(2)).share_memory_(), ["share_memory()", "param.data.clone()"]),
     ],
-    ids=["number", "string", "non-leaf", "wrapper", "sparse", "meta"],
+    ids=["number", "string", "non-leaf", "wrapper", "sparse", "meta", "shared"],
 )
 def test_what_cannot_be_sharded_is_named_with_the_remedy(make, words):
     reason = unusable(make(), "the name")

@@ -103,6 +103,12 @@ def unusable(param: object, name: str) -> str | None:
         return (
             f"{name} is on the meta device and has no values. Call model.to_empty(device=...) and initialise it first."
         )
+    if has_values(param) and param.device.type == "cpu" and param.is_shared():  # on a GPU it always is
+        return (
+            f"{name} lies in memory that processes share, as after share_memory(): the others would go on to read what "
+            "it was before it moved into a buffer. Give it memory of its own, param.data = param.data.clone(), and "
+            "share copies of trained weights, as zero.full_state_dict(model) returns."
+        )
     return None
 
 
