@@ -21,8 +21,8 @@ from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import NO_OPTIONS
 from zero.oss.checks import StepChecks
 from zero.oss.gradients import OwnedGradients
-from zero.oss.saved import Saved
-from zero.oss.state_mapping import StateMapping
+from zero.oss.state_dicts import StateDicts
+from zero.oss.state_view import StateView
 from zero.shards import masters
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.shard_group import ShardGroup
@@ -51,15 +51,15 @@ class Step:
         inner: Optimizer,
         shards: OwnedShards,
         gradients: OwnedGradients,
-        by_param: StateMapping,
-        saved: Saved,
+        state_view: StateView,
+        state_dicts: StateDicts,
         checks: StepChecks,
         *,
         sent_as: torch.dtype | None,
         writes_frozen: bool,
     ) -> None:
         self._comm, self._inner, self._shards, self._gradients = comm, inner, shards, gradients
-        self._by_param, self._saved, self._checks = by_param, saved, checks
+        self._state_view, self._state_dicts, self._checks = state_view, state_dicts, checks
         self._sent_as, self._writes_frozen = sent_as, writes_frozen
         self._gathered: list[str] = []  # the groups of the last step
         self._channel = self._comm.channel("the step of OSS")
@@ -112,14 +112,14 @@ class Step:
         each group before its gather."""
         self._compare_numbers()
         self.return_options(outer)
-        self._saved.forget()
+        self._state_dicts.forget()
         try:
             groups = self._stepped_groups()
             self.gather(groups, by_group=by_group)
             # Graphs that saved a parameter before the step cannot be used any more, as if it was stepped itself.
             stepped = [param for group in groups for param in group.params if param.grad is not None]
             increment_version(stepped)
-            self._by_param.note_stepped(stepped)
+            self._state_view.note_stepped(stepped)
         finally:
             self._shards.after_step(self._inner)
         if not self._gradients.are_sharded:  # views would keep full gradients alive past model.zero_grad()

@@ -15,7 +15,7 @@ from zero.state.stepped import SteppedShards
 from zero.state.whole import consolidate_whole, cut_whole, has_parts
 
 
-class Saved:
+class StateDicts:
     """The full state of one OSS, where it was gathered since the last step. stepped: what the OSS steps now."""
 
     def __init__(self) -> None:

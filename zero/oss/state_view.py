@@ -13,7 +13,7 @@ from zero.shards.owned_shards import OwnedShards
 State = dict[str, Any]
 
 
-class StateMapping(MutableMapping[nn.Parameter, State]):
+class StateView(MutableMapping[nn.Parameter, State]):
     """Reads and writes the state of the inner optimizer, which has that of this rank's shards. A parameter of which
     this rank owns nothing has an empty entry once it was stepped.
 

@@ -68,7 +68,7 @@ class Options:
         )
 
 
-class Checked:
+class Arguments:
     """Collective. The arguments are those of OSS. Raises ValueError on every rank if they cannot be used on any.
 
     `options`: the arguments, understood. `groups`: the parameters in torch's form.
