@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.testing._internal.two_tensor import TwoTensor
@@ -341,3 +342,19 @@ class Hooked(ByParameter):
 
     def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         pass
+
+
+class Together(Optimizer):
+    """Each rank steps every second parameter, and all receive them, as distributed Muon does."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        rank, world = dist.get_rank(), dist.get_world_size()
+        for group in self.param_groups:
+            for number, param in enumerate(group["params"]):
+                if number % world == rank and param.grad is not None:
+                    param -= group["lr"] * param.grad / param.grad.norm()
+                dist.broadcast(param.data, number % world)

@@ -15,6 +15,7 @@ from torch.optim import Adam, AdamW
 import matrix
 import ranks
 import zero
+from assertions import same
 from inner import Meter, at_rest
 from runs import take_step
 from zoo import Block, TiedBlocks, data
@@ -269,3 +270,73 @@ def test_one_process_without_a_group_does_the_same(rank, world):
     for one in (model, zero.unwrap(model)):
         assert list(zero.full_state_dict(one, to=0)) == list(net().state_dict())
         assert zero.count_parameters(one).all == sum(param.numel() for param in net().parameters())
+
+
+# ------------------------------------------------------------------------ several optimizers, or several models
+
+
+def halves(stage: int) -> tuple[nn.Module, list[Any]]:
+    """One model with an optimizer of each layer."""
+    torch.manual_seed(0)
+    inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    if stage == 2:
+        optimizers = [zero.OSS(inner[k].parameters(), Adam, lr=0.01) for k in (0, 2)]
+        return zero.ShardedDDP(inner, optimizers), optimizers
+    wrapped = zero.FSDP(inner) if stage == 3 else nn.parallel.DistributedDataParallel(inner)
+    return wrapped, [(zero.OSS if stage == 1 else Adam)(inner[k].parameters(), **how(stage)) for k in (0, 2)]
+
+
+def how(stage: int) -> dict[str, Any]:
+    return {"lr": 0.01} | ({"optim": Adam} if stage == 1 else {})
+
+
+@ranks.on(2)
+def test_each_of_two_optimizers_is_clipped_by_the_norm_of_its_own_gradients(rank, world):
+    found = {}
+    for stage in STAGES:
+        model, optimizers = halves(stage)
+        numbers = []
+        for number in range(3):
+            model.zero_grad()
+            model(data(8, 6, rank=rank, step=number)).square().mean().backward()
+            for optimizer, limit in zip(optimizers, (0.01, 10.0), strict=True):
+                numbers.append(zero.clip_grad_norm_(model, optimizer, limit).item())
+                numbers.append(zero.grad_norm(model, optimizer).item())
+                optimizer.step()
+        found[stage] = numbers, zero.full_state_dict(model)
+    for stage in STAGES[1:]:
+        assert found[stage][0] == pytest.approx(found[0][0], rel=1e-5), stage
+        torch.testing.assert_close(found[stage][1], found[0][1], rtol=1e-5, atol=1e-6)
+
+
+class Pair(nn.Module):
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        wrap = zero.FSDP if stage else nn.parallel.DistributedDataParallel
+        self.one, self.other = wrap(nn.Linear(6, 6)), wrap(nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(x))
+
+
+@ranks.on(2)
+def test_one_optimizer_of_two_sharded_models_has_the_state_of_both_or_is_refused_by_name(rank, world):
+    states = []
+    for stage in (0, 3):
+        pair = Pair(stage)
+        optimizer = Adam(pair.parameters(), lr=0.01)
+        take_step(optimizer, pair(data(8, 6, rank=rank, step=0)).square().mean())
+        states.append(zero.full_optimizer_state_dict(pair, optimizer))
+    same(states[1], states[0], "the state of both")
+    take_step(optimizer, pair(data(8, 6, rank=rank, step=1)).square().mean())
+    zero.load_full_optimizer_state_dict(pair, optimizer, states[0])
+    same(zero.full_optimizer_state_dict(pair, optimizer), states[0], "the state that was loaded")
+    for refused in (
+        lambda: zero.full_optimizer_state_dict(pair.one, optimizer),
+        lambda: zero.load_full_optimizer_state_dict(pair.other, optimizer, states[0]),
+        lambda: zero.grad_norm(pair.one, optimizer),
+        lambda: zero.clip_grad_norm_(pair.one, optimizer, 1.0),
+    ):
+        told = ranks.refusal(refused)
+        assert told.startswith("ValueError: the Adam also steps ") and "one optimizer for each model" in told

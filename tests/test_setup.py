@@ -107,6 +107,28 @@ UNUSABLE: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     ),
 }
 
+for at in range(4):
+    UNUSABLE[f"another module's parameters at stage {at}"] = (
+        lambda model, stage=at: zero.setup(model, Adam, stage=stage, params=nn.Linear(4, 4).parameters()),
+        r"zero\.setup\(params=\) was given 2 parameters that are not the model's, such as parameter 0 of group 0",
+    )
+    UNUSABLE[f"a model in DistributedDataParallel at stage {at}"] = (
+        lambda model, stage=at: zero.setup(nn.parallel.DistributedDataParallel(model), Adam, stage=stage),
+        r"zero\.setup .* wrapped already in a DistributedDataParallel.*zero\.unwrap\(model\)",
+    )
+    UNUSABLE[f"no parameters at stage {at}"] = (
+        lambda model, stage=at: zero.setup(model, Adam, stage=stage, params=[]),
+        "zero.setup was given no parameters",
+    )
+UNUSABLE["a ShardedDDP in a ShardedDDP"] = (
+    lambda model: zero.ShardedDDP(zero.setup(model, Adam, stage=2)[0], zero.OSS(model.parameters(), Adam)),
+    r"a ShardedDDP already.*zero\.unwrap\(model\)",
+)
+UNUSABLE["an option that the optimizer does not have"] = (
+    lambda model: zero.setup(model, Adam, stage=2, rate=0.1),
+    r"zero\.setup\(model, Adam, stage=2\): .* keyword argument 'rate'",
+)
+
 
 @pytest.mark.parametrize("case", UNUSABLE)
 def test_what_means_nothing_at_a_stage_is_refused_on_every_rank(case):
@@ -119,7 +141,42 @@ def of_case(rank: int, world: int, case: str) -> None:
     try:
         UNUSABLE[case][0](model)
     finally:
-        assert model.weight is before and before.shape == (4, 4) and not before._post_accumulate_grad_hooks
+        assert model.weight is before and before.shape == (4, 4)
+        assert "ShardedDDP" in case or not before._post_accumulate_grad_hooks
+
+
+@pytest.mark.parametrize("stage", range(4))
+@ranks.on(2)
+def test_a_cell_that_runs_again_is_told_of_unwrap_and_runs_after_it(rank, world, stage):
+    model, optimizer = of_setup(stage)()
+    for again in (stage, 3 - stage):
+        told = ranks.refusal(lambda again=again: zero.setup(model, Adam, stage=again))
+        assert told.startswith("ValueError: zero.setup was given") and "zero.unwrap(model)" in told
+    model, optimizer = zero.setup(zero.unwrap(model), Adam, stage=stage, lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
+@ranks.on(2)
+def test_what_an_optimizer_was_not_given_it_does_not_print(rank, world):
+    model = nn.Linear(4, 4)
+    model.weight.requires_grad_(False)
+    optimizer = zero.OSS([model.bias], Adam)
+    for ask in (optimizer.part, optimizer.state.__getitem__):
+        told = ranks.refusal(lambda ask=ask: ask(model.weight))
+        assert told.startswith("KeyError") and "frozen parameter of shape [4, 4]" in told and "\n" not in told
+
+
+@ranks.on(2)
+def test_reducing_is_switched_off_by_assignment_as_with_ddp(rank, world):
+    """As training scripts do that accumulate without a context."""
+    model, optimizer = of_setup(2)()
+    for number in range(4):
+        model.require_backward_grad_sync = number % 2 == 1
+        before = zero.traffic().reduce
+        model(torch.ones(2, 4)).sum().backward()
+        assert (zero.traffic().reduce > before) == model.require_backward_grad_sync == (number % 2 == 1)
+    optimizer.step()
 
 
 @pytest.mark.parametrize("stage", [2, 3])

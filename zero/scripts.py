@@ -3,7 +3,7 @@ accumulation, the number of parameters, and the plain module."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -18,15 +18,17 @@ from zero.comm import Comm
 from zero.comm.waiting import calling
 from zero.fsdp import FSDP
 from zero.fsdp.full_weights import Recipient, full_weights
-from zero.fsdp.model import models_of
+from zero.fsdp.model import models, models_of
 from zero.fsdp.weights_from_first import load_weights
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.state.from_first import first_alone, load_state
-from zero.state.optimizer_state import refuse_no_rank
+from zero.state.optimizer_state import refuse_no_rank, refuse_other_shard
 from zero.state.own_dtypes import keep_dtypes
+from zero.state.shard_mark import marks_of
 from zero.state.stepped import SteppedShards, of_user
+from zero.state.whole import consolidate_whole
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.parts import is_first
 from zero.tensor_parallel.shown import take_out_of
@@ -115,9 +117,12 @@ def full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, to: int | 
 
     Raises ValueError on every rank for state that cannot be made whole, and where `to` is no rank of the group.
     """
-    (_, wrappers), optimizer = unwrapped(model), prepared(optimizer)
+    (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
     if wrappers and isinstance(wrappers[0], FSDP):
+        _params_in(wrappers[0], optimizer)
         return wrappers[0].optim_state_dict(optimizer, to) or {}
+    if sharded := models_of(inner):  # one or several FSDP inside of a plain module
+        return consolidate_whole(_stepped(inner, optimizer, sharded[0][0].comm), to) or {}
     comm = optimizer.comm if isinstance(optimizer, OSS) else comms_of(wrappers)[0]
     refuse_no_rank(to, comm.world)
     if isinstance(optimizer, OSS):
@@ -140,10 +145,14 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
     (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
     sharded = wrappers[0] if wrappers and isinstance(wrappers[0], FSDP) else None
     comms = [optimizer.comm] if isinstance(optimizer, OSS) else comms_of(wrappers)
+    if sharded is not None:
+        _params_in(sharded, optimizer)
     alone = first_alone(
         comms, "the state given to zero.load_full_optimizer_state_dict", state_dict, params_of(optimizer)
     )
     state_dict = state_dict or {}
+    if not alone:
+        _refuse_shard(_stepped(inner, optimizer, comms[0]), comms, state_dict)
     if alone:
         if sharded is not None:
             sharded.reshard()
@@ -156,6 +165,17 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
             keep_dtypes(optimizer, state_dict)
 
 
+def _refuse_shard(stepped: SteppedShards, comms: Sequence[Comm], state_dict: dict[str, Any]) -> None:
+    """Collective. Raises ValueError on every rank where any was given the shard of another."""
+    problem, what = None, "the state given to zero.load_full_optimizer_state_dict"
+    try:
+        refuse_other_shard(stepped, marks_of(state_dict), "Load what zero.full_optimizer_state_dict returns.")
+    except ValueError as error:
+        problem = str(error)
+    for comm in comms:
+        comm.compare(what, [], problem)
+
+
 def _stepped(inner: nn.Module, optimizer: Optimizer, comm: Comm) -> SteppedShards:
     """What holds an optimizer's state; at stage 0 none of it is a shard."""
     if isinstance(optimizer, OSS):
@@ -163,6 +183,21 @@ def _stepped(inner: nn.Module, optimizer: Optimizer, comm: Comm) -> SteppedShard
     sharded = [model for model, _ in models_of(inner)]
     groups = [group for model in sharded for group in model.index.groups]
     return of_user(optimizer, groups, sharded[0].comm if sharded else comm)
+
+
+def _params_in(model: FSDP, optimizer: Optimizer) -> list[nn.Parameter]:
+    """The optimizer's parameters. Raises ValueError, on every rank alike, if some are of another model that is sharded:
+    they travel with that one's."""
+    params = params_of(optimizer)
+    foreign = {*params} - {*model.parameters()}
+    others = (group for one in models() for group in one.index.groups if not foreign.isdisjoint(group.params))
+    for group in others if foreign else ():
+        name = next(name for param, name in zip(group.params, group.names, strict=True) if param in foreign)
+        raise ValueError(
+            f"the {type(optimizer).__name__} also steps {name} of another FSDP than this one of "
+            f"{type(model.module).__name__}. Build one optimizer for each model, or pass the module that holds both."
+        )
+    return params
 
 
 class ParameterCount(NamedTuple):
@@ -195,7 +230,8 @@ def count_parameters(model: nn.Module) -> ParameterCount:
 
 @calling("zero.grad_norm")
 def grad_norm(model: nn.Module, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
-    """Collective at stages 1 to 3. The norm of all gradients, as one vector, 0-dim, the same on every rank.
+    """Collective at stages 1 to 3. The norm of all gradients that the optimizer steps, as one vector, 0-dim, the same
+    on every rank.
 
     Call it on every rank between backward and step, also at stage 0. At stages 2 and 3 a rank has shards of gradients
     only: a norm that is computed from `param.grad` is another one at stage 3, and an error at stage 2.
@@ -204,7 +240,7 @@ def grad_norm(model: nn.Module, optimizer: Optimizer, norm_type: float = 2.0) ->
     """
     wrapped, optimizer = uncompiled(model), prepared(optimizer)
     if isinstance(wrapped, FSDP):
-        return wrapped.grad_norm(norm_type)
+        return wrapped.grad_norm(norm_type, params=_params_in(wrapped, optimizer))
     if isinstance(optimizer, OSS):
         return optimizer.grad_norm(norm_type)
     gradients = [param.grad for param in params_of(optimizer) if param.grad is not None]
@@ -213,14 +249,15 @@ def grad_norm(model: nn.Module, optimizer: Optimizer, norm_type: float = 2.0) ->
 
 @calling("zero.clip_grad_norm_")
 def clip_grad_norm_(model: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Collective at stages 1 to 3. Scales all gradients so that their norm, as one vector, is at most max_norm.
+    """Collective at stages 1 to 3. Scales all gradients that the optimizer steps so that their norm, as one vector, is
+    at most max_norm.
 
     Returns the norm before, 0-dim, the same on every rank. Call it on every rank between backward and step, in place of
     torch's function of this name, at any stage. Arguments are those of `grad_norm`.
     """
     wrapped, optimizer = uncompiled(model), prepared(optimizer)
     if isinstance(wrapped, FSDP):
-        return wrapped.clip_grad_norm_(max_norm, norm_type)
+        return wrapped.clip_grad_norm_(max_norm, norm_type, params=_params_in(wrapped, optimizer))
     if isinstance(optimizer, OSS):
         return optimizer.clip_grad_norm(max_norm, norm_type)
     return clip_plain(params_of(optimizer), max_norm, norm_type)

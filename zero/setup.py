@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -11,19 +12,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from zero._torch import uncompiled
+from zero.averaging import Averaging
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.measure.kinds import Finding, finding_of, known, title
 from zero.measure.named import build
-from zero.measure.param_groups import options
+from zero.measure.param_groups import called, options
 from zero.oss import OSS
 from zero.oss.ddp import average_by_reading
+from zero.oss.optimizer import refuse_unaveraged
 from zero.sdp import ShardedDDP
-from zero.shards.arguments import as_groups, parts_of
+from zero.shards.arguments import as_groups, named_params, parts_of
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.shards.shapes import shared_memory
+from zero.state.shard_mark import refuse_shards
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, show_everywhere
+from zero.wrappers import Wrapped
 
 if TYPE_CHECKING:
     from zero.fsdp.precision import GivenPrecision
@@ -72,23 +78,69 @@ def setup(
     comm, problem = _ranks(process_group, device_mesh, model)
     asked = {"offload": offload, "mixed_precision": mixed_precision, "master_dtype": master_dtype}
     given = {name: value for name, value in asked.items() if value is not None}
-    groups, wrong = (None, None) if params is None else as_groups(params)
+    groups, wrong = ([], None) if params is None else as_groups(params, call="zero.setup")
     problem = problem or _unusable(optim, stage, given, model) or wrong or partition_problem(partition)
+    problem = problem or _foreign(model, groups)
     found, problem = (None, problem) if problem or not stage else _measured(comm, optim, defaults, groups, partition)
     comm.compare("the stages given to zero.setup", [f"stage {stage}"], problem)
-    named = [(name, parts.of(param)) for name, param in model.named_parameters()] if groups is None else []
-    if stage == 3:
-        cut: Partition = cut_for(partition, found)
-        if cut == "even" and known(optim) is not None:
-            cut = partition  # not the measured one: FSDP then checks other optimizers that step its parameters, too
-        sharded = FSDP(model, process_group=comm, auto_wrap_policy=auto_wrap_policy, partition=cut, **given)
-        return sharded, build(optim, parts_of(groups or []) or sharded.parameters(), named, defaults)[0]
-    if stage == 0:
-        plain = model if comm.group is None else DistributedDataParallel(model, process_group=comm.group)
-        return plain, build(optim, groups or model.parameters(), named, defaults)[0]
+    with _telling(f"zero.setup(model, {called(optim)}, stage={stage})"):
+        if stage in (1, 2):
+            return _with_oss(model, optim, comm, groups, stage, partition=partition, **given, **defaults)
+        wrapped = model
+        if stage == 3:
+            cut = _cut_by_fsdp(optim, partition, found)
+            wrapped = FSDP(model, process_group=comm, auto_wrap_policy=auto_wrap_policy, partition=cut, **given)
+        elif comm.group is not None:
+            wrapped = DistributedDataParallel(model, process_group=comm.group)
+        optimizer = build(optim, parts_of(groups) or model.parameters(), [] if groups else _named(model), defaults)[0]
+        if stage == 0:
+            refuse_shards(optimizer)
+        return wrapped, optimizer
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, parts.of(param)) for name, param in model.named_parameters()]
+
+
+def _cut_by_fsdp(optim: Optim, partition: Partition, found: Finding | None) -> Partition:
+    cut = cut_for(partition, found)
+    # Not the measured one: FSDP then checks other optimizers that step its parameters, too.
+    return partition if cut == "even" and known(optim) is not None else cut
+
+
+def _with_oss(
+    model: nn.Module, optim: Optim, comm: Comm, groups: list[dict[str, Any]], stage: int, **options: Any
+) -> tuple[nn.Module, OSS]:
+    """Stages 1 and 2."""
     averaged = _averaged(model, comm) if stage == 1 else None
-    sharding = OSS(groups or named, optim, comm, partition=partition, **given, **defaults)  # type: ignore[arg-type]
+    sharding = OSS(groups or _named(model), optim, comm, **options)  # type: ignore[arg-type]
+    if isinstance(averaged, DistributedDataParallel):
+        refuse_unaveraged(sharding, Averaging(averaged).problem)
     return averaged or ShardedDDP(model, sharding), sharding
+
+
+@contextmanager
+def _telling(call: str) -> Iterator[None]:
+    """Errors of the constructors within begin with the call that the user wrote."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError) as error:
+        error.args = (f"{call}: {error}",)
+        raise
+
+
+def _foreign(model: nn.Module, groups: list[dict[str, Any]]) -> str | None:
+    """Returns an error message for parameters that are none of the model's."""
+    own = {*model.parameters()}
+    foreign = [(name, param) for name, param in named_params(groups) if param not in own]
+    if not foreign:
+        return None
+    name, param = foreign[0]
+    return (
+        f"zero.setup(params=) was given {len(foreign)} parameters that are not the model's, such as {name} of shape "
+        f"{list(param.shape)}. Pass parameters of the same model object, as it is now; of two models, set up each, or "
+        "one module that holds both."
+    )
 
 
 def _ranks(group: Any, mesh: DeviceMesh | None, model: nn.Module) -> tuple[Comm, str | None]:
@@ -111,7 +163,7 @@ def _measured(
     comm: Comm,
     optim: Optim,
     defaults: Mapping[str, Any],
-    groups: Iterable[dict[str, Any]] | None,
+    groups: Iterable[dict[str, Any]],
     partition: Partition,
 ) -> tuple[Finding | None, str | None]:
     """Returns what is known or measured of the optimizer, and an error message if it cannot be sharded so."""
@@ -137,6 +189,13 @@ def _unusable(optim: object, stage: object, given: Mapping[str, Any], model: nn.
     """Returns an error message for a stage that is unknown, an optimizer, or options that mean nothing at the stage."""
     if stage not in (0, 1, 2, 3):
         return f"stage={stage!r} is unknown. Choose 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP)."
+    wrapped = next(((name, one) for name, one in model.named_modules() if isinstance(one, Wrapped)), None)
+    if wrapped is not None and (stage < 3 or isinstance(uncompiled(model), Wrapped)):
+        where = f", as {wrapped[0]!r}," if wrapped[0] else ""
+        return (
+            f"zero.setup was given a model that is wrapped already{where} in a {type(wrapped[1]).__name__}, as in a "
+            "notebook whose cell runs again. Pass what zero.unwrap(model) returns."
+        )
     if isinstance(optim, Optimizer):
         name = type(optim).__name__
         return (

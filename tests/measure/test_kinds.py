@@ -31,6 +31,7 @@ from optimizers import (
     Noisy,
     Sam,
     Shampoo,
+    Together,
     TrainedLion,
 )
 from runs import distributed, take_step
@@ -54,6 +55,7 @@ KINDS = {
     "random numbers": (Noisy, WHOLE, "draws random numbers, for one tensor after another.*" + COUPLED),
     "its place in the list": (ByPlace, {"most": None}, "another place in the list"),
     "a closure": (Sam, {"base_optimizer": SGD, "lr": 0.1}, "beside other tensors"),
+    "collectives": (Together, WHOLE, r"Together \(optimizers\) calls collectives .*\(broadcast\).*without zero"),
     "hooks": (Hooked, {}, "in hooks.*Pass a plain optimizer"),
     "unknown": (Curious, {"secret": "other", "partition": "auto"}, "could not be measured.*AssertionError"),
 }

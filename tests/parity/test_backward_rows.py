@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 
+from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import matrix
@@ -88,5 +89,37 @@ row.of(
     same=(),
     refused={3: "needs the full tensor"},
 )
+
+
+class Fails(nn.Module):
+    """Its backward raises before the first gradient, once after each time that `fails` was set."""
+
+    fails = False
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Stack(classes=3, blocks=2)
+
+    def forward(self, x):
+        found = self.inner(x)
+        found.register_hook(self._reached)
+        return found * 1.0
+
+    def _reached(self, _):
+        if self.fails:
+            self.fails = False
+            raise ArithmeticError("before the first gradient")
+
+
+def failed(t, i):
+    """The same graph again, with no forward in between."""
+    loss = t.loss(i)
+    t.n.fails = True
+    with suppress(ArithmeticError):
+        loss.backward(retain_graph=True)
+    t.update(loss)
+
+
+row.of("a backward fails before its first gradient, and runs again", failed, net=Fails, same={1, 2})
 
 test_rows = row.tests()

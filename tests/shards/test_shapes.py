@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from zero.measure.shapes import shard_shape
-from zero.shards.shapes import alignment, alike, dense_stride, unusable
+from zero.shards.shapes import alignment, alike, dense_stride, shared_memory, unusable
 
 
 def test_a_part_has_as_many_dimensions_as_the_parameter():
@@ -45,12 +45,24 @@ def test_only_parameters_of_one_dtype_and_device_and_of_one_mind_about_training_
         (lambda: nn.Parameter(TwoTensor(torch.zeros(2), torch.zeros(2))), ["TwoTensor", "other library"]),
         (lambda: torch.eye(2).to_sparse().requires_grad_(), ["torch.sparse_coo", ".to_dense()"]),
         (lambda: nn.Parameter(torch.zeros(2, device="meta")), ["meta device", "model.to_empty"]),
+        (lambda: nn.Parameter(torch.zeros(2)).share_memory_(), ["share_memory()", "param.data.clone()"]),
     ],
-    ids=["number", "string", "non-leaf", "wrapper", "sparse", "meta"],
+    ids=["number", "string", "non-leaf", "wrapper", "sparse", "meta", "shared"],
 )
 def test_what_cannot_be_sharded_is_named_with_the_remedy(make, words):
     reason = unusable(make(), "the name")
     assert all(word in reason for word in ["the name", *words]), reason
+
+
+def test_shared_memory_is_found_behind_buffers_that_overlap():
+    """Whichever lies between in the order of addresses."""
+    memory = torch.zeros(100)
+    buffers = [("long", memory[:90]), ("short", memory[10:20])]
+    assert shared_memory([], buffers) is None
+    assert shared_memory([("beside", memory[90:])], buffers) is None
+    for name, param in [("after", memory[40:50]), ("around", memory), ("in both", memory[12:15])]:
+        assert name in (shared_memory([(name, param)], buffers) or "")
+    assert "two parameters" in shared_memory([("one", memory[:50]), ("first", memory[:5]), ("other", memory[40:])])
 
 
 def test_what_can_be_sharded_passes():

@@ -149,11 +149,14 @@ def wrap_others(kinds: Iterable[type]) -> bool:
     return any(_python_dispatch.is_traceable_wrapper_subclass_type(kind) for kind in kinds)
 
 
-def without_memory(kind: type[_Kind], like: Tensor, **cast: Any) -> _Kind:
-    """A tensor of a class of one's own, with the shape of another, and its dtype and device but for `cast`; it has no
+def without_memory(
+    kind: type[_Kind], like: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> _Kind:
+    """A tensor of a class of one's own, with the shape of another, and by default its dtype and device; it has no
     memory."""
-    cast = {"dtype": like.dtype, "device": like.device, **cast}
-    made: _Kind = Tensor._make_wrapper_subclass(kind, like.shape, like.stride(), **cast)
+    made: _Kind = Tensor._make_wrapper_subclass(
+        kind, like.shape, like.stride(), dtype=dtype or like.dtype, device=device or like.device
+    )
     return made
 
 

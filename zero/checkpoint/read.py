@@ -234,7 +234,7 @@ class _OptimizerPlan:
             _fill(source, entry, Held(part.full, part.start, part.stop, key, tensor))
             taken.setdefault(one.tensor, {})[key] = tensor
         if isinstance(self._optimizer, OSS):
-            self._optimizer.saved.take(self._optimizer.stepped_shards, taken, self._options)  # type: ignore[arg-type]
+            self._optimizer.state_dicts.take(self._optimizer.stepped_shards, taken, self._options)  # type: ignore[arg-type]
         else:
             restore(self._optimizer, taken, self._options)
         state = inner(self._optimizer).state  # torch's optimizers convert loaded state to the parameter's dtype

@@ -21,7 +21,7 @@ from zero.comm.host_memory.rendezvous import rendezvous
 from zero.comm.host_memory.transport import HostMemory
 from zero.comm.oplog import Log
 from zero.comm.process_group import Gloo, Overlapping
-from zero.comm.store import StoreRendezvous
+from zero.comm.store import RaisedText, StoreRendezvous
 from zero.comm.transport import Local, Transport
 from zero.comm.watchdog.watchdog import Watchdog
 from zero.comm.work import Operation
@@ -39,9 +39,10 @@ class Link:
         self.world = 1 if group is None else dist.get_world_size(group)
         # The ranks of the job that the ranks of the group are.
         self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
-        self.log = Log(self.rank, self.world)
         self._group: Any = None if group is None else proxy(group)
         self._store = None if group is None else store_of(group)
+        self.raised = RaisedText(self._store)
+        self.log = Log(self.rank, self.world, self.raised.explained)
         settings.check()
         self._watched = False
         # Not `self`: the link is to end with its last user, and not only when garbage is collected.

@@ -50,8 +50,9 @@ class Log:
         mark_broken with it.
     """
 
-    def __init__(self, rank: int, world: int) -> None:
-        self._rank, self._world = rank, world
+    def __init__(self, rank: int, world: int, explained: Callable[[str], str] = str) -> None:
+        """explained: adds to a reason what another rank has raised."""
+        self._rank, self._world, self._explained = rank, world, explained
         self.digest, self.comparisons = 0, 0
         self.broken: str | None = None
         self.at_failure: list[Callable[[str], object]] = []
@@ -164,7 +165,8 @@ class Log:
         `buffers` are kept alive: such a transfer may still read them or write into them."""
         if self.broken:
             self._kept_alive.append(buffers)
-            raise RuntimeError(f"{self.broken} Initialise the process group again before going on.")
+            reason = self._explained(self.broken)
+            raise RuntimeError(f"{reason} Initialise the process group again before going on.")
 
     def refuse_differing(self, channel: int, channels: Mapping[int, int]) -> None:
         """Raises RuntimeError if another rank's channel, in `channels` by rank, differs from this rank's `channel`."""
@@ -174,7 +176,7 @@ class Log:
 
     def out_of_step(self, channels: Mapping[int, int]) -> NoReturn:
         """Raises RuntimeError. channels: as in `differing`."""
-        reason = self.differing(channels)
+        reason = self._explained(self.differing(channels))
         self.mark_broken(reason)
         raise RuntimeError(reason)
 
@@ -223,4 +225,4 @@ class Log:
                 f"did not reach this operation. {_REMEDY} ({error})"
             )
         if isinstance(error, (RuntimeError, OSError)):
-            raise RuntimeError(self.broken) from error
+            raise RuntimeError(self._explained(self.broken or "")) from error

@@ -57,3 +57,29 @@ class StoreRendezvous:
                     for rank in range(self.world):
                         self._store.delete_key(f"{number}/{rank}")
                 self._store.delete_key("left")
+
+
+class RaisedText:
+    """The text of an error that a rank has raised, for ranks that find themselves out of step with it. store: of the
+    group; None for one of a single rank."""
+
+    def __init__(self, store: dist.Store | None) -> None:
+        self._store = None if store is None else dist.PrefixStore("zero", store)
+
+    def publish(self, text: str) -> None:
+        with suppress(Exception):  # the store has ended
+            if self._store is not None:
+                self._store.set("raised", text)
+
+    def withdraw(self) -> None:
+        with suppress(Exception):  # it has ended, cannot delete keys, or another rank has done it
+            if self._store is not None:
+                self._store.delete_key("raised")
+
+    def explained(self, reason: str) -> str:
+        """Returns the reason why a group is broken, with the text if there is one."""
+        with suppress(Exception):
+            if self._store is not None and self._store.check(["raised"]):
+                text = self._store.get("raised").decode()
+                return reason if text in reason else f"{text} ({reason})"
+        return reason

@@ -7,8 +7,8 @@
         step.agree()                 # is raised here on the ranks that have reached this line
 
 A rank that raises says so before it does. Ranks that have come to `agree` by then raise its text, too, and all of them
-are in step afterwards: the group can be used. Ranks that wait for it in another operation learn there that ranks are
-out of step, and the group is broken.
+are in step afterwards: the group can be used. Ranks that wait for it in another operation find there that they are out
+of step; they read its text in the group's store (`RaisedText`), and the group is broken.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Together:
             vars(error)["raised_on_every_rank"] = True
             rank = ", ".join(str(comm.rank) for comm, _ in self._groups)
             text = f"rank {rank} has raised {type(error).__name__}: {error}"
+            for comm, _ in self._groups:
+                comm.link.raised.publish(text)
             with suppress(RuntimeError):  # the others are in another operation, and raise there
                 self._agree(_PROBLEM, text)
 
@@ -59,6 +61,7 @@ class Together:
         for comm, _ in self._groups:
             texts = comm.all_gather_text(text)
             text = next(filter(None, texts))
+            comm.link.raised.withdraw()  # all have it, and are in step
         error = RuntimeError(text)
         vars(error)["raised_on_every_rank"] = True
         raise error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -242,34 +242,42 @@ class FSDP(Weights, TorchMethods):  # type: ignore[misc]
         finally:
             backward.reduces = before
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, params: Collection[nn.Parameter] | None = None
+    ) -> Tensor:
         """Collective. Scales all gradients so that their norm, as one vector over all ranks, is at most max_norm.
 
         Returns the norm before scaling, 0-dim, equal on every rank. norm_type: 1, 2, any p > 0, or inf. Use it instead
-        of torch.nn.utils.clip_grad_norm_, which sees this rank's shards only.
+        of torch.nn.utils.clip_grad_norm_, which sees this rank's shards only. params: of the model; by default all.
         """
-        total = self.grad_norm(norm_type)
+        total, params = self.grad_norm(norm_type, params=params), self._among(params)
         with as_plain_tensors():
-            gradients = [param.grad for param in self._model.index if param.grad is not None]
+            gradients = [param.grad for param in params if param.grad is not None]
             norm.clip(gradients, total, float(max_norm), offloaded=self._offload.active)
         return total
 
-    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
+    def _among(self, params: Collection[nn.Parameter] | None) -> list[nn.Parameter]:
+        """Those of the model's parameters that are in `params`, or all."""
+        chosen = None if params is None else {*params}
+        return [param for param in self._model.index if chosen is None or param in chosen]
+
+    def grad_norm(self, norm_type: float = 2.0, *, params: Collection[nn.Parameter] | None = None) -> Tensor:
         """Collective. Returns the norm of all gradients, as one vector over all ranks, 0-dim, equal on every rank.
 
         Call it between backward and step: a norm of `param.grad` is that of this rank's shards. norm_type: as of
-        `clip_grad_norm_`. Raises RuntimeError on every rank after a backward under no_sync.
+        `clip_grad_norm_`. params: of the model; by default all. Raises RuntimeError on every rank after a backward
+        under no_sync.
         """
-        params = [*self._model.index]
+        every = [*self._model.index]
         self._model.refuse_unreduced()
         with as_plain_tensors():
             return norm.total_norm(
-                [(param, param.grad) for param in params],
+                [(param, param.grad) for param in self._among(params)],
                 self._model.comm,
                 self._model.norm_channel,
                 float(norm_type),
-                params[0].device,
-                {param.dtype for param in params},
+                every[0].device,
+                {param.dtype for param in every},
                 self._offload,
             )
 

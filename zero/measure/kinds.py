@@ -46,7 +46,7 @@ _found: WeakKeyDictionary[Any, dict[_Key, Finding]] = WeakKeyDictionary()
 
 _assumed: list[Finding] = []
 
-_WORST_FIRST = (Kind.HOOKED, Kind.COUPLED, Kind.UNKNOWN, Kind.TENSORWISE, Kind.ELEMENTWISE)
+_WORST_FIRST = (Kind.COLLECTIVE, Kind.HOOKED, Kind.COUPLED, Kind.UNKNOWN, Kind.TENSORWISE, Kind.ELEMENTWISE)
 
 
 def known(optim: Callable[..., object] | None) -> Finding | None:

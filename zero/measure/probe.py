@@ -42,8 +42,7 @@ Shapes = Sequence[tuple[int, ...]]
 # rate, because a schedule may begin at 0.
 _STEPS, _GROWTH, _RATE = 6, 2.0, 0.1
 
-# The time limit, after which an optimizer's kind stays unknown.
-_SECONDS = 10.0
+_SECONDS = 10.0  # the time limit, after which an optimizer's kind stays unknown
 
 _MATRIX, _VECTOR, _KERNEL = (12, 16), (37,), (4, 3, 2, 2)
 # Optimizers with 8-bit state use it from 4,096 elements on: the shards have fewer. Some factor matrices from 128 rows
@@ -61,6 +60,7 @@ class Kind(Enum):
     TENSORWISE = "the parameter that it is in"
     COUPLED = "other parameters, too"
     HOOKED = "gradients, in hooks on parameters"
+    COLLECTIVE = "what other ranks have stepped"
     UNKNOWN = "not known"
 
 
@@ -104,15 +104,16 @@ def probe(build: Build, options: Mapping[str, Any], granularity: int | None = No
 
     granularity: parameters are cut at multiples of so many elements.
     """
-    with undisturbed():
+    with undisturbed() as collectives:
         measure = _Measure(build, options)
         if measure.hooks():
             return Finding(Kind.HOOKED)
         try:
             found = measure.find(granularity)
-            return replace(found, writes_frozen=found.kind is Kind.UNKNOWN or measure.writes_frozen())
+            found = replace(found, writes_frozen=found.kind is Kind.UNKNOWN or measure.writes_frozen())
         except _LateError:
-            return Finding(Kind.UNKNOWN, f"measuring it took more than {_SECONDS:g} seconds", True, True)
+            found = Finding(Kind.UNKNOWN, f"measuring it took more than {_SECONDS:g} seconds", True, True)
+        return Finding(Kind.COLLECTIVE, collectives.called) if collectives.called else found
 
 
 class _Measure:
@@ -346,5 +347,4 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _text(error: Exception) -> str:
-    lines = f"{type(error).__name__}: {error}".strip().splitlines()
-    return lines[0][:200]
+    return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]

@@ -1,4 +1,4 @@
-"""Runs foreign code without side effects on random generators, hooks and modes."""
+"""Runs foreign code without side effects on random generators, hooks, modes and other ranks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,32 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from typing import Any
 
 import numpy as np
 import torch
 
-from zero._torch import without_optimizer_hooks
+from zero._torch import DispatchMode, without_optimizer_hooks
+
+
+class Collectives(DispatchMode):
+    """Raises RuntimeError in place of each collective: on tensors that measure, ranks would wait for one another in
+    vain. `called`: the name of the first, if there was one."""
+
+    called: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.called = self.called or func.overloadpacket.__name__.strip("_")
+            raise RuntimeError(f"the collective {self.called} was called while an optimizer was measured")
+        return func(*args, **kwargs or {})
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """In this context no global hook of optimizers is called. On exit random generators are restored."""
+def undisturbed() -> Iterator[Collectives]:
+    """In this context no global hook of optimizers is called, and no collective. On exit random generators are
+    restored."""
+    collectives = Collectives()
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
         stack.callback(np.random.set_state, np.random.get_state())
@@ -27,7 +43,8 @@ def undisturbed() -> Iterator[None]:
         stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiling takes minutes
-        yield
+        stack.enter_context(collectives)
+        yield collectives
 
 
 def seed(number: int) -> None:

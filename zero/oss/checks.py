@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from zero._torch import warn_user
 from zero.comm import Comm
 from zero.measure.built import working_by
 from zero.measure.kinds import Finding
-from zero.measure.numbers import Written, differs
 from zero.oss import ddp
 from zero.oss.dtensor_checks import DTensorCheck
-from zero.oss.state_mapping import StateMapping
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.sharded_parameter import cut_of, mark, register, rest, unmark, wake
 
@@ -25,22 +22,22 @@ from zero.shards.sharded_parameter import cut_of, mark, register, rest, unmark, 
 class StepChecks:
     """Checks the steps of one OSS. Error messages that it returns raise RuntimeError on every rank.
 
-    by_param: has the inner optimizer and its shards. finding: what that was measured to need; None for torch's own.
+    inner: the optimizer of the shards. finding: what that was measured to need; None for torch's own.
+    `unaveraged`: returns an error message if there are gradients that ranks do not have alike, as far as it knows.
     """
 
-    def __init__(self, comm: Comm, by_param: StateMapping, finding: Finding | None) -> None:
-        self._comm, self._by_param, self._inner, self._finding = comm, by_param, by_param.inner, finding
+    def __init__(self, comm: Comm, inner: Optimizer, shards: OwnedShards, finding: Finding | None) -> None:
+        self._comm, self._inner, self._shards, self._finding = comm, inner, shards, finding
+        self.unaveraged: Callable[[], str | None] = lambda: None
         self._steps_without = 0
         self._looked_around = False
-        self._expects_numbers = finding is not None and finding.writes_numbers
-        self._written: Written | None = None
         self._dtensors = DTensorCheck()
 
     def changed(self, param_groups: Sequence[dict[str, Any]]) -> str | None:
         """Returns an error message if optimizer, groups or parameters were changed so that it cannot step.
 
         param_groups: the groups of the OSS."""
-        shards, dtensors = self._by_param.shards, self._dtensors
+        shards, dtensors = self._shards, self._dtensors
         problem = _moved_problem(shards) or _edited_problem(param_groups, shards) or dtensors.problem
         if problem is None and len(shards.places) != dtensors.looked_at:
             problem = dtensors.look(shards.places, self._inner, self._finding)
@@ -58,12 +55,16 @@ class StepChecks:
             problem = _around_problem(outer, self._inner)
             if problem is not None:
                 return problem
-        return None if found else ddp.replaced_problem(self._by_param.shards)
+        if not found:
+            return ddp.replaced_problem(self._shards)
+        if are_sharded or self._comm.world == 1:
+            return None
+        return self.unaveraged() or ddp.unfrozen_problem(self._shards)
 
     @contextmanager
     def around_hook(self) -> Iterator[None]:
         """A context in which a hook of the user's sees the shards, which say that they are."""
-        shards = self._by_param.shards
+        shards = self._shards
         for flat in shards.shard_groups:
             own = [shards[param] for param in flat.params]
             register(own, flat)
@@ -79,27 +80,6 @@ class StepChecks:
                 if shard.grad is not None:
                     unmark(shard.grad)
 
-    # Numbers that the optimizer writes into its groups, and that all ranks that step parameters of a group must write
-    # alike. Torch's own write none. If the optimizer was not seen to write any, nothing is sent until it does; that
-    # must be on all ranks.
-
-    def begins(self) -> None:
-        """The inner optimizer is about to step, or gets a closure."""
-        if self._finding is not None:
-            self._written = Written(self._inner)
-
-    def numbers(self) -> Tensor | None:
-        """Returns float64 numbers after a step, whose maximum over the ranks is given to `judge`; None for none. On all
-        ranks or none."""
-        if self._written is None:
-            return None
-        self._expects_numbers = self._expects_numbers or self._written.anything(self._inner)
-        return self._written.as_tensor(self._inner) if self._expects_numbers else None
-
-    def judge(self, maxima: Tensor) -> str | None:
-        """Returns an error message for the maxima of `numbers`."""
-        return differs(maxima, self._inner)
-
 
 def _moved_problem(shards: OwnedShards) -> str | None:
     """Returns an error message if parameters no longer lie in their shard groups."""
@@ -110,7 +90,7 @@ def _moved_problem(shards: OwnedShards) -> str | None:
         if taken is not None:
             return (
                 f"{taken} was given to another OSS since, which shards and steps it now. Give each parameter to "
-                "one OSS, drop the one that you do not step, and wrap the model again."
+                "one OSS, drop the one that you do not step, and wrap again what zero.unwrap(model) returns."
             )
         name = group.reclaim()
         if name is not None:

@@ -12,7 +12,7 @@ the CPU time of Gloo's all-reduce, which copies every byte through the kernel tw
 
 from collections.abc import Collection, Mapping
 from typing import Any
-from weakref import WeakSet, proxy
+from weakref import WeakKeyDictionary, WeakSet, proxy
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from zero.shards.claimed import claimed
 
 _alive: WeakSet[DistributedDataParallel] = WeakSet()
 
+# By instance: the names of the parameters that were frozen when it was built, whose gradients it does not average.
+_frozen: WeakKeyDictionary[DistributedDataParallel, dict[nn.Parameter, str]] = WeakKeyDictionary()
 
 NO_GRADIENT = (
     "OSS found no gradient. If backward was called, the model has other parameters than OSS: load weights with "
@@ -57,6 +59,19 @@ def replaced_problem(params: Mapping[nn.Parameter, object]) -> str | None:
     return None
 
 
+def unfrozen_problem(params: Mapping[nn.Parameter, object]) -> str | None:
+    """Returns an error message if any of the parameters has a gradient of a backward that the DistributedDataParallel
+    of its module does not average: it was frozen when that was built."""
+    for frozen in _frozen.values():
+        for param, name in frozen.items():
+            if param.grad is not None and param.requires_grad and param in params:
+                return (
+                    f"{name} was frozen when DistributedDataParallel wrapped the model, which does not average its "
+                    "gradient. Wrap the model again once it is unfrozen; ShardedDDP and FSDP need not be."
+                )
+    return None
+
+
 def _averages(ddp: DistributedDataParallel, params: Mapping[nn.Parameter, object]) -> bool:
     """Whether it averages gradients of any of the parameters."""
     return not params.keys().isdisjoint(_averaged(ddp))
@@ -73,7 +88,7 @@ def ddp_within(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> str
             which = f"{name!r} is" if name else "the module is"
             return (
                 f"{which} a DistributedDataParallel, which averages gradients of full parameters by itself. Wrap "
-                "its .module instead."
+                "its .module instead, which zero.unwrap(model) returns."
             )
     return None
 
@@ -91,6 +106,14 @@ def _registered(module: nn.Module, name: str, submodule: nn.Module | None) -> No
         if not isinstance(owner, nn.Module) or (owner in inside and param.requires_grad):
             raise RuntimeError(f"DistributedDataParallel wraps {named!r}, {why}")
     _alive.add(module)
+    for before in _frozen.values():  # of an earlier one, which may still exist
+        for param in submodule.parameters():
+            before.pop(param, None)
+    _frozen[module] = {
+        param: name
+        for name, param in submodule.named_parameters()
+        if not param.requires_grad and name not in module.parameters_to_ignore
+    }
 
 
 def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:

@@ -6,7 +6,7 @@ With ShardedDDP (stage 2) a gradient lives with its owners, and an OwnedGradient
 there is the truth, as it is with DistributedDataParallel:
 
     the parameter's own OwnedGradient    its shard counts in the next step and is added to by the next backward, also
-                                         after it was taken away and put back
+                                         after it was taken away and put back: each keeps its own shard
     None                                 the gradient was dropped
     a plain tensor                       autograd has written a full gradient that is not reduced yet
     anything else                        is refused
@@ -17,8 +17,6 @@ None there, torch's `clip_grad_norm_` would clip nothing.
 
 from __future__ import annotations
 
-import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -43,19 +41,22 @@ CREATE_GRAPH = (
 class OwnedGradient(Tensor):
     """The gradient of one parameter, of which each rank has a shard. It has no memory in its own shape.
 
-    `title`, `key`: of the parameter. `shard`: this rank's shard of it; None if this rank owns nothing.
-    `unreduced`: the full gradient of backwards since; None if there were none.
+    `title`: the parameter's name. `of`: what the optimizer steps of it, whose `grad` this one stands for; None of a
+    copy on another device or in another dtype. `stands`: whether it does so now.
+    `kept`: this rank's shard of it while it does not stand. `unreduced`: the full gradient of backwards since; None if
+    there were none.
     """
 
     title: str
-    key: object
-    shard: Tensor | None
+    of: Tensor | None
+    stands: bool
+    kept: Tensor | None
     unreduced: Tensor | None
 
     @staticmethod
-    def __new__(cls, like: Tensor, title: str, key: object, **cast: Any) -> OwnedGradient:
+    def __new__(cls, like: Tensor, title: str, of: Tensor | None, **cast: Any) -> OwnedGradient:
         made = without_memory(cls, like, **cast)
-        made.title, made.key, made.shard, made.unreduced = title, key, None, None
+        made.title, made.of, made.stands, made.kept, made.unreduced = title, of, False, None, None
         return made
 
     @classmethod
@@ -84,10 +85,21 @@ class OwnedGradient(Tensor):
         self.unreduced = gradient if self.unreduced is None else self.unreduced + gradient
         return self
 
+    def let_go(self) -> None:
+        """`param.grad` is another one from now on. The user may have kept this one, and may put it back."""
+        assert self.of is not None
+        self.kept, self.of.grad, self.stands = self.of.grad, None, False
+
+    def put_back(self) -> None:
+        """It is `param.grad` again."""
+        assert self.of is not None
+        self.of.grad, self.kept, self.stands = self.kept, None, True
+
     def _clear(self) -> None:
         self.unreduced = None
-        if self.shard is not None:
-            self.shard.zero_()
+        shard = self.of.grad if self.of is not None and self.stands else self.kept
+        if shard is not None:
+            shard.zero_()
 
     def _refuse(self, operator: str) -> NoReturn:
         raise RuntimeError(
@@ -112,11 +124,8 @@ class OwnedGradients:
         self.are_sharded = False
         self._shards, self._comm = shards, comm
         self._norm = comm.channel("the norm of all gradients")
-        self._keys: defaultdict[nn.Parameter, object] = defaultdict(object)
-        # The last one that was made of each parameter.
-        self._made: dict[nn.Parameter, OwnedGradient] = {}
-        # Parameters whose shards have the gradient of that last one.
-        self._counting: set[nn.Parameter] = set()
+        # What stood in `param.grad` when it was looked at last.
+        self._standing: dict[nn.Parameter, OwnedGradient] = {}
 
     def wait_for_copies(self) -> None:
         """Makes the host wait for gradients that are on their way to it."""
@@ -128,50 +137,38 @@ class OwnedGradients:
 
     def show(self, params: Iterable[tuple[nn.Parameter, str]]) -> None:
         """Puts the gradients that the shards of these parameters, given with their names, have now into `param.grad`,
-        unless they stand there already."""
-        for param, name in params:
-            if param in self._counting and param.grad is self._made[param]:
-                continue
-            self._let_go(param)
-            made = self._made.get(param)
-            if made is None:
-                made = self._made[param] = OwnedGradient(param, name, self._keys[param])
-            made.shard, made.unreduced = self._shards[param].grad, None
-            param.grad = made
-            self._counting.add(param)
+        unless they stand there already.
 
-    def _let_go(self, param: nn.Parameter) -> None:
-        """`param.grad` does not stand for the gradient that its shard has. The OwnedGradient is used again, unless the
-        user has kept it: then it keeps its shard."""
-        if param in self._counting:
-            self._counting.discard(param)
-            made = self._made[param]
-            if sys.getrefcount(made) > 3:  # than `_made`, `made` and the argument
-                del self._made[param]
-            else:
-                made.shard = made.unreduced = None
+        Always new ones: one that was taken away may be put back, with its own shard."""
+        standing, shards = self._standing, self._shards
+        for param, name in params:
+            before = standing.get(param)
+            if before is not None and param.grad is before:
+                continue
+            made = OwnedGradient(param, name, shards[param])
+            if before is not None:  # cleared while the backward ran
+                before.kept, before.stands = shards[param].grad, False
+            made.stands, param.grad, standing[param] = True, made, made
 
     def follow(self, param: nn.Parameter, name: str) -> str | None:
         """Gives the shard of a parameter the gradient for which `param.grad` stands. Returns an error message for
         another parameter's, None otherwise."""
-        held, shard = param.grad, self._shards[param]
-        if not isinstance(held, OwnedGradient):
-            shard.grad = None
-            self._let_go(param)
-        elif held.key is not self._keys[param]:
+        held, before = param.grad, self._standing.get(param)
+        if held is before:
+            return None
+        if isinstance(held, OwnedGradient) and held.of is not self._shards[param]:
             return f"{name} has the gradient of {held.title} in `param.grad`. {_OWN_ONLY}"
-        elif param not in self._counting or held is not self._made[param]:  # put back
-            self._let_go(param)
-            shard.grad = held.shard
-            self._made[param] = held
-            self._counting.add(param)
+        if before is not None:
+            self._standing.pop(param).let_go()
+        if isinstance(held, OwnedGradient):
+            held.put_back()
+            self._standing[param] = held
         return None
 
     def drop_cleared(self) -> None:
         """Drops the gradients of shards whose parameters' gradients were cleared by `param.grad = None`."""
-        for param in [param for param in self._counting if param.grad is None]:
-            self._shards[param].grad = None
-            self._let_go(param)
+        for param in [param for param in self._standing if param.grad is None]:
+            self._standing.pop(param).let_go()
 
     def take(self, param: nn.Parameter, name: str) -> Tensor | None:
         """Takes the full gradient that autograd has written, to be reduced into what `param.grad` stands for. None if
@@ -187,31 +184,34 @@ class OwnedGradients:
 
     def problem(self) -> str | None:
         """Gives all shards the gradients for which `param.grad` stands. Returns an error message for what stands for
-        none: a gradient that was not reduced, or assigned."""
+        none, or for what nothing stands: a gradient that was not reduced, or assigned."""
         for param, name in _named(self._shards.shard_groups):
-            held = param.grad
-            problem = self.follow(param, name)
+            problem, held = self.follow(param, name), param.grad
             if problem is not None:
                 return problem
-            if isinstance(held, OwnedGradient) and held.unreduced is None:
-                continue
-            if held is not None:
+            if held is None:
+                if self._shards[param].grad is not None:
+                    return f"the shard of {name} has a gradient that no backward has brought to its end. {_BY_HAND}"
+            elif not isinstance(held, OwnedGradient) or held.unreduced is not None:
                 return (
                     f"{name} has a gradient that was not reduced: the last backward ran under no_sync(), or went "
                     "around ShardedDDP, or the gradient was assigned. Run the last backward before step() outside "
-                    f"no_sync(), or call reduce(). {_OWN_ONLY}"
+                    f"no_sync(), or call reduce(). {_OWN_ONLY} {_BY_HAND}"
                 )
         return None
 
-    def forget(self, shards: OwnedShards) -> None:
-        """Drops all gradients: the parameters were laid out again, as these shards."""
-        self._shards = shards
-        for param in self._counting:
-            if isinstance(param.grad, OwnedGradient):
+    def abandon(self) -> None:
+        """Drops what a backward that an exception ended has brought, and nothing stands for."""
+        for param, shard in self._shards.items():
+            if param not in self._standing:
+                shard.grad = None
+
+    def forget(self) -> None:
+        """Drops all gradients: the parameters were laid out again."""
+        for param, standing in self._standing.items():
+            if param.grad is standing:
                 param.grad = None
-        self._counting.clear()
-        self._made.clear()
-        self._keys.clear()
+        self._standing.clear()
 
     # ------------------------------------------------------------------------------------------------- the step
 
@@ -260,6 +260,8 @@ _OWN_ONLY = (
     "With ShardedDDP `param.grad` is None, or what backward has left there. To change a gradient write into "
     "optimizer.part(param).grad, or change it in a hook on the parameter."
 )
+
+_BY_HAND = "Gradients that no backward computes, as in evolution strategies, are for stage 1: OSS without ShardedDDP."
 
 
 def _shares(groups: Sequence[ShardGroup]) -> Iterator[tuple[ShardGroup, int, Tensor]]:

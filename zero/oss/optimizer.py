@@ -1,6 +1,6 @@
 """Stage 1: OSS, an optimizer of which every rank keeps and steps a shard.
 
-It holds its shards (zero/shards/owned_shards.py), its step (step.py) and its saved state (saved.py).
+It holds its shards (zero/shards/owned_shards.py), its step (step.py) and its saved state (state_dicts.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.utils.hooks import RemovableHandle
 from zero.comm import Comm
 from zero.measure.param_groups import called
 from zero.oss.checks import StepChecks
-from zero.oss.choices import Checked, build_inner
 from zero.oss.dtensor_checks import checked_by_itself
 from zero.oss.from_optimizer import from_optimizer
 from zero.oss.gradients import OwnedGradients
-from zero.oss.saved import Saved
-from zero.oss.state_mapping import StateMapping
+from zero.oss.options import Arguments, build_inner
+from zero.oss.state_dicts import StateDicts, mark_shards
+from zero.oss.state_view import StateView
 from zero.oss.step import Step, share_options
 from zero.shards.announce import announce
 from zero.shards.masters import differs
@@ -85,7 +85,7 @@ class OSS(Optimizer):
         **defaults: Any,
     ) -> None:
         self.comm = Comm(group)
-        how = self._how = Checked(
+        how = self._arguments = Arguments(
             self.comm,
             params,
             optim,
@@ -97,21 +97,22 @@ class OSS(Optimizer):
         )
         self.sent_as, self.finding, self.granularity = how.options.sent_as, how.finding, granularity
         self._built = False
-        self.saved = Saved()
+        self.state_dicts = StateDicts()
         super().__init__(how.groups, {})
         self.shards = how.lay_out(self.param_groups)
         self.gradients = OwnedGradients(self.shards, self.comm)
         self.optim = build_inner(self.comm, self.shards, self.param_groups, optim, defaults)
         self.defaults = dict(self.optim.defaults)
-        self.by_param = StateMapping(self.optim, self.shards)
-        self._checks = StepChecks(self.comm, self.by_param, self.finding)
-        parts = self.comm, self.by_param, self.gradients, self.saved, self._checks
+        self.state_view = StateView(self.optim, self.shards)
+        self._checks = StepChecks(self.comm, self.optim, self.shards, self.finding)
+        parts = self.comm, self.optim, self.shards, self.gradients, self.state_view, self.state_dicts, self._checks
         self.stepper = Step(*parts, sent_as=self.sent_as, writes_frozen=how.writes_frozen)
         self.stepper.return_options(self)
         checked_by_itself(self)
         for name in ("train", "eval"):  # by which optimizers such as Schedule-Free switch between two sets of weights
             if callable(getattr(self.optim, name, None)):
                 vars(self.optim)[name] = partial(_switch, ref(self), name)
+        mark_shards(self.optim, ref(self))
         self._built = True
         announce(f"OSS({called(optim)})", self.comm, self.shards.shard_groups, sharded="optimizer state")
 
@@ -130,17 +131,17 @@ class OSS(Optimizer):
         if not self._built:
             super().add_param_group(param_group)
             return
-        super().add_param_group(self._how.added(param_group, self.shards))
+        super().add_param_group(self._arguments.added(param_group, self.shards))
         added = self.param_groups[-1]
         self.shards.add([added])
-        self._how.refuse_full()
+        self._arguments.refuse_full()
         given = self.shards.group(added)
         if "param_names" not in self.optim.param_groups[0]:
             given.pop("param_names", None)  # torch refuses groups of which only some have names
         self.optim.add_param_group(given)
         # Only of this group: a scheduler may have written into the others since the last step.
         share_options(self.optim.param_groups[-1:], [added])
-        self.saved.forget()
+        self.state_dicts.forget()
 
     def __getattr__(self, name: str) -> Any:
         """Values of the inner optimizer that this one lacks, and its `train` and `eval`, which are collective."""
@@ -161,9 +162,10 @@ class OSS(Optimizer):
         """This rank's shard of a parameter, which the inner optimizer steps.
 
         A view of the parameter's memory, or of the master weights. Empty if this rank owns nothing of the parameter.
-        Its `.grad` is the shard's gradient: from backward on with ShardedDDP, otherwise only within the step.
+        Its `.grad` is the shard's gradient: from backward on with ShardedDDP, otherwise only within the step. Raises
+        KeyError for what is no parameter of this optimizer.
         """
-        self.shards.places[param].group.synchronize()
+        self.shards.place(param).group.synchronize()
         return self.shards[param]
 
     # ------------------------------------------------------------------------------------------ gradients
@@ -237,15 +239,15 @@ class OSS(Optimizer):
         """
         if not self._built:
             return {}
-        if self.comm.world > 1 and self.saved.asked_for_full:
-            return self.saved.of_params(self.stepped_shards)
-        return self.by_param
+        if self.comm.world > 1 and self.state_dicts.asked_for_full:
+            return self.state_dicts.of_params(self.stepped_shards)
+        return self.state_view
 
     @state.setter  # type: ignore[override]
     def state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
         """state: of shards, or of full parameters, which is cut."""
         if self._built:  # else the base class's constructor sets an empty one
-            self.by_param.replace(state)
+            self.state_view.replace(state)
 
     @property
     def stepped_shards(self) -> SteppedShards:
@@ -267,7 +269,7 @@ class OSS(Optimizer):
 
         recipient_rank: FairScale's name for `to`.
         """
-        self.saved.consolidate(self.stepped_shards, to if recipient_rank is None else recipient_rank)
+        self.state_dicts.consolidate(self.stepped_shards, to if recipient_rank is None else recipient_rank)
 
     def state_dict(self) -> dict[str, Any]:
         """The full state in the plain optimizer's format if `consolidate_state_dict` gathered it here since the last
@@ -278,7 +280,7 @@ class OSS(Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        found = self.saved.state_dict(self.stepped_shards)
+        found = self.state_dicts.state_dict(self.stepped_shards)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, found)
             found = found if changed is None else changed
@@ -293,7 +295,7 @@ class OSS(Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self.saved.load_state_dict(self.stepped_shards, state_dict)
+        self.state_dicts.load_state_dict(self.stepped_shards, state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -317,19 +319,25 @@ def _switch(of: ReferenceType[OSS], name: str, *args: Any, **kwargs: Any) -> Any
     return outer.stepper.call(outer, partial(getattr(type(outer.optim), name), outer.optim), args, kwargs)
 
 
+def refuse_unaveraged(optimizer: OSS, problem: Callable[[], str | None]) -> None:
+    """Has each step raise RuntimeError on every rank where `problem` returns an error message for gradients."""
+    optimizer._checks.unaveraged = problem
+
+
 def set_bucket_size(optimizer: OSS, numel: int) -> None:
     """Collective. Lays the parameters out again, in shard groups of at most `numel` elements, or of one parameter.
 
     Keeps the optimizer state, and clears gradients. Raises RuntimeError if param_groups were edited.
     """
-    optimizer.stepper.refuse_changes(optimizer)
+    with optimizer.stepper.together:
+        optimizer.stepper.refuse_changes(optimizer)
     # Some ranks may own no shard that has state; before the first step no rank does.
     some_state = optimizer.optim.state or any(map(differs, optimizer.shards.masters))
     somewhere = any(optimizer.comm.all_gather_text("some" if some_state else ""))
     full = consolidate_whole(optimizer.stepped_shards, None, settle=False) if somewhere else None
-    optimizer.shards = optimizer._how.lay_out(optimizer.param_groups, numel)
-    optimizer.by_param.shards = optimizer.shards
-    optimizer.gradients.forget(optimizer.shards)
+    optimizer.gradients.forget()
+    optimizer.shards.lay_out_again(optimizer.param_groups, numel)
+    optimizer._arguments.refuse_full()
     optimizer.optim.state.clear()
     for inner, outer in zip(optimizer.optim.param_groups, optimizer.param_groups, strict=True):
         inner["params"] = optimizer.shards.group(outer)["params"]

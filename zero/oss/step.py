@@ -9,22 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
+from zero._torch import in_a_backward
 from zero.comm import Comm
+from zero.comm.together import Together
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import NO_OPTIONS
 from zero.oss.checks import StepChecks
 from zero.oss.gradients import OwnedGradients
-from zero.oss.saved import Saved
-from zero.oss.state_mapping import StateMapping
+from zero.oss.state_dicts import StateDicts
+from zero.oss.state_view import StateView
 from zero.shards import masters
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.shard_group import ShardGroup
+
+_WITHIN_BACKWARD = (
+    "step() was called within a backward, from a hook: other gradients are not there yet, and none is averaged. Call "
+    "it once backward() has returned."
+)
 
 # Shard groups whose compressed copies exist at a time.
 _COMPRESSED_AT_ONCE = 2
@@ -33,7 +40,7 @@ _COMPRESSED_AT_ONCE = 2
 class Step:
     """The steps of one OSS.
 
-    by_param: has the inner optimizer and its shards. checks: what is checked around steps. sent_as: as of OSS.
+    inner: the optimizer of the shards. checks: what is checked around steps. sent_as: as of OSS.
     writes_frozen: whether the optimizer may write into parameters without gradients.
 
     outer: the OSS, into whose groups schedulers write. It is an argument: OSS holds this, and is to be freed at once.
@@ -42,25 +49,21 @@ class Step:
     def __init__(
         self,
         comm: Comm,
-        by_param: StateMapping,
+        inner: Optimizer,
+        shards: OwnedShards,
         gradients: OwnedGradients,
-        saved: Saved,
+        state_view: StateView,
+        state_dicts: StateDicts,
         checks: StepChecks,
         *,
         sent_as: torch.dtype | None,
         writes_frozen: bool,
     ) -> None:
-        self._checks, self._comm, self._by_param, self._inner = checks, comm, by_param, by_param.inner
-        self._gradients, self._saved = gradients, saved
+        self._comm, self._inner, self._shards, self._gradients = comm, inner, shards, gradients
+        self._state_view, self._state_dicts, self._checks = state_view, state_dicts, checks
         self._sent_as, self._writes_frozen = sent_as, writes_frozen
-        self._channel = self._comm.channel("the step of OSS")
-        self._refusal = self._comm.channel("a step of OSS that it refuses")
-        self._failure = self._comm.channel("a step of OSS in which its optimizer raised an error")
-        self._numbers = self._comm.channel("the numbers that ranks compare after a step of OSS")
-
-    @property
-    def _shards(self) -> OwnedShards:
-        return self._by_param.shards
+        self._gathered: list[str] = []  # the groups of the last step
+        self.together = Together([comm], "the step of OSS")
 
     def _stepped_groups(self) -> Sequence[ShardGroup]:
         """Those that a step may have changed, in the order in which forward reads them."""
@@ -68,25 +71,28 @@ class Step:
 
     def run(self, outer: Optimizer, closure: Callable[[], float] | None, given: dict[str, Any]) -> Any:
         """Collective. One step. given: further arguments of the inner optimizer's step. Returns the closure's loss."""
+        with self.together:
+            return self._run(outer, closure, given)
+
+    def _run(self, outer: Optimizer, closure: Callable[[], float] | None, given: dict[str, Any]) -> Any:
         inner, loss = self._inner, None
+        if in_a_backward():
+            raise RuntimeError(_WITHIN_BACKWARD)
         if closure is not None and type(inner) not in ELEMENTWISE:
             self.refuse_changes(outer)
             self._hand_options(outer)
             loss = inner.step(closure=self._for_inner(outer, closure), **given)
         else:
             if closure is not None:
-                loss = self._evaluate(closure)
+                with torch.enable_grad():
+                    loss = closure()
             self.refuse_changes(outer)
             self.collect(outer)
             self._hand_options(outer)
             if self._shards.steps_by_group(inner, given):
                 self.end(outer, by_group=True)
                 return loss
-            try:
-                self._shards.step(inner, **given)
-            except Exception:
-                self._comm.tell(self._failure)
-                raise
+            self._shards.step(inner, **given)
         self.end(outer)
         return loss
 
@@ -96,30 +102,35 @@ class Step:
         if problem is None:
             problem = self._checks.gradients(outer, found=found, are_sharded=self._gradients.are_sharded)
         if problem is not None:
-            self._raise(problem)
+            raise RuntimeError(problem)
         self._shards.refresh()
 
     def end(self, outer: Optimizer, *, by_group: bool = False) -> None:
         """Collective. Copies the options back, and gathers the shards that the step may have changed. by_group: steps
         each group before its gather."""
-        self._compare_numbers()
         self.return_options(outer)
-        self._saved.forget()
+        self._state_dicts.forget()
         try:
             groups = self._stepped_groups()
             self.gather(groups, by_group=by_group)
             # Graphs that saved a parameter before the step cannot be used any more, as if it was stepped itself.
             stepped = [param for group in groups for param in group.params if param.grad is not None]
             increment_version(stepped)
-            self._by_param.note_stepped(stepped)
+            self._state_view.note_stepped(stepped)
         finally:
             self._shards.after_step(self._inner)
         if not self._gradients.are_sharded:  # views would keep full gradients alive past model.zero_grad()
             self._shards.drop_gradients()
 
     def gather(self, groups: Sequence[ShardGroup], *, by_group: bool = False) -> None:
-        """Collective. Gathers every rank's shards of these groups on every rank. by_group: steps each before."""
-        self._comm.agree(self._channel)
+        """Collective. Gathers every rank's shards of these groups on every rank. by_group: steps each before.
+
+        Raises ValueError on every rank if ranks have stepped other groups: one alone has frozen or unfrozen parameters,
+        or given gradients to some."""
+        labels = [group.label for group in groups]
+        if self.together.agree(int(labels != self._gathered)):  # on any rank
+            self._comm.compare("the parameters that a step changes", labels)
+            self._gathered = labels
         sent_as, in_flight = self._sent_as, list[ShardGroup]()
         for group in groups:
             if by_group:
@@ -137,51 +148,29 @@ class Step:
     def _step_group(self, group: ShardGroup) -> None:
         """Steps the shards of one group, which are offloaded."""
         write = partial(masters.write_part, group) if group.main is not group.shard else None
-        try:
-            self._shards.step_group(self._inner, group, then=write)
-        except Exception:
-            self._comm.tell(self._failure)
-            raise
+        self._shards.step_group(self._inner, group, then=write)
         if write is not None:
             masters.written(group)
 
     # --------------------------------------------------------------------------------------------------- checks
 
     def refuse_changes(self, outer: Optimizer) -> None:
-        """Raises RuntimeError on every rank if the optimizer or its parameters were changed on any."""
+        """Raises RuntimeError if the optimizer or its parameters were changed. Call it in `together`."""
         problem = self._checks.changed(outer.param_groups)
-        if problem is not None:
-            self._raise(problem)
-
-    def _raise(self, problem: str) -> NoReturn:
-        self._comm.tell(self._refusal)
-        raise RuntimeError(problem)
-
-    def _compare_numbers(self) -> None:
-        numbers = self._checks.numbers()
-        if numbers is None:
-            return
-        self._comm.all_reduce(numbers, maximum=True, channel=self._numbers)
-        problem = self._checks.judge(numbers)
         if problem is not None:
             raise RuntimeError(problem)
 
     # ------------------------------------------------------------------------------------------- options
 
     def _hand_options(self, outer: Optimizer) -> None:
-        """Copies the options to the inner optimizer, which may write numbers into its groups from here on."""
+        """Copies the options to the inner optimizer."""
         share_options(outer.param_groups, self._inner.param_groups)
-        self._checks.begins()
 
     def return_options(self, outer: Optimizer) -> None:
         """Copies the options back, of which some optimizers write some."""
         share_options(self._inner.param_groups, outer.param_groups)
 
     # --------------------------------------------------------------------------------------------------- closures
-
-    def _evaluate(self, closure: Callable[[], float]) -> float:
-        with torch.enable_grad():
-            return closure()
 
     def _for_inner(self, outer: Optimizer, closure: Callable[[], float]) -> Callable[[], float]:
         """Wraps the closure for an optimizer that calls it within its step, once or more."""
@@ -192,7 +181,8 @@ class Step:
             if called:  # the optimizer may have changed its shards since
                 self.gather(self._stepped_groups())
             called = True
-            loss = self._evaluate(closure)
+            with torch.enable_grad():
+                loss = closure()
             self.refuse_changes(outer)
             self.collect(outer)
             self._gradients.wait_for_copies()
@@ -202,12 +192,13 @@ class Step:
 
     def call(self, outer: Optimizer, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Collective. Calls a method of the inner optimizer that writes into shards, and gathers these."""
-        self.refuse_changes(outer)
-        self._shards.refresh()
-        result = method(*args, **kwargs)
-        self.return_options(outer)
-        self.gather(self._shards.shard_groups)
-        return result
+        with self.together:
+            self.refuse_changes(outer)
+            self._shards.refresh()
+            result = method(*args, **kwargs)
+            self.return_options(outer)
+            self.gather(self._shards.shard_groups)
+            return result
 
 
 def share_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from zero._torch import add_all
 from zero.comm import Comm, Work
+from zero.comm.together import Together
 from zero.oss.gradients import CREATE_GRAPH, refuse_sparse
 from zero.sdp.messages import messages_of
 from zero.shards.shard_group import ShardGroup
@@ -157,31 +158,21 @@ class GradBucket:
         self._undecided, self.used, self.missing = [], set(), False
 
 
-# What ranks tell one another at the end of a backward: some sent zeros, or cannot go on.
-_MISSING, _PROBLEM = 1, 2
-
-
 class EndOfBackward:
     """The end of the backwards of one model, where ranks compare their operations and exchange which parameters they
-    have used. comms: the process groups to compare, one after another. elsewhere: the error message where another rank
-    has a problem."""
+    have used. comms: the process groups to compare, one after another. `together`: around it."""
 
-    def __init__(self, comms: Sequence[Comm], name: str, elsewhere: str = "") -> None:
-        self._groups, self._elsewhere = [(comm, comm.channel(name)) for comm in comms], elsewhere
+    def __init__(self, comms: Sequence[Comm], name: str) -> None:
+        self._comms, self.together = comms, Together(comms, name)
 
-    def reach(self, buckets: Sequence[GradBucket], problem: str | None = None) -> None:
-        """Collective. Raises RuntimeError on every rank unless all ranks have done the same operations, or if any rank
-        has a problem: an error message.
+    def reach(self, buckets: Sequence[GradBucket]) -> None:
+        """Collective. Raises RuntimeError on every rank unless all ranks have done the same operations.
 
         Adds the gradients of parameters that only other ranks have used. For this, ranks exchange one byte for each
         trained parameter, but only if some rank has sent zeros.
         """
-        flags = _MISSING * any(bucket.missing for bucket in buckets) | _PROBLEM * (problem is not None)
-        for comm, channel in self._groups:
-            flags = comm.agree(channel, flags=flags)
-        if flags & _PROBLEM:
-            raise RuntimeError(problem or self._elsewhere)
-        used = self._used_anywhere(buckets) if flags & _MISSING else [{} for _ in buckets]
+        some_sent_zeros = self.together.agree(int(any(bucket.missing for bucket in buckets)))
+        used = self._used_anywhere(buckets) if some_sent_zeros else [{} for _ in buckets]
         for bucket, anywhere in zip(buckets, used, strict=True):
             bucket.decide(anywhere)
 
@@ -189,7 +180,7 @@ class EndOfBackward:
         """Collective. Returns for each bucket whether any rank has used a parameter, by position."""
         used_here = [i in bucket.used for bucket in buckets for i in bucket.trained]
         anywhere = torch.tensor(used_here, dtype=torch.uint8, device="cpu")
-        for comm, _ in self._groups:
+        for comm in self._comms:
             comm.all_reduce(anywhere, maximum=True)
         found = iter(anywhere.bool().tolist())
         return [{index: next(found) for index in bucket.trained} for bucket in buckets]

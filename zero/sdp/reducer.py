@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import finalize, proxy, ref
@@ -19,7 +19,6 @@ from zero.comm.streams import streams_in
 from zero.oss.optimizer import OSS
 from zero.sdp.bucket import EndOfBackward, GradBucket
 from zero.sdp.tensors import nearest_leaf, tensors_in
-from zero.shards.owned_shards import WRITTEN
 from zero.shards.partition import Place
 from zero.shards.shard_group import ShardGroup
 
@@ -43,10 +42,7 @@ class Reducer:
         self._places: dict[nn.Parameter, Place] = {}
         self._numbers: dict[ShardGroup, int] = {}
         name = f"the end of a backward of ShardedDDP({type(module).__name__})"
-        self._end = EndOfBackward([comm], name, f"on another rank, {WRITTEN}")
-        self._refusal = comm.channel(
-            "the refusal of a gradient, as of one that came after its gradients were sent to their owner"
-        )
+        self._end = EndOfBackward([comm], name)
         self._hooks: dict[Tensor, RemovableHandle] = {}
         finalize(self, _remove, self._hooks)  # whoever trains the module without the wrapper has plain parameters
         self._hooks_on_leaves: list[RemovableHandle] = []
@@ -55,6 +51,8 @@ class Reducer:
         # The error message of a forward, after `retire`.
         self._retired: str | None = None
         self._in_backward = False
+        # What autograd calls at the end of the backward, while it may still do so.
+        self._awaits_end: Callable[[], object | None] = _nothing
         self._launched = 0
         self._in_flight: int | None = None
         self._update_buckets()
@@ -138,32 +136,38 @@ class Reducer:
 
     def gradient_ready(self, param: nn.Parameter) -> None:
         """Moves the gradient, which autograd has accumulated, from `param.grad` into its bucket."""
-        if not self.active:
-            return
+        if self.active:
+            with self._end.together:
+                self._take(param)
+
+    def _take(self, param: nn.Parameter) -> None:
         self._begin()
         group, index = self._places[param]
         number = self._numbers[group]
         bucket = self._buckets[number]
         for streams in self._streams:
             streams.expect_computing("the gradient of {} is ready", group.names[index])
-        try:
-            if number < self._launched:
-                bucket.refuse_late(index)
-            bucket.take(index, self._owners[number].gradients.take(param, group.names[index]))
-        except RuntimeError:
-            self._comm.tell(self._refusal)
-            raise
+        if number < self._launched:
+            bucket.refuse_late(index)
+        bucket.take(index, self._owners[number].gradients.take(param, group.names[index]))
         self._limit_memory(bucket)
         if bucket.complete:
             self._launch()
 
     def _begin(self) -> None:
-        if not self._in_backward:
-            self._update_trained()
-            self._in_backward = True
-            for streams in self._streams:
-                streams.compute_here()
-            at_end_of_backward(self._finish)
+        if self._in_backward and self._awaits_end():
+            return
+        if self._in_backward:  # the one that began last has failed, and this is another, of a graph that was kept
+            self._abandon()
+        self._update_trained()
+        self._in_backward = True
+        for streams in self._streams:
+            streams.compute_here()
+        # autograd alone holds what it is to call, and drops it uncalled once a backward has failed. A backward within
+        # this one, as of re-entrant checkpointing, finds it alive.
+        finish = partial(Reducer._finish, self)
+        self._awaits_end = ref(finish)
+        at_end_of_backward(finish)
 
     def _launch(self, *, incomplete: bool = False) -> None:
         """Launches buckets, in the same order on all ranks, up to the first incomplete bucket.
@@ -212,12 +216,17 @@ class Reducer:
 
     def _finish(self) -> None:
         """Ends the backward. Called on every rank, whichever parameters it has used."""
+        with self._end.together:
+            self._end_backward()
+
+    def _end_backward(self) -> None:
         if self._launched < len(self._buckets):
             self._refuse_replaced()
         self._launch(incomplete=True)
         self._finish_in_flight()
-        written = (optimizer.shards.written_between_steps() for optimizer in self._optimizers)
-        self._end.reach(self._buckets, next(filter(None, written), None))
+        for written in filter(None, (optimizer.shards.written_between_steps() for optimizer in self._optimizers)):
+            raise RuntimeError(written)
+        self._end.reach(self._buckets)
         for optimizer in self._optimizers:
             optimizer.gradients.wait_for_copies()
         for bucket, owner in zip(self._buckets, self._owners, strict=True):
@@ -246,6 +255,8 @@ class Reducer:
         """Forgets a backward that an exception ended."""
         for bucket in self._buckets:
             bucket.abandon()
+        for optimizer in self._optimizers:
+            optimizer.gradients.abandon()
         self._launched = 0
         self._in_flight = None
         self._in_backward = False
@@ -258,6 +269,10 @@ _REPLACED = (
 
 # The Reducer that takes the gradients of a parameter, by parameter.
 _reducers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _nothing() -> None:
+    """As a reference to what is gone."""
 
 
 def _remove(hooks: dict[Tensor, RemovableHandle]) -> None:

@@ -122,6 +122,11 @@ class ShardedDDP(Wrapper):
 
     def _misfit(self, names: dict[nn.Parameter, str]) -> str | None:
         """Returns why module, optimizers and group do not belong together, in words for the user; None if they do."""
+        if isinstance(self.module, Wrapper):
+            return (
+                f"the module is a {type(self.module).__name__} already, as in a notebook whose cell runs again. Wrap "
+                "what zero.unwrap(model) returns."
+            )
         if not self._optimizers:
             return "ShardedDDP was given no optimizer. Pass the zero.OSS that holds the module's parameters."
         for optimizer in self._optimizers:
@@ -161,8 +166,12 @@ class ShardedDDP(Wrapper):
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backward reduces gradients: False within no_sync, as for DistributedDataParallel."""
+        """Whether backward reduces gradients: False within no_sync, as for DistributedDataParallel. It may be set."""
         return self._reducer.active
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, sync: bool) -> None:
+        self._reducer.active = sync
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the module. Collective if the module has buffers."""

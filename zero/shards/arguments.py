@@ -14,14 +14,17 @@ from zero.shards.shapes import shared_memory, unusable
 from zero.tensor_parallel import parts
 
 
-def as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> tuple[list[dict[str, Any]], str | None]:
-    """Returns parameter groups in torch's form, and an error message if they cannot be used."""
+def as_groups(
+    params: Iterable[Any], seen: set[nn.Parameter] | None = None, *, call: str = "OSS"
+) -> tuple[list[dict[str, Any]], str | None]:
+    """Returns parameter groups in torch's form, and an error message if they cannot be used. call: to what the user
+    gave them."""
     if isinstance(params, Tensor) or _has_no_order(params):
-        return [], _unordered("OSS", params)
+        return [], _unordered(call, params)
     given: list[Any] = list(params)
     in_dicts = [isinstance(entry, dict) for entry in given]
     if any(in_dicts) and not all(in_dicts):
-        return [], "OSS was given parameters and groups (dicts) in one list. Pass either the one or the other."
+        return [], f"{call} was given parameters and groups (dicts) in one list. Pass either the one or the other."
     groups: list[dict[str, Any]] = given if any(in_dicts) else [{"params": given}]
     for position, group in enumerate(groups):
         if _has_no_order(group.get("params", ())):
@@ -47,7 +50,9 @@ def as_groups(params: Iterable[Any], seen: set[nn.Parameter] | None = None) -> t
                 )
             found[param] = name
     if not found:
-        return groups, "OSS was given no parameters. Pass model.parameters() (a generator is used up after one pass)."
+        return groups, (
+            f"{call} was given no parameters. Pass model.parameters() (a generator is used up after one pass)."
+        )
     return groups, shared_memory((name, param) for param, name in found.items())
 
 

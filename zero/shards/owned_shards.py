@@ -54,15 +54,24 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
     ) -> None:
         super().__init__()
         self._comm, self.cut, self._granularity = comm, cut, granularity
-        self._loads = [0] * comm.world
+        self._master_dtype, self.offload = master_dtype, offload
+        self._begin()
+
+    def _begin(self) -> None:
+        self._loads = [0] * self._comm.world
         self.given: list[list[nn.Parameter]] = []
         self._owned: set[nn.Parameter] = set()
         self._trained: set[ShardGroup] = set()
         self.shard_groups: list[ShardGroup] = []
         self.places: dict[nn.Parameter, Place] = {}
-        self._master_dtype, self.offload = master_dtype, offload
         # torch's counts of writes into what is stepped, at the end of the last step.
         self._versions: dict[ShardGroup, int] = {}
+
+    def lay_out_again(self, param_groups: list[dict[str, Any]], numel: int) -> None:
+        """Lays out the same parameters in shard groups of at most `numel` elements; their shards are other objects."""
+        self.clear()
+        self._begin()
+        self.add(param_groups, numel)
 
     def add(self, param_groups: list[dict[str, Any]], numel: int | None = None) -> None:
         """Lays out the parameters of the groups, balanced with the shards that each rank owns.
@@ -133,13 +142,16 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         """The shard groups that a step may have changed, in the order in which forward reads them.
 
         Includes groups that were trained when they were added or at an earlier call: a parameter may have been frozen
-        after its backward.
+        after its backward. Alike on all ranks, as gradients are.
         """
         self._note_trained()
         return [flat for flat in reversed(self.shard_groups) if flat in self._trained]
 
     def _note_trained(self) -> None:
-        self._trained |= {flat for flat in self.shard_groups if any(param.requires_grad for param in flat.params)}
+        for flat in self.shard_groups:
+            # torch's optimizers ask for the gradient alone, which the user may have given to what requires none.
+            if any(param.requires_grad or param.grad is not None for param in flat.params):
+                self._trained.add(flat)
 
     def group(self, group: dict[str, Any]) -> dict[str, Any]:
         """A parameter group for the inner optimizer: this rank's shards that are not empty."""
@@ -149,9 +161,21 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
             given["param_names"] = [group["param_names"][index] for index in owned]
         return given
 
+    def place(self, param: nn.Parameter) -> Place:
+        """Where a parameter lies. Raises KeyError for what is no parameter here."""
+        found = self.places.get(param)
+        if found is None:
+            kind = "trained" if param.requires_grad else "frozen"
+            raise KeyError(
+                f"this optimizer was not given the {kind} parameter of shape {list(param.shape)} that it is asked for: "
+                "it has those of its param_groups."
+            )
+        return found
+
     def owns(self, param: nn.Parameter) -> bool:
         """Whether the shard of a parameter is not empty. Raises KeyError for what is no parameter here."""
-        return self.places[param].position in self.places[param].group.spans
+        place = self.place(param)
+        return place.position in place.group.spans
 
     def cut_to_shard(self, param: nn.Parameter, value: Any) -> Any:
         """Returns this rank's elements of a tensor of the full shape of a parameter; anything else as it is."""

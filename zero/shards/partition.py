@@ -51,6 +51,12 @@ def optimizer_problem(
             "Use it without zero (stage 0); if one of its options does so, such as a clipping by the norm of all "
             "gradients, or rounding at random, switch that off."
         )
+    if found.kind is Kind.COLLECTIVE:
+        return (
+            f"{optim} calls collectives of its own ({found.reason}): it spreads its step over the ranks, as zero does, "
+            "and would count on ranks that step other parameters now. It cannot be sharded. Pass the optimizer that "
+            "steps all parameters on every rank, such as torch.optim.Muon, or use it without zero (stage 0)."
+        )
     if found.kind is Kind.HOOKED:
         return (
             f"{optim} takes gradients in hooks that it registers on parameters, which are not called for the shards "

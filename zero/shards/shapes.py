@@ -7,7 +7,6 @@ parameter keeps its strides.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -104,6 +103,12 @@ def unusable(param: object, name: str) -> str | None:
         return (
             f"{name} is on the meta device and has no values. Call model.to_empty(device=...) and initialise it first."
         )
+    if has_values(param) and param.device.type == "cpu" and param.is_shared():  # on a GPU it always is
+        return (
+            f"{name} lies in memory that processes share, as after share_memory(): the others would go on to read what "
+            "it was before it moved into a buffer. Give it memory of its own, param.data = param.data.clone(), and "
+            "share copies of trained weights, as zero.full_state_dict(model) returns."
+        )
     return None
 
 
@@ -117,18 +122,28 @@ def shared_memory(named: Iterable[tuple[str, Any]], buffers: Iterable[tuple[str,
             last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
             begin = param.data_ptr()
             ranges.append((str(param.device), begin, begin + (last + 1) * param.element_size(), name))
-    for (device, _, end, name), (next_device, begin, _, other) in pairwise(sorted(ranges)):
-        if device == next_device and begin < end and not {name, other} <= alone.keys():
-            if not alone.keys().isdisjoint({name, other}):
-                return (
-                    f"{name} and {other} share memory, of which zero would give the parameter its own. Give the buffer "
-                    "a copy: register_buffer(..., param.detach().clone())."
-                )
-            return (
-                f"{name} and {other} are two parameters that share memory, as after `out.weight.data = "
-                "emb.weight.data`. zero would give each its own. Tie them as one parameter: out.weight = emb.weight."
-            )
+    # Of the parameters, and of the buffers, up to here: which one reaches furthest. Buffers may overlap one another.
+    furthest: dict[tuple[str, bool], tuple[int, str]] = {}
+    for device, begin, end, name in sorted(ranges):
+        for of_buffers in (False,) if name in alone else (False, True):
+            reached, other = furthest.get((device, of_buffers), (begin, ""))
+            if begin < reached:
+                return _shared(name, other, with_buffer=of_buffers or name in alone)
+        kind = device, name in alone
+        furthest[kind] = max(furthest.get(kind, (end, name)), (end, name))
     return None
+
+
+def _shared(name: str, other: str, *, with_buffer: bool) -> str:
+    if with_buffer:
+        return (
+            f"{other} and {name} share memory, of which zero would give the parameter its own. Give the buffer "
+            "a copy: register_buffer(..., param.detach().clone())."
+        )
+    return (
+        f"{other} and {name} are two parameters that share memory, as after `out.weight.data = "
+        "emb.weight.data`. zero would give each its own. Tie them as one parameter: out.weight = emb.weight."
+    )
 
 
 def with_own_storage(view: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from zero.comm import Comm
-from zero.measure import param_groups
 from zero.measure.param_groups import params_of
 from zero.state import leaves
 from zero.state.optimizer_state import cut, fitting, hand_over
+from zero.state.shard_mark import marks_of
 from zero.state.stepped import SteppedShards
 from zero.tensor_parallel import parts
 
@@ -101,7 +101,7 @@ def _described(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Returns the state as JSON, tensors with dimensions as their shapes and dtypes. Raises ValueError for a shard, and
     for what cannot be sent."""
     groups = state_dict["param_groups"]
-    if any(param_groups.SHARD_MARK in one for one in [state_dict, *groups]):
+    if marks_of(state_dict):
         raise ValueError("the state is one rank's shard. Save what zero.full_optimizer_state_dict() returns.")
     states = [
         (key, leaves.all_described(leaves.opened(state), f"parameter {key}"))

@@ -4,7 +4,7 @@ The state tensors of a cut parameter are cut with it (`ParamShard`), their lists
 Master weights are an entry of the state, "master", with the values for the next step (`settled`).
 
     full   {"state": {number of the parameter: {key: tensor or value}}, "param_groups": [... "params": [numbers]]}
-    shard  the same with this rank's shards for tensors; "zero_shard" identifies rank and layout (shard_mark.py)
+    shard  the same with this rank's shards for tensors; "zero_shard" in each group says which (shard_mark.py)
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from zero.shards.masters import settled
 from zero.state import leaves
 from zero.state.own_dtypes import keep_dtypes
 from zero.state.param_shard import ParamShard
-from zero.state.shard_mark import ShardMark, texts_of
+from zero.state.shard_mark import mark, marks_of
 from zero.state.stepped import SteppedShards
 from zero.tensor_parallel import parts
 
@@ -124,8 +124,10 @@ def shard_of(optimizer: SteppedShards, *, settle: bool = True) -> dict[str, Any]
     comm = optimizer.comm
     states = {owned.number: _state_of(optimizer, owned, settle) for owned in _shards_of(optimizer, comm.rank)}
     states |= {number: dict(optimizer.optim.state.get(param, {})) for number, param in _unsharded(optimizer)}
-    mark = {param_groups.SHARD_MARK: ShardMark([fingerprint(optimizer)])} if comm.world > 1 else {}
-    return {**_state_dict(optimizer, states), **mark}
+    found = _state_dict(optimizer, states)
+    if comm.world > 1:
+        mark(found, fingerprint(optimizer))
+    return found
 
 
 def load(optimizer: SteppedShards, state_dict: dict[str, Any]) -> None:
@@ -138,7 +140,7 @@ def own_shard(
 ) -> tuple[dict[nn.Parameter, dict[str, Any]], list[dict[str, Any]]]:
     """Returns this rank's shard of a full state, or a copy of its own, by `part(param)`, and the groups' options.
     Raises ValueError if the state does not fit."""
-    states, is_shard = fitting(optimizer, state_dict), param_groups.SHARD_MARK in state_dict
+    states, is_shard = fitting(optimizer, state_dict), bool(marks_of(state_dict))
     return cut(optimizer, states.items(), is_shard=is_shard), state_dict["param_groups"]
 
 
@@ -151,7 +153,7 @@ def fitting(optimizer: SteppedShards, state_dict: dict[str, Any]) -> dict[int, d
             f"the state has parameter groups of {found} parameters, the optimizer has {expected}. "
             "Build OSS from the same parameters, in the same groups, as the optimizer that was saved."
         )
-    refuse_other_shard(optimizer, state_dict.get(param_groups.SHARD_MARK))
+    refuse_other_shard(optimizer, marks_of(state_dict))
     keys = [key for group in groups for key in group["params"]]
     if unknown := [*(state_dict["state"].keys() - {*keys})]:
         raise ValueError(
@@ -159,7 +161,7 @@ def fitting(optimizer: SteppedShards, state_dict: dict[str, Any]) -> dict[int, d
             f"({', '.join(map(repr, keys[:3]))}, ...). Load a state_dict() as the optimizer returned it."
         )
     states = {number: state_dict["state"][key] for number, key in enumerate(keys) if key in state_dict["state"]}
-    if param_groups.SHARD_MARK not in state_dict:
+    if not marks_of(state_dict):
         _refuse_other_shapes(optimizer, states)
     return states
 
@@ -181,14 +183,13 @@ def cut(
 
 def refuse_other_shard(
     optimizer: SteppedShards,
-    mark: str | Iterable[str] | None,
+    marks: set[str],
     remedy: str = "Call consolidate_state_dict() before state_dict() to save what loads anywhere.",
 ) -> None:
-    """Raises ValueError for the shard of another rank or layout. mark: of the state; None if it is full."""
-    found = texts_of(mark)
-    own = fingerprint(optimizer) if found else ""
-    if found and own not in found:
-        raise ValueError(f"the state is one rank's shard ({', '.join(sorted(found))}), but this is {own}. {remedy}")
+    """Raises ValueError for the shard of another rank or layout. marks: of the state; none if it is full."""
+    own = fingerprint(optimizer) if optimizer.shard_groups else "an optimizer of full parameters"
+    if marks and own not in marks:
+        raise ValueError(f"the state is one rank's shard ({', '.join(sorted(marks))}), but this is {own}. {remedy}")
 
 
 def _refuse_other_shapes(optimizer: SteppedShards, states: dict[int, dict[str, Any]]) -> None:
@@ -319,8 +320,12 @@ def numbered_groups(optimizer: SteppedShards) -> list[dict[str, Any]]:
 
 def fingerprint(optimizer: SteppedShards) -> str:
     """The mark of this rank's shard: rank, world size and a digest of the layout."""
-    bounds = [list(group.layout.bounds) for group in optimizer.shard_groups]
-    layout = hashlib.sha256(json.dumps(bounds).encode()).hexdigest()[:12]
+    numbers = {param: number for number, param in enumerate(params_of(optimizer))}
+    laid_out = [
+        (group.layout.bounds, [numbers.get(param) for param in group.params], group.shapes.full)
+        for group in optimizer.shard_groups
+    ]
+    layout = hashlib.sha256(json.dumps(laid_out).encode()).hexdigest()[:12]
     others = parts.ranks(params_of(optimizer))
     part = "" if others is None else f", part {others.rank} of {others.world}"
     return f"rank {optimizer.comm.rank} of {optimizer.comm.world}, layout {layout}{part}"

@@ -1,16 +1,18 @@
 """The mark of a state_dict() that is one rank's shard, so that no other rank loads it, and none saves it unawares.
 
-OSS         state_dict["zero_shard"]
-stage 3     group["zero_shard"] in each of state_dict["param_groups"], as the user's own optimizer writes its
-            state_dict() itself; an optimizer that loads it gets the mark, too
+It is in each group, state_dict["param_groups"][i]["zero_shard"], at every stage: any optimizer that loads it gets the
+mark, too, also one that does not know of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from zero._torch import warn_user
+from torch.optim import Optimizer
+
+from zero._torch import takes_state_hooks, warn_user
+from zero.measure.param_groups import SHARD_MARK
 
 
 class ShardMark(frozenset[str]):
@@ -36,6 +38,32 @@ class ShardMark(frozenset[str]):
         return self
 
 
-def texts_of(mark: str | Iterable[str] | None) -> set[str]:
-    """The texts of a mark, also of one that was loaded; none for a full state. Earlier versions saved one text."""
-    return {mark} if isinstance(mark, str) else {*(mark or ())}
+def texts_of(mark: Iterable[str] | None) -> set[str]:
+    """The texts of a mark, also of one that was loaded; none for a full state."""
+    return {*(mark or ())}
+
+
+def marks_of(state_dict: Mapping[str, Any]) -> set[str]:
+    """The texts of all marks in a state_dict(); none for a full state."""
+    return {text for group in state_dict["param_groups"] for text in texts_of(group.get(SHARD_MARK))}
+
+
+def mark(state_dict: Mapping[str, Any], text: str) -> None:
+    """Marks the state as the shard of which `text` says which one it is."""
+    made = ShardMark([*marks_of(state_dict), text])  # one, which warns once
+    for group in state_dict["param_groups"]:
+        group[SHARD_MARK] = made
+
+
+def refuse_shards(optimizer: Optimizer) -> None:
+    """Makes the optimizer, which steps full parameters, refuse a shard in load_state_dict()."""
+    if takes_state_hooks(optimizer):
+        optimizer.register_load_state_dict_pre_hook(_refuse_shard)
+
+
+def _refuse_shard(_: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    if found := marks_of(state_dict):
+        raise ValueError(
+            f"the state is one rank's shard ({', '.join(sorted(found))}), but this optimizer steps full parameters. "
+            "Load full state, such as zero.full_optimizer_state_dict returns."
+        )

@@ -10,10 +10,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zero.measure.param_groups import SHARD_MARK, params_of
+from zero.measure.param_groups import params_of
 from zero.shards.partition import Place, places_in
 from zero.state import leaves
 from zero.state.optimizer_state import consolidate
+from zero.state.shard_mark import marks_of
 from zero.state.stepped import SteppedShards
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.parts import is_first
@@ -57,7 +58,7 @@ def cut_whole(optimizer: SteppedShards, state_dict: dict[str, Any]) -> dict[str,
                 "zero.full_optimizer_state_dict returns."
             ) from None
 
-    is_whole = SHARD_MARK not in state_dict and has_parts(optimizer)
+    is_whole = not marks_of(state_dict) and has_parts(optimizer)
     return _mapped(optimizer, state_dict, cut) if is_whole else state_dict
 
 

@@ -86,7 +86,7 @@ def full_state(sharding: Sharding, optimizer: Optimizer, to: int | None) -> dict
         optimizer.consolidate_state_dict(to)
         here = to is None or optimizer.comm.rank == to
         found = optimizer.state_dict() if here else None
-        optimizer.saved.forget()
+        optimizer.state_dicts.forget()
         return found
     holder = sharding.wrapper_of(optimizer)
     return holder.optim_state_dict(optimizer, to) if isinstance(holder, FSDP) else optimizer.state_dict()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ReferenceType
 
 from torch import nn
+from torch.optim import Optimizer
 
-from zero._torch import asked_by_torch_checkpoint
+from zero._torch import asked_by_torch_checkpoint, takes_state_hooks
 from zero.state import optimizer_state as state
+from zero.state.shard_mark import mark
 from zero.state.stepped import SteppedShards
 from zero.state.whole import consolidate_whole, cut_whole, has_parts
 
 
-class Saved:
+class StateDicts:
     """The full state of one OSS, where it was gathered since the last step. stepped: what the OSS steps now."""
 
     def __init__(self) -> None:
@@ -64,3 +67,15 @@ class Saved:
         """
         state.hand_over(stepped, taken, groups)
         self.forget()
+
+
+def mark_shards(inner: Optimizer, of: ReferenceType[Any]) -> None:
+    """Has the state_dict() of the optimizer inside of an OSS say which shard it is: no other rank must load it."""
+
+    def marked(_: Optimizer, state_dict: dict[str, Any]) -> None:
+        outer = of()
+        if outer is not None and outer.comm.world > 1:
+            mark(state_dict, state.fingerprint(outer.stepped_shards))
+
+    if takes_state_hooks(inner):
+        inner.register_state_dict_post_hook(marked)

@@ -68,7 +68,7 @@ class Options:
         )
 
 
-class Checked:
+class Arguments:
     """Collective. The arguments are those of OSS. Raises ValueError on every rank if they cannot be used on any.
 
     `options`: the arguments, understood. `groups`: the parameters in torch's form.
@@ -131,8 +131,8 @@ class Checked:
         partition = "even" if cut == "even" and found.kind is Kind.TENSORWISE else self.options.partition
         return found, optimizer_problem(title(self._optim), found, partition, self.options.granularity)
 
-    def lay_out(self, param_groups: list[dict[str, Any]], numel: int | None = None) -> OwnedShards:
-        """Moves the parameters into shard groups of at most `numel` elements. Collective with offload."""
+    def lay_out(self, param_groups: list[dict[str, Any]]) -> OwnedShards:
+        """Moves the parameters into shard groups. Collective with offload."""
         shards = OwnedShards(
             self._comm,
             cut=self.cut,
@@ -140,7 +140,7 @@ class Checked:
             master_dtype=self.options.stepped_as,
             offload=self.options.offload,
         )
-        shards.add(param_groups, numel)
+        shards.add(param_groups)
         self.refuse_full()
         return shards
 

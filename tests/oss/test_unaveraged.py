@@ -1,0 +1,115 @@
+"""Steps on gradients that are not, or not yet, those of all ranks: refused on every rank, or right."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+
+import ranks
+import zero
+from rows import Net, Rows, changed, momentum
+from zoo import WIDTH, data
+
+row = Rows("step() on gradients that were not averaged", __name__, optim=momentum)
+
+# ------------------------------------------------------------------------------------------------- within a backward
+
+
+def within(register):
+    """register(t, hook): a hook that is called within each backward."""
+
+    def stepped(t, i):
+        if i == 0:
+            register(t, lambda *_: t.o.step())
+        t.update(t.loss(i))
+
+    return stepped
+
+
+REFUSED = {"same": (), "refused": {1: "within a backward.*has returned", 2: "within a backward.*has returned"}}
+row.of(
+    "a hook after a gradient steps",
+    within(lambda t, hook: t.n.first.weight.register_post_accumulate_grad_hook(hook)),
+    **REFUSED,
+)
+row.of("a hook of a module steps", within(lambda t, hook: t.n.last.register_full_backward_hook(hook)), **REFUSED)
+row.of("a hook of a tensor steps", within(lambda t, hook: t.n.first.weight.register_hook(lambda g: hook())), **REFUSED)
+
+# ------------------------------------------------------------------------------------------- under no_sync, or around
+
+
+def unsent(t, i):
+    t.update(t.loss(i))
+    with zero.no_sync(t.m):
+        t.loss(10 + i).backward()
+    t.o.step()
+
+
+def around(t, i):
+    t.update(t.n(t.batch(i)).square().mean())
+
+
+def unfrozen(t, i):
+    t.n.first.requires_grad_(i > 0)
+    t.update(t.loss(i))
+
+
+def frozen():
+    return changed(Net(), lambda net: net.first.requires_grad_(False))
+
+
+row.of("the last backward is under no_sync", unsent, same=(), refused={1: r"no_sync\(\)", 2: r"no_sync\(\)"})
+row.of("the inner module is called", around, same=(), refused={1: "around the DistributedDataParallel"})
+row.of(
+    "a layer is unfrozen after wrapping",
+    unfrozen,
+    net=frozen,
+    same=(),
+    refused={1: r"first\.(weight|bias) was frozen when.*Wrap the model again"},
+)
+
+
+# ---------------------------------------------------------------------------------------------------- what is right
+
+
+def inner_calls(t, i):
+    """Of which no gradient is left."""
+    loss = t.loss(i)
+    t.note(torch.autograd.grad(t.n(t.batch(10 + i)).square().mean(), t.n.last.weight)[0])
+    with torch.no_grad():
+        t.note(t.n(t.batch(20 + i)))
+    loss.backward()
+    t.n(t.batch(30 + i))
+    t.m(t.batch(30 + i))
+    t.update(None)
+
+
+def dropped(t, i):
+    with zero.no_sync(t.m):
+        t.loss(10 + i).backward()
+    t.n(t.batch(i)).square().mean().backward()
+    t.n.zero_grad()
+    t.update(t.loss(i))
+
+
+row.of("the inner module is called for other things", inner_calls, same={1, 2})
+row.of("gradients that were not averaged are dropped", dropped, same={1})
+test_rows = row.tests()
+
+
+@pytest.mark.filterwarnings("ignore:.*weights_only:FutureWarning")
+@ranks.on(2)
+def test_copies_and_files_of_the_module_are_watched_no_more(rank, world):
+    model, optimizer = zero.setup(Net(), momentum, stage=1)
+    file = io.BytesIO()
+    torch.save(model.module, file)
+    file.seek(0)
+    model(data(4, WIDTH, rank=rank)).square().mean().backward()
+    for other in (copy.deepcopy(model.module), torch.load(file, weights_only=False)):
+        other(data(4, WIDTH, rank=rank)).square().mean().backward()
+    optimizer.step()
+    zero.unwrap(model)(data(4, WIDTH, rank=rank)).square().mean().backward()
+    assert "around" in ranks.refusal(optimizer.step)
