@@ -154,3 +154,29 @@ def parameters_sent_twice(gather, self, full, shard, *streams, **how):
 def wire_dtype_of_parameters_ignored(gather, self, full, shard, *streams, sent_as=None, **how):
     """broadcast_fp16 changes nothing: stepped parameters are sent as they are."""
     return gather(self, full, shard, *streams, **how)
+
+
+# ------------------------------------------------------------------------------ what stands in param.grad at stage 2
+
+
+@mutant("OwnedGradient.put_back")
+def gradient_put_back_without_its_shard(_, self):
+    """A gradient that was taken away and put back stands for the one that came meanwhile."""
+    self.kept, self.stands = None, True
+
+
+@mutant("OwnedGradient.let_go")
+def gradient_that_counts_after_it_was_dropped(_, self):
+    """The shard of a gradient that was cleared counts in the step."""
+    self.kept, self.stands = self.of.grad, False
+
+
+@mutant("OwnedShards._note_trained")
+def gathered_by_what_requires_gradients(_, self):
+    """What has a gradient by hand, and requires none, is stepped by its owner alone."""
+    self._trained |= {flat for flat in self.shard_groups if any(param.requires_grad for param in flat.params)}
+
+
+@mutant("Averaging._reached")
+def gradients_of_any_backward_taken_for_averages(_, self, *given):
+    """At stage 1 a step takes what no_sync or a forward around the wrapper has left."""
