@@ -19,13 +19,15 @@
 
 Stage 0 is DistributedDataParallel with the plain optimizer. It runs each program once, for all stages, unless 0 is
 among `refused`. `fails`: the stages at which the row does not hold yet; there it is a strict expected failure.
+
+A row runs on the plain axis; on another one it is `row.at(Point("a slow operation"))`, see axes/.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -43,6 +45,7 @@ import gpus
 import matrix
 import ranks
 import zero
+from axes import Axis, Point, axis_at
 from transports import TRANSPORTS, by, in_turn
 from zoo import WIDTH, Stack, data
 
@@ -72,30 +75,41 @@ class Loop:
 
     def __init__(self, row: Row, stage: int, rank: int, folder: str) -> None:
         torch.manual_seed(0)
-        self.stage, self.rank, self.folder, self.n = stage, rank, Path(folder), row.net()
-        self.m, self.o = _wrapped(row, stage, self.n)
+        self.stage, self.rank, self.folder, self.axis = stage, rank, Path(folder), row.axis
         self.kept, self.seen = SimpleNamespace(), list[Tensor]()
+        self.n = self.axis.net(row.net(), self)
+        self.m, self.o = self.axis.wrapped(self, lambda optim: _wrapped(row, stage, self.n, optim), row.optim)
 
     def batch(self, i: int) -> Tensor:
         """Another one on each rank."""
-        return data(4, WIDTH, rank=self.rank, step=i)
+        return self.axis.inputs(data(4, WIDTH, rank=self.rank, step=i))
+
+    def forward(self, inputs: Tensor, **given: Any) -> Tensor:
+        return self.axis.forward(self, inputs, **given)
 
     def loss(self, i: int, **given: Any) -> Tensor:
         """A forward of this rank's batch, whose loss is compared with stage 0's. given: for the model's forward."""
-        loss: Tensor = self.m(self.batch(i), **given).square().mean()
-        return self.note(loss)
+        return self.note(self.forward(self.batch(i), **given).square().mean())
 
     def note(self, value: Tensor) -> Tensor:
         """To be compared with what stage 0 has here."""
         self.seen.append(value.detach().clone())
         return value
 
+    def backward(self, loss: Tensor) -> None:
+        self.axis.backward(self, loss)
+
+    def clip(self, most: float) -> Tensor:
+        """By zero, the norm being compared with stage 0's."""
+        self.axis.unscale(self)
+        return self.note(zero.clip_grad_norm_(self.m, self.o, most))
+
     def update(self, loss: Tensor | None, act: Callable[[Loop], object] = id) -> None:
         """loss: if its backward was not called yet. act: what is done between backward and step."""
         if loss is not None:
-            loss.backward()
+            self.backward(loss)
         act(self)
-        self.o.step()
+        self.axis.update(self)
         self.o.zero_grad()
 
 
@@ -141,9 +155,21 @@ class Row:
     ddp: Mapping[str, Any] = field(default_factory=dict)
     fsdp: Mapping[str, Any] = field(default_factory=dict)
     cpu_only: str | None = None
+    point: Point | None = None
+    axis: Axis = field(default_factory=Axis)
 
     def __reduce__(self) -> Any:
-        return _found, self.found
+        return _found, (*self.found, self.point)
+
+    def at(self, point: Point, **how: Any) -> Row:
+        """This row at a point of the axes. how: changes beside it."""
+        axis, cut = axis_at(point), {"partition": point.partition}
+        cuts = {"fsdp": {**self.fsdp, **cut} if self.fsdp else {}, "options": {**self.options, **cut}}
+        how = {"or_refused": axis.or_refused or self.or_refused, "fails": frozenset(), **how}
+        if axis.refused:
+            how |= {"same": frozenset(), "refused": axis.refused, "or_refused": None}
+        tolerance = max(self.tolerance, axis.tolerance)
+        return replace(self, point=point, axis=axis, tolerance=tolerance, **cuts, **how)
 
     def stages(self) -> list[int]:
         """Stage 0 runs where something is compared with it."""
@@ -265,16 +291,17 @@ class Rows:
         return [*([rest] if len(rest) > 1 else []), *([stage] for stage in alone)]
 
 
-def _found(module: str, kind: str, number: int) -> Row:
+def _found(module: str, kind: str, number: int, point: Point | None) -> Row:
     import_module(module)
-    return _kinds[module, kind].rows[number]
+    row = _kinds[module, kind].rows[number]
+    return row if point is None else row.at(point)
 
 
 def train(rank: int, world: int, row: Row, stage: int, transport: str, folder: str) -> Record:
-    with by(transport):
+    with by(transport), row.axis.running(rank, stage):
         loop = Loop(row, stage, rank, folder)
         for i in range(row.steps):
-            row.program(loop, i)
+            row.axis.step(row.program, loop, i)
         return Record(loop.seen, zero.full_state_dict(loop.m))
 
 
@@ -288,14 +315,15 @@ def train_at_each(rank: int, world: int, row: Row, stages: list[int], transport:
     return records
 
 
-def _wrapped(row: Row, stage: int, net: nn.Module) -> tuple[nn.Module, Any]:
+def _wrapped(row: Row, stage: int, net: nn.Module, optim: Callable[..., Any]) -> tuple[nn.Module, Any]:
+    options = {**row.options, **row.axis.options(stage)} if stage else {}
     if stage == 3 and row.fsdp:
         model = zero.FSDP(net, **row.fsdp)
-        return model, row.optim(model.parameters())
+        return model, optim(model.parameters())
     if stage > 1 or not row.ddp:
-        return zero.setup(net, row.optim, stage=stage, **row.options if stage else {})
+        return zero.setup(net, optim, stage=stage, **options)
     params = net.named_parameters()
-    optimizer = zero.OSS(params, row.optim, **row.options) if stage else row.optim(net.parameters())
+    optimizer = zero.OSS(params, optim, **options) if stage else optim(net.parameters())
     return DistributedDataParallel(net, **row.ddp), optimizer
 
 

@@ -1,0 +1,199 @@
+"""Small programs on the axes of tests/axes: numbers are those of stage 0 there, too, or every rank raises.
+
+Each runs on the plain axis, and at some points of the others that a seed draws, a model sharded evenly or by whole
+parameters. `make axes` tries 300 points that are new each time, DRAWS=2000 more. A point that fails is to be entered
+in KNOWN, or mended.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import axes
+import gpus
+import zero
+from axes import Point
+from rows import Loop, Net, Row, Rows, adam, momentum, sgd
+from transports import TRANSPORTS
+from zoo import WIDTH, Block, Stack
+
+DRAWS = int(os.environ.get("ZERO_AXES", "0"))
+ALIKE = {"ddp": {"find_unused_parameters": True}}
+
+row = Rows("small programs", __name__, optim=momentum)
+
+
+@row()
+def trains(t: Loop, i: int) -> None:
+    t.update(t.loss(i))
+
+
+@row(optim=adam)
+def clips(t: Loop, i: int) -> None:
+    t.update(t.loss(i), lambda t: t.clip(0.1))
+
+
+@row()
+def accumulates_under_no_sync(t: Loop, i: int) -> None:
+    with zero.no_sync(t.m):
+        t.backward(t.loss(10 + i))
+    t.update(t.loss(i))
+
+
+@row(fails={2, 3})
+def accumulates(t: Loop, i: int) -> None:
+    t.backward(t.loss(10 + i))
+    t.update(t.loss(i))
+
+
+@row(optim=adam)
+def evaluates_between_forward_and_backward(t: Loop, i: int) -> None:
+    loss = t.loss(i)
+    t.m.eval()
+    with torch.no_grad():
+        t.loss(20 + i)
+    t.m.train()
+    t.update(loss)
+
+
+def note_state(t: Loop, state: dict[str, Any]) -> None:
+    for entry in state.get("state", {}).values():
+        for value in entry.values():
+            t.note(torch.as_tensor(value))
+
+
+@row()
+def saves_on_rank_0(t: Loop, i: int) -> None:
+    t.update(t.loss(i))
+    for value in zero.full_state_dict(t.m, to=0).values() if t.stage else zero.full_state_dict(t.m).values():
+        t.rank == 0 and t.note(value)
+    state = zero.full_optimizer_state_dict(t.m, t.o, to=0)
+    t.rank == 0 and note_state(t, state)
+
+
+@row(optim=adam)
+def goes_back_to_what_it_saved(t: Loop, i: int) -> None:
+    if i == 2:
+        zero.load_full_state_dict(t.m, t.kept.weights)
+        zero.load_full_optimizer_state_dict(t.m, t.o, t.kept.state)
+    t.update(t.loss(i))
+    if i == 0:
+        t.kept.weights = zero.full_state_dict(t.m)
+        t.kept.state = copy.deepcopy(zero.full_optimizer_state_dict(t.m, t.o))  # stage 0 shows what it steps
+        note_state(t, t.kept.state)
+
+
+@row()
+def two_forwards_have_one_loss(t: Loop, i: int) -> None:
+    t.update(t.loss(i) + t.loss(10 + i))
+
+
+@row()
+def a_forward_is_dropped(t: Loop, i: int) -> None:
+    t.forward(t.batch(30 + i))
+    t.update(t.loss(i))
+
+
+@row(**ALIKE)
+def a_layer_is_frozen_until_the_second_step(t: Loop, i: int) -> None:
+    t.n.first.requires_grad_(i > 0)
+    t.update(t.loss(i))
+
+
+def with_a_frozen_block() -> nn.Module:
+    net = Net()
+    net.blocks[1].requires_grad_(False)
+    return net
+
+
+@row(net=with_a_frozen_block, fails={1, 2})
+def gradients_are_given_by_hand(t: Loop, i: int) -> None:
+    """To parameters that never required one, as evolution strategies do."""
+    t.backward(t.loss(i))
+    for param in t.n.blocks[1].parameters():
+        param.grad = param.detach() * 0.1 + 0.01
+    t.update(None)
+
+
+@row()
+def gradients_are_divided(t: Loop, i: int) -> None:
+    """As by a number of tokens."""
+    t.update(t.loss(i), lambda t: [param.grad.mul_(1 / 3) for param in shown(t) if param.grad is not None])
+
+
+def shown(t: Loop) -> list[Tensor]:
+    """Parameters, or at stage 2 those of the optimizer inside, which have shards of gradients."""
+    return [t.o.part(param) if t.stage == 2 else param for param in t.n.parameters()]
+
+
+@row()
+def weights_decay_between_steps(t: Loop, i: int) -> None:
+    t.update(t.loss(i))
+    with torch.no_grad():
+        for param in t.n.parameters():
+            param.mul_(0.99)
+
+
+@row(optim=adam)
+def the_norm_of_gradients_is_logged(t: Loop, i: int) -> None:
+    t.backward(t.loss(i))
+    t.axis.unscale(t)
+    t.note(zero.grad_norm(t.m, t.o))
+    t.update(None)
+
+
+class Forces(Stack):
+    """Takes the gradient of a unit's output, and then uses a layer of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if not torch.is_grad_enabled():
+            return self.last(x)
+        positions = x.detach().requires_grad_()
+        (forces,) = torch.autograd.grad(self.blocks[0](positions).sum(), positions)
+        return self.last(self.blocks[1](x) + forces)
+
+
+row.of("forces are taken within forward", net=lambda: Forces(classes=3, blocks=2), **ALIKE, fails={3})
+
+
+class Recomputed(Stack):
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False)
+
+
+row.of("blocks are computed again", net=lambda: Recomputed(classes=3, blocks=2))
+row.of("one block is used twice", net=lambda: Twice(classes=3, blocks=2))
+row.of("units have buffers", net=lambda: Stack(lambda: Block(between=nn.BatchNorm1d(2 * WIDTH)), classes=3, blocks=2))
+
+
+class Twice(Stack):
+    def through(self, blocks: Any, x: Tensor) -> Tensor:
+        return super().through([*blocks, blocks[0]], x)
+
+
+@row()
+def scales_losses_in_float16(t: Loop, i: int) -> None:
+    """The loss of rank 0 overflows in the second step."""
+    if i == 0:
+        t.kept.scaler = zero.GradScaler(gpus.DEVICE, init_scale=2.0**8)
+    with torch.autocast(gpus.DEVICE, torch.float16):
+        loss = t.loss(i).float()
+    t.kept.scaler.scale(loss * float("inf") if (i, t.rank) == (1, 0) else loss).backward()
+    t.kept.scaler.step(t.o)
+    t.kept.scaler.update()
+    t.o.zero_grad()
+
+
+test_plain = row.tests()
