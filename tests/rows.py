@@ -102,7 +102,7 @@ class Loop:
     def clip(self, most: float) -> Tensor:
         """By zero, the norm being compared with stage 0's."""
         self.axis.unscale(self)
-        return self.note(zero.clip_grad_norm_(self.m, self.o, most))
+        return self.note(zero.clip_grad_norm_(self.m, self.o, most).float())
 
     def update(self, loss: Tensor | None, act: Callable[[Loop], object] = id) -> None:
         """loss: if its backward was not called yet. act: what is done between backward and step."""
