@@ -175,6 +175,14 @@ class Row:
         """Stage 0 runs where something is compared with it."""
         return sorted({*([0] if self.same else []), *self.same, *self.refused})
 
+    def runs(self) -> list[list[int]]:
+        """The stages that one call of the ranks runs."""
+        alone = [stage for stage in self.stages() if stage in (self.fails | {*self.refused})]
+        rest = [stage for stage in self.stages() if stage not in alone]
+        if self.or_refused:
+            alone, rest = [*rest[1:], *alone], []
+        return [*([rest] if len(rest) > 1 else []), *([stage] for stage in alone)]
+
     def check(self, stages: list[int], transport: str, folder: Path) -> None:
         """One stage, or stage 0 and those that are to have its numbers."""
         __tracebackhide__ = True
@@ -264,31 +272,32 @@ class Rows:
         does not hold yet, is a test of its own."""
         cases = []
         for number, row in enumerate(self.rows):
-            assert row.fails <= {*row.stages()}, f"{row.name} fails where it does not run"
-            for turn, stages in enumerate(self._runs(row)):
-                marks = [pytest.mark.xfail(strict=not gpus.ON, reason=self.kind)] if row.fails & {*stages} else []
-                marks += [gpus.cpu_only(row.cpu_only)] if row.cpu_only else []
+            for turn, stages in enumerate(row.runs()):
                 for transport in TRANSPORTS if matrix.WHOLE else [in_turn(number + turn)]:
-                    of = f"stage {stages[0]}" if len(stages) == 1 else "stages"
-                    words = (row.name.replace(" ", "_"), of, transport)
-                    cases.append(pytest.param(row, stages, transport, id="-".join(words), marks=marks))
+                    cases.append(case(row, stages, transport, self.kind))
+        return cases_as_test(cases)
 
-        @pytest.mark.matrix
-        @pytest.mark.parametrize(("row", "stages", "transport"), cases)
-        def test(row: Row, stages: list[int], transport: str, tmp_path: Path) -> None:
-            __tracebackhide__ = True
-            row.check(stages, transport, tmp_path)
 
-        return test
+def case(row: Row, stages: list[int], transport: str, reason: str) -> Any:
+    """One run of a row. reason: why it fails where it does not hold yet."""
+    assert row.fails <= {*row.stages()}, f"{row.name} fails where it does not run"
+    marks = [pytest.mark.xfail(strict=not gpus.ON, reason=reason)] if row.fails & {*stages} else []
+    marks += [gpus.cpu_only(row.cpu_only)] if row.cpu_only else []
+    of = f"stage {stages[0]}" if len(stages) == 1 else "stages"
+    words = (row.name.replace(" ", "_"), *([str(row.point)] if row.point else []), of, transport)
+    return pytest.param(row, stages, transport, id="-".join(words), marks=marks)
 
-    @staticmethod
-    def _runs(row: Row) -> list[list[int]]:
-        """The stages that one call of the ranks runs."""
-        alone = [stage for stage in row.stages() if stage in (row.fails | {*row.refused})]
-        rest = [stage for stage in row.stages() if stage not in alone]
-        if row.or_refused:
-            alone, rest = [*rest[1:], *alone], []
-        return [*([rest] if len(rest) > 1 else []), *([stage] for stage in alone)]
+
+def cases_as_test(cases: list[Any]) -> Callable[..., None]:
+    """A test of rows."""
+
+    @pytest.mark.matrix
+    @pytest.mark.parametrize(("row", "stages", "transport"), cases)
+    def test(row: Row, stages: list[int], transport: str, tmp_path: Path) -> None:
+        __tracebackhide__ = True
+        row.check(stages, transport, tmp_path)
+
+    return test
 
 
 def _found(module: str, kind: str, number: int, point: Point | None) -> Row:

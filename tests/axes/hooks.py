@@ -6,7 +6,9 @@ A place is a function of a Loop and of what the hook does there. It registers th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -27,16 +29,46 @@ if TYPE_CHECKING:
 
 Act = Callable[..., Any]
 """Of a Loop and what a hook sees. Returns what is to stand in its place, or None."""
+Place = Callable[["Loop", Act], list[Any]]
 TOLD = "from the user's hook"
 
 
 class Hook(Axis):
-    """early: before wrapping. own: of the optimizer, so that this is built first, where that can be."""
+    """early: before wrapping. own: of the optimizer, so that this is built first, where that can be.
 
-    def __init__(self, place: Callable[[Loop, Act], list[Any]], act: Act, *, early: bool, own: bool = False) -> None:
+    alone: the stages at which all ranks raise what rank 1 alone raises there. ends: whether a model that raises there
+    cannot go on, as DistributedDataParallel cannot after half a backward.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        act: Act,
+        *,
+        early: bool,
+        own: bool = False,
+        alone: str = "123",
+        ends: bool = False,
+        or_refused: str | None = None,
+    ) -> None:
         self.place, self.act, self.early, self.own, self.handles = place, act, early, own, list[Any]()
-        if act is raises_alone:
-            self.refused = {stage: (TOLD,) for stage in (1, 2, 3)}
+        if act is raises_alone or (act is raises and ends):
+            self.refused = dict.fromkeys(map(int, alone if act is raises_alone else "123"), (TOLD,))
+        elif act is not raises:
+            self.or_refused = "clip_grad_norm" if act is clips else or_refused
+
+    @contextmanager
+    def running(self, rank: int, stage: int) -> Iterator[None]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Full backward hook is firing", UserWarning)  # no input has a gradient
+            try:
+                yield
+            finally:
+                self.remove()
+
+    def remove(self) -> None:
+        while self.handles:
+            self.handles.pop().remove()
 
     def register(self, t: Loop) -> None:
         self.handles = self.place(t, partial(self.act, t))
@@ -59,19 +91,19 @@ class Hook(Axis):
 
     def step(self, program: Callable[[Loop, int], object], t: Loop, i: int) -> None:
         t.i = i
-        while i == 2 and self.handles:
-            self.handles.pop().remove()
+        if i == 2:
+            self.remove()
         try:
             super().step(program, t, i)
         except Exception as error:
-            if self.act is not raises or TOLD not in str(error):
+            if self.refused or TOLD not in str(error):
                 raise
             t.o.zero_grad()
 
 
-def hooks(name: str, place: Callable[[Loop, Act], list[Any]], *acts: Act, whens: str = "early late", **how: Any) -> None:
+def hooks(name: str, place: Place, *acts: Act, whens: str = "early late", **how: Any) -> None:
     """Enters a place with each thing that is done there."""
-    for act, when in product((*acts, raises, raises_alone), whens.split()):
+    for act, when in product(acts, whens.split()):
         words = f"hooks: {name} {act.__name__.replace('_', ' ')}, registered {when}"
         happens(words)(partial(Hook, place, act, early=when == "early", **how))
 
@@ -81,12 +113,15 @@ def hooks(name: str, place: Callable[[Loop, Act], list[Any]], *acts: Act, whens:
 
 def raises(t: Loop, *_: Any) -> None:
     if t.i == 1:
-        raise ValueError(f"{TOLD} on every rank")
+        raise RuntimeError(f"{TOLD} on every rank")
 
 
 def raises_alone(t: Loop, *_: Any) -> None:
     if t.i == 1 and t.rank == 1:
-        raise ValueError(f"{TOLD} on rank 1")
+        raise RuntimeError(f"{TOLD} on rank 1")
+
+
+RAISES = raises, raises_alone
 
 
 def gradients(params: Iterable[Tensor]) -> list[Tensor]:
@@ -146,7 +181,7 @@ def scales_in_place(t: Loop, *seen: Tensor | None) -> None:
 # ----------------------------------------------------------------------------------------------------------- optimizers
 
 
-def of_step(register: Callable[[Loop], Callable[..., Any]]) -> Callable[[Loop, Act], list[Any]]:
+def of_step(register: Callable[[Loop], Callable[..., Any]]) -> Place:
     def place(t: Loop, act: Act) -> list[Any]:
         def hook(optimizer: Any, *_: Any) -> None:
             act([param for group in optimizer.param_groups for param in group["params"]])
@@ -157,11 +192,20 @@ def of_step(register: Callable[[Loop], Callable[..., Any]]) -> Callable[[Loop, A
 
 
 BEFORE = reads_each, halves_each, replaces_each, zeroes_each, clips
+TOLD_AT_2 = {"or_refused": "no full gradient"}  # stage 2 has none to show but to a hook of the optimizer's own
 own_pre, own_post = of_step(lambda t: t.o.register_step_pre_hook), of_step(lambda t: t.o.register_step_post_hook)
-hooks("before an optimizer's step", own_pre, *BEFORE, own=True)
-hooks("after an optimizer's step", own_post, reads_each, decays_each, own=True)
-hooks("before every optimizer's step", of_step(lambda t: register_optimizer_step_pre_hook), *BEFORE)
-hooks("after every optimizer's step", of_step(lambda t: register_optimizer_step_post_hook), reads_each, decays_each)
+hooks("before an optimizer's step", own_pre, *BEFORE, *RAISES, own=True)
+hooks("after an optimizer's step", own_post, reads_each, own=True, **TOLD_AT_2)
+hooks("after an optimizer's step", own_post, decays_each, *RAISES, own=True)
+every_pre, every_post = (
+    of_step(lambda t: register_optimizer_step_pre_hook),
+    of_step(lambda t: register_optimizer_step_post_hook),
+)
+hooks("before every optimizer's step", every_pre, *BEFORE[:-1], *RAISES, **TOLD_AT_2)
+# Not early: whether an earlier test in this process has had zero register its own hook makes a difference today.
+hooks("before every optimizer's step", every_pre, clips, whens="late")
+hooks("after every optimizer's step", every_post, reads_each, **TOLD_AT_2)
+hooks("after every optimizer's step", every_post, decays_each, *RAISES)
 
 # -------------------------------------------------------------------------------------------------------------- modules
 
@@ -180,7 +224,7 @@ def first_weight(module: nn.Module) -> Tensor:
     return next(module.parameters()).detach()
 
 
-def on_module(kind: str, where: str, everywhere_too: bool = False) -> Callable[[Loop, Act], list[Any]]:
+def on_module(kind: str, where: str, everywhere_too: bool = False) -> Place:
     def place(t: Loop, act: Act) -> list[Any]:
         chosen = inside(t, where)
 
@@ -206,10 +250,18 @@ def seen_by(kind: str, act: Act, module: nn.Module, *seen: Any) -> Any:
 KINDS = {"forward_pre_hook": "before", "forward_hook": "after"}
 KINDS |= {"full_backward_pre_hook": "before the backward of", "full_backward_hook": "after the backward of"}
 for kind, words in KINDS.items():
+    how = {"ends": "backward" in kind, "alone": "23" if "backward" in kind else "3"}
     for where in ("the model", "a block", "a layer"):
-        if (kind, where) != ("full_backward_hook", "the model"):  # torch warns: no input has a gradient
-            hooks(f"{words} {where}", on_module(kind, where), reads, scales)
-    hooks(f"{words} a layer, as of every module,", on_module(kind, "a layer", True), reads, scales, whens="late")
+        hooks(f"{words} {where}", on_module(kind, where), reads, scales, *RAISES, **how)
+    hooks(
+        f"{words} a layer, as of every module,",
+        on_module(kind, "a layer", True),
+        reads,
+        scales,
+        *RAISES,
+        whens="late",
+        **how,
+    )
 
 # -------------------------------------------------------------------------------------------------------------- tensors
 
@@ -223,7 +275,7 @@ def on_accumulated(t: Loop, act: Act) -> list[Any]:
     return [param.register_post_accumulate_grad_hook(lambda param: act(param.grad)) for param in params]
 
 
-def on_many(mode: str) -> Callable[[Loop, Act], list[Any]]:
+def on_many(mode: str) -> Place:
     def place(t: Loop, act: Act) -> list[Any]:
         params = [param for param in inside(t, "a block").parameters() if param.requires_grad]
 
@@ -235,10 +287,10 @@ def on_many(mode: str) -> Callable[[Loop, Act], list[Any]]:
     return place
 
 
-hooks("on each gradient", on_gradients, reads, scales)
-hooks("on each accumulated gradient", on_accumulated, reads, scales_in_place)
-hooks("on all gradients of a block", on_many("all"), reads)
-hooks("on any gradient of a block", on_many("any"), reads)
+hooks("on each gradient", on_gradients, reads, scales, *RAISES, **how)
+hooks("on each accumulated gradient", on_accumulated, reads, scales_in_place, *RAISES, **how)
+hooks("on all gradients of a block", on_many("all"), reads, *RAISES, **how)
+hooks("on any gradient of a block", on_many("any"), reads, *RAISES, **how)
 
 # ------------------------------------------------------------------------------------------------- saving and loading
 
@@ -250,7 +302,7 @@ def tensors_in(state: Any) -> list[Tensor]:
     return [one for value in values for one in tensors_in(value)]
 
 
-def of_state(owner: str, name: str) -> Callable[[Loop, Act], list[Any]]:
+def of_state(owner: str, name: str) -> Place:
     """owner: "n" for the module, "o" for its optimizer."""
 
     def place(t: Loop, act: Act) -> list[Any]:
@@ -265,5 +317,5 @@ def of_state(owner: str, name: str) -> Callable[[Loop, Act], list[Any]]:
 
 for name in ("state_dict_pre_hook", "state_dict_post_hook", "load_state_dict_pre_hook", "load_state_dict_post_hook"):
     words = name.replace("_dict", "").replace("_", " ").removesuffix(" hook")
-    hooks(f"at the model's {words}", of_state("n", name), reads, scales_in_place)
-    hooks(f"at the optimizer's {words}", of_state("o", name), reads, scales_in_place, whens="late")
+    hooks(f"at the model's {words}", of_state("n", name), reads, scales_in_place, *RAISES, alone="3")
+    hooks(f"at the optimizer's {words}", of_state("o", name), reads, scales_in_place, *RAISES, whens="late", alone="3")

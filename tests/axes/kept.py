@@ -1,4 +1,4 @@
-"""Objects of a step that somebody keeps for longer: rank 0 alone, or every rank; with a garbage collector that rests."""
+"""Objects of a step that somebody keeps for longer: rank 0 alone, or each rank; no garbage is collected."""
 
 from __future__ import annotations
 

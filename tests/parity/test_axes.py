@@ -10,13 +10,13 @@ from __future__ import annotations
 import copy
 import os
 import re
+import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam
@@ -26,7 +26,7 @@ import axes
 import gpus
 import zero
 from axes import Point
-from rows import Loop, Net, Row, Rows, momentum
+from rows import Loop, Net, Row, Rows, case, cases_as_test, momentum
 from transports import TRANSPORTS
 from zoo import WIDTH, Block, Stack
 
@@ -200,7 +200,19 @@ def scales_losses_in_float16(t: Loop, i: int) -> None:
     t.o.zero_grad()
 
 
+row.of("shards lie on a disk", options={"offload": zero.DiskOffload(tempfile.gettempdir())})
+
+
+@row(refused=dict.fromkeys((2, 3), "frozen|out of step|differ"))
+def a_layer_is_frozen_on_rank_1(t: Loop, i: int) -> None:
+    """From the second step on, in which nothing is compared otherwise."""
+    t.n.first.requires_grad_(i == 0 or t.rank == 0)
+    t.update(t.loss(i))
+
+
 test_plain = row.tests()
+
+# ---------------------------------------------------------------------------------------------------- on the other axes
 
 SAVES = {"saves_on_rank_0", "goes_back_to_what_it_saved"}
 
@@ -209,4 +221,58 @@ def suits(one: Row, name: str) -> bool:
     """Whether something would happen to the row there, and it has a reference at stage 0."""
     if name == "slow: a collection" or re.match(r"hooks: at the (model|optimizer)'s", name):
         return one.name in SAVES
-    return not (name.startswith("dtype") and one.name == "scales_losses_in_float16")
+    if name.startswith("dtype") and one.name == "scales_losses_in_float16":
+        return False
+    return one.name != "a_layer_is_frozen_on_rank_1" or name.startswith(("slow", "layout"))
+
+
+class Known(NamedTuple):
+    """What does not hold yet: at these stages, of points and rows that match, by a transport that matches."""
+
+    why: str
+    stages: set[int]
+    point: str
+    row: str = ""
+    transport: str = ""
+
+    def has(self, one: Row, point: Point, transport: str) -> bool:
+        pairs = ((self.point, str(point)), (self.row, one.name), (self.transport, transport))
+        return all(re.search(pattern, text) for pattern, text in pairs)
+
+
+KNOWN: list[Known] = []
+
+
+class Draw(NamedTuple):
+    row: str
+    point: Point
+    transport: str
+
+
+def drawn() -> Iterator[Draw]:
+    """For each row one point, the same in every run; or as many as are asked for, others each time."""
+    random = Random() if DRAWS else Random("axes")
+    for one in random.choices(row.rows, k=DRAWS) if DRAWS else row.rows:
+        axis = random.choice(axes.FILES)
+        names = [name for name in axes.every() if name.startswith(axis) and suits(one, name)]
+        name = random.choice(names or ["slow: an operation"])
+        point = Point(name, random.randrange(1000), random.choice(["even", "whole"]))
+        yield Draw(one.name, point, random.choice([*TRANSPORTS, *["overlapping"] * (not gpus.ON)]))
+
+
+FOUND: list[Draw] = []
+"""Points at which something was found."""
+
+
+def cases(draw: Draw) -> Iterator[Any]:
+    """A test for the stages that have the same numbers, and one for each at which the row raises, or fails."""
+    plain = next(one for one in row.rows if one.name == draw.row)
+    known = [one for one in KNOWN if one.has(plain, draw.point, draw.transport)]
+    there = plain.at(draw.point)
+    fails = {*plain.fails}.union(*(one.stages for one in known)) & {*there.stages()}
+    for stages in replace(there, fails=frozenset(fails)).runs():
+        why = next((one.why for one in known if one.stages & {*stages}), row.kind)
+        yield case(replace(there, fails=frozenset(fails)), stages, draw.transport, why)
+
+
+test_axes = cases_as_test([one for draw in (*drawn(), *([] if DRAWS else FOUND)) for one in cases(draw)])
