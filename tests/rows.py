@@ -165,7 +165,9 @@ class Row:
         """This row at a point of the axes. how: changes beside it."""
         axis, cut = axis_at(point), {"partition": point.partition}
         cuts = {"fsdp": {**self.fsdp, **cut} if self.fsdp else {}, "options": {**self.options, **cut}}
-        how = {"or_refused": axis.or_refused or self.or_refused, "fails": frozenset(), **how}
+        refused = {stage: words for stage, words in self.refused.items() if stage in axis.stages}
+        how = {"same": self.same & axis.stages, "refused": refused, "fails": frozenset(), **how}
+        how["or_refused"] = axis.or_refused or self.or_refused
         if axis.refused:
             how |= {"same": frozenset(), "refused": axis.refused, "or_refused": None}
         tolerance = max(self.tolerance, axis.tolerance)
@@ -356,6 +358,6 @@ def _compare(found: Record, expected: Record, tolerance: float, where: str) -> N
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """NaN is NaN."""
-    largest = expected.abs().max().item() if tolerance else 0.0
+    """NaN is NaN, and infinity itself."""
+    largest = expected.abs().nan_to_num(0.0, posinf=0.0).max().item() if tolerance else 0.0
     return torch.allclose(found, expected, rtol=0.0, atol=tolerance * largest, equal_nan=True)

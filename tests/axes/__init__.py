@@ -18,7 +18,6 @@ import importlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
@@ -35,14 +34,15 @@ Wrap = Callable[[Callable[..., Any]], tuple[nn.Module, Any]]
 class Axis:
     """The plain axis: nothing happens. The others override what they change.
 
-    random: draws what a class leaves open, the same on every rank. refused, or_refused, tolerance: as of a row, for any
-    row at this point.
+    stages: at which something happens. refused, or_refused, tolerance: as of a row, for any row at this point. seed: of
+    what a class leaves open, the same on every rank.
     """
 
+    stages = frozenset({1, 2, 3})
     refused: Mapping[int, tuple[str, ...]] = {}
     or_refused: str | None = None
     tolerance = 0.0
-    random = Random(0)
+    seed = ""
 
     def running(self, rank: int, stage: int) -> AbstractContextManager[object]:
         """Around one training."""
@@ -91,7 +91,7 @@ class Point:
         return f"{self.name}, {self.partition}, {self.draw}"
 
 
-_happens: dict[str, Callable[[], Axis]] = {}
+_happens: dict[str, Callable[[], Axis]] = {"plain": Axis}
 
 
 def happens(*names: str) -> Callable[[Make], Make]:
@@ -116,5 +116,5 @@ def every() -> list[str]:
 def axis_at(point: Point) -> Axis:
     every()
     axis = _happens[point.name]()
-    axis.random = Random(f"{point.name} {point.draw}")
+    axis.seed = str(point)
     return axis

@@ -67,10 +67,10 @@ class Masters(torch.optim.Optimizer):
 
 @happens("dtype: master weights")
 class MasterWeights(Narrow):
-    """At stages 1 and 2. At stage 3 the parameters are of 16 bits, without masters, as at stage 0 there."""
+    stages = frozenset({1, 2})
 
     def options(self, stage: int) -> dict[str, Any]:
-        return {"master_dtype": torch.float32} if stage in (1, 2) else {}
+        return {"master_dtype": torch.float32}
 
     def wrapped(self, t: Loop, wrap: Wrap, optim: Callable[..., Any]) -> tuple[nn.Module, Any]:
         return super().wrapped(t, wrap, optim if t.stage else lambda params: Masters(params, optim))
@@ -89,18 +89,18 @@ def in_16_bits(forward: Callable[..., Any], net: Any, x: Tensor, *args: Any, **g
 
 @happens("dtype: mixed precision")
 class Mixed(Axis):
-    """At stage 3. Gradients are sent in 16 bits."""
+    """Gradients are sent in 16 bits."""
 
-    tolerance = 2 * torch.finfo(BF16).eps
+    stages, tolerance = frozenset({3}), 2 * torch.finfo(BF16).eps
 
     def net(self, net: nn.Module, t: Loop) -> nn.Module:
-        if t.stage < 3:
+        if not t.stage:
             net.weight_is_cast = False
             with_class(net, in_16_bits)
         return net
 
     def options(self, stage: int) -> dict[str, Any]:
-        return {"mixed_precision": zero.MixedPrecision(param_dtype=BF16)} if stage == 3 else {}
+        return {"mixed_precision": zero.MixedPrecision(param_dtype=BF16)}
 
     def forward(self, t: Loop, x: Tensor, **given: Any) -> Tensor:
         return super().forward(t, x, **given).float()

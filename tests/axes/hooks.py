@@ -295,27 +295,43 @@ hooks("on any gradient of a block", on_many("any"), reads, *RAISES, **how)
 # ------------------------------------------------------------------------------------------------- saving and loading
 
 
-def tensors_in(state: Any) -> list[Tensor]:
-    if isinstance(state, Tensor):
-        return [state] if state.ndim else []
-    values = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
-    return [one for value in values for one in tensors_in(value)]
+def scales_entries(t: Loop, state: dict[str, Any]) -> dict[str, Any]:
+    """Returns another one."""
+    tensors = {name: value * 0.9 for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
+    return (
+        state | {name: scales_entries(t, value) for name, value in state.items() if isinstance(value, dict)} | tensors
+    )
+
+
+def reads_entries(t: Loop, state: dict[str, Any]) -> None:
+    t.note(torch.tensor(float(len(state))))
+    for value in state.values():
+        if isinstance(value, dict):
+            reads_entries(t, value)
+        elif isinstance(value, Tensor):
+            t.note(value.sum())
 
 
 def of_state(owner: str, name: str) -> Place:
-    """owner: "n" for the module, "o" for its optimizer."""
+    """owner: "n" for the module, which has its dictionary changed, "o" for the optimizer, which takes another one."""
 
     def place(t: Loop, act: Act) -> list[Any]:
-        def hook(_: Any, *seen: Any) -> None:
+        def hook(_: Any, *seen: Any) -> Any:
             state = next((one for one in seen if isinstance(one, dict)), {})
-            act(*(tensors_in(state) or [torch.ones(1)]))
+            other = act(state)
+            return other if owner == "o" or other is None else state.update(other)
 
         return [getattr(getattr(t, owner), f"register_{name}")(hook)]
 
     return place
 
 
-for name in ("state_dict_pre_hook", "state_dict_post_hook", "load_state_dict_pre_hook", "load_state_dict_post_hook"):
-    words = name.replace("_dict", "").replace("_", " ").removesuffix(" hook")
-    hooks(f"at the model's {words}", of_state("n", name), reads, scales_in_place, *RAISES, alone="3")
-    hooks(f"at the optimizer's {words}", of_state("o", name), reads, scales_in_place, *RAISES, whens="late", alone="3")
+for owner, whose, whens in (("n", "model", "early late"), ("o", "optimizer", "late")):
+    for name, acts in {
+        "state_dict_pre_hook": (reads_entries,),
+        "state_dict_post_hook": (reads_entries, scales_entries),
+        "load_state_dict_pre_hook": (reads_entries, scales_entries),
+        "load_state_dict_post_hook": (reads_entries,),
+    }.items():
+        words = name.replace("_dict", "").replace("_", " ").removesuffix(" hook")
+        hooks(f"at the {whose}'s {words}", of_state(owner, name), *acts, *RAISES, whens=whens, alone="3")

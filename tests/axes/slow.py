@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from random import Random
 from typing import Any
 from unittest import mock
 
@@ -18,10 +19,11 @@ from zero.comm.log import Log
 from zero.comm.process_group import ProcessGroupTransport
 
 NAP = 0.6
-GLOO = {"send", "recv", "broadcast", "allgather", "_allgather_base", "allreduce", "alltoall_base", "reduce_scatter"}
-OPERATIONS = [(Log, "append"), (Peers, "announce"), (Peers, "read")]
-OPERATIONS += [(dist.ProcessGroupGloo, name) for name in sorted(GLOO)]
-"""Methods by which a rank begins to send, or to read from another."""
+NAMES = ("send", "recv", "broadcast", "allgather", "_allgather_base", "allreduce", "alltoall_base")
+
+Methods = tuple[tuple[type, str], ...]
+"""By which a rank begins to send, or to read from another."""
+GLOO: Methods = tuple((dist.ProcessGroupGloo, name) for name in NAMES)
 
 
 class Nap:
@@ -66,20 +68,23 @@ class Nap:
 
 
 class Slow(Axis):
+    operations: Methods = ((Log, "append"), (Peers, "announce"), (Peers, "read"), *GLOO)
+
     @contextmanager
     def running(self, rank: int, stage: int) -> Iterator[None]:
-        sleeper, nap = self.random.randrange(2), Nap(self.number())
+        random = Random(f"{self.seed} {stage}")
+        sleeper, nap = random.randrange(2), Nap(self.number(random))
         with ExitStack() as stack:
             if stage and rank == sleeper:
-                for owner, name in OPERATIONS:
+                for owner, name in self.operations:
                     stack.enter_context(nap.before(owner, name))
                 self.count(nap, stack)
             yield
         assert nap.after < 0 or not stage or rank != sleeper, "nobody slept: draw a smaller number"
 
-    def number(self) -> int:
+    def number(self, random: Random) -> int:
         """After how many operations: a few as often as many."""
-        return int(2 ** self.random.uniform(0, 5)) - 1
+        return int(2 ** random.uniform(0, 5)) - 1
 
     def count(self, nap: Nap, stack: ExitStack) -> None:
         stack.enter_context(nap.counting())
@@ -90,8 +95,12 @@ happens("slow: an operation")(Slow)
 
 @happens("slow: a collection")
 class SlowCollection(Slow):
-    def number(self) -> int:
-        return self.random.randrange(1, 4)
+    """Not where ranks compare it, but before a tensor is sent."""
+
+    operations = ((Peers, "announce"), *GLOO[:3])
+
+    def number(self, random: Random) -> int:
+        return random.randrange(3)
 
     def count(self, nap: Nap, stack: ExitStack) -> None:
         for transport in (HostMemory, ProcessGroupTransport):

@@ -103,7 +103,7 @@ def two_forwards_have_one_loss(t: Loop, i: int) -> None:
     t.update(t.loss(i) + t.loss(10 + i))
 
 
-@row()
+@row(net=lambda: Net(blocks=4))
 def a_forward_is_dropped(t: Loop, i: int) -> None:
     t.forward(t.batch(30 + i))
     t.update(t.loss(i))
@@ -203,7 +203,7 @@ def scales_losses_in_float16(t: Loop, i: int) -> None:
 row.of("shards lie on a disk", options={"offload": zero.DiskOffload(tempfile.gettempdir())})
 
 
-@row(refused=dict.fromkeys((2, 3), "frozen|out of step|differ"))
+@row(same=(), refused=dict.fromkeys((2, 3), "frozen|out of step|differ"), fails={3})
 def a_layer_is_frozen_on_rank_1(t: Loop, i: int) -> None:
     """From the second step on, in which nothing is compared otherwise."""
     t.n.first.requires_grad_(i == 0 or t.rank == 0)
@@ -215,15 +215,24 @@ test_plain = row.tests()
 # ---------------------------------------------------------------------------------------------------- on the other axes
 
 SAVES = {"saves_on_rank_0", "goes_back_to_what_it_saved"}
+WITHOUT = {  # a reference at stage 0
+    "a_layer_is_frozen_on_rank_1": "[^p]",
+    "scales_losses_in_float16": "dtype",
+    "blocks are computed again": "dtype: mixed",
+    "units have buffers": "dtype: (mixed|master)",
+    "saves_on_rank_0": "dtype: master",
+    "goes_back_to_what_it_saved": "dtype: master",
+    "weights_decay_between_steps": "dtype: master",
+}
 
 
 def suits(one: Row, name: str) -> bool:
-    """Whether something would happen to the row there, and it has a reference at stage 0."""
+    """Whether something would happen to the row there that it can be compared in."""
     if name == "slow: a collection" or re.match(r"hooks: at the (model|optimizer)'s", name):
         return one.name in SAVES
-    if name.startswith("dtype") and one.name == "scales_losses_in_float16":
-        return False
-    return one.name != "a_layer_is_frozen_on_rank_1" or name.startswith(("slow", "layout"))
+    if name == "dtype: float16 parameters" and one.optim is adam:
+        return False  # which makes as much of a gradient that float16 has rounded as of another
+    return not re.match(WITHOUT.get(one.name, "$"), name)
 
 
 class Known(NamedTuple):
@@ -236,11 +245,27 @@ class Known(NamedTuple):
     transport: str = ""
 
     def has(self, one: Row, point: Point, transport: str) -> bool:
-        pairs = ((self.point, str(point)), (self.row, one.name), (self.transport, transport))
+        pairs = ((self.point, str(point)), (self.row, one.name.replace(" ", "_")), (self.transport, transport))
         return all(re.search(pattern, text) for pattern, text in pairs)
 
 
-KNOWN: list[Known] = []
+INSIDE = "hooks of every optimizer are called for the one inside of an OSS, too"
+KNOWN = [
+    Known("Gloo's send and recv do not survive a wait of 0.25 s", {1, 2, 3}, "slow: a c", "on_rank_0", "gloo|overl"),
+    Known("torch's clipping in a hook of the step", {3}, "hooks: before .* step clips"),
+    Known(INSIDE, {1}, "hooks: before every optimizer's step (reads|halves|replaces)"),
+    Known(INSIDE, {1}, "hooks: after every optimizer's step reads"),
+    Known(INSIDE, {1, 2}, "hooks: after every optimizer's step (decays|raises,)"),
+    Known("a disk steps before the user's hooks", {3}, "hooks: before .* step (halves|replaces|zeroes)", "on_a_disk"),
+    Known("a unit is sharded in a hook before its backward", {3}, "hooks: before the backward of a block reads"),
+    Known("ShardedDDP has taken the gradient", {2}, "hooks: on each accumulated gradient (reads|scales).* late"),
+    Known("what one rank alone raises, no other does", {1, 2, 3}, "raises alone"),
+    Known("one rank views a gradient that is not contiguous", {3}, "layout: (channels last|several)", "in_float16"),
+    Known("one rank views a gradient that is not contiguous", {3}, "layout: transposed, whole", "in_float16"),
+    Known("only one rank waits for a backward", {3}, "kept: (output|cycle) on rank 0", "forward_is_dropped"),
+    Known("factors of 16 bits differ by more than 1e-4", {3}, "dtype: (bf|master)", "are_divided"),
+    Known("Gloo is out of step and does not know it", {2}, "", "frozen_on_rank_1", "overlapping"),
+]
 
 
 class Draw(NamedTuple):
@@ -255,24 +280,47 @@ def drawn() -> Iterator[Draw]:
     for one in random.choices(row.rows, k=DRAWS) if DRAWS else row.rows:
         axis = random.choice(axes.FILES)
         names = [name for name in axes.every() if name.startswith(axis) and suits(one, name)]
-        name = random.choice(names or ["slow: an operation"])
-        point = Point(name, random.randrange(1000), random.choice(["even", "whole"]))
-        yield Draw(one.name, point, random.choice([*TRANSPORTS, *["overlapping"] * (not gpus.ON)]))
+        for name in random.sample(names, k=min(len(names), 1)):
+            point = Point(name, random.randrange(1000), random.choice(["even", "whole"]))
+            yield Draw(one.name, point, random.choice([*TRANSPORTS, *["overlapping"] * (not gpus.ON)]))
 
 
-FOUND: list[Draw] = []
+def hook(words: str, row: str = "trains", transport: str = "host memory", partition: str = "even") -> Draw:
+    return Draw(row, Point(f"hooks: {words}", 0, partition), transport)
+
+
+FOUND = [
+    Draw("saves_on_rank_0", Point("slow: a collection"), "gloo"),
+    hook("before an optimizer's step clips, registered late"),
+    hook("before every optimizer's step clips, registered late", "trains", "gloo", "whole"),
+    hook("before every optimizer's step halves each, registered early"),
+    hook("after every optimizer's step decays each, registered late"),
+    hook("before an optimizer's step zeroes each, registered late", "shards lie on a disk"),
+    hook("before the backward of a block reads, registered early"),
+    hook("on each accumulated gradient scales in place, registered late"),
+    hook("before an optimizer's step raises alone, registered late", "trains", "gloo"),
+    hook("before a block raises alone, registered early"),
+    hook("at the model's state pre raises alone, registered late", "goes_back_to_what_it_saved"),
+    Draw("scales_losses_in_float16", Point("layout: channels last"), "host memory"),
+    Draw("a_forward_is_dropped", Point("kept: output on rank 0"), "gloo"),
+    Draw("a_forward_is_dropped", Point("kept: cycle on rank 0", 0, "whole"), "host memory"),
+    Draw("gradients_are_divided", Point("dtype: bfloat16 parameters"), "host memory"),
+    Draw("a_layer_is_frozen_on_rank_1", Point("plain"), "overlapping"),
+]
 """Points at which something was found."""
 
 
 def cases(draw: Draw) -> Iterator[Any]:
     """A test for the stages that have the same numbers, and one for each at which the row raises, or fails."""
     plain = next(one for one in row.rows if one.name == draw.row)
-    known = [one for one in KNOWN if one.has(plain, draw.point, draw.transport)]
+    transport = TRANSPORTS[0] if gpus.ON else draw.transport
+    known = [one for one in KNOWN if one.has(plain, draw.point, transport)]
     there = plain.at(draw.point)
-    fails = {*plain.fails}.union(*(one.stages for one in known)) & {*there.stages()}
+    fails = set() if plain.name == "accumulates" and there.tolerance else {*plain.fails}  # which is of rounding
+    fails = fails.union(*(one.stages for one in known)) & {*there.stages()}
     for stages in replace(there, fails=frozenset(fails)).runs():
         why = next((one.why for one in known if one.stages & {*stages}), row.kind)
-        yield case(replace(there, fails=frozenset(fails)), stages, draw.transport, why)
+        yield case(replace(there, fails=frozenset(fails)), stages, transport, why)
 
 
 test_axes = cases_as_test([one for draw in (*drawn(), *([] if DRAWS else FOUND)) for one in cases(draw)])
