@@ -42,7 +42,7 @@ fuzz: $(READY)  ## Random models at every stage beside torch alone; CASES=2000 t
 	@ZERO_FUZZ=$(or $(CASES),500) $(BIN)/pytest -q -p no:xdist tests/parity/test_random_models.py $(ARGS)
 
 axes: $(READY)  ## Small programs at 300 points of slow ranks, layouts, dtypes, hooks, kept objects; DRAWS=2000 tries more
-	@ZERO_AXES=$(or $(DRAWS),300) $(BIN)/pytest -q -p no:xdist tests/parity/test_axes.py -k test_axes $(ARGS)
+	@ZERO_AXES=$(or $(DRAWS),300) $(BIN)/pytest -q -p no:xdist tests/parity/test_axes.py::test_axes $(ARGS)
 
 matrix: $(READY)  ## Checkpoints of every stage to every other, 50 kills, all steps beside plans
 	@ZERO_MATRIX=1 $(BIN)/pytest -q -m matrix $(ARGS)

@@ -20,10 +20,12 @@ from zero.comm.process_group import ProcessGroupTransport
 
 NAP = 0.6
 NAMES = ("send", "recv", "broadcast", "allgather", "_allgather_base", "allreduce", "alltoall_base")
+NAMES += ("all_gather_single", "all_to_all_single", "reduce_scatter_single")
 
 Methods = tuple[tuple[type, str], ...]
 """By which a rank begins to send, or to read from another."""
-GLOO: Methods = tuple((dist.ProcessGroupGloo, name) for name in NAMES)
+BY = (dist.ProcessGroupGloo, dist.ProcessGroup)
+GLOO: Methods = tuple((group, name) for name in NAMES for group in BY if hasattr(group, name))
 
 
 class Nap:
@@ -84,7 +86,7 @@ class Slow(Axis):
 
     def number(self, random: Random) -> int:
         """After how many operations: a few as often as many."""
-        return int(2 ** random.uniform(0, 5)) - 1
+        return int(2 ** random.uniform(0, 3.3)) - 1
 
     def count(self, nap: Nap, stack: ExitStack) -> None:
         stack.enter_context(nap.counting())
@@ -97,7 +99,7 @@ happens("slow: an operation")(Slow)
 class SlowCollection(Slow):
     """Not where ranks compare it, but before a tensor is sent."""
 
-    operations = ((Peers, "announce"), *GLOO[:3])
+    operations = ((Peers, "announce"), *GLOO[:6])
 
     def number(self, random: Random) -> int:
         return random.randrange(3)
