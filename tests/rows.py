@@ -359,6 +359,7 @@ def _compare(found: Record, expected: Record, tolerance: float, where: str) -> N
 
 def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     """NaN is NaN, and infinity itself."""
-    finite = expected.abs().nan_to_num(0.0, posinf=0.0)
-    largest = finite.max().item() if tolerance and finite.numel() else 0.0
+    largest = 0.0
+    if tolerance and expected.numel():
+        largest = expected.abs().nan_to_num(0.0, posinf=0.0).max().item()
     return torch.allclose(found, expected, rtol=0.0, atol=tolerance * largest, equal_nan=True)
