@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # process, they would wait for one another.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help check test test-quick mutants nightly faults hosts gpu fuzz matrix soak stages bench peers api clean
+.PHONY: help check test test-quick mutants nightly faults hosts gpu fuzz axes matrix soak stages bench peers api clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -32,7 +32,7 @@ test: $(READY)  ## Run the tests; ARGS="-k name" chooses, TORCH=2.15.0 takes ano
 test-quick: $(READY)  ## One test in five, none that takes a third of a second; ARGS="tests/oss" chooses
 	@$(BIN)/pytest -q -n 2 --dist worksteal -m "not slow" $(ARGS)
 
-nightly: $(READY)  ## All that the suite has no time for: mutants, matrix, faults, hosts, fuzz, soak; ends with a table
+nightly: $(READY)  ## All that the suite has no time for: mutants, matrix, axes, faults, hosts, fuzz, soak; ends with a table
 	@$(BIN)/python tests/nightly.py
 
 mutants: $(READY)  ## Put errors into zero one by one: which test catches each; ARGS="old-master late-gather" chooses
@@ -40,6 +40,9 @@ mutants: $(READY)  ## Put errors into zero one by one: which test catches each; 
 
 fuzz: $(READY)  ## Random models at every stage beside torch alone; CASES=2000 tries more than 500
 	@ZERO_FUZZ=$(or $(CASES),500) $(BIN)/pytest -q -p no:xdist tests/parity/test_random_models.py $(ARGS)
+
+axes: $(READY)  ## Small programs at 300 points of slow ranks, layouts, dtypes, hooks, kept objects; DRAWS=2000 tries more
+	@ZERO_AXES=$(or $(DRAWS),300) $(BIN)/pytest -q -p no:xdist tests/parity/test_axes.py::test_axes $(ARGS)
 
 matrix: $(READY)  ## Checkpoints of every stage to every other, 50 kills, all steps beside plans
 	@ZERO_MATRIX=1 $(BIN)/pytest -q -m matrix $(ARGS)

@@ -19,13 +19,15 @@
 
 Stage 0 is DistributedDataParallel with the plain optimizer. It runs each program once, for all stages, unless 0 is
 among `refused`. `fails`: the stages at which the row does not hold yet; there it is a strict expected failure.
+
+A row runs on the plain axis; on another one it is `row.at(Point("a slow operation"))`, see axes/.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -43,6 +45,7 @@ import gpus
 import matrix
 import ranks
 import zero
+from axes import Axis, Point, axis_at
 from transports import TRANSPORTS, by, in_turn
 from zoo import WIDTH, Stack, data
 
@@ -72,30 +75,41 @@ class Loop:
 
     def __init__(self, row: Row, stage: int, rank: int, folder: str) -> None:
         torch.manual_seed(0)
-        self.stage, self.rank, self.folder, self.n = stage, rank, Path(folder), row.net()
-        self.m, self.o = _wrapped(row, stage, self.n)
+        self.stage, self.rank, self.folder, self.axis = stage, rank, Path(folder), row.axis
         self.kept, self.seen = SimpleNamespace(), list[Tensor]()
+        self.n = self.axis.net(row.net(), self)
+        self.m, self.o = self.axis.wrapped(self, lambda optim: _wrapped(row, stage, self.n, optim), row.optim)
 
     def batch(self, i: int) -> Tensor:
         """Another one on each rank."""
-        return data(4, WIDTH, rank=self.rank, step=i)
+        return self.axis.inputs(data(4, WIDTH, rank=self.rank, step=i))
+
+    def forward(self, inputs: Tensor, **given: Any) -> Tensor:
+        return self.axis.forward(self, inputs, **given)
 
     def loss(self, i: int, **given: Any) -> Tensor:
         """A forward of this rank's batch, whose loss is compared with stage 0's. given: for the model's forward."""
-        loss: Tensor = self.m(self.batch(i), **given).square().mean()
-        return self.note(loss)
+        return self.note(self.forward(self.batch(i), **given).square().mean())
 
     def note(self, value: Tensor) -> Tensor:
         """To be compared with what stage 0 has here."""
         self.seen.append(value.detach().clone())
         return value
 
+    def backward(self, loss: Tensor) -> None:
+        self.axis.backward(self, loss)
+
+    def clip(self, most: float) -> Tensor:
+        """By zero, the norm being compared with stage 0's."""
+        self.axis.unscale(self)
+        return self.note(zero.clip_grad_norm_(self.m, self.o, most).float())
+
     def update(self, loss: Tensor | None, act: Callable[[Loop], object] = id) -> None:
         """loss: if its backward was not called yet. act: what is done between backward and step."""
         if loss is not None:
-            loss.backward()
+            self.backward(loss)
         act(self)
-        self.o.step()
+        self.axis.update(self)
         self.o.zero_grad()
 
 
@@ -141,13 +155,35 @@ class Row:
     ddp: Mapping[str, Any] = field(default_factory=dict)
     fsdp: Mapping[str, Any] = field(default_factory=dict)
     cpu_only: str | None = None
+    point: Point | None = None
+    axis: Axis = field(default_factory=Axis)
 
     def __reduce__(self) -> Any:
-        return _found, self.found
+        return _found, (*self.found, self.point)
+
+    def at(self, point: Point, **how: Any) -> Row:
+        """This row at a point of the axes. how: changes beside it."""
+        axis, cut = axis_at(point), {"partition": point.partition}
+        cuts = {"fsdp": {**self.fsdp, **cut} if self.fsdp else {}, "options": {**self.options, **cut}}
+        refused = {stage: words for stage, words in self.refused.items() if stage in axis.stages}
+        how = {"same": self.same & axis.stages, "refused": refused, "fails": frozenset(), **how}
+        how["or_refused"] = axis.or_refused or self.or_refused
+        if axis.refused:
+            how |= {"same": frozenset(), "refused": axis.refused, "or_refused": None}
+        tolerance = max(self.tolerance, axis.tolerance)
+        return replace(self, point=point, axis=axis, tolerance=tolerance, **cuts, **how)
 
     def stages(self) -> list[int]:
         """Stage 0 runs where something is compared with it."""
         return sorted({*([0] if self.same else []), *self.same, *self.refused})
+
+    def runs(self) -> list[list[int]]:
+        """The stages that one call of the ranks runs."""
+        alone = [stage for stage in self.stages() if stage in (self.fails | {*self.refused})]
+        rest = [stage for stage in self.stages() if stage not in alone]
+        if self.or_refused:
+            alone, rest = [*rest[1:], *alone], []
+        return [*([rest] if len(rest) > 1 else []), *([stage] for stage in alone)]
 
     def check(self, stages: list[int], transport: str, folder: Path) -> None:
         """One stage, or stage 0 and those that are to have its numbers."""
@@ -238,43 +274,45 @@ class Rows:
         does not hold yet, is a test of its own."""
         cases = []
         for number, row in enumerate(self.rows):
-            assert row.fails <= {*row.stages()}, f"{row.name} fails where it does not run"
-            for turn, stages in enumerate(self._runs(row)):
-                marks = [pytest.mark.xfail(strict=not gpus.ON, reason=self.kind)] if row.fails & {*stages} else []
-                marks += [gpus.cpu_only(row.cpu_only)] if row.cpu_only else []
+            for turn, stages in enumerate(row.runs()):
                 for transport in TRANSPORTS if matrix.WHOLE else [in_turn(number + turn)]:
-                    of = f"stage {stages[0]}" if len(stages) == 1 else "stages"
-                    words = (row.name.replace(" ", "_"), of, transport)
-                    cases.append(pytest.param(row, stages, transport, id="-".join(words), marks=marks))
-
-        @pytest.mark.matrix
-        @pytest.mark.parametrize(("row", "stages", "transport"), cases)
-        def test(row: Row, stages: list[int], transport: str, tmp_path: Path) -> None:
-            __tracebackhide__ = True
-            row.check(stages, transport, tmp_path)
-
-        return test
-
-    @staticmethod
-    def _runs(row: Row) -> list[list[int]]:
-        """The stages that one call of the ranks runs."""
-        alone = [stage for stage in row.stages() if stage in (row.fails | {*row.refused})]
-        rest = [stage for stage in row.stages() if stage not in alone]
-        if row.or_refused:
-            alone, rest = [*rest[1:], *alone], []
-        return [*([rest] if len(rest) > 1 else []), *([stage] for stage in alone)]
+                    cases.append(case(row, stages, transport, self.kind))
+        return cases_as_test(cases)
 
 
-def _found(module: str, kind: str, number: int) -> Row:
+def case(row: Row, stages: list[int], transport: str, reason: str) -> Any:
+    """One run of a row. reason: why it fails where it does not hold yet."""
+    assert row.fails <= {*row.stages()}, f"{row.name} fails where it does not run"
+    marks = [pytest.mark.xfail(strict=not gpus.ON, reason=reason)] if row.fails & {*stages} else []
+    marks += [gpus.cpu_only(row.cpu_only)] if row.cpu_only else []
+    of = f"stage {stages[0]}" if len(stages) == 1 else "stages"
+    words = (row.name.replace(" ", "_"), *([str(row.point)] if row.point else []), of, transport)
+    return pytest.param(row, stages, transport, id="-".join(words), marks=marks)
+
+
+def cases_as_test(cases: list[Any]) -> Callable[..., None]:
+    """A test of rows."""
+
+    @pytest.mark.matrix
+    @pytest.mark.parametrize(("row", "stages", "transport"), cases)
+    def test(row: Row, stages: list[int], transport: str, tmp_path: Path) -> None:
+        __tracebackhide__ = True
+        row.check(stages, transport, tmp_path)
+
+    return test
+
+
+def _found(module: str, kind: str, number: int, point: Point | None) -> Row:
     import_module(module)
-    return _kinds[module, kind].rows[number]
+    row = _kinds[module, kind].rows[number]
+    return row if point is None else row.at(point)
 
 
 def train(rank: int, world: int, row: Row, stage: int, transport: str, folder: str) -> Record:
-    with by(transport):
+    with by(transport), row.axis.running(rank, stage):
         loop = Loop(row, stage, rank, folder)
         for i in range(row.steps):
-            row.program(loop, i)
+            row.axis.step(row.program, loop, i)
         return Record(loop.seen, zero.full_state_dict(loop.m))
 
 
@@ -288,14 +326,15 @@ def train_at_each(rank: int, world: int, row: Row, stages: list[int], transport:
     return records
 
 
-def _wrapped(row: Row, stage: int, net: nn.Module) -> tuple[nn.Module, Any]:
+def _wrapped(row: Row, stage: int, net: nn.Module, optim: Callable[..., Any]) -> tuple[nn.Module, Any]:
+    options = {**row.options, **row.axis.options(stage)} if stage else {}
     if stage == 3 and row.fsdp:
         model = zero.FSDP(net, **row.fsdp)
-        return model, row.optim(model.parameters())
+        return model, optim(model.parameters())
     if stage > 1 or not row.ddp:
-        return zero.setup(net, row.optim, stage=stage, **row.options if stage else {})
+        return zero.setup(net, optim, stage=stage, **options)
     params = net.named_parameters()
-    optimizer = zero.OSS(params, row.optim, **row.options) if stage else row.optim(net.parameters())
+    optimizer = zero.OSS(params, optim, **options) if stage else optim(net.parameters())
     return DistributedDataParallel(net, **row.ddp), optimizer
 
 
@@ -319,6 +358,8 @@ def _compare(found: Record, expected: Record, tolerance: float, where: str) -> N
 
 
 def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    """NaN is NaN."""
-    largest = expected.abs().max().item() if tolerance else 0.0
+    """NaN is NaN, and infinity itself."""
+    largest = 0.0
+    if tolerance and expected.numel():
+        largest = expected.abs().nan_to_num(0.0, posinf=0.0).max().item()
     return torch.allclose(found, expected, rtol=0.0, atol=tolerance * largest, equal_nan=True)

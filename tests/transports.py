@@ -31,8 +31,16 @@ def between_hosts() -> Iterator[None]:
 
 
 def by(transport: str) -> AbstractContextManager[None]:
-    """One of TRANSPORTS."""
+    """One of TRANSPORTS, or "overlapping": as GPUs send, from host to host."""
+    if transport == "overlapping":
+        return _between_hosts_overlapping()
     return nullcontext() if transport == "host memory" else between_hosts()
+
+
+@contextmanager
+def _between_hosts_overlapping() -> Iterator[None]:
+    with between_hosts(), overlapping(returns_work=False):
+        yield
 
 
 class _WithoutWork:

@@ -1,0 +1,81 @@
+"""Objects of a step that somebody keeps for longer: rank 0 alone, or each rank; no garbage is collected."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from axes import Axis, happens
+
+if TYPE_CHECKING:
+    from rows import Loop
+
+
+class Kept(Axis):
+    """Keeps what it is given by `keep`. alone: on rank 0."""
+
+    def __init__(self, alone: bool) -> None:
+        self.alone, self.held = alone, list[Any]()
+
+    @contextmanager
+    def running(self, rank: int, stage: int) -> Iterator[None]:
+        gc.disable()
+        try:
+            yield
+        finally:
+            self.held.clear()
+            gc.enable()
+
+    def keep(self, t: Loop, *what: Any) -> None:
+        if not self.alone or t.rank == 0:
+            self.held.extend(what)
+
+
+class Output(Kept):
+    def forward(self, t: Loop, x: Tensor, **given: Any) -> Tensor:
+        output = super().forward(t, x, **given)
+        self.keep(t, output)
+        return output
+
+
+class Loss(Kept):
+    def backward(self, t: Loop, loss: Tensor) -> None:
+        super().backward(t, loss)
+        self.keep(t, loss)
+
+
+class Gradients(Kept):
+    """As they stand in `param.grad` between backward and step: at stage 2 the placeholders."""
+
+    def update(self, t: Loop) -> None:
+        self.keep(t, *(param.grad for param in t.n.parameters()))
+        super().update(t)
+
+
+class Data(Kept):
+    """Tensors that share the memory of parameters between steps."""
+
+    def step(self, program: Any, t: Loop, i: int) -> None:
+        self.keep(t, *(param.detach() for param in t.n.parameters()))
+        super().step(program, t, i)
+
+
+class Cycle(Kept):
+    """A graph that only the garbage collector frees."""
+
+    def forward(self, t: Loop, x: Tensor, **given: Any) -> Tensor:
+        output = super().forward(t, x, **given)
+        if not self.alone or t.rank == 0:
+            cycle: list[Any] = [output]
+            cycle.append(cycle)
+        return output
+
+
+for kind in (Output, Loss, Gradients, Data, Cycle):
+    for alone, who in ((True, "rank 0"), (False, "all ranks")):
+        happens(f"kept: {kind.__name__.lower()} on {who}")(partial(kind, alone))

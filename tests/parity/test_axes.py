@@ -1,0 +1,328 @@
+"""Small programs on the axes of tests/axes: numbers are those of stage 0 there, too, or every rank raises.
+
+Each runs on the plain axis, and at some points of the others that a seed draws, a model sharded evenly or by whole
+parameters. `make axes` tries 300 points that are new each time, DRAWS=2000 more. A point that fails is to be entered
+in KNOWN, or mended.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam
+from torch.utils.checkpoint import checkpoint
+
+import axes
+import gpus
+import zero
+from axes import Point
+from rows import Loop, Net, Row, Rows, case, cases_as_test, momentum
+from transports import TRANSPORTS
+from zoo import WIDTH, Block, Stack
+
+DRAWS = int(os.environ.get("ZERO_AXES", "0"))
+ALIKE = {"ddp": {"find_unused_parameters": True}}
+
+adam = partial(Adam, lr=0.01, weight_decay=0.01, eps=1e-4)  # which float16 does not round to nothing
+CLIPS = {"optim": adam, "tolerance": 1e-5}  # norms are added up in another order
+row = Rows("small programs", __name__, optim=momentum)
+
+
+@row()
+def trains(t: Loop, i: int) -> None:
+    t.update(t.loss(i))
+
+
+@row(**CLIPS)
+def clips(t: Loop, i: int) -> None:
+    t.update(t.loss(i), lambda t: t.clip(0.1))
+
+
+@row()
+def accumulates_under_no_sync(t: Loop, i: int) -> None:
+    with zero.no_sync(t.m):
+        t.backward(t.loss(10 + i))
+    t.update(t.loss(i))
+
+
+@row(fails={2, 3})
+def accumulates(t: Loop, i: int) -> None:
+    t.backward(t.loss(10 + i))
+    t.update(t.loss(i))
+
+
+@row(optim=adam)
+def evaluates_between_forward_and_backward(t: Loop, i: int) -> None:
+    loss = t.loss(i)
+    t.m.eval()
+    with torch.no_grad():
+        t.loss(20 + i)
+    t.m.train()
+    t.update(loss)
+
+
+def note_state(t: Loop, state: dict[str, Any]) -> None:
+    for entry in state.get("state", {}).values():
+        for value in entry.values():
+            t.note(torch.as_tensor(value))
+
+
+@row()
+def saves_on_rank_0(t: Loop, i: int) -> None:
+    t.update(t.loss(i))
+    for value in zero.full_state_dict(t.m, to=0).values() if t.stage else zero.full_state_dict(t.m).values():
+        t.rank == 0 and t.note(value)
+    state = zero.full_optimizer_state_dict(t.m, t.o, to=0)
+    t.rank == 0 and note_state(t, state)
+
+
+@row(optim=adam)
+def goes_back_to_what_it_saved(t: Loop, i: int) -> None:
+    if i == 2:
+        zero.load_full_state_dict(t.m, t.kept.weights)
+        zero.load_full_optimizer_state_dict(t.m, t.o, t.kept.state)
+    t.update(t.loss(i))
+    if i == 0:
+        t.kept.weights = zero.full_state_dict(t.m)
+        t.kept.state = copy.deepcopy(zero.full_optimizer_state_dict(t.m, t.o))  # stage 0 shows what it steps
+        note_state(t, t.kept.state)
+
+
+@row()
+def two_forwards_have_one_loss(t: Loop, i: int) -> None:
+    t.update(t.loss(i) + t.loss(10 + i))
+
+
+@row(net=lambda: Net(blocks=4))
+def a_forward_is_dropped(t: Loop, i: int) -> None:
+    t.forward(t.batch(30 + i))
+    t.update(t.loss(i))
+
+
+@row(**ALIKE)
+def a_layer_is_frozen_until_the_second_step(t: Loop, i: int) -> None:
+    t.n.first.requires_grad_(i > 0)
+    t.update(t.loss(i))
+
+
+def with_a_frozen_block() -> nn.Module:
+    net = Net()
+    net.blocks[1].requires_grad_(False)
+    return net
+
+
+@row(net=with_a_frozen_block, fails={1, 2})
+def gradients_are_given_by_hand(t: Loop, i: int) -> None:
+    """To parameters that never required one, as evolution strategies do."""
+    t.backward(t.loss(i))
+    for param in t.n.blocks[1].parameters():
+        param.grad = param.detach() * 0.1 + 0.01
+    t.update(None)
+
+
+@row()
+def gradients_are_divided(t: Loop, i: int) -> None:
+    """As by a number of tokens."""
+    t.update(t.loss(i), lambda t: [param.grad.mul_(1 / 3) for param in shown(t) if param.grad is not None])
+
+
+def shown(t: Loop) -> list[Tensor]:
+    """Parameters, or at stage 2 those of the optimizer inside, which have shards of gradients."""
+    return [t.o.part(param) if t.stage == 2 else param for param in t.n.parameters()]
+
+
+@row()
+def weights_decay_between_steps(t: Loop, i: int) -> None:
+    t.update(t.loss(i))
+    with torch.no_grad():
+        for param in t.n.parameters():
+            param.mul_(0.99)
+
+
+@row(**CLIPS)
+def the_norm_of_gradients_is_logged(t: Loop, i: int) -> None:
+    t.backward(t.loss(i))
+    t.axis.unscale(t)
+    t.note(zero.grad_norm(t.m, t.o).float())
+    t.update(None)
+
+
+class Forces(Stack):
+    """Takes the gradient of a unit's output, and then uses a layer of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if not torch.is_grad_enabled():
+            return self.last(x)
+        positions = x.detach().requires_grad_()
+        (forces,) = torch.autograd.grad(self.blocks[0](positions).sum(), positions)
+        return self.last(self.middle(x) + forces)
+
+
+row.of("forces are taken within forward", net=lambda: Forces(classes=3, blocks=2), **ALIKE, fails={3})
+
+
+class Recomputed(Stack):
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False)
+
+
+row.of("blocks are computed again", net=lambda: Recomputed(classes=3, blocks=2))
+row.of("one block is used twice", net=lambda: Twice(classes=3, blocks=2))
+row.of("units have buffers", net=lambda: Stack(lambda: Block(between=nn.BatchNorm1d(2 * WIDTH)), classes=3, blocks=2))
+
+
+class Twice(Stack):
+    def through(self, blocks: Any, x: Tensor) -> Tensor:
+        return super().through([*blocks, blocks[0]], x)
+
+
+@row()
+def scales_losses_in_float16(t: Loop, i: int) -> None:
+    """The loss of rank 0 overflows in the second step."""
+    if i == 0:
+        t.kept.scaler = zero.GradScaler(gpus.DEVICE, init_scale=2.0**8)
+    with torch.autocast(gpus.DEVICE, torch.float16):
+        loss = t.loss(i).float()
+    t.kept.scaler.scale(loss * float("inf") if (i, t.rank) == (1, 0) else loss).backward()
+    t.kept.scaler.step(t.o)
+    t.kept.scaler.update()
+    t.o.zero_grad()
+
+
+row.of("shards lie on a disk", options={"offload": zero.DiskOffload(tempfile.gettempdir())})
+
+
+@row(same=(), refused=dict.fromkeys((2, 3), "frozen|out of step|differ"), fails={3})
+def a_layer_is_frozen_on_rank_1(t: Loop, i: int) -> None:
+    """From the second step on, in which nothing is compared otherwise."""
+    t.n.first.requires_grad_(i == 0 or t.rank == 0)
+    t.update(t.loss(i))
+
+
+test_plain = row.tests()
+
+# ---------------------------------------------------------------------------------------------------- on the other axes
+
+SAVES = {"saves_on_rank_0", "goes_back_to_what_it_saved"}
+WITHOUT = {  # a reference at stage 0
+    "a_layer_is_frozen_on_rank_1": "[^p]",
+    "scales_losses_in_float16": "dtype",
+    "blocks are computed again": "dtype: mixed",
+    "units have buffers": "dtype: (mixed|master)",
+    "saves_on_rank_0": "dtype: master",
+    "goes_back_to_what_it_saved": "dtype: master",
+    "weights_decay_between_steps": "dtype: master",
+}
+
+
+def suits(one: Row, name: str) -> bool:
+    """Whether something would happen to the row there that it can be compared in."""
+    if name == "slow: a collection" or re.match(r"hooks: at the (model|optimizer)'s", name):
+        return one.name in SAVES
+    if "raises" in name and one.fails:
+        return False
+    if name == "dtype: float16 parameters" and one.optim is adam:
+        return False  # which makes as much of a gradient that float16 has rounded as of another
+    return not re.match(WITHOUT.get(one.name, "$"), name)
+
+
+class Known(NamedTuple):
+    """What does not hold yet: at these stages, of points and rows that match, by a transport that matches."""
+
+    why: str
+    stages: set[int]
+    point: str
+    row: str = ""
+    transport: str = ""
+
+    def has(self, one: Row, point: Point, transport: str) -> bool:
+        pairs = ((self.point, str(point)), (self.row, one.name.replace(" ", "_")), (self.transport, transport))
+        return all(re.search(pattern, text) for pattern, text in pairs)
+
+
+INSIDE = "hooks of every optimizer are called for the one inside of an OSS, too"
+KNOWN = [
+    Known("Gloo's send and recv do not survive a wait of 0.25 s", {1, 2, 3}, "slow: a c", "on_rank_0", "gloo|overl"),
+    Known("torch's clipping in a hook of the step", {3}, "hooks: before .* step clips"),
+    Known(INSIDE, {1}, "hooks: before every optimizer's step (reads|halves|replaces)"),
+    Known(INSIDE, {1}, "hooks: after every optimizer's step reads"),
+    Known(INSIDE, {1, 2}, "hooks: after every optimizer's step (decays|raises,)"),
+    Known("a disk steps before the user's hooks", {3}, "hooks: before .* step (halves|replaces|zeroes)", "on_a_disk"),
+    Known("a unit is sharded in a hook before its backward", {3}, "hooks: before the backward of a block reads"),
+    Known("ShardedDDP has taken the gradient", {2}, "hooks: on each accumulated gradient (reads|scales).* late"),
+    Known("what one rank alone raises, no other does", {1, 2, 3}, "raises alone"),
+    Known("one rank views a gradient that is not contiguous", {3}, "layout: (channels last|several)", "in_float16"),
+    Known("one rank views a gradient that is not contiguous", {3}, "layout: transposed, whole", "in_float16"),
+    Known("only one rank waits for a backward", {3}, "kept: (output|cycle) on rank 0", "forward_is_dropped"),
+    Known("factors of 16 bits differ by more than 1e-4", {3}, "dtype: (bf|master)", "are_divided"),
+    Known("Gloo is out of step and does not know it", {2}, "", "frozen_on_rank_1", "overlapping"),
+]
+
+
+class Draw(NamedTuple):
+    row: str
+    point: Point
+    transport: str
+
+
+def drawn() -> Iterator[Draw]:
+    """For each row one point, the same in every run; or as many as are asked for, others each time."""
+    random = Random() if DRAWS else Random("axes")
+    for one in random.choices(row.rows, k=DRAWS) if DRAWS else row.rows:
+        axis = random.choice(axes.FILES)
+        names = [name for name in axes.every() if name.startswith(axis) and suits(one, name)]
+        for name in random.sample(names, k=min(len(names), 1)):
+            point = Point(name, random.randrange(1000), random.choice(["even", "whole"]))
+            yield Draw(one.name, point, random.choice([*TRANSPORTS, *["overlapping"] * (not gpus.ON)]))
+
+
+def hook(words: str, row: str = "trains", transport: str = "host memory", partition: str = "even") -> Draw:
+    return Draw(row, Point(f"hooks: {words}", 0, partition), transport)
+
+
+FOUND = [
+    Draw("saves_on_rank_0", Point("slow: a collection"), "gloo"),
+    hook("before an optimizer's step clips, registered late"),
+    hook("before every optimizer's step clips, registered late", "trains", "gloo", "whole"),
+    hook("before every optimizer's step halves each, registered early"),
+    hook("after every optimizer's step decays each, registered late"),
+    hook("before an optimizer's step zeroes each, registered late", "shards lie on a disk"),
+    hook("before the backward of a block reads, registered early"),
+    hook("on each accumulated gradient scales in place, registered late"),
+    hook("before an optimizer's step raises alone, registered late", "trains", "gloo"),
+    hook("before a block raises alone, registered early"),
+    hook("at the model's state pre raises alone, registered late", "goes_back_to_what_it_saved"),
+    Draw("scales_losses_in_float16", Point("layout: channels last"), "host memory"),
+    Draw("a_forward_is_dropped", Point("kept: output on rank 0"), "gloo"),
+    Draw("a_forward_is_dropped", Point("kept: cycle on rank 0", 0, "whole"), "host memory"),
+    Draw("gradients_are_divided", Point("dtype: bfloat16 parameters"), "host memory"),
+    Draw("a_layer_is_frozen_on_rank_1", Point("plain"), "overlapping"),
+]
+"""Points at which something was found."""
+
+
+def cases(draw: Draw) -> Iterator[Any]:
+    """A test for the stages that have the same numbers, and one for each at which the row raises, or fails."""
+    plain = next(one for one in row.rows if one.name == draw.row)
+    transport = TRANSPORTS[0] if gpus.ON else draw.transport
+    known = [one for one in KNOWN if one.has(plain, draw.point, transport)]
+    there = plain.at(draw.point)
+    fails = set() if plain.name == "accumulates" and there.tolerance else {*plain.fails}  # which is of rounding
+    fails = fails.union(*(one.stages for one in known)) & {*there.stages()}
+    for stages in replace(there, fails=frozenset(fails)).runs():
+        why = next((one.why for one in known if one.stages & {*stages}), row.kind)
+        yield case(replace(there, fails=frozenset(fails)), stages, transport, why)
+
+
+test_axes = cases_as_test([one for draw in (*drawn(), *([] if DRAWS else FOUND)) for one in cases(draw)])
