@@ -17,7 +17,7 @@ from assertions import same
 from inner import shard_groups
 from runs import SideBySide, average_gradients
 from transports import TRANSPORTS, by
-from zero.comm.log import GATHER, REDUCTION, Log
+from zero.comm.oplog import GATHER, REDUCTION, Log
 from zero.comm.streams import Streams
 from zoo import WIDTH, Stack, loss_on
 
@@ -73,17 +73,18 @@ def test_no_full_gradient_of_a_backward_that_an_exception_ended_stays(rank, worl
         both.zero_grad()
 
 
-@pytest.mark.parametrize("begins", ["at first", "agreed", "begin"])
+@pytest.mark.parametrize("begins", ["at first", "end_schedule", "begin_schedule"])
 def test_a_schedule_that_ranks_have_compared_is_settled_wherever_it_begins(begins):
     """At the same position, so that it is compared once."""
     log = Log(0, 2)
     if begins != "at first":
         getattr(log, begins)()
-    compared = [[log.append(channel, 8) and (log.settle() or True) for channel in (GATHER, REDUCTION)]]
-    for again in (log.agreed, log.begin):
+    compared: list[int] = []
+    for again in (lambda: None, log.end_schedule, log.begin_schedule):
         again()
-        compared.append([log.append(channel, 8) for channel in (GATHER, REDUCTION)])
-    assert compared == [[True, True], [False, False], [False, False]]
+        for channel in (GATHER, REDUCTION):
+            log.append(channel, 8, compared.append)
+    assert compared == [GATHER, REDUCTION]
 
 
 def test_what_is_rounded_before_it_is_sent_takes_two_buffers_in_turn():

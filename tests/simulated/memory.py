@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simulated.device import Device, Stream
+from zero.shards.sharded_parameter import Shard, ShardedParameter
 
 Accesses = dict[Stream, int]
 
@@ -138,7 +139,7 @@ class Memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not all(kind in (Tensor, nn.Parameter) for kind in types):
+        if not all(kind in (Tensor, nn.Parameter, ShardedParameter, Shard) for kind in types):
             return NotImplemented  # it has no memory, and takes what is done with it itself
         if self._paused or func.name().startswith("prim::"):
             return func(*args, **kwargs)

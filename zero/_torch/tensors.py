@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils import _python_dispatch, _pytree
+from torch.utils.hooks import RemovableHandle
 
 _Kind = TypeVar("_Kind", bound=Tensor)
 _Value = TypeVar("_Value")
@@ -142,6 +143,14 @@ def is_of_ddp(param: Tensor) -> bool:
 def has_hooks(param: Tensor) -> bool:
     """Whether a parameter has hooks on its gradient. There are public methods to register them, none to list them."""
     return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
+
+
+def call_last(param: Tensor, hook: RemovableHandle) -> None:
+    """Has a hook on the accumulated gradient of a parameter be called after the others. Their table has no public
+    name."""
+    hooks: Any = getattr(param, "_post_accumulate_grad_hooks", None)
+    if hooks is not None and len(hooks) > 1 and hook.id in hooks:
+        hooks[hook.id] = hooks.pop(hook.id)  # not move_to_end: torch reads what is below an OrderedDict, its dict
 
 
 def wrap_others(kinds: Iterable[type]) -> bool:

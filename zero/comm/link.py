@@ -41,8 +41,7 @@ class Link:
         self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
         self._group: Any = None if group is None else proxy(group)
         self._store = None if group is None else store_of(group)
-        self.raised = RaisedText(self._store)
-        self.log = Log(self.rank, self.world, self.raised.explained)
+        self.log = Log(self.rank, self.world, RaisedText(self._store))
         settings.check()
         self._watched = False
         # Not `self`: the link is to end with its last user, and not only when garbage is collected.

@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from zero.comm import settings
+from zero.comm.store import RaisedText
 from zero.comm.waiting import say_waiting
 
 COMPARISON, SUM, BROADCAST, COLLECTION, GATHER, REDUCTION = range(6)
@@ -43,6 +44,7 @@ class Log:
     comparisons: the number of times that they compared them.
     each: whether every operation is compared, and every forward is searched for reads and writes (ZERO_CHECK=each): on
         all ranks if one says so, from their first operation on.
+    raised: the text of an error that a rank has raised.
     broken: why nothing more can be sent, or None. After a failed transfer, no transfer that was in flight counts as
         complete, and every later operation raises with the first cause.
     at_failure: functions to call with the error message after a transfer has failed.
@@ -50,9 +52,8 @@ class Log:
         mark_broken with it.
     """
 
-    def __init__(self, rank: int, world: int, explained: Callable[[str], str] = str) -> None:
-        """explained: adds to a reason what another rank has raised."""
-        self._rank, self._world, self._explained = rank, world, explained
+    def __init__(self, rank: int, world: int, raised: RaisedText | None = None) -> None:
+        self._rank, self._world, self.raised = rank, world, raised or RaisedText(None)
         self.digest, self.comparisons = 0, 0
         self.broken: str | None = None
         self.at_failure: list[Callable[[str], object]] = []
@@ -165,7 +166,7 @@ class Log:
         `buffers` are kept alive: such a transfer may still read them or write into them."""
         if self.broken:
             self._kept_alive.append(buffers)
-            reason = self._explained(self.broken)
+            reason = self.raised.explained(self.broken)
             raise RuntimeError(f"{reason} Initialise the process group again before going on.")
 
     def refuse_differing(self, channel: int, channels: Mapping[int, int]) -> None:
@@ -176,7 +177,7 @@ class Log:
 
     def out_of_step(self, channels: Mapping[int, int]) -> NoReturn:
         """Raises RuntimeError. channels: as in `differing`."""
-        reason = self._explained(self.differing(channels))
+        reason = self.raised.explained(self.differing(channels))
         self.mark_broken(reason)
         raise RuntimeError(reason)
 
@@ -225,4 +226,4 @@ class Log:
                 f"did not reach this operation. {_REMEDY} ({error})"
             )
         if isinstance(error, (RuntimeError, OSError)):
-            raise RuntimeError(self._explained(self.broken or "")) from error
+            raise RuntimeError(self.raised.explained(self.broken or "")) from error

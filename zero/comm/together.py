@@ -44,7 +44,7 @@ class Together:
             rank = ", ".join(str(comm.rank) for comm, _ in self._groups)
             text = f"rank {rank} has raised {type(error).__name__}: {error}"
             for comm, _ in self._groups:
-                comm.link.raised.publish(text)
+                comm.log.raised.publish(text)
             with suppress(RuntimeError):  # the others are in another operation, and raise there
                 self._agree(_PROBLEM, text)
 
@@ -61,7 +61,7 @@ class Together:
         for comm, _ in self._groups:
             texts = comm.all_gather_text(text)
             text = next(filter(None, texts))
-            comm.link.raised.withdraw()  # all have it, and are in step
+            comm.log.raised.withdraw()  # all have it, and are in step
         error = RuntimeError(text)
         vars(error)["raised_on_every_rank"] = True
         raise error

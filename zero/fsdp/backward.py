@@ -187,8 +187,9 @@ class Backward:
     def unshard_to_read(self, unit: Unit) -> bool:
         """Collective within a backward. Unshards a unit whose parameters are read while a checkpoint computes a forward
         again, or by a hook, until the backward ends."""
-        if not self.active or not in_a_backward():
+        if not in_a_backward() or not (self.active or self.waiting):
             return False
+        self._begin()
         unit.unshard(for_backward=True)
         unit.needed_by.add(Need.KEPT)
         return True

@@ -177,6 +177,13 @@ def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[st
     comm: the ranks among which `to` is one, if nothing is sharded.
     """
     sharded = models_of(module)
+    with ExitStack() as together:
+        for model, _ in sharded:
+            together.enter_context(model.together)
+        return _full_weights(module, sharded, comm, recipient)
+
+
+def _full_weights(module: nn.Module, sharded: Sharded, comm: Comm, recipient: Recipient) -> dict[str, Any]:
     placements = [model.placement for model, _ in sharded] or [Placement(comm)]
     for placement in placements:
         refuse_no_rank(recipient.to, placement.ranks)

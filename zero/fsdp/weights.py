@@ -85,8 +85,9 @@ class Weights(Wrapper):
 
         Raises RuntimeError if parameters were moved, cast or given other data.
         """
-        self._model.refuse_moved()
-        return full_weights.state_dict(self.module, [(self._model, [*self._units])], *args, **kwargs)
+        with self._model.together:
+            self._model.refuse_moved()
+            return full_weights.state_dict(self.module, [(self._model, [*self._units])], *args, **kwargs)
 
     def _load_from_state_dict(
         self,
@@ -119,7 +120,7 @@ class Weights(Wrapper):
         """
         if assign:
             raise ValueError("assign=True replaces the parameters that are sharded. Load with assign=False.")
-        with self.summon_full_params():
+        with self._model.together, self.summon_full_params():
             return self.module.load_state_dict(named_as_compiled(self.module, state_dict), strict)
 
     @overload

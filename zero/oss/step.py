@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from zero._torch import in_a_backward
+from zero._torch import in_a_backward, without_optimizer_hooks
 from zero.comm import Comm
 from zero.comm.together import Together
 from zero.measure.kinds import ELEMENTWISE
@@ -81,7 +81,8 @@ class Step:
         if closure is not None and type(inner) not in ELEMENTWISE:
             self.refuse_changes(outer)
             self._hand_options(outer)
-            loss = inner.step(closure=self._for_inner(outer, closure), **given)
+            with without_optimizer_hooks():
+                loss = inner.step(closure=self._for_inner(outer, closure), **given)
         else:
             if closure is not None:
                 with torch.enable_grad():

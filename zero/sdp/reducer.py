@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero._torch import at_end_of_backward, in_a_backward, writes_into
+from zero._torch import at_end_of_backward, call_last, in_a_backward, writes_into
 from zero.comm import Comm
 from zero.comm.streams import streams_in
 from zero.oss.optimizer import OSS
@@ -118,6 +118,8 @@ class Reducer:
         self._trained_in_forward |= trained
         for param in trained - self._hooks.keys():
             self._hooks[param] = param.register_post_accumulate_grad_hook(gradient_ready)
+        for held, hook in self._hooks.items():
+            call_last(held, hook)  # it takes the gradient away, which hooks of the user's are to see
 
     def _update_trained(self) -> None:
         """Tells the buckets which parameters are trained. Collective if these have changed since the last backward."""

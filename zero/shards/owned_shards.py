@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero._torch import writes_so_far
+from zero._torch import without_optimizer_hooks, writes_so_far
 from zero.comm import Comm
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.named import groups_made
@@ -218,7 +218,8 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         """Steps these shards, all at once."""
         for flat in self.shard_groups if self.offload.active else ():
             flat.wait_for_copies()
-        optimizer.step(**options)
+        with without_optimizer_hooks():  # those on the steps of all optimizers are called for the OSS
+            optimizer.step(**options)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after a step, also after one that failed."""
