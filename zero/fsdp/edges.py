@@ -8,9 +8,10 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from zero._torch import base_of
+from zero._torch import base_of, leaves_of_graphs, shape_expected_by
 from zero.fsdp.unit import Unit
 from zero.sdp.tensors import map_tensors, tensors_in
+from zero.shards.shard_group import ShardGroup
 
 
 def watch_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], on_exit: Callable[[Tensor], None]) -> bool:
@@ -73,3 +74,12 @@ def _shares_memory(units: Sequence[Unit], tensor: Tensor, base: Tensor | None) -
         return False
     base = tensor if base is None else base
     return any(base in unit.params for unit in units)
+
+
+def recorded_as_shard(group: ShardGroup) -> str | None:
+    """Returns the name of a parameter that a graph has recorded while it was a shard, whose gradients that graph would
+    refuse, if there is one. The parameters are full."""
+    trained = [(param, name) for param, name in zip(group.params, group.names, strict=True) if param.requires_grad]
+    leaves = leaves_of_graphs([param for param, _ in trained]) if trained else []
+    pairs = zip(trained, leaves, strict=False)
+    return next((name for (param, name), leaf in pairs if shape_expected_by(leaf) != param.shape), None)

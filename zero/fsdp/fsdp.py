@@ -4,56 +4,39 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
+from torch.optim import Optimizer
 
-from zero._torch import as_plain_tensors, children_of
-from zero.fsdp.build import Builder, restore_module
-from zero.fsdp.choice import UnitChoice
-from zero.fsdp.compile import BETWEEN_UNITS, RECORDING, Compiling, compiling_problem
-from zero.fsdp.model import Model, sharded_params
-from zero.fsdp.optimizer_state import registered
-from zero.fsdp.options import (
-    GivenOptions,
-    Options,
-    ShardingStrategy,
-    place,
-    refuse_number_of_ranks,
-    refuse_unknown,
-)
-from zero.fsdp.precision import CastBuffer
-from zero.fsdp.prefetch import Prefetch, as_prefetch
+from zero._torch import children_of, named_as_compiled
+from zero.fsdp import full_weights, optimizer_state
+from zero.fsdp.build import restore_module
+from zero.fsdp.compile import BETWEEN_UNITS, Compiling
+from zero.fsdp.construct import Arguments, construct
+from zero.fsdp.model import Model
+from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.state_dict_guard import NO_COPIES, StateDictGuard
 from zero.fsdp.step import Steps
-from zero.fsdp.torch_options import NAMES, TorchMethods, as_precision, from_torch, refuse_method
+from zero.fsdp.torch_options import TorchMethods, refuse_method
 from zero.fsdp.unit import Unit
-from zero.fsdp.units import Policy, largest_unit
-from zero.fsdp.weights import Weights
-from zero.offload import NAMES as OFFLOAD
-from zero.offload import take_offload
-from zero.oss.ddp import ddp_within
+from zero.fsdp.units import Policy
 from zero.sdp.buffers import BufferSync
-from zero.sdp.wrapper import UNWRAPPED, refuse_steps
-from zero.shards import norm
-from zero.shards.announce import announce
-from zero.shards.offload import DEVICE, Offload
+from zero.sdp.wrapper import UNWRAPPED, Wrapper, refuse_steps
 from zero.shards.partition import Partition
-from zero.shards.placement import Placement
 from zero.tensor_parallel import parts
-from zero.tensor_parallel.shown import put_into, take_out_of
+from zero.tensor_parallel.shown import take_out_of
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from zero.fsdp.precision import GivenPrecision
 
-_GIVEN = "the models given to FSDP"
 
-
-class FSDP(Weights, TorchMethods):  # type: ignore[misc]
+class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
     """Fully sharded data parallelism: each rank holds one shard of the parameters, gradients and optimizer state (ZeRO
     stage 3; Rajbhandari et al., 2020, section 5.3).
 
@@ -120,60 +103,21 @@ class FSDP(Weights, TorchMethods):  # type: ignore[misc]
         **more: Any,
     ) -> None:
         super().__init__()
-        self.module = module
-        asked = GivenOptions(prefetch, [*ignored_modules], [*ignored_parameters])
-        strategy, placement, problem = place(sharding_strategy, process_group, device_mesh)
-        with placement.raised_everywhere(_GIVEN):
-            refuse_number_of_ranks(reshard_after_forward)
-            offload = _understand(more, asked)
-            precision = as_precision(mixed_precision)
-            stays = strategy.keeps_parameters or reshard_after_forward is False
-            options = Options(partition, precision, stays, sync_module_states, offload, as_prefetch(asked.prefetch))
-        for change in asked.before:
-            change(module)
-        nested = _nested_in(module)
-        choice = UnitChoice(module, nested, _parameters_of(nested), asked.ignored)
-        problem = problem or choice.divide(auto_wrap_policy, as_one_unit, small=options.prefetch.limit == 1)
-        lines = [f"{strategy}, {options.signature()}", *choice.signature()]
-        placement.compare(_GIVEN, lines, problem or _problem(choice, nested, options, placement))
-        put_into(module, choice.ignored)
-        builder = Builder(choice, placement, options, param_init_fn)
-        units, self._hooks = builder.build(), builder.hooks  # nothing after this fails
-        for name, fsdp in nested.items():
-            units += fsdp._hand_over(module, name, builder.cast_buffers, self._hooks)
-        ignored, cast_buffers = asked.ignored_modules, builder.cast_buffers
-        self._model = Model(module, units, placement, options, ignored, cast_buffers)
-        self.broadcast_buffers = broadcast_buffers
+        self.module, self.broadcast_buffers = module, broadcast_buffers
+        given = Arguments(
+            *(process_group, device_mesh, auto_wrap_policy, as_one_unit, ignored_modules, ignored_parameters),
+            *(partition, sharding_strategy, reshard_after_forward, mixed_precision, prefetch, param_init_fn),
+            *(sync_module_states, more),
+        )
+        # None of those inside contains another: each has dissolved what was inside it.
+        inside = {name: child for name, child in module.named_modules() if isinstance(child, FSDP)}
+        self._model, self._hooks = construct(module, given, inside)
         synced = broadcast_buffers and next(module.buffers(), None) is not None
         self._buffer_sync = BufferSync(module, self._model.comms) if synced else None
         self._compiling = compiling = Compiling(self._model.index, self._model.schedule)
         self._state_dicts = StateDictGuard(module, self._model.index, keeps=(Steps(self._model), compiling))
         self._model.schedule.install(compiling.hook, compiling.search_begins)
         self._unwrapped = False
-        self._announce(strategy, len(choice.ignored))
-
-    def _announce(self, strategy: ShardingStrategy, ignored: int) -> None:
-        number, (largest, share) = len(self._units), largest_unit(self._units)
-        units = f"{number} unit{'s' if number > 1 else ''}, the largest {largest.title} with {share} of all"
-        title = f"FSDP({type(self.module).__name__}, {strategy}, {units})"
-        left_out = f"{ignored} parameters, ignored as the caller asked" if ignored else ""
-        announce(title, self._model.comm, self._model.index.groups, left_out, sharded="parameters and gradients")
-
-    def _hand_over(
-        self, root: nn.Module, name: str, cast_buffers: list[CastBuffer], hooks: list[RemovableHandle]
-    ) -> Sequence[Unit]:
-        """Puts the module back into its place in `root`. Returns the units to the FSDP around this one, and appends to
-        its cast buffers and hooks."""
-        self._end()
-        cast_buffers += self._model.cast_buffers
-        hooks += self._hooks
-        for parent in root.modules():
-            for child, module in children_of(parent).items():
-                if module is self:
-                    children_of(parent)[child] = self.module
-        for unit in self._units:
-            unit.move_below(name)
-        return self._units
 
     def unwrap(self) -> nn.Module:
         """Collective. Returns the plain module, with full parameters and without gradients; see zero.unwrap."""
@@ -181,7 +125,7 @@ class FSDP(Weights, TorchMethods):  # type: ignore[misc]
         restore_module(self._units, self._model.cast_buffers, self._hooks)
         take_out_of(self.module)
         self._end()
-        refuse_steps(registered(self._model))
+        refuse_steps(optimizer_state.registered(self._model))
         self._unwrapped = True
         return self.module
 
@@ -250,16 +194,9 @@ class FSDP(Weights, TorchMethods):  # type: ignore[misc]
         Returns the norm before scaling, 0-dim, equal on every rank. norm_type: 1, 2, any p > 0, or inf. Use it instead
         of torch.nn.utils.clip_grad_norm_, which sees this rank's shards only. params: of the model; by default all.
         """
-        total, params = self.grad_norm(norm_type, params=params), self._among(params)
-        with as_plain_tensors():
-            gradients = [param.grad for param in params if param.grad is not None]
-            norm.clip(gradients, total, float(max_norm), offloaded=self._offload.active)
+        total = self.grad_norm(norm_type, params=params)
+        self._model.clip(total, float(max_norm), params)
         return total
-
-    def _among(self, params: Collection[nn.Parameter] | None) -> list[nn.Parameter]:
-        """Those of the model's parameters that are in `params`, or all."""
-        chosen = None if params is None else {*params}
-        return [param for param in self._model.index if chosen is None or param in chosen]
 
     def grad_norm(self, norm_type: float = 2.0, *, params: Collection[nn.Parameter] | None = None) -> Tensor:
         """Collective. Returns the norm of all gradients, as one vector over all ranks, 0-dim, equal on every rank.
@@ -268,23 +205,7 @@ class FSDP(Weights, TorchMethods):  # type: ignore[misc]
         `clip_grad_norm_`. params: of the model; by default all. Raises RuntimeError on every rank after a backward
         under no_sync.
         """
-        every = [*self._model.index]
-        self._model.refuse_unreduced()
-        with as_plain_tensors():
-            return norm.total_norm(
-                [(param, param.grad) for param in self._among(params)],
-                self._model.comm,
-                self._model.norm_channel,
-                float(norm_type),
-                every[0].device,
-                {param.dtype for param in every},
-                self._offload,
-            )
-
-    @property
-    def _offload(self) -> Offload:
-        """Where shards lie that are not on the device."""
-        return next((group.offload for group in self._model.index.groups if group.offload.active), DEVICE)
+        return self._model.grad_norm(float(norm_type), params)
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -294,6 +215,124 @@ class FSDP(Weights, TorchMethods):  # type: ignore[misc]
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, reduces: bool) -> None:
         self._model.backward.reduces = reduces
+
+    # -------------------------------------------------------------------------- weights and optimizer state, in full
+
+    @property
+    def _units(self) -> Sequence[Unit]:
+        return self._model.units
+
+    def reshard(self) -> None:
+        """Reshards units that a forward without backward may have left unsharded. Call it between steps."""
+        for unit in self._units:
+            unit.reshard()
+
+    def summon_full_params(  # of `module`, not self: called on the class it takes any module, as PyTorch's does
+        module: nn.Module,
+        *,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Collective. Unshards all parameters on every rank, in their own dtype, within the context.
+
+            with model.summon_full_params(): ...
+            with FSDP.summon_full_params(module): ...  # an FSDP, a module that contains FSDPs, or one inside an FSDP
+
+        Run forwards inside under no_grad; they gather nothing, which suits `generate()`. A module inside an FSDP
+        unshards all units that hold its parameters. Without sharded parameters nothing happens.
+
+        recurse: False unshards only the module's own unit, not the units inside it.
+        writeback: writes changes back, those of each shard's owner; with False all changes are lost.
+        rank0_only: unshards on the first rank of the group only; requires writeback=False.
+        offload_to_cpu: puts the full parameters into the memory of the CPU.
+        with_grads: unshards averaged gradients in `param.grad`, too; not with offload_to_cpu.
+
+        Raises ValueError for rank0_only with writeback and for with_grads with offload_to_cpu. Raises ValueError on
+        every rank if parameters were given other data inside and writeback is True. Raises RuntimeError if they were
+        given other data before, and within forward, backward or another summon_full_params.
+        """
+        return full_weights.summon(
+            module,
+            wrapped=module.module if isinstance(module, FSDP) else module,
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        )
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Collective. Calls fn with every module, as nn.Module.apply, on full parameters; keeps rank 0's results."""
+        with self.summon_full_params():
+            super().apply(fn)
+            params = [parts.of(param) for param in self.module.parameters()]
+            self._model.placement.broadcast([*params, *self.module.buffers()])
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Collective. Returns copies of full parameters and of buffers, by the module's own names, on every rank.
+
+        Raises RuntimeError if parameters were moved, cast or given other data.
+        """
+        with self._model.together:
+            self._model.refuse_moved()
+            return full_weights.state_dict(self.module, [(self._model, [*self._units])], *args, **kwargs)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *of_torch: Any) -> None:
+        """Collective. Loads full weights when `load_state_dict` of a plain module around the FSDP calls this."""
+        metadata, _, missing_keys, unexpected_keys, error_msgs = of_torch
+        given = {name.removeprefix(prefix): state_dict.pop(name) for name in [*state_dict] if name.startswith(prefix)}
+        try:
+            assign = metadata.get("assign_to_params_buffers", False)
+            missing, unexpected = self.load_state_dict(given, strict=False, assign=assign)
+            missing_keys += [prefix + name for name in missing]
+            unexpected_keys += [prefix + name for name in unexpected]
+        except (RuntimeError, ValueError) as error:
+            error_msgs.append(str(error))
+        # torch loads the modules inside next. They are given their own values.
+        own = self.module.state_dict(keep_vars=True)
+        state_dict.update({f"{prefix}module.{name}": value for name, value in own.items()})
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        """Collective. Loads full weights by the module's own names, with or without `_orig_mod.` in them; every rank
+        must be given the same.
+
+        Raises ValueError for assign=True, which would replace the tensors that the optimizer holds.
+        """
+        if assign:
+            raise ValueError("assign=True replaces the parameters that are sharded. Load with assign=False.")
+        with self._model.together, self.summon_full_params():
+            return self.module.load_state_dict(named_as_compiled(self.module, state_dict), strict)
+
+    @overload
+    def optim_state_dict(self, optimizer: Optimizer, to: None) -> dict[str, Any]: ...
+    @overload
+    def optim_state_dict(self, optimizer: Optimizer, to: int | None = 0) -> dict[str, Any] | None: ...
+    def optim_state_dict(self, optimizer: Optimizer, to: int | None = 0) -> dict[str, Any] | None:
+        """Collective. Returns the full state of an optimizer of these parameters, in the plain optimizer's own format.
+
+        to: the rank of the group that gets the state, or None for all; other ranks return None. The state loads into
+        the optimizer of the plain model, and by `load_optim_state_dict` at any number of ranks. This rank's shard is
+        `optimizer.state_dict()`. Raises ValueError on every rank for state that cannot be consolidated.
+        """
+        self.reshard()
+        return optimizer_state.full(self._model, optimizer, to)
+
+    def load_optim_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Loads a full state, the same on every rank: the plain optimizer's, or the result of `optim_state_dict`.
+
+        Also loads this rank's own `optimizer.state_dict()`. Raises ValueError, and changes nothing, if the state does
+        not fit.
+        """
+        self.reshard()
+        optimizer_state.load(self._model, optimizer, state_dict)
+
+    def register_optimizer(self, optimizer: Optimizer) -> None:
+        """Lets `optimizer.load_state_dict` take full state from now on, as it does after its first step anyway."""
+        optimizer_state.register(self._model, optimizer)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(NO_COPIES)
@@ -309,51 +348,3 @@ class FSDP(Weights, TorchMethods):  # type: ignore[misc]
 def running_model(fsdp: FSDP) -> Model:
     """Returns what an FSDP runs. No attribute of it, as those are the module's own."""
     return fsdp._model
-
-
-def _understand(more: dict[str, Any], asked: GivenOptions) -> Offload:
-    """Takes offload and options of PyTorch's names out of `more`. Returns where shards lie."""
-    refuse_unknown(more, known=(*OFFLOAD, *NAMES))
-    offload, wrong = take_offload(more)
-    if wrong is not None:
-        raise ValueError(wrong)
-    from_torch(more, asked)
-    return offload
-
-
-def _nested_in(module: nn.Module) -> dict[str, FSDP]:
-    """Returns the FSDPs in the module by name. None contains another: each has dissolved those inside it."""
-    return {name: child for name, child in module.named_modules() if isinstance(child, FSDP)}
-
-
-def _parameters_of(nested: dict[str, FSDP]) -> set[nn.Parameter]:
-    return {param for fsdp in nested.values() for param in fsdp._model.index}
-
-
-def _problem(choice: UnitChoice, nested: dict[str, FSDP], options: Options, placement: Placement) -> str | None:
-    """Returns an error message if the module cannot be wrapped with these options, else None."""
-    frees = placement.comm.world > 1 or options.offload.active or options.precision.param_dtype is not None
-    records = frees and any(device.type in RECORDING for device in choice.devices())
-    units = [module for name, module in choice.units.items() if name]
-    units += [unit.module for fsdp in nested.values() for unit in fsdp._units[1:]]
-    return (
-        options.problem()
-        or _nesting_problem(nested, placement)
-        or compiling_problem(choice.module, units, records=records)
-        or ddp_within(choice.module, choice.ignored)
-        or parts.problem(choice.own(), placement.all_groups())
-        or choice.unusable(synced=options.synced, sharded=sharded_params())
-        or placement.comm.device_problem(choice.devices())
-    )
-
-
-def _nesting_problem(nested: dict[str, FSDP], placement: Placement) -> str | None:
-    if "" in nested:
-        return "the module is an FSDP already. Wrap it once, and choose units by auto_wrap_policy."
-    for name, fsdp in nested.items():
-        if fsdp._model.placement.groups != placement.groups:
-            return (
-                f"{name!r} is an FSDP over another process group than the FSDP around it. Wrap both over the same "
-                "groups, or leave its parameters out by ignored_modules and average their gradients yourself."
-            )
-    return None

@@ -23,10 +23,12 @@ from zero.fsdp.build import refuse_busy
 from zero.fsdp.model import Model, models, models_of
 from zero.fsdp.unit import Unit
 from zero.sdp.wrapper import Wrapper
+from zero.shards.moved import moved_problem
 from zero.shards.placement import Placement
-from zero.shards.shard_group import ShardGroup, moved_problem
+from zero.shards.shard_group import ShardGroup
 from zero.state.optimizer_state import refuse_no_rank
-from zero.tensor_parallel import parts
+from zero.tensor_parallel import parts, table
+from zero.tensor_parallel.shown import Slot, slots_of
 
 Sharded = Sequence[tuple[Model, list[Unit]]]
 """Models, and those of their units that are asked for."""
@@ -37,13 +39,35 @@ def summon(module: nn.Module, *, wrapped: nn.Module, recurse: bool, **options: b
     """Collective. See FSDP.summon_full_params, which has the same options.
 
     module: held here so that it exists until the end. wrapped: the module inside it if it is an FSDP, else itself.
+
+    DTensors are shown, with gradients as DTensors, too; but not parameters that are on another device than the mesh
+    (offload_to_cpu), and those that only other ranks have full.
     """
     with ExitStack() as stack:
+        full: set[nn.Parameter] = set()
         for model in models():
             units = model.units_of(wrapped, recurse=recurse)
             if units:
                 stack.enter_context(summoned(model, units, **options))
+                full.update(param for unit in units if unit.readable for param in unit.params)
+        tied: dict[nn.Parameter, Any] = {}
+        for slot in [slot for holder in wrapped.modules() for slot in slots_of(holder)]:
+            dtensor: Any = table.dtensor_of(slot.param)
+            if slot.param in full and slot.param.device.type == dtensor.device_mesh.device_type:
+                slot.show(tied.get(slot.param))
+                tied[slot.param] = slot.dtensor
+                if options.get("with_grads") and slot.param.grad is not None:
+                    slot.dtensor.grad = table.like(dtensor, slot.param.grad)
+                stack.callback(_hide, slot, with_grads=options.get("with_grads", False))
         yield
+
+
+def _hide(slot: Slot, *, with_grads: bool) -> None:
+    """Takes over what was set on a DTensor. Values and gradients were written on the parameter's memory."""
+    slot.param.requires_grad_(slot.dtensor.requires_grad)
+    if with_grads and slot.dtensor.grad is None:
+        slot.param.grad = None
+    slot.hide()
 
 
 @contextmanager

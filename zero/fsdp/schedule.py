@@ -22,7 +22,7 @@ from zero.comm import Comm
 from zero.comm.streams import HostStreams
 from zero.comm.together import Together
 from zero.fsdp.backward import Backward, Graph
-from zero.fsdp.edges import watch_inputs, watch_inside, watch_outputs
+from zero.fsdp.edges import recorded_as_shard, watch_inputs, watch_inside, watch_outputs
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.shown import refuse_read
@@ -239,7 +239,7 @@ class Schedule:
     def _refuse_recorded(self, other: Unit, reader: Unit) -> None:
         """Collective. Raises RuntimeError on every rank for a Function of the user's that has recorded a shard."""
         with self._first_read:
-            for name in filter(None, (group.recorded_as_shard() for group in other.groups)):
+            for name in filter(None, map(recorded_as_shard, other.groups)):
                 raise RuntimeError(
                     f"a torch.autograd.Function in the forward of {reader.title} of FSDP was given {name} of "
                     f"{other.title} while it was sharded, and would get its gradient in the shape of the shard. From "

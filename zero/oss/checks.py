@@ -15,6 +15,7 @@ from zero.measure.built import working_by
 from zero.measure.kinds import Finding
 from zero.oss import ddp
 from zero.oss.dtensor_checks import DTensorCheck
+from zero.shards.moved import moved, reclaim
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.sharded_parameter import cut_of, mark, register, rest, unmark, wake
 
@@ -84,7 +85,7 @@ class StepChecks:
 def _moved_problem(shards: OwnedShards) -> str | None:
     """Returns an error message if parameters no longer lie in their shard groups."""
     for group in shards.shard_groups:
-        if group.moved() is None:
+        if moved(group) is None:
             continue
         taken = shards.taken_by_another()
         if taken is not None:
@@ -92,7 +93,7 @@ def _moved_problem(shards: OwnedShards) -> str | None:
                 f"{taken} was given to another OSS since, which shards and steps it now. Give each parameter to "
                 "one OSS, drop the one that you do not step, and wrap again what zero.unwrap(model) returns."
             )
-        name = group.reclaim()
+        name = reclaim(group)
         if name is not None:
             return (
                 f"{name} was moved, cast or given other data after OSS was built, and would no longer be trained. "

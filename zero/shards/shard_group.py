@@ -14,31 +14,27 @@ tied weights.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero._torch import as_plain_tensors, leaves_of_graphs, profiler_range, shape_expected_by
+from zero._torch import as_plain_tensors, leaves_of_graphs, profiler_range
 from zero.comm import Work
 from zero.comm.streams import DONE, HOST, HostStreams, streams_of
 from zero.shards.group_state import IN_PLACE, NEXT_IN_PLACE, NEXT_WITH_OWN_SHARD, GroupOptions, GroupState
 from zero.shards.layout import Layout, Span
 from zero.shards.log import logger
+from zero.shards.moved import MOVED
+from zero.shards.moved import moved as moved_in
 from zero.shards.placement import Exchange, Placement
-from zero.shards.shapes import Shapes, is_copy, with_own_storage
+from zero.shards.shapes import Shapes, with_own_storage
 from zero.shards.sharded_parameter import GRADIENT, cut_of, mark, register, rest, unmark, wake
 
 ACTS = ("unshard", "wait_for_unshard", "reshard", "reduce", "wait_for_reduce")
 """What is done to a group, in the profiler and the log."""
-
-_MOVED = (
-    "{!r} was moved, cast or given other data (`p.data = ...`) since it was sharded, and would lose it at the next "
-    "all-gather. Write in place: `p.data.copy_(...)`, or `p.copy_(...)` under torch.no_grad(). Move and cast the model "
-    "before wrapping it."
-)
 
 
 class ShardGroup:
@@ -150,10 +146,6 @@ class ShardGroup:
         """Views of a tensor as long as this rank's segment: one a parameter, in the shape of its shard."""
         return self.shapes.views_of_shard(shard, self.spans)
 
-    def cut_params(self) -> list[nn.Parameter]:
-        """The parameters of which several ranks own elements; the same on all ranks."""
-        return [param for index, param in enumerate(self.params) if len([*self.layout.owners(index)]) > 1]
-
     def own_slice(self, index: int, full: Tensor) -> Tensor:
         """This rank's elements of a tensor of the shape of parameter `index`, of which it owns some, in the shape of
         its shard: a view, if the tensor's elements lie in the parameter's order."""
@@ -217,7 +209,7 @@ class ShardGroup:
             self._become(GroupState.LOST)
             raise
         moved = None
-        if self._bound is not self._full_views:
+        if self.bound is not self._full_views:
             moved = self._rebind(self._full_views)
         if self.streams is not HOST:
             self._leaves = []  # a node accumulates on the stream on which it was made, which may be another than now
@@ -225,7 +217,7 @@ class ShardGroup:
             self.shard.untyped_storage().resize_(0)
         self._become(GroupState.UNSHARDED)
         if moved is not None:
-            raise RuntimeError(_MOVED.format(moved))
+            raise RuntimeError(MOVED.format(moved))
 
     def reshard(self) -> None:
         """Binds the parameters to `shard`, and frees `full` (unless the group has one rank).
@@ -247,7 +239,7 @@ class ShardGroup:
                     self.streams.release()
                 self._free()
         if moved is not None:
-            raise RuntimeError(_MOVED.format(moved))
+            raise RuntimeError(MOVED.format(moved))
 
     def _free(self) -> None:
         try:
@@ -285,14 +277,6 @@ class ShardGroup:
         if self.streams is not HOST:
             self.streams.synchronize()
 
-    def recorded_as_shard(self) -> str | None:
-        """Returns the name of a parameter that a graph has recorded while it was a shard, whose gradients that graph
-        would refuse, if there is one. The parameters are full."""
-        trained = [(param, name) for param, name in zip(self.params, self.names, strict=True) if param.requires_grad]
-        leaves = leaves_of_graphs([param for param, _ in trained]) if trained else []
-        pairs = zip(trained, leaves, strict=False)
-        return next((name for (param, name), leaf in pairs if shape_expected_by(leaf) != param.shape), None)
-
     # --------------------------------------------------------------------------------------- summon_full_params
 
     def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
@@ -325,7 +309,7 @@ class ShardGroup:
 
     def _bind(self, views: Sequence[Tensor]) -> None:
         """The parameters are plain ones meanwhile: torch's own data is set."""
-        self._bound = views
+        self.bound = views
         if self.says_so:
             wake(self.params)
         for param, view in zip(self.params, views, strict=True):
@@ -336,28 +320,9 @@ class ShardGroup:
     def _rebind(self, views: Sequence[Tensor]) -> str | None:
         """Binds the parameters to other views. Returns the name of one that lies elsewhere than where it was bound, if
         it is in a group that frees its full parameters."""
-        moved = self.moved() if self.frees else None
+        moved = moved_in(self) if self.frees else None
         self._bind(views)
         return moved
-
-    def moved(self) -> str | None:
-        """Returns the name of a parameter that lies elsewhere than where it was bound, if there is one."""
-        with as_plain_tensors():
-            for param, view, name in zip(self.params, self._bound, self.names, strict=True):
-                if param.data_ptr() != view.data_ptr():
-                    return name
-        return None
-
-    def reclaim(self) -> str | None:
-        """Binds parameters again whose data was replaced by an equal copy, as `module.to("cpu:0")` does on the CPU.
-        Returns the name of a parameter with different data, if there is one."""
-        with as_plain_tensors():
-            for param, view, name in zip(self.params, self._bound, self.names, strict=True):
-                if param.data_ptr() != view.data_ptr() or param.dtype != view.dtype or param.device != view.device:
-                    if not is_copy(param.data, view):
-                        return name
-                    param.data = view
-        return None
 
     # ------------------------------------------------------------------------------------- gradients of shards
 
@@ -382,10 +347,3 @@ class ShardGroup:
             if param.grad is not None:
                 mark(param.grad, cut_of(param))
             rest([param])
-
-
-def moved_problem(groups: Iterable[ShardGroup]) -> str | None:
-    """Returns an error message if a parameter of these groups was moved, cast or given other data, else None. Takes
-    0.1 ms for 258 parameters."""
-    name = next((name for group in groups if (name := group.reclaim()) is not None), None)
-    return None if name is None else _MOVED.format(name)
