@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import zip_longest
 from typing import Any
 
@@ -120,11 +119,6 @@ class Comm:
             flags = self._transports["cpu"].compare(channel, flags=flags)
             self.log.end_schedule()
         return flags
-
-    def tell(self, channel: int) -> None:
-        """Collective. Called before this rank raises an error: the others raise, too, where they would wait for it."""
-        with suppress(RuntimeError):
-            self.agree(channel)
 
     def compare(self, what: str, lines: Sequence[str], problem: str | None = None, channel: int = COMPARISON) -> None:
         """Collective. Raises ValueError on every rank if any rank has a `problem`, or if the signature `lines` differs

@@ -13,8 +13,8 @@ of step; they read its text in the group's store (`RaisedText`), and the group i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from zero.comm.comm import Comm
 
@@ -65,3 +65,15 @@ class Together:
         error = RuntimeError(text)
         vars(error)["raised_on_every_rank"] = True
         raise error
+
+
+@contextmanager
+def told_by_comparing(compare: Callable[[str], object]) -> Iterator[None]:
+    """Around what a rank does before ranks compare what they were given: what it raises here is the others' problem
+    there. compare: takes part in that comparison, with a problem."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(ValueError):  # the problem itself
+            compare(f"{type(error).__name__}: {error}")
+        raise

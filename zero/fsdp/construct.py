@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import children_of
+from zero.comm.together import Together
 from zero.fsdp.build import Builder
 from zero.fsdp.choice import UnitChoice
 from zero.fsdp.compile import RECORDING, compiling_problem
@@ -65,16 +66,18 @@ def construct(module: nn.Module, given: Arguments, nested: dict[str, Any]) -> tu
     strategy, placement, problem = place(given.sharding_strategy, given.process_group, given.device_mesh)
     with placement.raised_everywhere(_GIVEN):
         options = _understand(given, asked, strategy)
-    for change in asked.before:
-        change(module)
-    sharded = {param for fsdp in nested.values() for param in fsdp._model.index}
-    choice = UnitChoice(module, nested, sharded, asked.ignored)
-    problem = problem or choice.divide(given.auto_wrap_policy, given.as_one_unit, small=options.prefetch.limit == 1)
-    lines = [f"{strategy}, {options.signature()}", *choice.signature()]
-    placement.compare(_GIVEN, lines, problem or _problem(choice, nested, options, placement))
+        for change in asked.before:
+            change(module)
+        sharded = {param for fsdp in nested.values() for param in fsdp._model.index}
+        choice = UnitChoice(module, nested, sharded, asked.ignored)
+        problem = problem or choice.divide(given.auto_wrap_policy, given.as_one_unit, small=options.prefetch.limit == 1)
+        problem = problem or _problem(choice, nested, options, placement)
+        lines = [f"{strategy}, {options.signature()}", *choice.signature()]
+    placement.compare(_GIVEN, lines, problem)
     put_into(module, choice.ignored)
     builder = Builder(choice, placement, options, given.param_init_fn)
-    units, hooks, cast_buffers = builder.build(), builder.hooks, builder.cast_buffers  # nothing after this fails
+    with Together(placement.all_groups(), "the construction of FSDP"):
+        units, hooks, cast_buffers = builder.build(), builder.hooks, builder.cast_buffers  # nothing after this fails
     for name, fsdp in nested.items():
         _dissolve(fsdp, module, name)
         units, hooks = [*units, *fsdp._model.units], [*hooks, *fsdp._hooks]

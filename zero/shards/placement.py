@@ -4,8 +4,8 @@ them, and gradients also among the ranks that own the same ones; on which stream
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zero.comm import Comm, Work
 from zero.comm.streams import HOST, HostStreams, on_other_device
+from zero.comm.together import told_by_comparing
 from zero.comm.transport import Message
 from zero.shards.layout import Layout
 
@@ -157,13 +158,9 @@ class Placement:
         if problem is not None:
             raise ValueError(problem)
 
-    @contextmanager
-    def raised_everywhere(self, what: str) -> Iterator[None]:
-        """Collective where it fails: a ValueError in here is raised on every rank."""
-        try:
-            yield
-        except ValueError as error:
-            self.compare(what, [], str(error))
+    def raised_everywhere(self, what: str) -> AbstractContextManager[None]:
+        """Collective where it fails: a context for what comes before `compare`, where the other ranks raise it, too."""
+        return told_by_comparing(lambda problem: self.compare(what, [], problem))
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Collective. Overwrites the tensors of all ranks by those of the first."""
