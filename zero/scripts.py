@@ -234,7 +234,7 @@ def grad_norm(model: nn.Module, optimizer: Optimizer, norm_type: float = 2.0) ->
     on every rank.
 
     Call it on every rank between backward and step, also at stage 0. At stages 2 and 3 a rank has shards of gradients
-    only: a norm that is computed from `param.grad` is another one at stage 3, and an error at stage 2.
+    only, and a norm that is computed from `param.grad` is an error.
 
     model, optimizer: those that train. norm_type: 1, 2, any p > 0, or inf.
     """

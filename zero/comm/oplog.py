@@ -42,8 +42,8 @@ class Log:
 
     digest: a digest of the operations since the ranks last compared their logs.
     comparisons: the number of times that they compared them.
-    each: whether every operation is compared, and every forward is searched for reads and writes (ZERO_CHECK=each): on
-        all ranks if one says so, from their first operation on.
+    each: whether every operation is compared, and every forward is searched for writes (ZERO_CHECK=each): on all ranks
+        if one says so, from their first operation on.
     raised: the text of an error that a rank has raised.
     broken: why nothing more can be sent, or None. After a failed transfer, no transfer that was in flight counts as
         complete, and every later operation raises with the first cause.

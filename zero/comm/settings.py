@@ -16,8 +16,8 @@ ZERO_SECOND_COMMUNICATOR
 ZERO_CHECK
 
     (unset)   ranks compare an operation when it follows the operations before it for the first time
-    each      they compare every operation before its launch, and each forward is searched for reads and writes. It is
-              enough that one rank says so
+    each      they compare every operation before its launch, and each forward is searched for writes through `.data`.
+              It is enough that one rank says so
 """
 
 from __future__ import annotations

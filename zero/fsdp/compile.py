@@ -3,9 +3,8 @@
 torch.compile accepts units, the module or the FSDP. The code that unshards and reshards units is never traced, so
 graphs break where units begin and end, and only units can be compiled with fullgraph=True. If the whole module is
 compiled, its first forward in training and its first in evaluation run uncompiled, to find which modules read
-parameters of other units. If units are compiled, FSDP does not search for such reads, and no module may read parameters
-of another unit. On GPUs CUDA graphs are refused: mode="reduce-overhead", "max-autotune" and
-triton.cudagraphs of torch.compile, and torch.cuda.graph.
+parameters of other units. A unit that is compiled by itself must not read any. On GPUs CUDA graphs are refused:
+mode="reduce-overhead", "max-autotune" and triton.cudagraphs of torch.compile, and torch.cuda.graph.
 
 torch.compile examines the gradient of every parameter that it meets, and refuses a gradient of another shape, dtype or
 device than the parameter. `param.grad` is the shard's gradient even if the parameter is unsharded while it is traced.
@@ -109,8 +108,7 @@ class Compiling:
         self._direct.clear()
 
     def search_begins(self) -> None:
-        """Compiled modules lose the hooks of modules inside, which are called through them alone. Code that is traced
-        must not contain the search for reads."""
+        """Compiled modules lose the hooks of modules inside, which are called through them alone."""
         compiled = [] if self._uncompiled else _compiled_in(self._root.module)
         self._remove_inner_hooks(inner for module in compiled for inner in module.modules())
 

@@ -45,7 +45,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
 
     The module is divided into units. A unit's parameters are gathered before its forward and its backward, and released
     afterwards. They remain the same objects under the same names, so an optimizer may be built before or after
-    wrapping. At rest their data and gradient are this rank's shard, with as many dimensions as the full tensor.
+    wrapping. Between steps they are this rank's shard, with as many dimensions as the full tensor (docs/fsdp.md).
 
     module: remains usable; its attributes can be read through the FSDP. An FSDP inside it is dissolved: its module
         takes its place, and this FSDP takes over its units with their own options.
@@ -192,7 +192,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         """Collective. Scales all gradients so that their norm, as one vector over all ranks, is at most max_norm.
 
         Returns the norm before scaling, 0-dim, equal on every rank. norm_type: 1, 2, any p > 0, or inf. Use it instead
-        of torch.nn.utils.clip_grad_norm_, which sees this rank's shards only. params: of the model; by default all.
+        of torch.nn.utils.clip_grad_norm_, which raises. params: of the model; by default all.
         """
         total = self.grad_norm(norm_type, params=params)
         self._model.clip(total, float(max_norm), params)
@@ -201,7 +201,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
     def grad_norm(self, norm_type: float = 2.0, *, params: Collection[nn.Parameter] | None = None) -> Tensor:
         """Collective. Returns the norm of all gradients, as one vector over all ranks, 0-dim, equal on every rank.
 
-        Call it between backward and step: a norm of `param.grad` is that of this rank's shards. norm_type: as of
+        Call it between backward and step: a norm of `param.grad`, a shard, raises. norm_type: as of
         `clip_grad_norm_`. params: of the model; by default all. Raises RuntimeError on every rank after a backward
         under no_sync.
         """

@@ -1,4 +1,4 @@
-"""What is checked around the steps of OSS. Stage 3 has its own in zero/fsdp/guard.py."""
+"""What is checked around the steps of OSS. Stage 3 has its own in zero/fsdp/step.py."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Models that torch's tensor parallelism has parallelised over one dimension of a DeviceMesh train over another:
 `parallelize_module` has made DTensors of their parameters, and each rank's local tensor is sharded.
 
-    at rest      the module has plain parameters, this rank's local tensors, or at stage 3 the rank's shards of them
+    at rest      the module has no DTensors, but this rank's local tensors, or at stage 3 the rank's shards of them
     in forward   the module has DTensors of these, with the placements that they had; autograd leads from them to the
                  plain parameters, as in torch.distributed.tensor.parallel.ddp
     summoned     DTensors (summon_full_params), with gradients that are DTensors

@@ -42,7 +42,7 @@ class MemoryCallback(pl.Callback):
 class GradNormCallback(pl.Callback):
     """Logs `zero.grad_norm` between backward and step, before clipping, as "grad_norm".
 
-    It takes the place of Lightning's own `grad_norm`, which sees this rank's shards at stage 3 and raises at stage 2.
+    It takes the place of Lightning's own `grad_norm`, which raises at stages 2 and 3.
 
     every: steps between norms. `norm` is the last one, the same on every rank.
     """
