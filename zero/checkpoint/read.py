@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from zero._torch import warn_user
+from zero._torch import as_plain_tensors, warn_user
 from zero.checkpoint import directory
 from zero.checkpoint.agree import Ranks, attempt
 from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, OptimizerIndex, Part, all_of, listed
@@ -33,6 +33,7 @@ from zero.checkpoint.storage import place
 from zero.checkpoint.values import decode
 from zero.comm.waiting import calling
 from zero.oss import OSS
+from zero.shards.sharded_parameter import mark_states
 from zero.state.optimizer_state import restore
 
 _PARTLY_LOADED = (
@@ -241,6 +242,7 @@ class _OptimizerPlan:
         for tensor, key in self._of_own_dtype:
             if state[tensor][key].dtype != taken[tensor][key].dtype:
                 state[tensor][key] = taken[tensor][key]
+        mark_states(inner(self._optimizer))
 
 
 def _refuse_another_optimizer(
@@ -285,4 +287,5 @@ def _fill(source: Source, entry: Entry, held: Held) -> None:
     flat = held.flat()
     source.fill(flat, entry, held)
     if flat.numel() and flat.data_ptr() != held.tensor.data_ptr() + held.offset * flat.itemsize:  # a copy
-        held.tensor.detach().copy_(held.own.shaped(flat))
+        with as_plain_tensors():
+            held.tensor.detach().copy_(held.own.shaped(flat))

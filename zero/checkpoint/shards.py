@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero._torch import name_without_compile
+from zero._torch import as_plain_tensors, name_without_compile
 from zero.checkpoint.agree import Ranks
 from zero.checkpoint.format import Geometry, Part, all_of, geometry_of, memory_order, tensor_problem
 from zero.comm import Comm
@@ -63,7 +63,8 @@ class Held(Part):
 
     def flat(self) -> Tensor:
         """The elements, flat, in the order of `full`: a view where memory has that order, otherwise a copy."""
-        return self.own.flat(self.tensor.detach())[self.offset : self.offset + self.numel]
+        with as_plain_tensors():
+            return self.own.flat(self.tensor.detach())[self.offset : self.offset + self.numel]
 
 
 def whole(name: str, tensor: Tensor) -> Held:

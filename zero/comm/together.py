@@ -39,7 +39,8 @@ class Together:
     def tell(self, error: BaseException) -> None:
         """Collective. Called before this rank raises the error, unless all ranks were told of it."""
         # Ctrl-C and SystemExit are not for the other ranks, which would have to be waited for.
-        if isinstance(error, Exception) and not getattr(error, "raised_on_every_rank", False):
+        told = getattr(error, "raised_on_every_rank", False) or any(comm.log.broken for comm, _ in self._groups)
+        if isinstance(error, Exception) and not told:
             vars(error)["raised_on_every_rank"] = True
             rank = ", ".join(str(comm.rank) for comm, _ in self._groups)
             text = f"rank {rank} has raised {type(error).__name__}: {error}"
@@ -73,7 +74,10 @@ def told_by_comparing(compare: Callable[[str], object]) -> Iterator[None]:
     there. compare: takes part in that comparison, with a problem."""
     try:
         yield
+    except ValueError as error:
+        compare(str(error))  # raises a ValueError, which says which ranks have the problem
+        raise
     except Exception as error:
-        with suppress(ValueError):  # the problem itself
+        with suppress(ValueError):
             compare(f"{type(error).__name__}: {error}")
         raise

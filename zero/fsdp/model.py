@@ -85,8 +85,8 @@ class Model:
         common = self.index, self.comms, streams, self.prefetch, self.together
         self.backward = Backward(*common, overflow)
         self.schedule = Schedule(*common, self.backward, overflow)
-        # How to restore what a step has left hidden that raised.
-        self.unfinished_step: tuple[Callable[[Optimizer], None], ReferenceType[Optimizer]] | None = None
+        # How to restore what steps have hidden, which are running or have raised.
+        self.unfinished_steps: list[tuple[Callable[[Optimizer], None], ReferenceType[Optimizer]]] = []
         claim(self.index, self, _AVERAGES, sharded=_SHARDED)
         _alive[:] = [model for model in _alive if model() is not None]
         _alive.append(ref(self))
@@ -129,8 +129,7 @@ class Model:
             )
         if torch.jit.is_tracing():
             raise RuntimeError(NOT_SCRIPTED.format("FSDP"))
-        if self.unfinished_step is not None:
-            restore, optimizer = self.unfinished_step
+        for restore, optimizer in reversed([*self.unfinished_steps]):
             if (stepped := optimizer()) is not None:
                 restore(stepped)
         self.refuse_moved()

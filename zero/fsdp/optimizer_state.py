@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from zero._torch import asked_by_torch_checkpoint, takes_state_hooks
 from zero.fsdp.model import Model, models
 from zero.measure.param_groups import SHARD_MARK, params_of
+from zero.shards.sharded_parameter import mark_states, plain_state
 from zero.state import optimizer_state as state
 from zero.state.own_dtypes import keep_dtypes
 from zero.state.shard_mark import ShardMark, texts_of
@@ -35,6 +36,7 @@ def load(model: Model, optimizer: Optimizer, state_dict: dict[str, Any]) -> None
         keep_dtypes(optimizer, state_dict)
     else:
         state.load(stepped, cut_whole(stepped, state_dict))
+    mark_states(optimizer)
 
 
 def register(model: Model, optimizer: Optimizer) -> None:
@@ -67,6 +69,7 @@ def register(model: Model, optimizer: Optimizer) -> None:
         shard_mark = ShardMark([*_marks_of(groups), state.fingerprint(stepped)])  # one, which warns once
         for group in groups:
             group[SHARD_MARK] = shard_mark
+        state_dict["state"] = {key: plain_state(of_one) for key, of_one in state_dict["state"].items()}
         return None
 
     taken: list[dict[str, Any]] = []
@@ -83,6 +86,7 @@ def register(model: Model, optimizer: Optimizer) -> None:
     def keep(optimizer: Optimizer) -> None:
         if taken:
             keep_dtypes(optimizer, taken.pop())
+        mark_states(optimizer)
 
     optimizer.register_state_dict_post_hook(mark)
     optimizer.register_load_state_dict_pre_hook(cut)

@@ -38,7 +38,7 @@ from zero.oss.dtensor_checks import refuse_dtensors
 from zero.shards.moved import moved_problem
 from zero.shards.offload import Offload
 from zero.shards.partition import optimizer_problem
-from zero.shards.sharded_parameter import rest, unmark, wake
+from zero.shards.sharded_parameter import AtRest, mark_states, unmark, unmark_state, wake
 from zero.tensor_parallel import table
 
 
@@ -63,8 +63,8 @@ class Steps:
         self._index = model.index
         self._together = Together(model.comms, "the step of an optimizer of FSDP")
         self._findings: WeakKeyDictionary[Optimizer, _Measured] = WeakKeyDictionary()
-        # Gradients of parameters of which this rank owns nothing, while an optimizer steps.
-        self._hidden: dict[nn.Parameter, Tensor] = {}
+        # What an optimizer steps now: its gradient, where this rank owns nothing of it, is hidden here.
+        self._stepping: dict[nn.Parameter, Tensor | None] = {}
         self._offloads = any(group.offload.active for group in model.index.groups)
         _watch()
         _all[:] = [steps for steps in _all if steps() is not None]
@@ -72,6 +72,9 @@ class Steps:
 
     def params_in(self, optimizer: Optimizer) -> list[nn.Parameter]:
         return [param for param in params_of(optimizer) if param in self._index]
+
+    def has(self, param: nn.Parameter) -> bool:
+        return param in self._index
 
     # --------------------------------------------------------------------------------------------------- check
 
@@ -166,36 +169,43 @@ class Steps:
 
     # ---------------------------------------------------------------------------------------- hide and restore
 
-    def hide(self, optimizer: Optimizer, params: Sequence[nn.Parameter], *, closure: bool) -> None:
-        """Local, after `check`. Reshards what a forward has left unsharded, or computes with now."""
-        for unit in self._units_of(params):
+    def hide(self, optimizer: Optimizer, params: Sequence[nn.Parameter], *, closure: bool) -> list[nn.Parameter]:
+        """Local, after `check`. Reshards what a forward has left unsharded, or computes with now.
+
+        Returns the parameters that this hides: not those of an optimizer whose step has called this one (Lookahead)."""
+        hidden = [param for param in params if param not in self._stepping]
+        for unit in self._units_of(hidden):
             unit.reshard()
             unit.synchronize()  # transfers that an interrupted backward has launched may still read the shards
-        for param in params:
-            group, index = self._index[param]
-            group.wake(index)
-            for value in optimizer.state.get(param, {}).values():
-                if isinstance(value, Tensor):
-                    unmark(value)  # it was made of the parameter between steps, as by torch.zeros_like
-            if self._index[param].span is None and param.grad is not None:
-                self._hidden[param], param.grad = param.grad, None
+        for param in hidden:
+            place = self._index[param]
+            place.group.wake(place.position)
+            unmark_state(optimizer.state.get(param, {}))
+            self._stepping[param] = param.grad if place.span is None else None
+            if place.span is None:
+                param.grad = None
         for offload, own in self._by_offload(params):
             groups = [*dict.fromkeys(self._index[param].group for param in own)]
             offload.before_step(optimizer, own, groups, closure=closure)
+        return hidden
 
-    def restore(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+    def restore(self, optimizer: Optimizer, params: Sequence[nn.Parameter], hidden: Sequence[nn.Parameter]) -> None:
         """Collective where a forward is running, which gets its parameters back."""
-        while self._hidden:
-            param, gradient = self._hidden.popitem()
-            param.grad = gradient if param.grad is None else param.grad
         for offload, own in self._by_offload(params):
             offload.after_step(optimizer, own)
-        for param in params:
-            group, index = self._index[param]
-            group.rest(index)
-        for unit in self._units_of(params):
+        for param in hidden:
+            gradient = self._stepping.pop(param)
+            if param.grad is None:
+                param.grad = gradient
+        self.rest(hidden)
+        for unit in self._units_of(hidden):
             if unit.needed_by:
                 unit.unshard()
+
+    def rest(self, params: Sequence[nn.Parameter]) -> None:
+        for param in params:
+            place = self._index[param]
+            place.group.rest(place.position)
 
     def _units_of(self, params: Sequence[nn.Parameter]) -> list[Unit]:
         """In the order of the model, which is the same on all ranks."""
@@ -217,7 +227,7 @@ class StepHook:
     def __init__(self, optimizer: Optimizer) -> None:
         self._hooks = HooksOfSteps(optimizer, self._before, self._after)
         # What is hidden, until it is restored.
-        self._held: list[tuple[Steps, list[nn.Parameter]]] = []
+        self._held: list[tuple[Steps, list[nn.Parameter], list[nn.Parameter]]] = []
 
     def take_its_places(self, optimizer: Optimizer) -> None:
         self._hooks.take_their_places(optimizer)
@@ -240,9 +250,9 @@ class StepHook:
             return None
 
         def call_and_check() -> Any:
-            for _, params in held:
-                rest(params)
-            self.restore(optimizer)
+            for steps, params in held:
+                steps.rest(params)
+            self.restore(optimizer)  # of the step that the closure's last call has begun
             loss = closure()
             self._hide(optimizer, held, closure=True)
             return loss
@@ -258,24 +268,24 @@ class StepHook:
     def _hide(self, optimizer: Optimizer, held: list[tuple[Steps, list[nn.Parameter]]], *, closure: bool) -> None:
         for steps, params in held:
             steps.check(optimizer, params)
-        self._held = held
         for steps, params in held:
-            steps.model.unfinished_step = self.restore, ref(optimizer)
-            steps.hide(optimizer, params, closure=closure)
+            steps.model.unfinished_steps.append((self.restore, ref(optimizer)))
+            self._held.append((steps, params, steps.hide(optimizer, params, closure=closure)))
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         # Graphs that saved a parameter before the step are refused in backward, on every rank at the same place: a rank
         # that owns nothing of a parameter has an empty gradient where others have theirs.
-        stepped = [param for _, params in self._held for param in params]
+        stepped = [param for _, params, _ in self._held for param in params]
         self.restore(optimizer)
         increment_version([param for param in stepped if param.grad is not None])
 
     def restore(self, optimizer: Optimizer) -> None:
         held, self._held = self._held, []
-        for steps, params in held:
-            steps.model.unfinished_step = None
-            steps.restore(optimizer, params)
+        for steps, params, hidden in held:
+            steps.model.unfinished_steps.remove((self.restore, ref(optimizer)))
+            steps.restore(optimizer, params, hidden)
+        mark_states(optimizer)
 
 
 # By optimizer: of those that have stepped parameters of any FSDP.
@@ -292,8 +302,14 @@ def _alive() -> list[Steps]:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _find(optimizer: Optimizer, *_: Any) -> None:
     """The hook before the steps of any optimizer, before its own."""
-    hook = _hooks.get(optimizer)
-    if hook is None and any(steps.params_in(optimizer) for steps in _alive()):
+    hook, alive = _hooks.get(optimizer), _alive()
+    for param in params_of(optimizer):
+        # Of an FSDP that does not exist any more, so that nobody hides for a step that it is a shard: it is plain.
+        if isinstance(param, AtRest) and not any(steps.has(param) for steps in alive):
+            wake([param])
+            if param.grad is not None:
+                unmark(param.grad)
+    if hook is None and any(steps.params_in(optimizer) for steps in alive):
         hook = _hooks[optimizer] = StepHook(optimizer)
     if hook is not None:
         hook.take_its_places(optimizer)

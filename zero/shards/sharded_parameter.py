@@ -2,7 +2,8 @@
 
     nn.Parameter        while it is full, and while an optimizer steps it. Its data is a plain tensor
     ShardedParameter    otherwise. Its data is this rank's shard, in the shape of the shard
-    Shard               its gradient then, its `.data`, `.detach()`, and what is computed from these element by element
+    Shard               its gradient then, tensors of its shape in the optimizer's state, its `.data`, `.detach()`, and
+                        what is computed from these element by element
 
 torch changes the class of a parameter in the same way when it gives an UninitializedParameter its memory. An element
 is the same number whether it is computed from the full tensor or from a shard, so element-wise work runs on the shard.
@@ -22,6 +23,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch import Fake, Rebound, as_plain_tensors
@@ -156,7 +158,7 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _shards_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    return (tensor for tensor in _tensors_in(values) if isinstance(tensor, _AtRest))
+    return (tensor for tensor in _tensors_in(values) if isinstance(tensor, AtRest))
 
 
 def _unshard_to_read(values: Iterable[Any]) -> bool:
@@ -177,7 +179,7 @@ def _refuse_others(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> No
     for values in combined:
         shards = [*_shards_in(values)]
         for tensor in _tensors_in(values) if shards else ():
-            if not isinstance(tensor, _AtRest):
+            if not isinstance(tensor, AtRest):
                 if tensor.numel() != 1 or tensor.dim() > 1:
                     plain = (
                         f"a plain tensor of shape {list(tensor.shape)}, of which nobody knows whether it is full or a"
@@ -196,7 +198,7 @@ def _as_shards(result: Any, like: Any) -> Any:
     if isinstance(result, (list, tuple)):
         likes = like if isinstance(like, (list, tuple)) else [like] * len(result)
         return type(result)([_as_shards(*pair) for pair in zip(result, likes, strict=False)])
-    if type(result) is Tensor and isinstance(like, _AtRest) and isinstance(like, Tensor):
+    if type(result) is Tensor and isinstance(like, AtRest) and isinstance(like, Tensor):
         mark(result, cut_of(like))
     return result
 
@@ -212,7 +214,7 @@ def _refuse(what: str, shard: Tensor) -> NoReturn:
     )
 
 
-class _AtRest:
+class AtRest:
     """All classes below."""
 
     __slots__ = ()  # else torch's classes could not be exchanged for these
@@ -220,12 +222,6 @@ class _AtRest:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatched(func, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(NO_COPIES)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(NO_COPIES)
 
     def _number(self) -> NoReturn:
         """In the place of what torch does not ask __torch_function__ for."""
@@ -246,14 +242,28 @@ NO_COPIES = (
 )
 
 
-class Shard(_AtRest, Tensor):  # type: ignore[misc]
-    """This rank's elements of a tensor that belongs to a sharded parameter. `cut`: which."""
+class Shard(AtRest, Tensor):  # type: ignore[misc]
+    """This rank's elements of a tensor that belongs to a sharded parameter. `cut`: which. Copies and pickles are plain
+    tensors."""
 
     cut: Cut
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        memo[id(self)] = copy = self.as_subclass(Tensor).detach().clone()
+        return copy
 
-class _Sharded(_AtRest):
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+class _Sharded(AtRest):
     __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(NO_COPIES)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(NO_COPIES)
 
     # Not through __torch_function__, which takes three times as long: every zero_grad() asks.
     @property
@@ -332,3 +342,26 @@ def unmark(tensor: Tensor) -> None:
     """Makes a shard a plain tensor again, while an optimizer steps with it."""
     if type(tensor) is Shard:
         tensor.__class__ = Tensor  # type: ignore[assignment]
+
+
+def mark_states(optimizer: Optimizer) -> None:
+    """Makes tensors of an optimizer's state say that they are shards: those of the shard's shape, of parameters that
+    are sharded now."""
+    for param, state in optimizer.state.items():
+        if isinstance(param, _Sharded):
+            own, cut = param.as_subclass(Tensor), cut_of(param)
+            for value in state.values():
+                if type(value) is Tensor and value.dim() and value.shape == own.shape:
+                    mark(value, cut)
+
+
+def unmark_state(state: dict[Any, Any]) -> None:
+    """Ends `mark_states`, also of what an optimizer has made of parameters between steps, in its constructor."""
+    for value in state.values():
+        if isinstance(value, Tensor):
+            unmark(value)
+
+
+def plain_state(state: dict[Any, Any]) -> dict[Any, Any]:
+    """A copy of an optimizer's state of a parameter with the same memory, whose tensors are plain."""
+    return {key: value.as_subclass(Tensor) if isinstance(value, Shard) else value for key, value in state.items()}

@@ -25,6 +25,7 @@ from zero.comm import COLLECTION
 from zero.measure import param_groups
 from zero.measure.param_groups import params_of
 from zero.shards.masters import settled
+from zero.shards.sharded_parameter import plain_state
 from zero.state import leaves
 from zero.state.own_dtypes import keep_dtypes
 from zero.state.param_shard import ParamShard
@@ -292,7 +293,7 @@ def _described(optimizer: SteppedShards, own: dict[ParamShard, dict[str, Any]]) 
 
 def _state_of(optimizer: SteppedShards, owned: ParamShard, settle: bool) -> dict[str, Any]:
     shard = optimizer.part(owned.param)
-    state = dict(optimizer.optim.state.get(shard, {}))
+    state = plain_state(optimizer.optim.state.get(shard, {}))
     if owned.group.master is not None:
         held = owned.group.shard_views[owned.index]
         state["master"] = settled(shard.detach(), held) if settle else shard.detach()
