@@ -54,8 +54,8 @@ class GPT(nn.Module):
 
 
 class Average(torch.optim.Optimizer):
-    """An exponential moving average of the weights, at stage 3 of this rank's shards, as plain tensors. As state of an
-    optimizer it is saved in the same checkpoint, and loads at any stage."""
+    """An exponential moving average of the weights, at stage 3 of this rank's shards. As an optimizer's state it is
+    saved in the same checkpoint, and loads at any stage."""
 
     def __init__(self, params: Iterable[Tensor], decay: float = 0.99) -> None:
         super().__init__(params, {"decay": decay})
@@ -64,8 +64,7 @@ class Average(torch.optim.Optimizer):
     def update(self) -> None:
         for group in self.param_groups:
             for param in group["params"]:
-                own = param.as_subclass(Tensor)
-                self.state[param].setdefault("average", own.clone()).lerp_(own, 1 - group["decay"])
+                self.state[param].setdefault("average", param.clone()).lerp_(param, 1 - group["decay"])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -79,9 +78,8 @@ class Average(torch.optim.Optimizer):
     @torch.no_grad()
     def swap(self) -> None:
         for param, state in self.state.items():
-            own = param.as_subclass(Tensor)
-            trained = own.clone()
-            own.copy_(state["average"])
+            trained = param.clone()
+            param.copy_(state["average"])
             state["average"].copy_(trained)
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+import assertions
 import matrix
 import ranks
 import zero
@@ -102,7 +103,7 @@ def without_its_model(stage: int, rank: int) -> dict[str, Tensor]:
     optimizer.zero_grad()
     optimizer.step()
     optimizer.state_dict()
-    return dict(inner.named_parameters())
+    return {name: assertions.plain(param) for name, param in inner.named_parameters()}
 
 
 def without_their_models(rank: int, world: int) -> list[dict[str, Tensor]]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, Adam
 
+import assertions
 import gpus
 import matrix
 import zero
@@ -176,7 +177,7 @@ def trained(
         model, optimizer = built(there, stage, module, world=world, optim=optim, **options)
         for _ in range(2):
             take(model, optimizer)
-        return [param.detach().clone() for param in model.parameters()]
+        return [assertions.plain(param.detach().clone()) for param in model.parameters()]
 
 
 LOOPED = [(stage, take) for stage in (1, 2, 3) for take in LOOPS if stage > 1 or take is not in_two_backwards]

@@ -17,6 +17,7 @@ from torch.optim import SGD, Adafactor
 
 import ranks
 import zero
+from zero.shards.sharded_parameter import ShardedParameter
 
 
 @pytest.mark.slow
@@ -27,7 +28,7 @@ def test_modules_see_dtensors_in_forward_and_where_parameters_are_summoned(rank:
     module.out.register_forward_pre_hook(lambda out, _: seen.append((out.weight.placements, out.weight.shape)))
     both.backwards(0)
     assert seen == [((Shard(0),), torch.Size([10, 8]))]
-    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+    assert {type(param) for param in model.parameters()} == {ShardedParameter}
     before, (x, _) = zero.full_state_dict(model), batches(None)[0]
     with torch.no_grad(), model.summon_full_params(with_grads=True):
         down = module.blocks[0].down.weight
