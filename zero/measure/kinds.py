@@ -127,7 +127,6 @@ def measured(
     found = findings.values()
     return replace(
         min(found, key=lambda one: _WORST_FIRST.index(one.kind)),
-        writes_numbers=any(one.writes_numbers for one in found),
         writes_frozen=any(one.writes_frozen for one in found),
     )
 

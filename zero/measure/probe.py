@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero._torch import has_hooks
-from zero.measure.numbers import Numbers, numbers
+from zero.measure.param_groups import options
 from zero.measure.shapes import shard_shape
 from zero.measure.undisturbed import seed, undisturbed
 
@@ -68,13 +68,11 @@ class Kind(Enum):
 class Finding:
     """reason: what differed, or why nothing could be measured, as text for the user.
 
-    writes_numbers: whether a step may write numbers into param_groups.
     writes_frozen: whether a step may write into parameters that have no gradient.
     """
 
     kind: Kind
     reason: str = ""
-    writes_numbers: bool = False
     writes_frozen: bool = False
 
 
@@ -95,7 +93,7 @@ class _Outcome:
 
     values: list[Tensor]
     states: list[dict[str, Any]]
-    numbers: list[Numbers]
+    numbers: list[dict[str, float]]
     drew: bool = False
 
 
@@ -112,7 +110,7 @@ def probe(build: Build, options: Mapping[str, Any], granularity: int | None = No
             found = measure.find(granularity)
             found = replace(found, writes_frozen=found.kind is Kind.UNKNOWN or measure.writes_frozen())
         except _LateError:
-            found = Finding(Kind.UNKNOWN, f"measuring it took more than {_SECONDS:g} seconds", True, True)
+            found = Finding(Kind.UNKNOWN, f"measuring it took more than {_SECONDS:g} seconds", writes_frozen=True)
         return Finding(Kind.COLLECTIVE, collectives.called) if collectives.called else found
 
 
@@ -133,14 +131,13 @@ class _Measure:
         try:
             shapes, full = self._first()
         except Exception as error:  # the optimizer is foreign code, and may raise anything
-            return Finding(Kind.UNKNOWN, f"steps of small tensors: {_text(error)}", writes_numbers=True)
-        writes = any(each != full.numbers[0] for each in full.numbers)
+            return Finding(Kind.UNKNOWN, f"steps of small tensors: {_text(error)}")
         try:
             self._compare_lists(shapes, full)
         except _DifferenceError as difference:
-            return Finding(Kind.COUPLED, str(difference), writes)
+            return Finding(Kind.COUPLED, str(difference))
         except Exception as error:
-            return Finding(Kind.UNKNOWN, f"a step of some of its tensors raised {_text(error)}", writes_numbers=True)
+            return Finding(Kind.UNKNOWN, f"a step of some of its tensors raised {_text(error)}")
         try:
             self._compare_shards(_large_enough(shapes, granularity), granularity)
             if granularity is None:
@@ -148,10 +145,10 @@ class _Measure:
             if _VECTOR in shapes:
                 self._compare_shards([(max(_LONG, (granularity or 0) + _LONG // 5),)], granularity)
         except _DifferenceError as difference:
-            return Finding(Kind.TENSORWISE, str(difference), writes)
+            return Finding(Kind.TENSORWISE, str(difference))
         except Exception as error:
-            return Finding(Kind.TENSORWISE, f"a step of shards of tensors raised {_text(error)}", writes)
-        return Finding(Kind.ELEMENTWISE, writes_numbers=writes)
+            return Finding(Kind.TENSORWISE, f"a step of shards of tensors raised {_text(error)}")
+        return Finding(Kind.ELEMENTWISE)
 
     def writes_frozen(self) -> bool:
         """Whether a step writes into a matrix without a gradient, stepped with one that has a gradient."""
@@ -246,7 +243,7 @@ class _Measure:
         _set_rate(optimizer)
         if callable(train := getattr(optimizer, "train", None)):
             train()  # Schedule-Free requires it
-        written, drew = [numbers(optimizer.param_groups[0])], False
+        written, drew = [_numbers(optimizer.param_groups[0])], False
         for step in range(_STEPS):
             gradients = [None if gradient is None else gradient * _GROWTH**step for _, gradient in given]
 
@@ -262,7 +259,7 @@ class _Measure:
             step_once: Callable[..., Any] = optimizer.step
             step_once(evaluate) if self._closure else step_once()
             drew = drew or not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate()
-            written.append(numbers(optimizer.param_groups[0]))
+            written.append(_numbers(optimizer.param_groups[0]))
             if time.monotonic() > self._until:
                 raise _LateError
         states = [dict(_leaves("", optimizer.state.get(param, {}))) for param in params]
@@ -306,6 +303,13 @@ def _set_rate(optimizer: Optimizer) -> None:
             group["lr"] = torch.full_like(rate, _RATE, device="cpu")
         elif isinstance(rate, (int, float)):
             group["lr"] = _RATE
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    """The group's numbers by option."""
+    given = options(dict(group)).items()
+    plain = {key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for key, value in given}
+    return {key: float(value) for key, value in plain.items() if isinstance(value, (int, float, np.number))}
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:

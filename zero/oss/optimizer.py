@@ -207,8 +207,7 @@ class OSS(Optimizer):
         call it, parameters are gathered first. options: further arguments of the inner optimizer's step.
 
         Raises RuntimeError on every rank if, on any, parameters were moved or replaced, no_sync left gradients
-        unreduced, param_groups were edited, the optimizer raised or wrote different numbers into its groups, or if
-        ranks do different things.
+        unreduced, param_groups were edited, the optimizer raised, or if ranks do different things.
         """
         return cast("float | None", self.stepper.run(self, closure, options))
 

@@ -99,7 +99,6 @@ class Arguments:
             *self.options.signature(),
             f"defaults {described_options(defaults)}",
             f"cut {self.cut}, as the optimizer was found to need it",
-            f"numbers in param_groups written by steps: {found is not None and found.writes_numbers}",
             f"parameters without gradients written by steps: {self.writes_frozen}",
         ]
         problem = problem or comm.device_problem(devices_of(self.groups)) or unfit
