@@ -17,7 +17,6 @@ from zero.averaging import Averaging
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.measure.kinds import Finding, finding_of, known, title
-from zero.measure.named import build
 from zero.measure.param_groups import called, options
 from zero.oss import OSS
 from zero.oss.ddp import average_by_reading
@@ -92,14 +91,10 @@ def setup(
             wrapped = FSDP(model, process_group=comm, auto_wrap_policy=auto_wrap_policy, partition=cut, **given)
         elif comm.group is not None:
             wrapped = DistributedDataParallel(model, process_group=comm.group)
-        optimizer = build(optim, parts_of(groups) or model.parameters(), [] if groups else _named(model), defaults)[0]
+        optimizer = optim(parts_of(groups) or model.parameters(), **defaults)
         if stage == 0:
             refuse_shards(optimizer)
         return wrapped, optimizer
-
-
-def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parts.of(param)) for name, param in model.named_parameters()]
 
 
 def _cut_by_fsdp(optim: Optim, partition: Partition, found: Finding | None) -> Partition:
@@ -113,7 +108,8 @@ def _with_oss(
 ) -> tuple[nn.Module, OSS]:
     """Stages 1 and 2."""
     averaged = _averaged(model, comm) if stage == 1 else None
-    sharding = OSS(groups or _named(model), optim, comm, **options)  # type: ignore[arg-type]
+    named = [(name, parts.of(param)) for name, param in model.named_parameters()]
+    sharding = OSS(groups or named, optim, comm, **options)  # type: ignore[arg-type]
     if isinstance(averaged, DistributedDataParallel):
         refuse_unaveraged(sharding, Averaging(averaged).problem)
     return averaged or ShardedDDP(model, sharding), sharding

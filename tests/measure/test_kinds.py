@@ -49,7 +49,6 @@ KINDS = {
     "norms": (Lamb, {}, "stepped to other values than its shards.*partition='whole'"),
     "matrices": (Shampoo, {}, r"the state 'left' .* is of shape \[12, 12\]"),
     "8 bits from 4,096 elements on": (Eight, {}, r"shape \[5120\] was stepped to other values"),
-    "8 bits, cut": (Eight, {"granularity": 256}, "granularity=256 cuts"),
     "a norm of all": (Clipping, {"partition": "auto"}, r"Clipping \(optimizers\).*beside other tensors.*" + COUPLED),
     "a number of all, for later": (Estimating, {}, "it wrote 'd' .* where it had some of the parameters.*" + COUPLED),
     "random numbers": (Noisy, WHOLE, "draws random numbers, for one tensor after another.*" + COUPLED),

@@ -3,5 +3,4 @@
 kinds      whether an optimizer may be cut inside parameters, sharded between them, or not at all
 probe      how that is measured
 built      the kind of an optimizer that the user has built
-named      optimizers that take (name, parameter) pairs
 """

@@ -20,7 +20,6 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from math import isqrt, prod
 from typing import Any
 
 import numpy as np
@@ -97,17 +96,14 @@ class _Outcome:
     drew: bool = False
 
 
-def probe(build: Build, options: Mapping[str, Any], granularity: int | None = None) -> Finding:
-    """Measures the optimizers that `build` makes of a group with these options. Random generators stay as they were.
-
-    granularity: parameters are cut at multiples of so many elements.
-    """
+def probe(build: Build, options: Mapping[str, Any]) -> Finding:
+    """Measures the optimizers that `build` makes of a group with these options. Random generators stay as they were."""
     with undisturbed() as collectives:
         measure = _Measure(build, options)
         if measure.hooks():
             return Finding(Kind.HOOKED)
         try:
-            found = measure.find(granularity)
+            found = measure.find()
             found = replace(found, writes_frozen=found.kind is Kind.UNKNOWN or measure.writes_frozen())
         except _LateError:
             found = Finding(Kind.UNKNOWN, f"measuring it took more than {_SECONDS:g} seconds", writes_frozen=True)
@@ -127,7 +123,7 @@ class _Measure:
             self._build([{**deepcopy(dict(self._options)), "params": [param]}])
         return has_hooks(param)
 
-    def find(self, granularity: int | None) -> Finding:
+    def find(self) -> Finding:
         try:
             shapes, full = self._first()
         except Exception as error:  # the optimizer is foreign code, and may raise anything
@@ -139,11 +135,10 @@ class _Measure:
         except Exception as error:
             return Finding(Kind.UNKNOWN, f"a step of some of its tensors raised {_text(error)}")
         try:
-            self._compare_shards(_large_enough(shapes, granularity), granularity)
-            if granularity is None:
-                self._compare_shards([_LARGE], None)
+            self._compare_shards(shapes)
+            self._compare_shards([_LARGE])
             if _VECTOR in shapes:
-                self._compare_shards([(max(_LONG, (granularity or 0) + _LONG // 5),)], granularity)
+                self._compare_shards([(_LONG,)])
         except _DifferenceError as difference:
             return Finding(Kind.TENSORWISE, str(difference))
         except Exception as error:
@@ -199,26 +194,17 @@ class _Measure:
                     if not _same(state[key], full.states[index][key]):
                         raise _DifferenceError(f"the state {key!r} of a tensor of shape {shape} became another {where}")
 
-    def _compare_shards(self, shapes: Shapes, granularity: int | None) -> None:
+    def _compare_shards(self, shapes: Shapes) -> None:
         given = _values(shapes)
         full = self._run(given)
-        cuts = [_cut(prod(shape), granularity) for shape in shapes]
-        halves = [
-            self._run([_shard(pair, 0, cut) for pair, cut in zip(given, cuts, strict=True)]),
-            self._run([_shard(pair, cut, None) for pair, cut in zip(given, cuts, strict=True) if cut is not None]),
-        ]
+        halves = [self._run([_shards(pair)[half] for pair in given]) for half in range(2)]
         for half in halves:
             self._compare_numbers(half, full, "shards of them")
-        second = iter(zip(halves[1].values, halves[1].states, strict=True))
         for index, shape in enumerate(shapes):
             value, state = full.values[index], full.states[index]
-            if granularity is None:
-                _compare_state_shapes(state, value.shape)
-            shards, states = [halves[0].values[index]], [halves[0].states[index]]
-            if cuts[index] is not None:
-                last, its = next(second)
-                shards, states = [*shards, last], [*states, its]
-            if not _same(torch.cat([shard.flatten() for shard in shards]), value.flatten()):
+            _compare_state_shapes(state, value.shape)
+            states = [half.states[index] for half in halves]
+            if not _same(torch.cat([half.values[index].flatten() for half in halves]), value.flatten()):
                 raise _DifferenceError(f"a tensor of shape {list(shape)} was stepped to other values than its shards")
             for key in state.keys() & states[0].keys():
                 if _single(state[key]) and not all(key in of and _same(of[key], state[key]) for of in states):
@@ -236,8 +222,6 @@ class _Measure:
     def _run(self, given: Sequence[tuple[Tensor, Tensor | None]]) -> _Outcome:
         """Steps copies of tensors, each given with its first gradient if it has one, by a new optimizer."""
         params = [nn.Parameter(value.clone()) for value, _ in given]
-        if not params:
-            return _Outcome([], [], [{}] * (_STEPS + 1))
         seed(0)
         optimizer = self._build([{**deepcopy(dict(self._options)), "params": params}])
         _set_rate(optimizer)
@@ -272,28 +256,13 @@ def _values(shapes: Shapes) -> list[tuple[Tensor, Tensor]]:
     return [(randn(shape) / 16, randn(shape)) for shape in shapes]
 
 
-def _large_enough(shapes: Shapes, granularity: int | None) -> Shapes:
-    """With a granularity, matrices large enough for two shards, about square; smaller tensors would not be cut."""
-    if granularity is None:
-        return shapes
-    rows = next(rows for rows in range(isqrt(2 * granularity), 0, -1) if 2 * granularity % rows == 0)
-    return [(rows, 2 * granularity // rows) if len(shape) == 2 else shape for shape in shapes]
-
-
-def _cut(numel: int, granularity: int | None) -> int | None:
-    """The element to cut at, inside a row and inside a SIMD vector; None if the tensor is too small to be cut."""
-    if granularity is None:
-        return numel // 2 if numel == _LONG else numel * 3 // 7
-    half = numel // 2 // granularity * granularity or granularity
-    return half if half < numel else None
-
-
-def _shard(given: tuple[Tensor, Tensor], start: int | None, stop: int | None) -> tuple[Tensor, Tensor]:
-    value, gradient = (tensor.flatten()[start:stop] for tensor in given)
-    if start == 0 and stop is None:
-        return given
-    shape = shard_shape(given[0].shape, len(value))
-    return value.view(shape), gradient.view(shape)
+def _shards(given: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """A tensor and its gradient in two shards, cut inside a row and inside a SIMD vector."""
+    shape, numel = given[0].shape, given[0].numel()
+    cut = numel // 2 if numel == _LONG else numel * 3 // 7
+    value, gradient = (tensor.flatten().split([cut, numel - cut]) for tensor in given)
+    shapes = [shard_shape(shape, len(one)) for one in value]
+    return [(value[half].view(shapes[half]), gradient[half].view(shapes[half])) for half in range(2)]
 
 
 def _set_rate(optimizer: Optimizer) -> None:

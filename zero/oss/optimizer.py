@@ -49,15 +49,12 @@ class OSS(Optimizer):
     DistributedDataParallel refuses the next forward, unless it looks for unused parameters.
 
     params: parameters, (name, parameter) pairs, or dicts of groups with options of their own. The optimizer gets names
-        as `param_names` of its groups, or as pairs if it takes no groups, such as Adam-mini; `param_groups` are then
-        the groups that it creates.
+        as `param_names` of its groups.
     optim: class of the optimizer to shard; `defaults` are its arguments.
     group: process group, by default all ranks. Without torch.distributed, this process alone.
     partition: "even" cuts inside parameters into shards of equal size, for optimizers that treat each element by
         itself. "whole" gives each parameter to one rank, for optimizers that need matrices or norms of parameters.
         "auto" chooses for the optimizer: torch's are known, others are measured in a few steps on small tensors.
-    granularity: elements; cuts inside parameters are multiples of it, for optimizers that treat elements in blocks,
-        such as those with 8-bit state. With it "auto" is "even".
     broadcast_fp16: after a step, parameters are sent as float16 (True) or torch.bfloat16. The owner's copy keeps its
         precision.
     master_dtype: torch.float32: owners keep master weights of their shards in this dtype; parameters of a narrower
@@ -79,7 +76,6 @@ class OSS(Optimizer):
         group: torch.distributed.ProcessGroup | None = None,
         *,
         partition: Partition = "auto",
-        granularity: int | None = None,
         broadcast_fp16: bool | torch.dtype = False,
         master_dtype: torch.dtype | None = None,
         **defaults: Any,
@@ -91,11 +87,10 @@ class OSS(Optimizer):
             optim,
             defaults,
             partition=partition,
-            granularity=granularity,
             broadcast_fp16=broadcast_fp16,
             master_dtype=master_dtype,
         )
-        self.sent_as, self.finding, self.granularity = how.options.sent_as, how.finding, granularity
+        self.sent_as, self.finding = how.options.sent_as, how.finding
         self._built = False
         self.state_dicts = StateDicts()
         super().__init__(how.groups, {})
@@ -257,7 +252,6 @@ class OSS(Optimizer):
             self.comm,
             param_groups=self.param_groups,
             part=self.part,
-            granularity=self.granularity,
             cuts=self.shards.cut == "even",
             keeps_masters=bool(self.shards.masters),
             loaded=self.shards.note_versions,

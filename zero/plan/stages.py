@@ -63,7 +63,7 @@ class Job:
 
     @property
     def finding(self) -> Finding:
-        return finding_of(self.optim, granularity=self.options.granularity)
+        return finding_of(self.optim)
 
     def comm(self, rank: int, world: int) -> Comm:
         reads = self.options.one_host and self.options.backend == "gloo"
@@ -113,7 +113,6 @@ def _oss(job: Job, comm: Any) -> OSS:
         job.optimizer(),
         comm,
         partition=options.partition,
-        granularity=options.granularity,
         broadcast_fp16=options.broadcast_dtype or False,
         master_dtype=options.master_dtype,
         offload=_offload(options),
