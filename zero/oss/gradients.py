@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from zero._torch import asked_by_torch_checkpoint, in_a_backward, without_memory
+from zero._torch import in_a_backward, without_memory
 from zero.comm import Comm
 from zero.shards import norm
 from zero.shards.owned_shards import OwnedShards
@@ -219,9 +219,7 @@ class OwnedGradients:
         """Puts gradients where the inner optimizer finds them. Returns whether there are any (True if ShardedDDP sets
         them), and an error message for those that cannot be stepped. Raises RuntimeError for sparse ones."""
         if self.are_sharded:
-            problem = self.problem()
-            if problem is None or not asked_by_torch_checkpoint():  # which steps with gradients of its own
-                return True, problem
+            return True, self.problem()
         shards = self._shards
         for shard in shards.values():
             shard.grad = None

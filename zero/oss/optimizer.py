@@ -228,14 +228,9 @@ class OSS(Optimizer):
     def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
         """The inner optimizer's state of this rank's shards, by the user's parameters: what is written into it counts.
 
-        A parameter of which this rank owns nothing has an empty entry. torch.distributed.checkpoint gets the full
-        state, which is collective.
+        A parameter of which this rank owns nothing has an empty entry.
         """
-        if not self._built:
-            return {}
-        if self.comm.world > 1 and self.state_dicts.asked_for_full:
-            return self.state_dicts.of_params(self.stepped_shards)
-        return self.state_view
+        return self.state_view if self._built else {}
 
     @state.setter  # type: ignore[override]
     def state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
@@ -268,8 +263,7 @@ class OSS(Optimizer):
         """The full state in the plain optimizer's format if `consolidate_state_dict` gathered it here since the last
         step, or if there is one rank; otherwise this rank's shard, which warns when it is pickled. Options are current.
 
-        Does not communicate and does not raise, except for torch.distributed.checkpoint, which gets the full state on
-        every rank: that is collective.
+        Does not communicate and does not raise. torch.distributed.checkpoint.state_dict refuses a shard.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
