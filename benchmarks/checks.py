@@ -32,7 +32,7 @@ import torch
 from tqdm import tqdm
 
 import zero.oss.gradients
-import zero.sdp.bucket
+import zero.wrap.bucket
 from gpt import read_text
 from launch import Rank, run_ranks
 from measure import WARM_UP, Settings, Training
@@ -72,7 +72,7 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (StepChecks, "gradients", _none),
     (Reducer, "_refuse_replaced", _none),
     (zero.oss.gradients, "refuse_sparse", _none),
-    (zero.sdp.bucket, "refuse_sparse", _none),
+    (zero.wrap.bucket, "refuse_sparse", _none),
 ]
 
 

@@ -19,7 +19,6 @@ from zero.fsdp import FSDP
 from zero.measure.kinds import Finding, finding_of, known, title
 from zero.measure.param_groups import called, options
 from zero.oss import OSS
-from zero.oss.ddp import average_by_reading
 from zero.oss.optimizer import refuse_unaveraged
 from zero.sdp import ShardedDDP
 from zero.shards.arguments import as_groups, named_params, parts_of
@@ -28,6 +27,7 @@ from zero.shards.shapes import shared_memory
 from zero.state.shard_mark import refuse_shards
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, show_everywhere
+from zero.wrap.ddp import average_by_reading
 from zero.wrappers import Wrapped
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 from zero._torch import base_of
 from zero.fsdp.unit import Unit
-from zero.sdp.tensors import map_tensors, tensors_in
+from zero.wrap.tensors import map_tensors, tensors_in
 
 
 def watch_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], on_exit: Callable[[Tensor], None]) -> bool:

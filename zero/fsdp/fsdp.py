@@ -36,9 +36,6 @@ from zero.fsdp.units import Policy, largest_unit
 from zero.fsdp.weights import Weights
 from zero.offload import NAMES as OFFLOAD
 from zero.offload import take_offload
-from zero.oss.ddp import ddp_within
-from zero.sdp.buffers import BufferSync
-from zero.sdp.wrapper import UNWRAPPED, refuse_steps
 from zero.shards import norm
 from zero.shards.announce import announce
 from zero.shards.offload import DEVICE, Offload
@@ -46,6 +43,9 @@ from zero.shards.partition import Partition
 from zero.shards.placement import Placement
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, take_out_of
+from zero.wrap.buffers import BufferSync
+from zero.wrap.ddp import ddp_within
+from zero.wrap.wrapper import UNWRAPPED, refuse_steps
 
 if TYPE_CHECKING:
     from zero.fsdp.precision import GivenPrecision

@@ -20,12 +20,12 @@ from zero.fsdp.precision import CastBuffer
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.shown import ShownUnits
 from zero.fsdp.unit import Index, Unit
-from zero.sdp.wrapper import NOT_SCRIPTED
 from zero.shards.claimed import claim, release
 from zero.shards.group_state import GroupState
 from zero.shards.placement import Placement
 from zero.shards.shard_group import moved_problem
 from zero.tensor_parallel.parts import others_of
+from zero.wrap.wrapper import NOT_SCRIPTED
 
 # All models that exist, in the order of their construction, which is the same on all ranks.
 _alive: list[ReferenceType[Model]] = []

@@ -14,8 +14,8 @@ from zero.fsdp import full_weights, optimizer_state
 from zero.fsdp.dtensors import summon
 from zero.fsdp.model import Model
 from zero.fsdp.unit import Unit
-from zero.sdp.wrapper import Wrapper
 from zero.tensor_parallel import parts
+from zero.wrap.wrapper import Wrapper
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -1,4 +1,4 @@
-"""What is checked around the steps of OSS. Stage 3 has its own in zero/fsdp/guard.py."""
+"""What is checked around the steps of OSS. Stage 3 has its own in zero/fsdp/step.py."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from zero._torch import warn_user
 from zero.comm import Comm
 from zero.measure.built import working_by
 from zero.measure.kinds import Finding
-from zero.oss import ddp
-from zero.oss.dtensor_checks import DTensorCheck
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.sharded_parameter import cut_of, mark, register, rest, unmark, wake
+from zero.wrap import ddp
+from zero.wrap.dtensor_checks import DTensorCheck
 
 
 class StepChecks:

@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from zero.comm import Comm
 from zero.measure.param_groups import called
 from zero.oss.checks import StepChecks
-from zero.oss.dtensor_checks import checked_by_itself
 from zero.oss.from_optimizer import from_optimizer
 from zero.oss.gradients import OwnedGradients
 from zero.oss.options import Arguments, build_inner
@@ -31,6 +30,7 @@ from zero.shards.partition import Partition
 from zero.state.optimizer_state import load
 from zero.state.stepped import SteppedShards
 from zero.state.whole import consolidate_whole, cut_whole
+from zero.wrap.dtensor_checks import checked_by_itself
 
 
 class OSS(Optimizer):

@@ -34,10 +34,10 @@ from zero.plan.result import Cost
 from zero.plan.sizes import Options, Sizes
 from zero.plan.transport import rehearsed
 from zero.sdp import ShardedDDP
-from zero.sdp.tensors import map_tensors
 from zero.shards.partition import cut_for
 from zero.shards.shard_group import ShardGroup
 from zero.state import leaves
+from zero.wrap.tensors import map_tensors
 
 STAGES = ("0", "1", "2", "3 kept", "3")
 """From the one that keeps most on a rank to the one that keeps least."""
