@@ -42,8 +42,8 @@ class ShardMark(frozenset[str]):
 class ShardedState(dict[Any, Any]):
     """The "state" of a state_dict() that is one rank's shard, by numbers of parameters.
 
-    torch.distributed.checkpoint.state_dict gives them names, and saves what one rank has: that is refused. Copies and
-    pickles are plain dictionaries.
+    torch.distributed.checkpoint.state_dict gives them names, and saves what one rank has: that is refused, on each
+    rank that has state of any parameter. Copies and pickles are plain dictionaries.
     """
 
     def __setitem__(self, key: Any, value: Any) -> None:
