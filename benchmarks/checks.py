@@ -30,19 +30,19 @@ from unittest import mock
 
 import torch
 from tqdm import tqdm
+from zero.fsdp.guard import Guard
+from zero.shards.scaling import Scaling
 
 import zero.oss.gradients
-import zero.sdp.bucket
+import zero.wrap.bucket
 from gpt import read_text
 from launch import Rank, run_ranks
 from measure import WARM_UP, Settings, Training
 from zero.comm import Comm
 from zero.comm.oplog import Log
-from zero.fsdp.guard import Guard
 from zero.fsdp.model import Model
 from zero.oss.checks import StepChecks
 from zero.sdp.reducer import Reducer
-from zero.shards.scaling import Scaling
 
 OUT = Path(__file__).parent / "out"
 WORLD = 2
@@ -72,7 +72,7 @@ PATCHES: list[tuple[Any, str, Any]] = [
     (StepChecks, "gradients", _none),
     (Reducer, "_refuse_replaced", _none),
     (zero.oss.gradients, "refuse_sparse", _none),
-    (zero.sdp.bucket, "refuse_sparse", _none),
+    (zero.wrap.bucket, "refuse_sparse", _none),
 ]
 
 

@@ -172,9 +172,8 @@ class Clipping(ByParameter):
 class Estimating(Clipping):
     """Estimates a number over all parameters for later, in its groups, as Prodigy does. Till then it steps as SGD."""
 
-    def __init__(self, params: Any, lr: float = 0.1, patience: int = 0) -> None:
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr, None)
-        self.patience = patience
         for group in self.param_groups:
             group["d"] = 1e-6
 
@@ -182,9 +181,8 @@ class Estimating(Clipping):
     def step(self, closure: Any = None) -> None:
         self.measure_norm()
         ByParameter.step(self, closure)
-        self.patience -= 1
         for group in self.param_groups:
-            group["d"] = max(group["d"], float(self.norm)) if self.patience < 0 else group["d"]
+            group["d"] = max(group["d"], float(self.norm))
 
 
 class Noisy(ByParameter):

@@ -195,7 +195,6 @@ class Case:
     stage: str
     world: int = 2
     partition: str = "auto"
-    granularity: int | None = None
     mixed: bool = False
     optim: str = "adam"
     broadcast: Any = None
@@ -229,7 +228,6 @@ def planned(case: Case) -> Cost:
         model = model_of(case)
     options = Options(
         partition=case.partition,
-        granularity=case.granularity,
         precision=precision(case),
         broadcast_dtype=case.broadcast,
         reduce_dtype=case.reduce if case.stage == "2" else None,
@@ -292,7 +290,6 @@ def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
         (model.bfloat16() if case.mixed else model).named_parameters(),
         optim,
         partition=case.partition,
-        granularity=case.granularity,
         broadcast_fp16=case.broadcast or False,
         master_dtype=torch.float32 if case.mixed else None,
     )

@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
 from zero._torch import writes_into
-from zero.sdp.tensors import nearest_leaf, tensors_in
+from zero.wrap.tensors import nearest_leaf, tensors_in
 
 _UNDER_NO_SYNC = "ran under no_sync()"
 _AROUND = "was of a forward of the module inside, around the DistributedDataParallel that zero.setup returned"

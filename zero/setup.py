@@ -17,10 +17,8 @@ from zero.averaging import Averaging
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.measure.kinds import Finding, finding_of, known, title
-from zero.measure.named import build
 from zero.measure.param_groups import called, options
 from zero.oss import OSS
-from zero.oss.ddp import average_by_reading
 from zero.oss.optimizer import refuse_unaveraged
 from zero.sdp import ShardedDDP
 from zero.shards.arguments import as_groups, named_params, parts_of
@@ -29,6 +27,7 @@ from zero.shards.shapes import shared_memory
 from zero.state.shard_mark import refuse_shards
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, show_everywhere
+from zero.wrap.ddp import average_by_reading
 from zero.wrappers import Wrapped
 
 if TYPE_CHECKING:
@@ -92,14 +91,10 @@ def setup(
             wrapped = FSDP(model, process_group=comm, auto_wrap_policy=auto_wrap_policy, partition=cut, **given)
         elif comm.group is not None:
             wrapped = DistributedDataParallel(model, process_group=comm.group)
-        optimizer = build(optim, parts_of(groups) or model.parameters(), [] if groups else _named(model), defaults)[0]
+        optimizer = optim(parts_of(groups) or model.parameters(), **defaults)
         if stage == 0:
             refuse_shards(optimizer)
         return wrapped, optimizer
-
-
-def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return [(name, parts.of(param)) for name, param in model.named_parameters()]
 
 
 def _cut_by_fsdp(optim: Optim, partition: Partition, found: Finding | None) -> Partition:
@@ -113,7 +108,8 @@ def _with_oss(
 ) -> tuple[nn.Module, OSS]:
     """Stages 1 and 2."""
     averaged = _averaged(model, comm) if stage == 1 else None
-    sharding = OSS(groups or _named(model), optim, comm, **options)  # type: ignore[arg-type]
+    named = [(name, parts.of(param)) for name, param in model.named_parameters()]
+    sharding = OSS(groups or named, optim, comm, **options)  # type: ignore[arg-type]
     if isinstance(averaged, DistributedDataParallel):
         refuse_unaveraged(sharding, Averaging(averaged).problem)
     return averaged or ShardedDDP(model, sharding), sharding

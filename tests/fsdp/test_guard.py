@@ -56,7 +56,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "Adafactor": (partial(Adafactor, lr=0.1), {}, NEEDS_WHOLE),
     "Lamb": (Lamb, {}, NEEDS_WHOLE),
     "clips": (Clipping, WHOLE, COUPLES),
-    "estimates": (partial(Estimating, patience=-1), WHOLE, COUPLES),
+    "estimates": (Estimating, WHOLE, COUPLES),
     "around another, whole": (SamOfSGD, WHOLE, ["SamOfSGD", r"without zero \(stage 0\)"]),
     "not measured": (partial(Curious, secret="known"), {}, ["Curious", r"partition='even'", r"partition='whole'"]),
     "LBFGS, whole": (closed_over, WHOLE, ["LBFGS"]),

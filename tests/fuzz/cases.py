@@ -99,7 +99,6 @@ class Case(Shown):
     broadcast_buffers: bool = True
     partition: str = "auto"
     averaged: str = "hand"
-    granularity: int | None = None
     bucket: int | None = None
     units: str = "default"
     by_hand: bool = False

@@ -83,11 +83,11 @@ def _stage_1(draw: Any, common: dict[str, Any]) -> dict[str, Any]:
     micros = [micro for step in common["steps"] for micro in step.micros]
     by_ddp &= all(micro.forwards == 1 for micro in micros)
     by_ddp &= not any(micro.retained and micro.sync for micro in micros)  # it averages one backward a forward
-    return {"averaged": "ddp" if by_ddp else "hand", "granularity": _granularity(draw, common)}
+    return {"averaged": "ddp" if by_ddp else "hand"}
 
 
 def _stage_2(draw: Any, common: dict[str, Any]) -> dict[str, Any]:
-    return {"bucket": draw(st.sampled_from([None, 0, 20, 50])), "granularity": _granularity(draw, common)}
+    return {"bucket": draw(st.sampled_from([None, 0, 20, 50]))}
 
 
 def _stage_3(draw: Any, common: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,3 @@ def _stage_3(draw: Any, common: dict[str, Any]) -> dict[str, Any]:
         "replicas": 2,
         "prefetch": draw(st.sampled_from([*PREFETCH])),
     }
-
-
-def _granularity(draw: Any, common: dict[str, Any]) -> int | None:
-    return draw(st.sampled_from([None, None, 1, 8])) if common["partition"] == "even" else None

@@ -76,7 +76,7 @@ def groups(model: nn.Module, count: int) -> Any:
 def build(case: Case, model: nn.Module, optim: Any) -> tuple[nn.Module, Optimizer]:
     if case.stage == 3:
         return _stage_3(case, model, optim)
-    optimizer = zero.OSS(groups(model, case.groups), optim, partition=case.partition, granularity=case.granularity)
+    optimizer = zero.OSS(groups(model, case.groups), optim, partition=case.partition)
     if case.stage == 2:
         options = {"reduce_buffer_size": case.bucket, "broadcast_buffers": case.broadcast_buffers}
         return zero.ShardedDDP(model, optimizer, **options), optimizer

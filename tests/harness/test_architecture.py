@@ -1,7 +1,7 @@
 """What holds for every file of zero/, read from the source: no rank starts, nothing is imported.
 
-1. Imports go down only, through ROOMS from the ground up, and a room uses the public names of those below. Files form
-   no circle.
+1. Imports go down only, through ROOMS from the ground up, and a room uses the public names of those below; stage 3 uses
+   neither of the other stages. Files form no circle.
 2. One folder talks to other ranks.
 3. One folder uses torch's private names.
 4. No pickle is loaded, but by torch.load(weights_only=True).
@@ -20,7 +20,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EVERY_STAGE = ("setup", "averaging", "scripts", "grad_scaler", "wrappers")
-BELOW = ["_torch", "measure", "comm", "tensor_parallel", "shards", "state", "offload", "oss", "sdp", "fsdp"]
+BELOW = ["_torch", "measure", "comm", "tensor_parallel", "shards", "state", "offload", "wrap", "oss", "sdp", "fsdp"]
 ROOMS = [*BELOW, EVERY_STAGE, "checkpoint", "plan", "integrations", "top"]
 """Each imports only rooms before it. "top" is all else: `join`, and zero itself, which nothing imports."""
 ZERO = sorted(ROOT.glob("zero/**/*.py"))
@@ -88,6 +88,8 @@ def upward_imports(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
     for node, name, _ in imports(path, tree):
         if name.split(".")[0] == "zero" and room(name) > own:
             yield node, f"{ROOMS[own]} must not import {name}: imports go down only"
+        if ROOMS[own] == "fsdp" and ROOMS[room(name)] in ("oss", "sdp"):
+            yield node, f"stage 3 must not import {name}: it is none of the stages below"
 
 
 def private_names_of_other_rooms(path: Path, tree: ast.AST) -> Iterator[tuple[ast.AST, str]]:
@@ -207,8 +209,9 @@ def test_rule_holds(rule):
 @pytest.mark.parametrize(
     ("rule", "path", "source"),
     [
-        (upward_imports, "zero/sdp/bucket.py", "from .. import fsdp"),
-        (private_names_of_other_rooms, "zero/sdp/bucket.py", "from ..oss import flat\nflat._bind()"),
+        (upward_imports, "zero/wrap/bucket.py", "from .. import fsdp"),
+        (upward_imports, "zero/fsdp/unit.py", "from ..oss import optimizer"),
+        (private_names_of_other_rooms, "zero/wrap/bucket.py", "from ..oss import flat\nflat._bind()"),
         (communication, "zero/sdp/comm.py", "from torch import distributed as d\nsend = d.reduce_scatter_single"),
         (private_names_of_torch, "zero/shards/shard_group.py", "self.module._modules['a']"),
         (unpickling, "zero/checkpoint/read.py", "torch.load(path, weights_only=False)"),

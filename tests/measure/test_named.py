@@ -1,19 +1,18 @@
-"""Optimizers that need the names of what they step: they train as without `zero`, at every stage."""
+"""Optimizers that need the names of what they step: they train as without `zero`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 import ranks
 import zero
 from optimizers import ByParameter
-from runs import take_step
+from runs import distributed, take_step
 from zoo import data
 
 
@@ -58,30 +57,31 @@ def steps(rank: int, model: nn.Module, optimizer: Optimizer, count: int) -> None
         schedule.step()
 
 
-def trained(rank: int, optim: Any, stage: int, state: Any = None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    model, optimizer = zero.setup(net(), optim, stage=stage, lr=0.2)
-    if state is not None:
-        zero.load_full_optimizer_state_dict(model, optimizer, state)
-    steps(rank, model, optimizer, 3)
-    return zero.full_state_dict(model), zero.full_optimizer_state_dict(model, optimizer)
-
-
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3])
 @ranks.on(2)
-def test_pairs_reach_an_optimizer_that_makes_groups_of_them(rank, world, stage):
-    weights, state = trained(rank, ByName, 0)
-    found, found_state = trained(rank, ByName, stage)
-    assert same(found, weights)
-    names = ["name", "decay", "lr", "params"]
-    of_groups = [[{key: group[key] for key in names} for group in one["param_groups"]] for one in (found_state, state)]
-    assert of_groups[0] == of_groups[1]
-    assert all(same(found_state["state"][number], of_one) for number, of_one in state["state"].items())
-    assert same(trained(rank, ByName, stage, state)[0], trained(rank, ByName, 0, found_state)[0])
+def test_pairs_reach_an_optimizer_that_is_built_of_them(rank, world):
+    plain, model = distributed(net()), zero.FSDP(net(), partition="whole")
+    expected, optimizer = (ByName(each.named_parameters(), lr=0.2) for each in (plain.module, model))
+    for each, its in ((plain, expected), (model, optimizer)):
+        steps(rank, each, its, 3)
+    assert same(zero.full_state_dict(model), plain.module.state_dict())
+    state = zero.full_optimizer_state_dict(model, optimizer)["state"]
+    assert all(same(state[number], of_one) for number, of_one in expected.state_dict()["state"].items())
+
+
+class Regrouped(SGD):
+    """Makes a group of each parameter."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__([{"params": param} for group in params for param in group["params"]], lr)
+
+
+@ranks.raises(2, ValueError, "Regrouped made . groups of 1", "FSDP")
+def test_other_groups_than_those_that_were_given_are_refused(rank, world):
+    zero.OSS(net().parameters(), Regrouped, lr=0.1, partition="even")
 
 
 def in_two_groups(model: nn.Module) -> Any:

@@ -121,7 +121,6 @@ ON_ONE_HOST = [
     *(Case(stage, mixed=True) for stage in ("1", "2", "3 kept", "3")),
     *(Case(stage, partition="whole") for stage in ("1", "2", "3")),
     *(Case(stage, optim=name) for stage in ("2", "3") for name in ("momentum", "adadelta")),
-    Case("2", granularity=100),
     Case("1", broadcast=torch.bfloat16),
     *(Case(stage, partition="whole", mixed=True) for stage in ("1", "2", "3 kept", "3")),
     *(Case(stage, 4, replicas=2, mixed=mixed) for stage in ("3 kept", "3") for mixed in (False, True)),

@@ -17,7 +17,6 @@ exhaustively = settings(deadline=None, max_examples=200)
 numels = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 300)), min_size=1, max_size=12)
 worlds = st.integers(1, 64)
 alignments = st.sampled_from([1, 4, 16, 32, 64])
-granularities = st.integers(1, 100)
 
 
 @st.composite
@@ -80,31 +79,6 @@ def test_even_cut_gives_equal_segments_that_hold_each_element_once(sizes, world,
     padded = sum(-(-size // align) * align for size in sizes)
     assert padded <= cut.numel < padded + align * world
     assert all(start % align == 0 for pieces in shares(cut).values() for _, start, _ in pieces)
-
-
-@pytest.mark.slow
-@exhaustively
-@given(numels, worlds, alignments, granularities)
-def test_cuts_inside_a_parameter_fall_on_the_granularity_counted_from_its_start(sizes, world, align, granularity):
-    cut = layout.even(sizes, world, align=align, granularity=granularity)
-    assert_parameters_lie_side_by_side(cut, align)
-    assert_each_element_has_one_rank(cut)
-    assert_spans_tell_where_elements_lie(cut)
-    assert all(start % granularity == 0 for pieces in shares(cut).values() for _, start, _ in pieces)
-
-
-@pytest.mark.slow
-@exhaustively
-@given(numels, worlds, alignments, granularities)
-def test_segments_are_as_equal_as_the_granularity_allows(sizes, world, align, granularity):
-    cut = layout.even(sizes, world, align=align, granularity=granularity)
-    for rank, bound in enumerate(cut.bounds):
-        assert abs(bound - cut.numel * rank / world) <= granularity / 2 + align
-
-
-def test_a_granularity_above_all_sizes_keeps_parameters_whole():
-    cut = layout.even([100, 60, 140, 20], 3, align=16, granularity=1000)
-    assert [len(pieces) for pieces in shares(cut).values()] == [1, 1, 1, 1]
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 
@@ -202,7 +201,7 @@ def test_saved_on_some_ranks_it_trains_on_anywhere_as_the_plain_optimizer_does(n
 
 @pytest.mark.parametrize("partition", ["whole", "even"])
 @ranks.on(2, timeout=20)
-def test_state_shows_this_ranks_part_and_torchs_checkpoint_leaves_it_as_it_is(rank, world, partition):
+def test_state_shows_this_ranks_part(rank, world, partition):
     (model, plain), (sharded_model, sharded) = plain_and_sharded("AdamW", partition)
     train(model, plain, rank, range(2))
     train(sharded_model, sharded, rank, range(2))
@@ -212,10 +211,6 @@ def test_state_shows_this_ranks_part_and_torchs_checkpoint_leaves_it_as_it_is(ra
             assert state.keys() == expected.keys()  # of what is not trained none
             assert not expected or state["exp_avg"].shape == sharded.part(part).shape
             assert partition == "even" or all(torch.equal(state[key], value) for key, value in expected.items())
-    sharded.zero_grad()
-    before = copy.deepcopy([sharded.state.get(param, {}) for param in sharded_model.parameters()])
-    get_optimizer_state_dict(sharded_model, sharded)  # which takes a step, of an optimizer without state
-    same([sharded.state.get(param, {}) for param in sharded_model.parameters()], before)
 
 
 def _part(rank, world, partition):

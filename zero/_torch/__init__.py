@@ -41,7 +41,6 @@ from zero._torch.modules import recomputed_in_backward as recomputed_in_backward
 from zero._torch.modules import state_dict_hooks_of as state_dict_hooks_of
 from zero._torch.optimizers import GradScaler as GradScaler
 from zero._torch.optimizers import HooksOfSteps as HooksOfSteps
-from zero._torch.optimizers import asked_by_torch_checkpoint as asked_by_torch_checkpoint
 from zero._torch.optimizers import call_stepped as call_stepped
 from zero._torch.optimizers import follow as follow
 from zero._torch.optimizers import takes_state_hooks as takes_state_hooks

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
-from itertools import islice
-from traceback import walk_stack
 from typing import Any
 from weakref import ref
 
@@ -16,19 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 from torch.optim.lr_scheduler import LRScheduler
-
-# Frames that are searched for torch.distributed.checkpoint, below hooks and decorators of torch.optim.Optimizer.
-_FRAMES = 10
-
-
-def asked_by_torch_checkpoint() -> bool:
-    """Whether torch.distributed.checkpoint is among the callers. torch has no public sign of such a call.
-
-    torch.distributed.checkpoint.state_dict calls an optimizer's state_dict() on every rank and saves the result of one
-    rank, so it must get the full state. Its calls are collective, so the answer may be.
-    """
-    callers = islice(walk_stack(sys._getframe(1)), _FRAMES)
-    return any(one.f_globals.get("__name__", "").startswith("torch.distributed.checkpoint") for one, _ in callers)
 
 
 def takes_state_hooks(optimizer: Optimizer) -> bool:

@@ -29,7 +29,7 @@ from zero.comm.together import Together
 from zero.fsdp.overflow import Overflow
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.unit import Call, Index, Need, Unit
-from zero.sdp.bucket import EndOfBackward
+from zero.wrap.bucket import EndOfBackward
 
 
 class Graph:

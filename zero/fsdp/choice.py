@@ -10,9 +10,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch import wraps_others
 from zero.fsdp.units import Policy, params_by_unit, unit_modules
-from zero.sdp.sharded_ddp import describe
 from zero.shards.arguments import on_two_devices
 from zero.shards.shapes import shared_memory, unusable
+from zero.wrap.wrapper import describe
 
 # Parameters of models whose construction an error has ended: some of them are shards.
 _half_sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -24,12 +24,12 @@ from zero.fsdp.torch_options import NAMES, as_precision, from_torch
 from zero.fsdp.units import Policy, largest_unit
 from zero.offload import NAMES as OFFLOAD
 from zero.offload import take_offload
-from zero.oss.ddp import ddp_within
 from zero.shards.announce import announce
 from zero.shards.partition import Partition
 from zero.shards.placement import Placement
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into
+from zero.wrap.ddp import ddp_within
 
 if TYPE_CHECKING:
     from zero.fsdp.precision import GivenPrecision

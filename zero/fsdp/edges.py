@@ -10,8 +10,8 @@ from torch.autograd.graph import Node
 
 from zero._torch import base_of, leaves_of_graphs, shape_expected_by
 from zero.fsdp.unit import Unit
-from zero.sdp.tensors import map_tensors, tensors_in
 from zero.shards.shard_group import ShardGroup
+from zero.wrap.tensors import map_tensors, tensors_in
 
 
 def watch_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], on_exit: Callable[[Tensor], None]) -> bool:

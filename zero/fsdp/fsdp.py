@@ -24,11 +24,11 @@ from zero.fsdp.step import Steps
 from zero.fsdp.torch_options import TorchMethods, refuse_method
 from zero.fsdp.unit import Unit
 from zero.fsdp.units import Policy
-from zero.sdp.buffers import BufferSync
-from zero.sdp.wrapper import UNWRAPPED, Wrapper, refuse_steps
 from zero.shards.partition import Partition
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import take_out_of
+from zero.wrap.buffers import BufferSync
+from zero.wrap.wrapper import UNWRAPPED, Wrapper, refuse_steps
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -22,13 +22,13 @@ from zero.comm import Comm
 from zero.fsdp.build import refuse_busy
 from zero.fsdp.model import Model, models, models_of
 from zero.fsdp.unit import Unit
-from zero.sdp.wrapper import Wrapper
 from zero.shards.moved import moved_problem
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
 from zero.state.optimizer_state import refuse_no_rank
 from zero.tensor_parallel import parts, table
 from zero.tensor_parallel.shown import Slot, slots_of
+from zero.wrap.wrapper import Wrapper
 
 Sharded = Sequence[tuple[Model, list[Unit]]]
 """Models, and those of their units that are asked for."""

@@ -20,7 +20,6 @@ from zero.fsdp.precision import CastBuffer
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.shown import ShownUnits
 from zero.fsdp.unit import Index, Unit
-from zero.sdp.wrapper import NOT_SCRIPTED
 from zero.shards import norm
 from zero.shards.claimed import claim, release
 from zero.shards.group_state import GroupState
@@ -28,6 +27,7 @@ from zero.shards.moved import moved_problem
 from zero.shards.offload import DEVICE, Offload
 from zero.shards.placement import Placement
 from zero.tensor_parallel.parts import others_of
+from zero.wrap.wrapper import NOT_SCRIPTED
 
 # All models that exist, in the order of their construction, which is the same on all ranks.
 _alive: list[ReferenceType[Model]] = []

@@ -11,13 +11,13 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch.optim import Optimizer
 
-from zero._torch import asked_by_torch_checkpoint, takes_state_hooks
-from zero.fsdp.model import Model, models
-from zero.measure.param_groups import SHARD_MARK, params_of
+from zero._torch import takes_state_hooks
+from zero.fsdp.model import Model
+from zero.measure.param_groups import SHARD_MARK
 from zero.shards.sharded_parameter import mark_states, plain_state
 from zero.state import optimizer_state as state
 from zero.state.own_dtypes import keep_dtypes
-from zero.state.shard_mark import ShardMark, texts_of
+from zero.state.shard_mark import mark, texts_of
 from zero.state.stepped import SteppedShards, of_user
 from zero.state.whole import consolidate_whole, cut_whole
 
@@ -42,9 +42,8 @@ def load(model: Model, optimizer: Optimizer, state_dict: dict[str, Any]) -> None
 def register(model: Model, optimizer: Optimizer) -> None:
     """Registers hooks on the optimizer's state_dict() and load_state_dict(). The second time does nothing.
 
-    state_dict() marks each parameter group. Called by torch's distributed checkpoint, it is collective and returns
-    the full state; it refuses that where parameters are of several FSDPs. load_state_dict() cuts a full state, and
-    raises ValueError for another rank's shard.
+    state_dict() marks this rank's shard. load_state_dict() cuts a full state, and raises ValueError for another rank's
+    shard.
     """
     known = _registered.setdefault(model, WeakSet())
     if optimizer in known:
@@ -53,24 +52,10 @@ def register(model: Model, optimizer: Optimizer) -> None:
     if model.comm.world == 1 or not takes_state_hooks(optimizer):
         return
     shard_groups, comm = model.index.groups, model.comm  # not the model, which the hooks would keep alive
-    others = (other.index for other in models() if other is not model)
-    alone = all({*params_of(optimizer)}.isdisjoint(index) for index in others)
 
-    def mark(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        stepped = of_user(optimizer, shard_groups, comm)
-        if asked_by_torch_checkpoint():
-            if not alone:
-                raise RuntimeError(
-                    "torch.distributed.checkpoint was given an optimizer that holds parameters of several FSDPs. "
-                    "Build one optimizer for each, or save with zero.checkpoint."
-                )
-            return consolidate_whole(stepped, None)
-        groups = state_dict["param_groups"]
-        shard_mark = ShardMark([*_marks_of(groups), state.fingerprint(stepped)])  # one, which warns once
-        for group in groups:
-            group[SHARD_MARK] = shard_mark
-        state_dict["state"] = {key: plain_state(of_one) for key, of_one in state_dict["state"].items()}
-        return None
+    def marked(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        state_dict["state"] = {number: plain_state(of_one) for number, of_one in state_dict["state"].items()}
+        mark(state_dict, state.fingerprint(of_user(optimizer, shard_groups, comm)))
 
     taken: list[dict[str, Any]] = []
 
@@ -88,7 +73,7 @@ def register(model: Model, optimizer: Optimizer) -> None:
             keep_dtypes(optimizer, taken.pop())
         mark_states(optimizer)
 
-    optimizer.register_state_dict_post_hook(mark)
+    optimizer.register_state_dict_post_hook(marked)
     optimizer.register_load_state_dict_pre_hook(cut)
     optimizer.register_load_state_dict_post_hook(keep)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import BATCH_NORM, OwnHook, buffers_of
-from zero.sdp.tensors import map_tensors
+from zero.wrap.tensors import map_tensors
 
 if TYPE_CHECKING:
     from typing import TypeAlias

@@ -9,8 +9,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.fsdp.unit import Index, Unit
-from zero.oss.dtensor_checks import watch_steps
 from zero.tensor_parallel.shown import Shown, Slot, slots_of
+from zero.wrap.dtensor_checks import watch_steps
 
 _OUTSIDE = (
     "parameters of {} are read outside of its forward. They are DTensors, which the unit's modules see only while one "

@@ -34,12 +34,12 @@ from zero.fsdp.unit import Unit
 from zero.measure.built import around, finding_of_built
 from zero.measure.kinds import Finding, Kind, title
 from zero.measure.param_groups import SHARD_MARK, params_of
-from zero.oss.dtensor_checks import refuse_dtensors
 from zero.shards.moved import moved_problem
 from zero.shards.offload import Offload
 from zero.shards.partition import optimizer_problem
 from zero.shards.sharded_parameter import AtRest, mark_states, unmark, unmark_state, wake
 from zero.tensor_parallel import table
+from zero.wrap.dtensor_checks import refuse_dtensors
 
 
 @dataclass(frozen=True)

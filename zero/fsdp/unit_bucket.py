@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from zero.sdp.bucket import GradBucket
 from zero.shards.shard_group import ShardGroup
+from zero.wrap.bucket import GradBucket
 
 
 class UnitBucket(GradBucket):

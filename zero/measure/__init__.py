@@ -2,7 +2,5 @@
 
 kinds      whether an optimizer may be cut inside parameters, sharded between them, or not at all
 probe      how that is measured
-numbers    what a step writes into param_groups
 built      the kind of an optimizer that the user has built
-named      optimizers that take (name, parameter) pairs
 """

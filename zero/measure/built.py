@@ -25,7 +25,7 @@ def finding_of_built(optimizer: Optimizer) -> Finding:
         return found
     groups = [options(group) for group in optimizer.param_groups]
     alike, narrow = partial(_built_alike, optimizer), narrow_among(params_of(optimizer))
-    return measured(type(optimizer), _description(optimizer), alike, groups, narrow=narrow)
+    return measured(type(optimizer), _description(optimizer), alike, groups, narrow)
 
 
 def state_made_by(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero.measure.named import build
 from zero.measure.param_groups import called, described_options
 from zero.measure.probe import Build, Finding, Kind, probe
 from zero.measure.single_step import single_step
@@ -41,7 +40,7 @@ ELEMENTWISE: frozenset[type] = frozenset(
 
 _TENSORWISE = (torch.optim.Adafactor, torch.optim.Muon)
 
-_Key = tuple[str, int | None, torch.dtype | None]
+_Key = tuple[str, torch.dtype | None]
 _found: WeakKeyDictionary[Any, dict[_Key, Finding]] = WeakKeyDictionary()
 
 _assumed: list[Finding] = []
@@ -81,12 +80,11 @@ def finding_of(
     optim: Callable[..., Optimizer],
     defaults: Mapping[str, Any] | None = None,
     groups: Sequence[Mapping[str, Any]] = ({},),
-    granularity: int | None = None,
     narrow: torch.dtype | None = None,
 ) -> Finding:
     """The kind of an optimizer that `optim(params, **defaults)` builds from groups with these options.
 
-    granularity: parameters are cut at multiples of so many elements. narrow: see narrow_among.
+    narrow: see narrow_among.
     """
     given = dict(defaults or {})
     while isinstance(optim, partial):
@@ -98,11 +96,10 @@ def finding_of(
         return found
 
     def built(groups: list[dict[str, Any]]) -> Optimizer:
-        named = [(f"parameter{number}.weight", param) for number, param in enumerate(groups[0]["params"])]
-        with_names = [{**groups[0], "param_names": [name for name, _ in named]}]
-        return build(optim, with_names, named, deepcopy(given))[0]
+        names = [f"parameter{number}.weight" for number in range(len(groups[0]["params"]))]
+        return optim([{**groups[0], "param_names": names}], **deepcopy(given))
 
-    return measured(optim, described_options(given), built, groups, granularity, narrow)
+    return measured(optim, described_options(given), built, groups, narrow)
 
 
 def measured(
@@ -110,7 +107,6 @@ def measured(
     options: str,
     build: Build,
     groups: Sequence[Mapping[str, Any]],
-    granularity: int | None = None,
     narrow: torch.dtype | None = None,
 ) -> Finding:
     """The kind of an optimizer of groups with such options: the worst kind of any group.
@@ -123,11 +119,10 @@ def measured(
     for group in groups:
         key = f"{options}; {described_options({name: _sort(value) for name, value in group.items()})}"
         if key not in findings:
-            findings[key] = _remembered(source, (key, granularity, narrow), build, group)
+            findings[key] = _remembered(source, (key, narrow), build, group)
     found = findings.values()
     return replace(
         min(found, key=lambda one: _WORST_FIRST.index(one.kind)),
-        writes_numbers=any(one.writes_numbers for one in found),
         writes_frozen=any(one.writes_frozen for one in found),
     )
 
@@ -157,7 +152,7 @@ def _remembered(source: Any, key: _Key, build: Build, group: Mapping[str, Any]) 
     except TypeError:  # without weak references it is measured each time
         known_before = {}
     if key not in known_before:
-        found, narrow = probe(build, group, key[1]), key[2]
+        found, narrow = probe(build, group), key[1]
         if narrow and found.kind is not Kind.COUPLED and single_step(build, group, narrow).draws:
             reason = f"it draws random numbers, for one {narrow} tensor after another"
             found = replace(found, kind=Kind.COUPLED, reason=reason)

@@ -20,7 +20,6 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
-from math import isqrt, prod
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero._torch import has_hooks
-from zero.measure.numbers import Numbers, numbers
+from zero.measure.param_groups import options
 from zero.measure.shapes import shard_shape
 from zero.measure.undisturbed import seed, undisturbed
 
@@ -68,13 +67,11 @@ class Kind(Enum):
 class Finding:
     """reason: what differed, or why nothing could be measured, as text for the user.
 
-    writes_numbers: whether a step may write numbers into param_groups.
     writes_frozen: whether a step may write into parameters that have no gradient.
     """
 
     kind: Kind
     reason: str = ""
-    writes_numbers: bool = False
     writes_frozen: bool = False
 
 
@@ -95,24 +92,21 @@ class _Outcome:
 
     values: list[Tensor]
     states: list[dict[str, Any]]
-    numbers: list[Numbers]
+    numbers: list[dict[str, float]]
     drew: bool = False
 
 
-def probe(build: Build, options: Mapping[str, Any], granularity: int | None = None) -> Finding:
-    """Measures the optimizers that `build` makes of a group with these options. Random generators stay as they were.
-
-    granularity: parameters are cut at multiples of so many elements.
-    """
+def probe(build: Build, options: Mapping[str, Any]) -> Finding:
+    """Measures the optimizers that `build` makes of a group with these options. Random generators stay as they were."""
     with undisturbed() as collectives:
         measure = _Measure(build, options)
         if measure.hooks():
             return Finding(Kind.HOOKED)
         try:
-            found = measure.find(granularity)
+            found = measure.find()
             found = replace(found, writes_frozen=found.kind is Kind.UNKNOWN or measure.writes_frozen())
         except _LateError:
-            found = Finding(Kind.UNKNOWN, f"measuring it took more than {_SECONDS:g} seconds", True, True)
+            found = Finding(Kind.UNKNOWN, f"measuring it took more than {_SECONDS:g} seconds", writes_frozen=True)
         return Finding(Kind.COLLECTIVE, collectives.called) if collectives.called else found
 
 
@@ -129,29 +123,27 @@ class _Measure:
             self._build([{**deepcopy(dict(self._options)), "params": [param]}])
         return has_hooks(param)
 
-    def find(self, granularity: int | None) -> Finding:
+    def find(self) -> Finding:
         try:
             shapes, full = self._first()
         except Exception as error:  # the optimizer is foreign code, and may raise anything
-            return Finding(Kind.UNKNOWN, f"steps of small tensors: {_text(error)}", writes_numbers=True)
-        writes = any(each != full.numbers[0] for each in full.numbers)
+            return Finding(Kind.UNKNOWN, f"steps of small tensors: {_text(error)}")
         try:
             self._compare_lists(shapes, full)
         except _DifferenceError as difference:
-            return Finding(Kind.COUPLED, str(difference), writes)
+            return Finding(Kind.COUPLED, str(difference))
         except Exception as error:
-            return Finding(Kind.UNKNOWN, f"a step of some of its tensors raised {_text(error)}", writes_numbers=True)
+            return Finding(Kind.UNKNOWN, f"a step of some of its tensors raised {_text(error)}")
         try:
-            self._compare_shards(_large_enough(shapes, granularity), granularity)
-            if granularity is None:
-                self._compare_shards([_LARGE], None)
+            self._compare_shards(shapes)
+            self._compare_shards([_LARGE])
             if _VECTOR in shapes:
-                self._compare_shards([(max(_LONG, (granularity or 0) + _LONG // 5),)], granularity)
+                self._compare_shards([(_LONG,)])
         except _DifferenceError as difference:
-            return Finding(Kind.TENSORWISE, str(difference), writes)
+            return Finding(Kind.TENSORWISE, str(difference))
         except Exception as error:
-            return Finding(Kind.TENSORWISE, f"a step of shards of tensors raised {_text(error)}", writes)
-        return Finding(Kind.ELEMENTWISE, writes_numbers=writes)
+            return Finding(Kind.TENSORWISE, f"a step of shards of tensors raised {_text(error)}")
+        return Finding(Kind.ELEMENTWISE)
 
     def writes_frozen(self) -> bool:
         """Whether a step writes into a matrix without a gradient, stepped with one that has a gradient."""
@@ -202,26 +194,17 @@ class _Measure:
                     if not _same(state[key], full.states[index][key]):
                         raise _DifferenceError(f"the state {key!r} of a tensor of shape {shape} became another {where}")
 
-    def _compare_shards(self, shapes: Shapes, granularity: int | None) -> None:
+    def _compare_shards(self, shapes: Shapes) -> None:
         given = _values(shapes)
         full = self._run(given)
-        cuts = [_cut(prod(shape), granularity) for shape in shapes]
-        halves = [
-            self._run([_shard(pair, 0, cut) for pair, cut in zip(given, cuts, strict=True)]),
-            self._run([_shard(pair, cut, None) for pair, cut in zip(given, cuts, strict=True) if cut is not None]),
-        ]
+        halves = [self._run([_shards(pair)[half] for pair in given]) for half in range(2)]
         for half in halves:
             self._compare_numbers(half, full, "shards of them")
-        second = iter(zip(halves[1].values, halves[1].states, strict=True))
         for index, shape in enumerate(shapes):
             value, state = full.values[index], full.states[index]
-            if granularity is None:
-                _compare_state_shapes(state, value.shape)
-            shards, states = [halves[0].values[index]], [halves[0].states[index]]
-            if cuts[index] is not None:
-                last, its = next(second)
-                shards, states = [*shards, last], [*states, its]
-            if not _same(torch.cat([shard.flatten() for shard in shards]), value.flatten()):
+            _compare_state_shapes(state, value.shape)
+            states = [half.states[index] for half in halves]
+            if not _same(torch.cat([half.values[index].flatten() for half in halves]), value.flatten()):
                 raise _DifferenceError(f"a tensor of shape {list(shape)} was stepped to other values than its shards")
             for key in state.keys() & states[0].keys():
                 if _single(state[key]) and not all(key in of and _same(of[key], state[key]) for of in states):
@@ -239,14 +222,12 @@ class _Measure:
     def _run(self, given: Sequence[tuple[Tensor, Tensor | None]]) -> _Outcome:
         """Steps copies of tensors, each given with its first gradient if it has one, by a new optimizer."""
         params = [nn.Parameter(value.clone()) for value, _ in given]
-        if not params:
-            return _Outcome([], [], [{}] * (_STEPS + 1))
         seed(0)
         optimizer = self._build([{**deepcopy(dict(self._options)), "params": params}])
         _set_rate(optimizer)
         if callable(train := getattr(optimizer, "train", None)):
             train()  # Schedule-Free requires it
-        written, drew = [numbers(optimizer.param_groups[0])], False
+        written, drew = [_numbers(optimizer.param_groups[0])], False
         for step in range(_STEPS):
             gradients = [None if gradient is None else gradient * _GROWTH**step for _, gradient in given]
 
@@ -262,7 +243,7 @@ class _Measure:
             step_once: Callable[..., Any] = optimizer.step
             step_once(evaluate) if self._closure else step_once()
             drew = drew or not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate()
-            written.append(numbers(optimizer.param_groups[0]))
+            written.append(_numbers(optimizer.param_groups[0]))
             if time.monotonic() > self._until:
                 raise _LateError
         states = [dict(_leaves("", optimizer.state.get(param, {}))) for param in params]
@@ -275,28 +256,13 @@ def _values(shapes: Shapes) -> list[tuple[Tensor, Tensor]]:
     return [(randn(shape) / 16, randn(shape)) for shape in shapes]
 
 
-def _large_enough(shapes: Shapes, granularity: int | None) -> Shapes:
-    """With a granularity, matrices large enough for two shards, about square; smaller tensors would not be cut."""
-    if granularity is None:
-        return shapes
-    rows = next(rows for rows in range(isqrt(2 * granularity), 0, -1) if 2 * granularity % rows == 0)
-    return [(rows, 2 * granularity // rows) if len(shape) == 2 else shape for shape in shapes]
-
-
-def _cut(numel: int, granularity: int | None) -> int | None:
-    """The element to cut at, inside a row and inside a SIMD vector; None if the tensor is too small to be cut."""
-    if granularity is None:
-        return numel // 2 if numel == _LONG else numel * 3 // 7
-    half = numel // 2 // granularity * granularity or granularity
-    return half if half < numel else None
-
-
-def _shard(given: tuple[Tensor, Tensor], start: int | None, stop: int | None) -> tuple[Tensor, Tensor]:
-    value, gradient = (tensor.flatten()[start:stop] for tensor in given)
-    if start == 0 and stop is None:
-        return given
-    shape = shard_shape(given[0].shape, len(value))
-    return value.view(shape), gradient.view(shape)
+def _shards(given: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """A tensor and its gradient in two shards, cut inside a row and inside a SIMD vector."""
+    shape, numel = given[0].shape, given[0].numel()
+    cut = numel // 2 if numel == _LONG else numel * 3 // 7
+    value, gradient = (tensor.flatten().split([cut, numel - cut]) for tensor in given)
+    shapes = [shard_shape(shape, len(one)) for one in value]
+    return [(value[half].view(shapes[half]), gradient[half].view(shapes[half])) for half in range(2)]
 
 
 def _set_rate(optimizer: Optimizer) -> None:
@@ -306,6 +272,13 @@ def _set_rate(optimizer: Optimizer) -> None:
             group["lr"] = torch.full_like(rate, _RATE, device="cpu")
         elif isinstance(rate, (int, float)):
             group["lr"] = _RATE
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
+    """The group's numbers by option."""
+    given = options(dict(group)).items()
+    plain = {key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for key, value in given}
+    return {key: float(value) for key, value in plain.items() if isinstance(value, (int, float, np.number))}
 
 
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:

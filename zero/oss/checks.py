@@ -13,11 +13,11 @@ from zero._torch import warn_user
 from zero.comm import Comm
 from zero.measure.built import working_by
 from zero.measure.kinds import Finding
-from zero.oss import ddp
-from zero.oss.dtensor_checks import DTensorCheck
 from zero.shards.moved import moved, reclaim
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.sharded_parameter import cut_of, mark, register, rest, unmark, wake
+from zero.wrap import ddp
+from zero.wrap.dtensor_checks import DTensorCheck
 
 
 class StepChecks:

@@ -22,20 +22,15 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from zero._torch import asked_by_torch_checkpoint, in_a_backward, without_memory
+from zero._torch import in_a_backward, without_memory
 from zero.comm import Comm
 from zero.shards import norm
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.shard_group import ShardGroup
+from zero.wrap.refused import CREATE_GRAPH, refuse_sparse
 
 # Operators that leave it as it is, and those that clear the shard.
 _KEPT, _CLEARED = {"detach", "alias"}, {"zero_", "_foreach_zero_"}
-
-CREATE_GRAPH = (
-    "the gradient of {} is itself part of a graph (create_graph=True), but a reduced gradient cannot be "
-    "differentiated. Compute inner derivatives by torch.autograd.grad(..., create_graph=True), and call backward() "
-    "without create_graph."
-)
 
 
 class OwnedGradient(Tensor):
@@ -219,9 +214,7 @@ class OwnedGradients:
         """Puts gradients where the inner optimizer finds them. Returns whether there are any (True if ShardedDDP sets
         them), and an error message for those that cannot be stepped. Raises RuntimeError for sparse ones."""
         if self.are_sharded:
-            problem = self.problem()
-            if problem is None or not asked_by_torch_checkpoint():  # which steps with gradients of its own
-                return True, problem
+            return True, self.problem()
         shards = self._shards
         for shard in shards.values():
             shard.grad = None
@@ -275,11 +268,6 @@ def _shares(groups: Sequence[ShardGroup]) -> Iterator[tuple[ShardGroup, int, Ten
             full = group.params[index].grad
             if full is not None:
                 yield group, index, group.own_slice(index, full)
-
-
-def refuse_sparse(name: str) -> NoReturn:
-    """Raises RuntimeError for the sparse gradient of the parameter of this name."""
-    raise RuntimeError(f"{name} has a sparse gradient. zero shards dense ones: build the embedding with sparse=False.")
 
 
 def _named(groups: Sequence[ShardGroup]) -> Iterator[tuple[nn.Parameter, str]]:

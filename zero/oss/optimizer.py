@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from zero.comm import Comm
 from zero.measure.param_groups import called
 from zero.oss.checks import StepChecks
-from zero.oss.dtensor_checks import checked_by_itself
 from zero.oss.from_optimizer import from_optimizer
 from zero.oss.gradients import OwnedGradients
 from zero.oss.options import Arguments, build_inner
@@ -31,6 +30,7 @@ from zero.shards.partition import Partition
 from zero.state.optimizer_state import load
 from zero.state.stepped import SteppedShards
 from zero.state.whole import consolidate_whole, cut_whole
+from zero.wrap.dtensor_checks import checked_by_itself
 
 
 class OSS(Optimizer):
@@ -49,15 +49,12 @@ class OSS(Optimizer):
     DistributedDataParallel refuses the next forward, unless it looks for unused parameters.
 
     params: parameters, (name, parameter) pairs, or dicts of groups with options of their own. The optimizer gets names
-        as `param_names` of its groups, or as pairs if it takes no groups, such as Adam-mini; `param_groups` are then
-        the groups that it creates.
+        as `param_names` of its groups.
     optim: class of the optimizer to shard; `defaults` are its arguments.
     group: process group, by default all ranks. Without torch.distributed, this process alone.
     partition: "even" cuts inside parameters into shards of equal size, for optimizers that treat each element by
         itself. "whole" gives each parameter to one rank, for optimizers that need matrices or norms of parameters.
         "auto" chooses for the optimizer: torch's are known, others are measured in a few steps on small tensors.
-    granularity: elements; cuts inside parameters are multiples of it, for optimizers that treat elements in blocks,
-        such as those with 8-bit state. With it "auto" is "even".
     broadcast_fp16: after a step, parameters are sent as float16 (True) or torch.bfloat16. The owner's copy keeps its
         precision.
     master_dtype: torch.float32: owners keep master weights of their shards in this dtype; parameters of a narrower
@@ -79,7 +76,6 @@ class OSS(Optimizer):
         group: torch.distributed.ProcessGroup | None = None,
         *,
         partition: Partition = "auto",
-        granularity: int | None = None,
         broadcast_fp16: bool | torch.dtype = False,
         master_dtype: torch.dtype | None = None,
         **defaults: Any,
@@ -91,11 +87,10 @@ class OSS(Optimizer):
             optim,
             defaults,
             partition=partition,
-            granularity=granularity,
             broadcast_fp16=broadcast_fp16,
             master_dtype=master_dtype,
         )
-        self.sent_as, self.finding, self.granularity = how.options.sent_as, how.finding, granularity
+        self.sent_as, self.finding = how.options.sent_as, how.finding
         self._built = False
         self.state_dicts = StateDicts()
         super().__init__(how.groups, {})
@@ -207,8 +202,7 @@ class OSS(Optimizer):
         call it, parameters are gathered first. options: further arguments of the inner optimizer's step.
 
         Raises RuntimeError on every rank if, on any, parameters were moved or replaced, no_sync left gradients
-        unreduced, param_groups were edited, the optimizer raised or wrote different numbers into its groups, or if
-        ranks do different things.
+        unreduced, param_groups were edited, the optimizer raised, or if ranks do different things.
         """
         return cast("float | None", self.stepper.run(self, closure, options))
 
@@ -234,14 +228,9 @@ class OSS(Optimizer):
     def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
         """The inner optimizer's state of this rank's shards, by the user's parameters: what is written into it counts.
 
-        A parameter of which this rank owns nothing has an empty entry. torch.distributed.checkpoint gets the full
-        state, which is collective.
+        A parameter of which this rank owns nothing has an empty entry.
         """
-        if not self._built:
-            return {}
-        if self.comm.world > 1 and self.state_dicts.asked_for_full:
-            return self.state_dicts.of_params(self.stepped_shards)
-        return self.state_view
+        return self.state_view if self._built else {}
 
     @state.setter  # type: ignore[override]
     def state(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
@@ -258,7 +247,6 @@ class OSS(Optimizer):
             self.comm,
             param_groups=self.param_groups,
             part=self.part,
-            granularity=self.granularity,
             cuts=self.shards.cut == "even",
             keeps_masters=bool(self.shards.masters),
             loaded=self.shards.note_versions,
@@ -275,8 +263,7 @@ class OSS(Optimizer):
         """The full state in the plain optimizer's format if `consolidate_state_dict` gathered it here since the last
         step, or if there is one rank; otherwise this rank's shard, which warns when it is pickled. Options are current.
 
-        Does not communicate and does not raise, except for torch.distributed.checkpoint, which gets the full state on
-        every rank: that is collective.
+        Does not communicate and does not raise. torch.distributed.checkpoint.state_dict refuses a shard.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from zero.comm import Comm
 from zero.measure.kinds import Finding, Kind, finding_of, known, narrow_among, title
-from zero.measure.named import build
 from zero.measure.param_groups import called, described_options, options
 from zero.offload import take_offload
 from zero.shards.arguments import (
@@ -37,7 +36,6 @@ class Options:
     """How an OSS shards, stores and sends: the arguments of OSS, understood."""
 
     partition: Partition
-    granularity: int | None
     broadcast_fp16: bool | torch.dtype
     master_dtype: torch.dtype | None
     offload: Offload
@@ -55,14 +53,14 @@ class Options:
     def signature(self) -> list[str]:
         """Returns what must be the same on every rank."""
         return [
-            f"partition {self.partition}, granularity {self.granularity}",
+            f"partition {self.partition}",
             f"broadcast_fp16 {self.broadcast_fp16}, master_dtype {self.master_dtype}, {self.offload.alike}",
         ]
 
     def problem(self) -> str | None:
         """Returns an error message for a value that no OSS takes, else None."""
         return (
-            partition_problem(self.partition, self.granularity)
+            partition_problem(self.partition)
             or dtype_sent(self.broadcast_fp16, "broadcast_fp16")[1]
             or master_problem(self.master_dtype)
         )
@@ -91,7 +89,7 @@ class Arguments:
         self.groups, problem = as_groups(params)
         problem = problem or sharded_problem(named_params(self.groups)) or self.options.problem() or wrong_offload
         found, unfit = (None, None) if problem else self._look_at(self.groups)
-        self.cut = cut_for(self.options.partition, found, self.options.granularity)
+        self.cut = cut_for(self.options.partition, found)
         self.writes_frozen = found is not None and found.writes_frozen
         self.finding = None if known(optim) is not None else found
         signature = [
@@ -99,7 +97,6 @@ class Arguments:
             *self.options.signature(),
             f"defaults {described_options(defaults)}",
             f"cut {self.cut}, as the optimizer was found to need it",
-            f"numbers in param_groups written by steps: {found is not None and found.writes_numbers}",
             f"parameters without gradients written by steps: {self.writes_frozen}",
         ]
         problem = problem or comm.device_problem(devices_of(self.groups)) or unfit
@@ -125,18 +122,17 @@ class Arguments:
             of_groups = [options(group) for group in groups]
             stepped_apart = self.options.stepped_as is not None
             narrow = None if stepped_apart else narrow_among(param for _, param in named_params(groups))
-            found = finding_of(self._optim, self._defaults, of_groups, self.options.granularity, narrow)
+            found = finding_of(self._optim, self._defaults, of_groups, narrow)
         if found is None:
             return None, None
         partition = "even" if cut == "even" and found.kind is Kind.TENSORWISE else self.options.partition
-        return found, optimizer_problem(title(self._optim), found, partition, self.options.granularity)
+        return found, optimizer_problem(title(self._optim), found, partition)
 
     def lay_out(self, param_groups: list[dict[str, Any]]) -> OwnedShards:
         """Moves the parameters into shard groups. Collective with offload."""
         shards = OwnedShards(
             self._comm,
             cut=self.cut,
-            granularity=self.options.granularity,
             master_dtype=self.options.stepped_as,
             offload=self.options.offload,
         )
@@ -160,17 +156,19 @@ def build_inner(
 ) -> Optimizer:
     """Collective. Returns the optimizer of the shards. Raises ValueError on every rank if it cannot be built on any.
 
-    param_groups: of the user's parameters; those that the optimizer makes of named ones take their place.
+    param_groups: of the user's parameters.
     """
-    inner, by_name, problem = None, False, None
-    groups, named = [shards.group(group) for group in param_groups], shards.named(param_groups)
+    inner, problem, made = None, None, 0
     try:
-        inner, by_name = build(optim, groups, named, defaults)
+        inner = optim([shards.group(group) for group in param_groups], **defaults)
+        made = len(inner.param_groups)
     except Exception as error:  # every rank must know of any error before it waits for this rank
         problem = f"{called(optim)} could not be built from these parameters: {type(error).__name__}: {error}"
-    made = len(inner.param_groups) if inner is not None else 0
+    if problem is None and made != len(param_groups):
+        problem = (
+            f"{called(optim)} made {made} groups of {len(param_groups)}, and OSS steps those that it was given. Build "
+            "such an optimizer yourself, on zero.FSDP(model, partition='whole')."
+        )
     comm.compare("the optimizers that OSS shards", [f"{type(inner).__name__}, {made} groups"], problem)
     assert inner is not None
-    if by_name:
-        shards.regroup(inner, param_groups)
     return inner

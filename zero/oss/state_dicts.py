@@ -1,4 +1,4 @@
-"""The state of an OSS, cached until the next step. `state_dict()` is this rank's shard, unless full state is asked."""
+"""The state of an OSS: this rank's shard, or the full one, kept from its consolidation until the next step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weakref import ReferenceType
 from torch import nn
 from torch.optim import Optimizer
 
-from zero._torch import asked_by_torch_checkpoint, takes_state_hooks
+from zero._torch import takes_state_hooks
 from zero.state import optimizer_state as state
 from zero.state.shard_mark import mark
 from zero.state.stepped import SteppedShards
@@ -21,38 +21,19 @@ class StateDicts:
     def __init__(self) -> None:
         # The full state, if it was consolidated here since the last step.
         self._full: dict[str, Any] | None = None
-        # The same, if torch.distributed.checkpoint has asked for it, which gets it on every rank.
-        self._full_for_torch: dict[str, Any] | None = None
-
-    @property
-    def asked_for_full(self) -> bool:
-        """Whether the caller must get the full state although it did not consolidate it, which is collective."""
-        return asked_by_torch_checkpoint()
 
     def forget(self) -> None:
         """The state may have changed."""
-        self._full = self._full_for_torch = None
+        self._full = None
 
     def consolidate(self, stepped: SteppedShards, to: int | None) -> None:
         self._full = consolidate_whole(stepped, to)
 
-    def of_params(self, stepped: SteppedShards) -> dict[nn.Parameter, dict[str, Any]]:
-        """Returns the full state by parameter, if the caller asks for it."""
-        params = [param for group in stepped.param_groups for param in group["params"]]
-        return {params[number]: kept for number, kept in self._for_torch(stepped)["state"].items()}
-
     def state_dict(self, stepped: SteppedShards) -> dict[str, Any]:
-        full = self._for_torch(stepped) if self.asked_for_full else self._full
+        full = self._full
         if full is None or (stepped.comm.world == 1 and not has_parts(stepped)):
             return state.shard_of(stepped)
-        return {**full, "param_groups": state.numbered_groups(stepped)}
-
-    def _for_torch(self, stepped: SteppedShards) -> dict[str, Any]:
-        """Collective the first time after a step; torch asks once for each parameter."""
-        if self._full_for_torch is None:
-            self._full_for_torch = consolidate_whole(stepped, None)
-        assert self._full_for_torch is not None
-        return {**self._full_for_torch, "state": dict(self._full_for_torch["state"])}
+        return {"state": dict(full["state"]), "param_groups": state.numbered_groups(stepped)}
 
     def load_state_dict(self, stepped: SteppedShards, state_dict: dict[str, Any]) -> None:
         state.load(stepped, cut_whole(stepped, state_dict))

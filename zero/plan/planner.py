@@ -103,7 +103,7 @@ def _misfit(
         return f"the model is a {type(model).__name__}. Pass a torch.nn.Module."
     if next(model.parameters(), None) is None:
         return "the model has no parameters: there is nothing to plan."
-    if problem := partition_problem(options.partition, options.granularity):
+    if problem := partition_problem(options.partition):
         return problem
     unknown = [stage for stage in stages if stage not in STAGES]
     if unknown:
@@ -117,5 +117,4 @@ def _misfit(
             return f"{world} ranks cannot be divided into {options.replicas} replicas. Choose a divisor of {world}."
     if not worlds:
         return "world_size is empty. Pass a number of ranks, or several."
-    found = finding_of(optimizer, granularity=options.granularity)
-    return optimizer_problem(title(optimizer), found, options.partition, options.granularity)
+    return optimizer_problem(title(optimizer), finding_of(optimizer), options.partition)

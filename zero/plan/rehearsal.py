@@ -30,7 +30,7 @@ from zero.fsdp import MixedPrecision
 from zero.plan.meter import Meter
 from zero.plan.offloaded import on_host
 from zero.plan.sizes import Sizes
-from zero.sdp.tensors import tensors_in
+from zero.wrap.tensors import tensors_in
 
 
 class Rehearsal(Meter):

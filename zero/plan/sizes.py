@@ -29,7 +29,6 @@ class Options:
     """
 
     partition: Partition = "auto"
-    granularity: int | None = None
     precision: MixedPrecision = field(default_factory=MixedPrecision)
     master_dtype: torch.dtype | None = None
     broadcast_dtype: torch.dtype | None = None

@@ -34,10 +34,10 @@ from zero.plan.result import Cost
 from zero.plan.sizes import Options, Sizes
 from zero.plan.transport import rehearsed
 from zero.sdp import ShardedDDP
-from zero.sdp.tensors import map_tensors
 from zero.shards.partition import cut_for
 from zero.shards.shard_group import ShardGroup
 from zero.state import leaves
+from zero.wrap.tensors import map_tensors
 
 STAGES = ("0", "1", "2", "3 kept", "3")
 """From the one that keeps most on a rank to the one that keeps least."""
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def finding(self) -> Finding:
-        return finding_of(self.optim, granularity=self.options.granularity)
+        return finding_of(self.optim)
 
     def comm(self, rank: int, world: int) -> Comm:
         reads = self.options.one_host and self.options.backend == "gloo"
@@ -113,7 +113,6 @@ def _oss(job: Job, comm: Any) -> OSS:
         job.optimizer(),
         comm,
         partition=options.partition,
-        granularity=options.granularity,
         broadcast_fp16=options.broadcast_dtype or False,
         master_dtype=options.master_dtype,
         offload=_offload(options),

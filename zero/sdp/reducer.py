@@ -17,10 +17,10 @@ from zero._torch import at_end_of_backward, call_last, in_a_backward, writes_int
 from zero.comm import Comm
 from zero.comm.streams import streams_in
 from zero.oss.optimizer import OSS
-from zero.sdp.bucket import EndOfBackward, GradBucket
-from zero.sdp.tensors import nearest_leaf, tensors_in
 from zero.shards.partition import Place
 from zero.shards.shard_group import ShardGroup
+from zero.wrap.bucket import EndOfBackward, GradBucket
+from zero.wrap.tensors import nearest_leaf, tensors_in
 
 
 class Reducer:

@@ -8,7 +8,7 @@ A backward, on every rank:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -18,16 +18,16 @@ from torch import nn
 
 from zero._torch import children_of, named_as_compiled
 from zero.comm import Comm
-from zero.oss.ddp import ddp_within
 from zero.oss.optimizer import OSS, set_bucket_size
-from zero.sdp.buffers import BufferSync
 from zero.sdp.reducer import Reducer
-from zero.sdp.wrapper import UNWRAPPED, Wrapper, refuse_steps
 from zero.shards.announce import announce
 from zero.shards.arguments import dtype_sent, on_two_devices
 from zero.shards.claimed import claim, release
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, show_everywhere, take_out_of
+from zero.wrap.buffers import BufferSync
+from zero.wrap.ddp import ddp_within
+from zero.wrap.wrapper import UNWRAPPED, Wrapper, describe, refuse_steps
 
 _AVERAGES = (
     "whose gradient ShardedDDP reduces to its owner. Remove DistributedDataParallel: ShardedDDP averages gradients "
@@ -246,16 +246,3 @@ class ShardedDDP(Wrapper):
 def sharding_of(model: ShardedDDP) -> Sequence[OSS]:
     """Returns the optimizers of a model."""
     return model._optimizers
-
-
-def describe(module: nn.Module, without: Collection[nn.Parameter] = ()) -> list[str]:
-    """Returns the signature of a module: names, dtypes and shapes of buffers and of parameters not in `without`."""
-    tensors = [
-        (name, param, "trained" if param.requires_grad else "frozen")
-        for name, param in module.named_parameters()
-        if param not in without
-    ] + [(name, buffer, "buffer") for name, buffer in module.named_buffers()]
-    return [
-        f"{name}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {kind}"
-        for name, tensor, kind in tensors
-    ]

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ALIGNMENT = 64
-"""Bytes. Parameters start, and by default are cut, on multiples of this."""
+"""Bytes. Parameters start, and are cut, on multiples of this."""
 
 Loads = list[int] | NDArray[np.int64]
 """Bytes that each rank owns already."""
@@ -107,32 +107,16 @@ class Layout:
         return min(bisect_right(self.bounds, position) - 1, self.world - 1)
 
 
-def even(numels: Sequence[int], world: int, *, align: int, granularity: int | None = None) -> Layout:
-    """Cuts the buffer into segments of equal length; a boundary may fall inside a parameter.
-
-    With a `granularity`, parameters are cut only at multiples of that many elements from their start, and the
-    segments are as equal as this allows. Without one, cuts fall on multiples of `align` and are exactly equal.
-    """
-    return _even(tuple(numels), world, align, granularity)
+def even(numels: Sequence[int], world: int, *, align: int) -> Layout:
+    """Cuts the buffer into segments of equal length, at multiples of `align`, also inside parameters."""
+    return _even(tuple(numels), world, align)
 
 
 @lru_cache(maxsize=64)  # the blocks of a model are alike
-def _even(numels: tuple[int, ...], world: int, align: int, granularity: int | None) -> Layout:
+def _even(numels: tuple[int, ...], world: int, align: int) -> Layout:
     offsets, end = _place(numels, align)
-    if granularity is None or align % granularity == 0:
-        length = _round_up(end, align * world) // world
-        return Layout(numels, offsets, tuple(range(0, world * length + 1, length) if length else [0] * (world + 1)))
-    bounds = [0]
-    for rank in range(1, world):
-        target = end * rank // world
-        index = max(bisect_right(offsets, target) - 1, 0)
-        start = offsets[index] if offsets else 0
-        stop = offsets[index + 1] if index + 1 < len(offsets) else end
-        cut = start + (target - start + granularity // 2) // granularity * granularity
-        if cut - start >= (numels[index] if offsets else 0):
-            cut = stop
-        bounds.append(max(cut, bounds[-1]))
-    return Layout(numels, offsets, (*bounds, end))
+    length = _round_up(end, align * world) // world
+    return Layout(numels, offsets, tuple(range(0, world * length + 1, length) if length else [0] * (world + 1)))
 
 
 def whole(numels: Sequence[int], owners: Sequence[int], world: int, *, align: int) -> Layout:

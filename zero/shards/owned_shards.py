@@ -14,7 +14,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero._torch import without_optimizer_hooks, writes_so_far
 from zero.comm import Comm
 from zero.measure.kinds import ELEMENTWISE
-from zero.measure.named import groups_made
 from zero.measure.param_groups import options
 from zero.shards import masters
 from zero.shards.arguments import names
@@ -48,12 +47,11 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         comm: Comm,
         *,
         cut: Literal["even", "whole"],
-        granularity: int | None,
         master_dtype: torch.dtype | None,
         offload: Offload = DEVICE,
     ) -> None:
         super().__init__()
-        self._comm, self.cut, self._granularity = comm, cut, granularity
+        self._comm, self.cut = comm, cut
         self._master_dtype, self.offload = master_dtype, offload
         self._begin()
 
@@ -86,7 +84,6 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
             [name for group in param_groups for name in names(group)][::-1],
             Placement(self._comm),
             cut=self.cut,
-            granularity=self._granularity,
             loads=self._loads,
             limit=bucket_limit(params, overlaps=any(map(self._comm.overlaps, params))) if numel is None else None,
             limit_numel=numel,
@@ -181,22 +178,6 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         """Returns this rank's elements of a tensor of the full shape of a parameter; anything else as it is."""
         group, index = self.places[param]
         return group.as_shard(index, value) if isinstance(value, Tensor) else value
-
-    def named(self, param_groups: list[dict[str, Any]]) -> list[tuple[str, nn.Parameter]]:
-        """All shards with their names, also empty ones, if the user passed (name, parameter) pairs; otherwise none."""
-        first = param_groups[0]
-        if len(param_groups) > 1 or options(first) or "param_names" not in first:
-            return []
-        return [(name, self[param]) for name, param in zip(first["param_names"], first["params"], strict=True)]
-
-    def regroup(self, optimizer: Optimizer, param_groups: list[dict[str, Any]]) -> None:
-        """Replaces `param_groups` by the groups that an optimizer created of named shards; drops its empty shards."""
-        first = param_groups[0]
-        pairs = zip(first["param_names"], first["params"], strict=True)
-        param_groups[:] = groups_made(optimizer, {self[param]: (name, param) for name, param in pairs})
-        self.given = [[*group["params"]] for group in param_groups]
-        for inner, outer in zip(optimizer.param_groups, param_groups, strict=True):
-            inner["params"] = self.group(outer)["params"]
 
     def rename(self, param_groups: list[dict[str, Any]], given: Mapping[nn.Parameter, str]) -> None:
         """Collective. Sets the names of parameters in error messages.

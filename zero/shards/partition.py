@@ -24,21 +24,14 @@ _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 1 << 25
 _LARGEST_BESIDE = 1 << 28
 
 
-def partition_problem(partition: object, granularity: int | None = None) -> str | None:
+def partition_problem(partition: object) -> str | None:
     """The error message for a choice of partition; None if it is valid."""
     if partition not in ("auto", "even", "whole"):
         return f"partition={partition!r} is unknown. Choose 'auto', 'even' or 'whole'."
-    if granularity is not None and (granularity < 1 or partition == "whole"):
-        return (
-            f"granularity={granularity} with partition={partition!r}: it is a number of elements, at least 1, that a "
-            "cut inside a parameter does not divide. Leave it out where parameters are not cut."
-        )
     return None
 
 
-def optimizer_problem(
-    optim: str, found: Finding, partition: Partition, granularity: int | None = None, *, of: str = ""
-) -> str | None:
+def optimizer_problem(optim: str, found: Finding, partition: Partition, *, of: str = "") -> str | None:
     """The error message if an optimizer with this finding cannot be sharded so; None if it can.
 
     of: "FSDP" if the partition is an argument of FSDP.
@@ -63,17 +56,12 @@ def optimizer_problem(
             "that a rank steps: it cannot be sharded. Pass a plain optimizer; to step it on the CPU, or during "
             "backward, is an option of zero's own (docs/memory.md)."
         )
-    if found.kind is Kind.TENSORWISE and granularity is not None:
-        return (
-            f"granularity={granularity} cuts inside parameters, but {optim} needs each parameter whole: "
-            f"{found.reason}. Leave granularity out and choose {whole}, or leave it at 'auto'."
-        )
     if found.kind is Kind.TENSORWISE and partition == "even":
         return (
             f"partition='even' cuts inside parameters, but {optim} needs each parameter whole: {found.reason}. "
             f"Choose {whole}, or leave it at 'auto'."
         )
-    if found.kind is Kind.UNKNOWN and partition == "auto" and granularity is None:
+    if found.kind is Kind.UNKNOWN and partition == "auto":
         return (
             f"{optim} is not known, and could not be measured: {found.reason}. If it treats each element of a "
             f"parameter by itself, say {even}; if it reads the whole of one parameter to step that, but no other, "
@@ -82,11 +70,10 @@ def optimizer_problem(
     return None
 
 
-def cut_for(partition: Partition, found: Finding | None, granularity: int | None = None) -> Literal["even", "whole"]:
-    """Resolves "auto": "even" for element-wise optimizers and with a granularity, otherwise "whole"."""
+def cut_for(partition: Partition, found: Finding | None) -> Literal["even", "whole"]:
+    """Resolves "auto": "even" for element-wise optimizers, otherwise "whole"."""
     if partition == "auto":
-        elementwise = found is not None and found.kind is Kind.ELEMENTWISE
-        return "even" if granularity is not None or elementwise else "whole"
+        return "even" if found is not None and found.kind is Kind.ELEMENTWISE else "whole"
     return partition
 
 
@@ -107,7 +94,6 @@ def arrange(
     *,
     cut: Literal["even", "whole"],
     loads: Loads,
-    granularity: int | None = None,
     limit: int | None = None,
     limit_numel: int | None = None,
 ) -> Iterator[tuple[list[int], Layout]]:
@@ -136,7 +122,7 @@ def arrange(
             members = sorted([kind[i] for i in run], key=owners.__getitem__)
             numels = [sizes[i] // itemsize for i in members]
             if cut == "even":
-                geometry = layout.even(numels, world, align=align, granularity=granularity)
+                geometry = layout.even(numels, world, align=align)
             else:
                 geometry = layout.whole(numels, [owners[i] for i in members], world, align=align)
                 for rank in {owners[i] for i in members} if first.requires_grad else ():

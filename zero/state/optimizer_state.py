@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import count
@@ -53,11 +52,10 @@ def consolidate(optimizer: SteppedShards, to: int | None, *, settle: bool = True
     transfers: dict[str, list[tuple[int, Tensor | None]]] = {}  # by type of device: some groups may be offloaded
     devices: dict[str, torch.device] = {}
     all_owned = [(owned, described[owned.owner].get(str(owned.number), {})) for owned in _shards_of(optimizer)]
-    rows = _count_rows(all_owned)
     for owned, entries in all_owned:
         state, device = full.setdefault(owned.number, {}), optimizer.part(owned.param).device
         for key, entry in entries.items():
-            shape = _full_shape(owned, key, entry, rows)
+            shape = _full_shape(owned, key, entry)
             if key in state and shape is None:
                 continue  # the same for all shards of this parameter: the first one counts
             if key not in state:
@@ -91,31 +89,15 @@ def _state_dict(optimizer: SteppedShards, states: dict[int, dict[str, Any]]) -> 
     return {"state": state, "param_groups": numbered_groups(optimizer)}
 
 
-def _count_rows(all_owned: list[tuple[ParamShard, dict[str, Any]]]) -> Counter[tuple[int, str]]:
-    """The rows of a state entry of all shards of a parameter together, by parameter and key."""
-    rows: Counter[tuple[int, str]] = Counter()
-    for owned, entries in all_owned:
-        for key, entry in entries.items():
-            rows[owned.number, key] += entry["shape"][0] if "shape" in entry else 0
-    return rows
-
-
-def _full_shape(
-    owned: ParamShard, key: str, entry: dict[str, Any], rows: Counter[tuple[int, str]]
-) -> tuple[int, ...] | None:
+def _full_shape(owned: ParamShard, key: str, entry: dict[str, Any]) -> tuple[int, ...] | None:
     """The shape of the full tensor of a state entry; None if the entry is not cut."""
     if not owned.cut or "shape" not in entry:
         return None
-    length, *rest = entry["shape"]
-    if owned.shape == (length, *rest):
+    if owned.shape == (*entry["shape"],):
         return owned.full_shape
-    own = owned.rows(rows[owned.number, key])
-    if own is not None and own.stop - own.start == length:
-        return (rows[owned.number, key], *rest)
     raise ValueError(
-        f"the state {leaves.entry_of(key)!r} of {owned.name} has the shape {entry['shape']}, "
-        "not the shard's, a single value's, or a row for each block of a divisor of the granularity "
-        f"({owned.granularity}): only the optimizer knows how shards of it make up a full tensor. Save each rank's own "
+        f"the state {leaves.entry_of(key)!r} of {owned.name} has the shape {entry['shape']}, neither the shard's nor a "
+        "single value's: only the optimizer knows how shards of it make up a full tensor. Save each rank's own "
         "state_dict(), or build OSS with partition='whole'."
     )
 
@@ -200,7 +182,7 @@ def _refuse_other_shapes(optimizer: SteppedShards, states: dict[int, dict[str, A
     for owned in all_owned if cuts else ():
         for key, leaf in leaves.opened(states.get(owned.number, {})).items():
             cuttable = isinstance(leaf, Tensor) and leaf.dim() > 0
-            if cuttable and leaf.shape != owned.full_shape and owned.rows(len(leaf)) is None:
+            if cuttable and leaf.shape != owned.full_shape:
                 raise ValueError(
                     f"the state of {owned.name} has {leaves.entry_of(key)!r} of shape {list(leaf.shape)}, but the "
                     f"parameter has {list(owned.full_shape)}, and is cut between ranks. Load it into the same model, "
@@ -259,7 +241,7 @@ def _shards_of(optimizer: SteppedShards, rank: int | None = None) -> Iterator[Pa
             for span in group.layout.spans(owner):
                 number = numbers.get(group.params[span.index])
                 if number is not None:  # otherwise another optimizer has it
-                    yield ParamShard(number, group, span.index, owner, span, optimizer.granularity)
+                    yield ParamShard(number, group, span.index, owner, span)
 
 
 def _unsharded(optimizer: SteppedShards) -> Iterator[tuple[int, nn.Parameter]]:

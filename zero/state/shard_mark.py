@@ -6,6 +6,7 @@ mark, too, also one that does not know of it.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -38,6 +39,26 @@ class ShardMark(frozenset[str]):
         return self
 
 
+class ShardedState(dict[Any, Any]):
+    """The "state" of a state_dict() that is one rank's shard, by numbers of parameters.
+
+    torch.distributed.checkpoint.state_dict gives them names, and saves what one rank has: that is refused, on each
+    rank that has state of any parameter. Copies and pickles are plain dictionaries.
+    """
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(key, str):
+            raise RuntimeError(
+                "torch.distributed.checkpoint.state_dict would take this rank's shard of the optimizer's state for the "
+                f"full state of {key!r}. Call zero.full_optimizer_state_dict(model, optimizer) and "
+                "zero.load_full_optimizer_state_dict(model, optimizer, state), or zero.checkpoint.save and load."
+            )
+        super().__setitem__(key, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())  # a class that torch.load(weights_only=True) reads
+
+
 def texts_of(mark: Iterable[str] | None) -> set[str]:
     """The texts of a mark, also of one that was loaded; none for a full state."""
     return {*(mark or ())}
@@ -48,11 +69,12 @@ def marks_of(state_dict: Mapping[str, Any]) -> set[str]:
     return {text for group in state_dict["param_groups"] for text in texts_of(group.get(SHARD_MARK))}
 
 
-def mark(state_dict: Mapping[str, Any], text: str) -> None:
+def mark(state_dict: dict[str, Any], text: str) -> None:
     """Marks the state as the shard of which `text` says which one it is."""
     made = ShardMark([*marks_of(state_dict), text])  # one, which warns once
     for group in state_dict["param_groups"]:
         group[SHARD_MARK] = made
+    state_dict["state"] = ShardedState(state_dict["state"])
 
 
 def refuse_shards(optimizer: Optimizer) -> None:

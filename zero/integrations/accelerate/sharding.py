@@ -27,9 +27,9 @@ from zero.integrations.accelerate.plugin import ZeroPlugin
 from zero.measure.built import finding_of_built
 from zero.measure.param_groups import params_of, steps
 from zero.oss import OSS
-from zero.oss.ddp import average_by_reading
 from zero.sdp import ShardedDDP
 from zero.shards.partition import Partition, cut_for
+from zero.wrap.ddp import average_by_reading
 from zero.wrappers import Wrapped
 
 WRAPPERS = (FSDP, ShardedDDP)

@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zero._torch import averaged_by, join_mark
 from zero.comm import Comm
-from zero.oss.gradients import refuse_sparse
 from zero.shards.claimed import claimed
+from zero.wrap.refused import refuse_sparse
 
 _alive: WeakSet[DistributedDataParallel] = WeakSet()
 

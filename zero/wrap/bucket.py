@@ -18,9 +18,9 @@ from torch import Tensor
 from zero._torch import add_all
 from zero.comm import Comm, Work
 from zero.comm.together import Together
-from zero.oss.gradients import CREATE_GRAPH, refuse_sparse
-from zero.sdp.messages import messages_of
 from zero.shards.shard_group import ShardGroup
+from zero.wrap.messages import messages_of
+from zero.wrap.refused import CREATE_GRAPH, refuse_sparse
 
 
 class GradBucket:

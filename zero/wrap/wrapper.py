@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any, NoReturn, cast
 
@@ -67,6 +67,19 @@ class Wrapper(nn.Module):
 
     def register_load_state_dict_post_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         return cast(RemovableHandle, self.module.register_load_state_dict_post_hook(hook))
+
+
+def describe(module: nn.Module, without: Collection[nn.Parameter] = ()) -> list[str]:
+    """Returns the signature of a module: names, dtypes and shapes of buffers and of parameters not in `without`."""
+    tensors = [
+        (name, param, "trained" if param.requires_grad else "frozen")
+        for name, param in module.named_parameters()
+        if param not in without
+    ] + [(name, buffer, "buffer") for name, buffer in module.named_buffers()]
+    return [
+        f"{name}: {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, {kind}"
+        for name, tensor, kind in tensors
+    ]
 
 
 NOT_SCRIPTED = (

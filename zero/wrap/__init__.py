@@ -1,0 +1,7 @@
+"""What several stages need around a module and its backward.
+
+wrapper, ddp      base class of the wrappers; what a module is; DistributedDataParallel within and around
+tensors, buffers  tensors in what modules take and return; buffers, sent from the first rank
+bucket, messages  how gradients reach their owners at stages 2 and 3; what is refused of a gradient at any stage
+dtensor_checks    steps that would be wrong for DTensors
+"""
