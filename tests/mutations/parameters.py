@@ -19,9 +19,10 @@ def full_buffer_never_freed(reshard, self):
     self.full.untyped_storage().resize_(self.full.nbytes)
 
 
-@mutant("Unit.reshard_unused")
-def units_stay_full_after_forward(_, self):
+@mutant("Unit.release")
+def units_stay_full_after_forward(_, self, *needs):
     """A unit stays unsharded until its backward, whatever was asked for."""
+    self.needed_by.difference_update(needs)
 
 
 @mutant("FSDP.reshard")
@@ -105,8 +106,8 @@ def written_shard_not_noticed(_, self):
     """A shard that one rank has written between steps raises no error."""
 
 
-@mutant("ShardGroup.reclaim")
-def moved_parameters_not_noticed(_, self):
+@mutant("moved.reclaim")
+def moved_parameters_not_noticed(_, group):
     """Parameters that were given other data raise no error, and the data is lost."""
 
 
@@ -142,3 +143,21 @@ def random_numbers_that_depend_on_the_rank(init, self, *given, **named):
     init(self, *given, **named)
     if dist.is_initialized() and dist.get_rank() == 1:
         torch.rand(1)
+
+
+# ------------------------------------------------------------------------------------------------------ between steps
+
+
+@mutant("sharded_parameter.rest")
+def parameters_at_rest_are_plain(_, params):
+    """Between steps parameters do not say that they are shards."""
+
+
+@mutant("sharded_parameter.mark_states")
+def state_between_steps_is_plain(_, optimizer):
+    """Between steps state of the optimizer does not say that it is shards."""
+
+
+@mutant("sharded_parameter._refuse_others")
+def shards_combined_with_full_tensors(_, name, args, kwargs):
+    """Shards are combined with tensors that are cut otherwise, or not."""

@@ -169,3 +169,21 @@ def late_gather(gather, self, full, shard, *streams, **how):
 
     handle = gather(self, full, shard, *streams, **how)
     return handle if shard is not None else Changed(handle, old)
+
+
+# ---------------------------------------------------------------------------------------------------------- at stage 3
+
+
+@mutant("Steps.check")
+def step_at_stage_3_not_checked(_, self, optimizer, params):
+    """At stage 3 nobody looks whether a step is right."""
+
+
+@mutant("HooksOfSteps.take_their_places")
+def hooks_of_the_user_after_the_check(_, self, optimizer):
+    """At stage 3 hooks that the user registers on an optimizer after its first step come after the check."""
+
+
+@mutant("Model.finish_steps")
+def step_that_raised_leaves_plain_shards(_, self):
+    """A step that raised leaves parameters as they are while an optimizer steps."""

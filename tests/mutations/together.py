@@ -26,21 +26,26 @@ def differing_ranks_not_noticed(compare, self, what, lines, *more):
     compare(self, what, [], *more)
 
 
-@mutant("Comm.tell")
-def failed_step_told_nobody(_, self, channel):
-    """Where an optimizer raises an error on one rank, the others wait for it."""
+@mutant("Together.tell")
+def error_of_one_rank_told_nobody(_, self, error):
+    """What a rank raises in a collective section is raised there alone, and the others wait."""
 
 
-@mutant("EndOfBackward.reach")
-def problem_of_a_backward_told_nobody(reach, self, buckets, problem=None):
-    """What was found at the end of a backward is raised nowhere."""
-    reach(self, buckets)
+@mutant("Together.agree")
+def error_of_another_rank_not_raised(_, self, flags=0):
+    """At the end of a section ranks do not ask whether another has raised."""
+    return flags
 
 
-@mutant("Refusal.raise_everywhere")
-def refusal_of_one_rank_told_nobody(_, self, problem):
-    """What FSDP refuses on one rank is raised there alone, and the others wait."""
-    raise RuntimeError(problem)
+@mutant("RaisedText.explained")
+def error_of_another_rank_not_named(_, self, reason):
+    """Ranks that are out of step with one that has raised do not say what it was."""
+    return reason
+
+
+@mutant("Backward._expect")
+def graphs_of_one_rank_alone_expected(_, self):
+    """A backward expects forwards whose graph exists on this rank alone."""
 
 
 @mutant("Log.refuse_differing", "process_group.refuse_differing_logs")

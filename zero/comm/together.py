@@ -63,9 +63,14 @@ class Together:
             texts = comm.all_gather_text(text)
             text = next(filter(None, texts))
             comm.log.raised.withdraw()  # all have it, and are in step
-        error = RuntimeError(text)
-        vars(error)["raised_on_every_rank"] = True
-        raise error
+        raise _raised_on_every_rank(text)
+
+
+def _raised_on_every_rank(text: str) -> RuntimeError:
+    """Not in a variable of who raises it, whose frame its traceback keeps: that would keep the user's model alive."""
+    error = RuntimeError(text)
+    vars(error)["raised_on_every_rank"] = True
+    return error
 
 
 @contextmanager

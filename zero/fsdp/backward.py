@@ -190,6 +190,8 @@ class Backward:
         if not in_a_backward() or not (self.active or self.waiting):
             return False
         self._begin()
+        if self._reducing is unit:  # its gradients come while it is sharded
+            self._finish_reduce()
         unit.unshard(for_backward=True)
         unit.needed_by.add(Need.KEPT)
         return True
@@ -272,10 +274,10 @@ class Backward:
                     bucket.take_written()
                 self._launch_reduce(unit)
         self._finish_reduce()
+        for unit in self._units if not within else ():
+            unit.post_backward()  # before gradients of what this rank has not used, which are the shards'
         with as_plain_tensors():
             self._end.reach([bucket for unit in self._units for bucket in unit.buckets])
-            for unit in self._units if not within else ():
-                unit.post_backward()
             for group in self._index.groups:
                 group.synchronize()
             self.active = False

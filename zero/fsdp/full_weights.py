@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from zero._torch import OwnHook, as_plain_tensors, state_dict_hooks_of, wraps_others
 from zero.comm import Comm
+from zero.comm.together import told_by_comparing
 from zero.fsdp.build import refuse_busy
 from zero.fsdp.model import Model, models, models_of
 from zero.fsdp.unit import Unit
@@ -107,9 +109,13 @@ def summoned(
             unit.summon(to, on_cpu=offload_to_cpu)
         for of_group in gradients:
             of_group.show()
-        yield
         if writeback:
-            model.placement.compare("the full parameters of FSDP", [], moved_problem(groups))
+            compare = partial(model.placement.compare, "the full parameters of FSDP", [])
+            with told_by_comparing(compare):
+                yield
+            compare(moved_problem(groups))
+        else:
+            yield
         keep = writeback
     finally:
         for unit in units:

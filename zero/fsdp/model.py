@@ -129,13 +129,17 @@ class Model:
             )
         if torch.jit.is_tracing():
             raise RuntimeError(NOT_SCRIPTED.format("FSDP"))
-        for restore, optimizer in reversed([*self.unfinished_steps]):
-            if (stepped := optimizer()) is not None:
-                restore(stepped)
+        self.finish_steps()
         self.refuse_moved()
         problem = self.replaced_problem()
         if problem is not None:
             raise RuntimeError(problem)
+
+    def finish_steps(self) -> None:
+        """Restores what steps have hidden that have raised."""
+        for restore, optimizer in reversed([*self.unfinished_steps]):
+            if (stepped := optimizer()) is not None:
+                restore(stepped)
 
     def refuse_moved(self) -> None:
         """Collective where it raises: RuntimeError if parameters were moved, cast or given other data."""
@@ -159,6 +163,7 @@ class Model:
 
     def grad_norm(self, norm_type: float, params: Collection[nn.Parameter] | None) -> Tensor:
         """Collective. See FSDP.grad_norm."""
+        self.finish_steps()
         self.refuse_unreduced()
         every = [*self.index]
         with as_plain_tensors():

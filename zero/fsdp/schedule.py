@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
+from math import isqrt
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
@@ -39,7 +40,7 @@ class Schedule:
 
     `forwards`: how many forwards of the model have begun, by mode (`module.training`).
 
-    Writes through `.data` (writes.py) are looked for in forward 1, 2, 4, 8, 16 ... of a mode, with ZERO_CHECK=each in
+    Writes through `.data` (writes.py) are looked for in forward 1, 2, 3, 5, 8 ... of a mode, with ZERO_CHECK=each in
     every one. What is first found after forwards in which nobody looked raises.
     """
 
@@ -175,9 +176,9 @@ class Schedule:
         forwards = self.forwards if whole else self._other_calls
         forwards[mode] += 1
         number = forwards[mode]
-        due = each or not number & (number - 1)
+        due = each or _is_fibonacci(number)
         if due or self._looks:
-            self._looks, missed = due, number > 2 and not each
+            self._looks, missed = due, number > 3 and not each
             for writes in [one for unit in self._units for one in unit.writes.values()]:
                 writes.looks, writes.missed = self._looks, missed
         if due and whole and (begin_search := self._begin_search()) is not None:
@@ -313,6 +314,11 @@ class Schedule:
         self._index.running.clear()
         self._ahead.clear()
         self._backward.abandon()
+
+
+def _is_fibonacci(number: int) -> bool:
+    """Some of these numbers are multiples of any number, so that what a user does every third time is looked for."""
+    return any(isqrt(square) ** 2 == square for square in (5 * number**2 - 4, 5 * number**2 + 4))
 
 
 def _call_if_alive(read: WeakMethod[Any], unit: ref[Unit]) -> bool:

@@ -37,7 +37,7 @@ from zero.measure.param_groups import SHARD_MARK, params_of
 from zero.shards.moved import moved_problem
 from zero.shards.offload import Offload
 from zero.shards.partition import optimizer_problem
-from zero.shards.sharded_parameter import AtRest, mark_states, unmark, unmark_state, wake
+from zero.shards.sharded_parameter import AtRest, Cut, mark, mark_states, unmark, unmark_all, wake
 from zero.tensor_parallel import table
 from zero.wrap.dtensor_checks import refuse_dtensors
 
@@ -180,7 +180,6 @@ class Steps:
         for param in hidden:
             place = self._index[param]
             place.group.wake(place.position)
-            unmark_state(optimizer.state.get(param, {}))
             self._stepping[param] = param.grad if place.span is None else None
             if place.span is None:
                 param.grad = None
@@ -228,6 +227,7 @@ class StepHook:
         self._hooks = HooksOfSteps(optimizer, self._before, self._after)
         # What is hidden, until it is restored.
         self._held: list[tuple[Steps, list[nn.Parameter], list[nn.Parameter]]] = []
+        self._shards: list[tuple[Tensor, Cut]] = []
 
     def take_its_places(self, optimizer: Optimizer) -> None:
         self._hooks.take_their_places(optimizer)
@@ -250,9 +250,9 @@ class StepHook:
             return None
 
         def call_and_check() -> Any:
+            self.restore(optimizer)  # what the closure's last call has hidden
             for steps, params in held:
                 steps.rest(params)
-            self.restore(optimizer)  # of the step that the closure's last call has begun
             loss = closure()
             self._hide(optimizer, held, closure=True)
             return loss
@@ -268,9 +268,11 @@ class StepHook:
     def _hide(self, optimizer: Optimizer, held: list[tuple[Steps, list[nn.Parameter]]], *, closure: bool) -> None:
         for steps, params in held:
             steps.check(optimizer, params)
+        shards = unmark_all(vars(optimizer).values())  # its state, and what else it has made between steps
         for steps, params in held:
             steps.model.unfinished_steps.append((self.restore, ref(optimizer)))
             self._held.append((steps, params, steps.hide(optimizer, params, closure=closure)))
+        self._shards = shards if any(hidden for *_, hidden in self._held) else []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
@@ -285,6 +287,9 @@ class StepHook:
         for steps, params, hidden in held:
             steps.model.unfinished_steps.remove((self.restore, ref(optimizer)))
             steps.restore(optimizer, params, hidden)
+        shards, self._shards = self._shards, []
+        for shard, cut in shards:
+            mark(shard, cut)
         mark_states(optimizer)
 
 

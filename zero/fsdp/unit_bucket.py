@@ -104,7 +104,7 @@ class UnitBucket(GradBucket):
         for index in self.reduced - self.group.spans.keys():
             param = self.group.params[index]
             if param.grad is None:
-                self._set(index, torch.empty_like(param))
+                self._set(index, torch.empty_like(self.group.shard_views[index]))
 
     # ---------------------------------------------------------------------------------------------- at rest
 

@@ -136,7 +136,7 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         return _plainly(func, args, kwargs)
     first = next(_shards_in((*args, *kwargs.values())))
     word = attribute or name.removeprefix("_foreach_").strip("_")
-    if word not in (_ELEMENTWISE_VIEWS if attribute else _ELEMENTWISE):
+    if word not in (_ELEMENTWISE_VIEWS if attribute else _ELEMENTWISE) or (word == "where" and len(args) == 1):
         _refuse(f"`{attribute or name}`", first)
     if not attribute:
         _refuse_others(name, args, kwargs)
@@ -172,8 +172,11 @@ def _unshard_to_read(values: Iterable[Any]) -> bool:
 
 
 def _refuse_others(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raises RuntimeError if shards are combined with tensors that are not cut in the same way. Of functions on lists
-    those at the same positions are combined."""
+    """Raises RuntimeError if shards are combined with tensors that are not cut in the same way, or written into plain
+    ones. Of functions on lists those at the same positions are combined."""
+    written = kwargs.get("out", args[0] if name.startswith("__i") or (name[-1:] == "_" != name[-2:-1]) else None)
+    if isinstance(written, Tensor) and not isinstance(written, AtRest):
+        _refuse(f"`{name}` into a plain tensor", next(_shards_in((*args, *kwargs.values()))))
     lists = [value for value in args if isinstance(value, (list, tuple))] if "_foreach_" in name else []
     combined: Iterable[Sequence[Any]] = zip(*lists, strict=True) if lists else [(*args, *kwargs.values())]
     for values in combined:
@@ -355,11 +358,18 @@ def mark_states(optimizer: Optimizer) -> None:
                     mark(value, cut)
 
 
-def unmark_state(state: dict[Any, Any]) -> None:
-    """Ends `mark_states`, also of what an optimizer has made of parameters between steps, in its constructor."""
-    for value in state.values():
-        if isinstance(value, Tensor):
+def unmark_all(values: Iterable[Any]) -> list[tuple[Tensor, Cut]]:
+    """Makes shards plain tensors among values and in lists, tuples and dictionaries of them. Returns these."""
+    found: list[tuple[Tensor, Cut]] = []
+    for value in values:
+        if type(value) is Shard:
+            found.append((value, value.cut))
             unmark(value)
+        elif isinstance(value, (list, tuple)):
+            found += unmark_all(value)
+        elif isinstance(value, dict):
+            found += unmark_all(value.values())
+    return found
 
 
 def plain_state(state: dict[Any, Any]) -> dict[Any, Any]:
