@@ -155,12 +155,13 @@ def _visit(where: str, model: Any, optimizer: Optimizer, trigger: Trigger, folde
 
 
 def _build(case: Case, group: Any, trigger: Trigger, folder: Path) -> tuple[nn.Module, Optimizer]:
+    optim = partial(FailingSGD, trigger=trigger)
     if case.where == "construction":
         zero.setup(nn.Linear(8, 8), torch.optim.SGD, stage=3, process_group=group, lr=0.01)  # so that ranks have met
+        zero.OSS(nn.Linear(8, 8).parameters(), optim, group, partition="even", lr=0.01)  # so that it was measured
         trigger.armed = case.where
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), Faulty(trigger), nn.Linear(64, 64))
     if case.where == "construction" and case.stage < 3:
-        optim = partial(FailingSGD, trigger=trigger)
         return model, zero.OSS(model.parameters(), optim, group, partition="even", lr=0.01)
     policy = CustomPolicy(lambda _: trigger.pull("construction") or False)
     offload = zero.DiskOffload(folder / "shards") if case.where == "offload" else None

@@ -93,6 +93,64 @@ for options in ({}, {"options": {"partition": "whole"}}):
     row.of(f"it is stepped by hand{how}", step_by_hand, **options, optim=sgd)
     row.of(f"it is stepped by hand with momentum{how}", momentum_by_hand, **options, optim=sgd)
     row.of(f"it is initialised with constants{how}", initialise, **options)
+
+
+class Twice(torch.optim.SGD):
+    """Calls its closure twice, as SAM does."""
+
+    @torch.no_grad()
+    def step(self, closure):
+        for _ in range(2):
+            with torch.enable_grad():
+                loss = closure()
+            for param in self.param_groups[0]["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=0.1)
+        return loss
+
+
+def with_a_closure(t, i):
+    def closure():
+        t.o.zero_grad()
+        loss = t.loss(i)
+        loss.backward()
+        return loss
+
+    t.o.step(closure)
+
+
+class Keeps(torch.optim.SGD):
+    """Keeps tensors that it makes of parameters in its constructor, in lists of its own and of its state."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=0.1)
+        self.slow = [param.detach().clone() for param in self.param_groups[0]["params"]]
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["history"] = [torch.zeros_like(param)]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param, slow in zip(self.param_groups[0]["params"], self.slow, strict=True):
+            (history,) = self.state[param]["history"]
+            if param.grad is not None:
+                param.sub_(history.mul_(0.9).add_(param.grad), alpha=0.1)
+                param.copy_(slow.lerp_(param, 0.5))
+
+
+def read_in_backward(t, i):
+    """A hook reads a unit whose gradients are being sent."""
+    if i == 0:
+        last = t.n.blocks[-1]
+        t.n.blocks[0].register_full_backward_hook(lambda *_: print(end="" if last.up.bias.detach().norm() else " "))
+    t.loss(i).backward()
+    assert zero.grad_norm(t.m, t.o) < 1e3
+    t.o.step()
+    t.o.zero_grad()
+
+
+row.of("an optimizer calls its closure twice", with_a_closure, optim=lambda params: Twice(params, lr=0.1))
+row.of("an optimizer keeps what it made before its first step", lambda t, i: t.update(t.loss(i)), optim=Keeps)
+row.of("a hook in backward reads parameters", read_in_backward)
 test_rows = row.tests()
 
 
@@ -132,6 +190,9 @@ NEED_FULL = {
     "it is an array": lambda p: p.detach().numpy(),
     "it is a list": lambda p: p.tolist(),
     "it is a number": lambda p: float(p.detach()),
+    "it is asked where it is positive": lambda p: torch.where(p > 0),
+    "it is added to a plain tensor": lambda p: torch.zeros(1).add_(p),
+    "it is written into a plain tensor": lambda p: torch.mul(p.detach(), 2, out=torch.empty(0)),
     "it is asked whether it is finite": lambda p: bool(p.isfinite().all()),
     "it is compared": lambda p: torch.equal(p, p.clone()),
     "it is concatenated": lambda p: torch.cat([p, p]),
@@ -150,7 +211,6 @@ NEED_FULL = {
 
 COPIES = {
     "it is copied": copy.deepcopy,
-    "its gradient is copied": lambda p: copy.deepcopy(p.grad),
     "it is pickled": pickle.dumps,
     "it is saved": lambda p: torch.save(p, io.BytesIO()),
     "its gradient is saved": lambda p: torch.save(p.grad, io.BytesIO()),
@@ -240,7 +300,7 @@ def test_a_step_sees_plain_tensors_and_so_does_what_steps_by_itself(rank, world)
 
 
 @ranks.on(2)
-def test_what_a_step_that_raises_hid_is_there_again_in_the_next_forward(rank, world):
+def test_what_a_step_that_raises_hid_is_there_again(rank, world):
     both = SideBySide(Stack(), "3")
     both.step(loss_on(rank, 0))
     failing = mock_step(both.optimizer)
@@ -248,8 +308,30 @@ def test_what_a_step_that_raises_hid_is_there_again_in_the_next_forward(rank, wo
     both.backward(loss_on(rank, 1))
     with failing, pytest.raises(KeyError):
         both.optimizer.step()
+    for param in both.model.parameters():
+        assert type(param) is not nn.Parameter
+        param.grad.mul_(1.0)
     both.backward(loss_on(rank, 2))  # adds to what there was
     both.update()
+
+
+@ranks.on(2)
+def test_state_of_an_optimizer_says_so_too(rank, world):
+    model, optimizer = zero.setup(Stack(), adam, stage=3)
+    loss_on(rank, 0)(model).backward()
+    optimizer.step()
+    weight = model.module.first.weight
+    for uses in range(2):
+        average = optimizer.state[weight]["exp_avg"]
+        for use in (lambda value: value.norm(), lambda value: value.__setitem__(0, 1.0)):
+            with pytest.raises(RuntimeError, match=r"needs the full tensor.*first\.weight"):
+                use(average)
+        with torch.no_grad():
+            weight.lerp_(average, 0.1)
+        saved = optimizer.state_dict()["state"]
+        assert {type(value) for state in saved.values() for value in state.values()} == {torch.Tensor}
+        if uses == 0:
+            zero.load_full_optimizer_state_dict(model, optimizer, zero.full_optimizer_state_dict(model, optimizer))
 
 
 def mock_step(optimizer):

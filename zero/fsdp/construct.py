@@ -57,7 +57,18 @@ class Arguments:
     more: dict[str, Any]
 
 
-def construct(module: nn.Module, given: Arguments, nested: dict[str, Any]) -> tuple[Model, list[RemovableHandle]]:
+@dataclass(frozen=True)
+class Inside:
+    """An FSDP inside the module. end: takes its hooks on state away."""
+
+    wrapper: nn.Module
+    module: nn.Module
+    model: Model
+    hooks: Sequence[RemovableHandle]
+    end: Callable[[], None]
+
+
+def construct(module: nn.Module, given: Arguments, nested: dict[str, Inside]) -> tuple[Model, list[RemovableHandle]]:
     """Collective. Returns the model that an FSDP runs, and the hooks of mixed precision on modules.
 
     nested: FSDPs inside the module by name, which this one dissolves. None contains another.
@@ -68,8 +79,8 @@ def construct(module: nn.Module, given: Arguments, nested: dict[str, Any]) -> tu
         options = _understand(given, asked, strategy)
         for change in asked.before:
             change(module)
-        sharded = {param for fsdp in nested.values() for param in fsdp._model.index}
-        choice = UnitChoice(module, nested, sharded, asked.ignored)
+        sharded = {param for fsdp in nested.values() for param in fsdp.model.index}
+        choice = UnitChoice(module, {name: fsdp.wrapper for name, fsdp in nested.items()}, sharded, asked.ignored)
         problem = problem or choice.divide(given.auto_wrap_policy, given.as_one_unit, small=options.prefetch.limit == 1)
         problem = problem or _problem(choice, nested, options, placement)
         lines = [f"{strategy}, {options.signature()}", *choice.signature()]
@@ -80,21 +91,21 @@ def construct(module: nn.Module, given: Arguments, nested: dict[str, Any]) -> tu
         units, hooks, cast_buffers = builder.build(), builder.hooks, builder.cast_buffers  # nothing after this fails
     for name, fsdp in nested.items():
         _dissolve(fsdp, module, name)
-        units, hooks = [*units, *fsdp._model.units], [*hooks, *fsdp._hooks]
-        cast_buffers = [*cast_buffers, *fsdp._model.cast_buffers]
+        units, hooks = [*units, *fsdp.model.units], [*hooks, *fsdp.hooks]
+        cast_buffers = [*cast_buffers, *fsdp.model.cast_buffers]
     model = Model(module, units, placement, options, asked.ignored_modules, cast_buffers)
     _announce(model, strategy, len(choice.ignored))
     return model, hooks
 
 
-def _dissolve(fsdp: Any, root: nn.Module, name: str) -> None:
+def _dissolve(fsdp: Inside, root: nn.Module, name: str) -> None:
     """Puts the module of an FSDP inside `root` back into its place."""
-    fsdp._end()
+    fsdp.end()
     inner: nn.Module = fsdp.module
     for parent in root.modules():
         children = children_of(parent)
-        children.update({name: inner for name, module in children.items() if module is fsdp})
-    for unit in fsdp._model.units:
+        children.update({name: inner for name, module in children.items() if module is fsdp.wrapper})
+    for unit in fsdp.model.units:
         unit.move_below(name)
 
 
@@ -120,12 +131,12 @@ def _announce(model: Model, strategy: ShardingStrategy, ignored: int) -> None:
     announce(title, model.comm, model.index.groups, left_out, sharded="parameters and gradients")
 
 
-def _problem(choice: UnitChoice, nested: dict[str, Any], options: Options, placement: Placement) -> str | None:
+def _problem(choice: UnitChoice, nested: dict[str, Inside], options: Options, placement: Placement) -> str | None:
     """Returns an error message if the module cannot be wrapped with these options, else None."""
     frees = placement.comm.world > 1 or options.offload.active or options.precision.param_dtype is not None
     records = frees and any(device.type in RECORDING for device in choice.devices())
     units = [module for name, module in choice.units.items() if name]
-    units += [unit.module for fsdp in nested.values() for unit in fsdp._model.units[1:]]
+    units += [unit.module for fsdp in nested.values() for unit in fsdp.model.units[1:]]
     return (
         options.problem()
         or _nesting_problem(nested, placement)
@@ -137,14 +148,14 @@ def _problem(choice: UnitChoice, nested: dict[str, Any], options: Options, place
     )
 
 
-def _nesting_problem(nested: dict[str, Any], placement: Placement) -> str | None:
+def _nesting_problem(nested: dict[str, Inside], placement: Placement) -> str | None:
     if "" in nested:
         return (
             "the module is an FSDP already. Wrap it once, and choose units by auto_wrap_policy; zero.unwrap(model) "
             "makes it plain."
         )
     for name, fsdp in nested.items():
-        if fsdp._model.placement.groups != placement.groups:
+        if fsdp.model.placement.groups != placement.groups:
             return (
                 f"{name!r} is an FSDP over another process group than the FSDP around it. Wrap both over the same "
                 "groups, or leave its parameters out by ignored_modules and average their gradients yourself."

@@ -16,13 +16,12 @@ from zero._torch import children_of, named_as_compiled
 from zero.fsdp import full_weights, optimizer_state
 from zero.fsdp.build import restore_module
 from zero.fsdp.compile import BETWEEN_UNITS, Compiling
-from zero.fsdp.construct import Arguments, construct
+from zero.fsdp.construct import Arguments, Inside, construct
 from zero.fsdp.model import Model
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.state_dict_guard import NO_COPIES, StateDictGuard
 from zero.fsdp.step import Steps
 from zero.fsdp.torch_options import TorchMethods, refuse_method
-from zero.fsdp.unit import Unit
 from zero.fsdp.units import Policy
 from zero.shards.partition import Partition
 from zero.tensor_parallel import parts
@@ -110,7 +109,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
             *(sync_module_states, more),
         )
         # None of those inside contains another: each has dissolved what was inside it.
-        inside = {name: child for name, child in module.named_modules() if isinstance(child, FSDP)}
+        inside = {name: child._inside() for name, child in module.named_modules() if isinstance(child, FSDP)}
         self._model, self._hooks = construct(module, given, inside)
         synced = broadcast_buffers and next(module.buffers(), None) is not None
         self._buffer_sync = BufferSync(module, self._model.comms) if synced else None
@@ -122,12 +121,15 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
     def unwrap(self) -> nn.Module:
         """Collective. Returns the plain module, with full parameters and without gradients; see zero.unwrap."""
         self._model.refuse_moved()
-        restore_module(self._units, self._model.cast_buffers, self._hooks)
+        restore_module(self._model.units, self._model.cast_buffers, self._hooks)
         take_out_of(self.module)
         self._end()
         refuse_steps(optimizer_state.registered(self._model))
         self._unwrapped = True
         return self.module
+
+    def _inside(self) -> Inside:
+        return Inside(self, self.module, self._model, self._hooks, self._end)
 
     def _end(self) -> None:
         self._model.dismiss()
@@ -218,13 +220,9 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
 
     # -------------------------------------------------------------------------- weights and optimizer state, in full
 
-    @property
-    def _units(self) -> Sequence[Unit]:
-        return self._model.units
-
     def reshard(self) -> None:
         """Reshards units that a forward without backward may have left unsharded. Call it between steps."""
-        for unit in self._units:
+        for unit in self._model.units:
             unit.reshard()
 
     def summon_full_params(  # of `module`, not self: called on the class it takes any module, as PyTorch's does
@@ -279,7 +277,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         """
         with self._model.together:
             self._model.refuse_moved()
-            return full_weights.state_dict(self.module, [(self._model, [*self._units])], *args, **kwargs)
+            return full_weights.state_dict(self.module, [(self._model, [*self._model.units])], *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *of_torch: Any) -> None:
         """Collective. Loads full weights when `load_state_dict` of a plain module around the FSDP calls this."""

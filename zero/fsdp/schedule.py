@@ -40,7 +40,7 @@ class Schedule:
 
     `forwards`: how many forwards of the model have begun, by mode (`module.training`).
 
-    Writes through `.data` (writes.py) are looked for in forward 1, 2, 3, 5, 8 ... of a mode, with ZERO_CHECK=each in
+    Writes through `.data` (writes.py) are looked for in forward 1, 2, 5, 8, 13 ... of a mode, with ZERO_CHECK=each in
     every one. What is first found after forwards in which nobody looked raises.
     """
 
@@ -176,9 +176,9 @@ class Schedule:
         forwards = self.forwards if whole else self._other_calls
         forwards[mode] += 1
         number = forwards[mode]
-        due = each or _is_fibonacci(number)
+        due = each or (_is_fibonacci(number) and number != 3)
         if due or self._looks:
-            self._looks, missed = due, number > 3 and not each
+            self._looks, missed = due, number > 2 and not each
             for writes in [one for unit in self._units for one in unit.writes.values()]:
                 writes.looks, writes.missed = self._looks, missed
         if due and whole and (begin_search := self._begin_search()) is not None:

@@ -9,14 +9,14 @@ torch calls hooks around each step. Around one of an optimizer that holds parame
 
 The hooks are the optimizer's own: the last before a step and the first after it, whichever the user registers and when.
 So a hook of the user's sees shards, and what it changes is checked. A step that raises has no hooks after it: what it
-left hidden is restored by the next forward or step.
+left hidden is restored when its frame ends, which holds its arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -37,7 +37,7 @@ from zero.measure.param_groups import SHARD_MARK, params_of
 from zero.shards.moved import moved_problem
 from zero.shards.offload import Offload
 from zero.shards.partition import optimizer_problem
-from zero.shards.sharded_parameter import AtRest, Cut, mark, mark_states, unmark, unmark_all, wake
+from zero.shards.sharded_parameter import AtRest, Cut, cut_of, mark, mark_states, unmark, unmark_all, wake
 from zero.tensor_parallel import table
 from zero.wrap.dtensor_checks import refuse_dtensors
 
@@ -188,23 +188,27 @@ class Steps:
             offload.before_step(optimizer, own, groups, closure=closure)
         return hidden
 
-    def restore(self, optimizer: Optimizer, params: Sequence[nn.Parameter], hidden: Sequence[nn.Parameter]) -> None:
-        """Collective where a forward is running, which gets its parameters back."""
+    def restore(
+        self, optimizer: Optimizer, params: Sequence[nn.Parameter], hidden: Sequence[nn.Parameter], *, unshard: bool
+    ) -> None:
+        """Collective with `unshard` where a forward is running, which gets its parameters back."""
         for offload, own in self._by_offload(params):
             offload.after_step(optimizer, own)
         for param in hidden:
-            gradient = self._stepping.pop(param)
+            gradient, place = self._stepping.pop(param), self._index[param]
             if param.grad is None:
                 param.grad = gradient
+            if param.grad is not None and place.group.says_so:
+                mark(param.grad, cut_of(param))
         self.rest(hidden)
         for unit in self._units_of(hidden):
-            if unit.needed_by:
+            if unit.needed_by and unshard:
                 unit.unshard()
 
     def rest(self, params: Sequence[nn.Parameter]) -> None:
+        """Makes parameters say that they are shards, and not their gradients, which may be full under no_sync."""
         for param in params:
-            place = self._index[param]
-            place.group.rest(place.position)
+            self._index[param].group.rest([param])
 
     def _units_of(self, params: Sequence[nn.Parameter]) -> list[Unit]:
         """In the order of the model, which is the same on all ranks."""
@@ -220,6 +224,17 @@ class Steps:
         return [*found.items()]
 
 
+class _Arguments(dict[str, Any]):
+    """Keyword arguments of a step, which end with it, also where it raises: then with the traceback."""
+
+    def __init__(self, given: dict[str, Any], end: Callable[[], None]) -> None:
+        super().__init__(given)
+        self._end = end
+
+    def __del__(self) -> None:
+        self._end()
+
+
 class StepHook:
     """The hooks of one optimizer, which takes them away when it ends."""
 
@@ -228,6 +243,7 @@ class StepHook:
         # What is hidden, until it is restored.
         self._held: list[tuple[Steps, list[nn.Parameter], list[nn.Parameter]]] = []
         self._shards: list[tuple[Tensor, Cut]] = []
+        self._begun = 0
 
     def take_its_places(self, optimizer: Optimizer) -> None:
         self._hooks.take_their_places(optimizer)
@@ -235,7 +251,7 @@ class StepHook:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Checks and hides; with a closure after that was called. args: those of torch, the optimizer itself first."""
         if table.made:
             refuse_dtensors(optimizer)  # before the collectives below; its own hook may come after this one
@@ -243,11 +259,13 @@ class StepHook:
         self.restore(optimizer)
         for steps, _ in held:
             register(steps.model, optimizer)
+        self._begun += 1
+        kwargs = _Arguments(kwargs, partial(self._end, ref(optimizer), self._begun))
         positional = len(args) > 1
         closure = args[1] if positional else kwargs.get("closure")
         if closure is None:
             self._hide(optimizer, held, closure=False)
-            return None
+            return args, kwargs
 
         def call_and_check() -> Any:
             self.restore(optimizer)  # what the closure's last call has hidden
@@ -259,11 +277,10 @@ class StepHook:
 
         for _, params in held:  # what the optimizer does before it calls the closure is plain, too
             wake(params)
-        return (
-            ((args[0], call_and_check, *args[2:]), kwargs)
-            if positional
-            else (args, {**kwargs, "closure": call_and_check})
-        )
+        if positional:
+            return (args[0], call_and_check, *args[2:]), kwargs
+        kwargs["closure"] = call_and_check
+        return args, kwargs
 
     def _hide(self, optimizer: Optimizer, held: list[tuple[Steps, list[nn.Parameter]]], *, closure: bool) -> None:
         for steps, params in held:
@@ -282,11 +299,17 @@ class StepHook:
         self.restore(optimizer)
         increment_version([param for param in stepped if param.grad is not None])
 
-    def restore(self, optimizer: Optimizer) -> None:
+    def _end(self, optimizer: ReferenceType[Optimizer], begun: int) -> None:
+        """Local. After a step that has raised restores what it has hidden; others have done that."""
+        stepped = optimizer()
+        if stepped is not None and begun == self._begun:
+            self.restore(stepped, unshard=False)
+
+    def restore(self, optimizer: Optimizer, *, unshard: bool = True) -> None:
         held, self._held = self._held, []
         for steps, params, hidden in held:
             steps.model.unfinished_steps.remove((self.restore, ref(optimizer)))
-            steps.restore(optimizer, params, hidden)
+            steps.restore(optimizer, params, hidden, unshard=unshard)
         shards, self._shards = self._shards, []
         for shard, cut in shards:
             mark(shard, cut)

@@ -14,7 +14,7 @@ from zero.shards.shard_group import ShardGroup
 _CHUNK = 2**18
 
 _LOST = (
-    "parameters of {} were written through `.data` in a forward, which FSDP looks for in the first three forwards, and "
+    "parameters of {} were written through `.data` in a forward, which FSDP looks for in the first two forwards, and "
     "then in ever fewer. What was written before may be lost. Write so that torch counts it, `p.copy_(...)` under "
     "torch.no_grad(), or set ZERO_CHECK=each in the environment of every rank."
 )

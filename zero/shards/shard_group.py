@@ -340,10 +340,7 @@ class ShardGroup:
         if param.grad is not None:
             unmark(param.grad)
 
-    def rest(self, index: int) -> None:
-        """Ends `wake`."""
-        param = self.params[index]
+    def rest(self, params: Sequence[nn.Parameter]) -> None:
+        """Makes parameters of the group say that they are shards, if they are."""
         if self.says_so and self.state is GroupState.SHARDED:
-            if param.grad is not None:
-                mark(param.grad, cut_of(param))
-            rest([param])
+            rest(params)

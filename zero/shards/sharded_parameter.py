@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch import Fake, Rebound, as_plain_tensors
+from zero.shards.elementwise import ABOUT, ABOUT_ATTRIBUTES, ELEMENTWISE, ELEMENTWISE_VIEWS, SILENT, VIEWS
 from zero.shards.layout import Layout, Span
 
 
@@ -80,63 +81,19 @@ def register(params: Sequence[nn.Parameter], owner: Owner) -> None:
     _cuts.update((param, Cut(ref(owner), index)) for index, param in enumerate(params))
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# torch's names of functions that give each element by itself, without underscores and the prefix of those on lists.
-_ELEMENTWISE = _names(
-    """
-    abs absolute acos acosh add addcdiv addcmul alias amp_foreach_non_finite_check_and_unscale and angle arccos
-    arccosh arcsin arcsinh arctan arctan2 arctanh asin asinh atan atan2 atanh bfloat16 bitwise_and bitwise_not
-    bitwise_or bitwise_xor ceil clamp clamp_max clamp_min clip clone conj conj_physical constant contiguous copy
-    copysign cos cosh cpu cuda deg2rad detach digamma div divide double empty_like eq erf erfc erfinv exp exp2 expm1
-    fill float float_power floor floor_divide floordiv fmax fmin fmod frac frexp full_like ge gt half hypot iadd
-    iand idiv ifloordiv ilshift imod imul int invert ior ipow irshift isfinite isinf isnan isneginf isposinf isub
-    itruediv ixor ldexp le leaky_relu lerp lgamma log log10 log1p log2 logaddexp logical_and logical_not logical_or
-    logical_xor logit long lt masked_fill maximum minimum mod mul multiply nan_to_num ne neg negative new_empty_like
-    ones_like or pos positive pow radd rdiv reciprocal relu remainder rfloordiv rmod rmul round rpow rsqrt rsub
-    rtruediv sgn sigmoid sign signbit silu sin sinc sinh sqrt square sub subtract tan tanh threshold to true_divide
-    truediv trunc type type_as where xlogy xor zero zeros_like
-    """
-)
-
-# Those that read no value, and are answered also while a module that reads the parameter runs.
-_SILENT = _names(
-    """
-    __delete__ __set__ can_cast get_device is_complex is_conj is_floating_point is_inference is_neg is_quantized
-    is_signed is_sparse register_hook register_post_accumulate_grad_hook requires_grad_ result_type retain_grad
-    """
-)
-
-# Those that ask about the tensor: they are answered for the shard, and for the full tensor within a forward.
-_ABOUT = _names(
-    """
-    __dir__ __format__ __hash__ __len__ __repr__ _has_compatible_shallow_copy_type _is_view data_ptr detach_ dim
-    dim_order element_size is_contiguous is_distributed is_inference is_pinned is_same_size is_set_to is_shared
-    ndimension nelement numel size storage storage_offset storage_type stride untyped_storage
-    """
-)
-
-# Attributes that are tensors, and which of them have each element by itself.
-_VIEWS, _ELEMENTWISE_VIEWS = {"T", "mT", "H", "mH", "data", "real", "imag"}, {"data", "real", "imag"}
-
-_ABOUT_ATTRIBUTES = {"shape", "nbytes", "ndim"}
-
-
 def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
     """What torch calls in place of a function that was given any ShardedParameter or Shard."""
     kwargs, name = kwargs or {}, getattr(func, "__name__", "")
     attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
-    if name in _SILENT or (attribute and attribute not in _VIEWS and attribute not in _ABOUT_ATTRIBUTES):
+    if name in SILENT or (attribute and attribute not in VIEWS and attribute not in ABOUT_ATTRIBUTES):
         return _plainly(func, args, kwargs)
     if _unshard_to_read((*args, *kwargs.values())):
         return func(*args, **kwargs)
-    if name in _ABOUT or attribute in _ABOUT_ATTRIBUTES:
+    if name in ABOUT or attribute in ABOUT_ATTRIBUTES:
         return _plainly(func, args, kwargs)
     first = next(_shards_in((*args, *kwargs.values())))
     word = attribute or name.removeprefix("_foreach_").strip("_")
-    if word not in (_ELEMENTWISE_VIEWS if attribute else _ELEMENTWISE) or (word == "where" and len(args) == 1):
+    if word not in (ELEMENTWISE_VIEWS if attribute else ELEMENTWISE) or (word == "where" and len(args) == 1):
         _refuse(f"`{attribute or name}`", first)
     if not attribute:
         _refuse_others(name, args, kwargs)
@@ -174,7 +131,8 @@ def _unshard_to_read(values: Iterable[Any]) -> bool:
 def _refuse_others(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raises RuntimeError if shards are combined with tensors that are not cut in the same way, or written into plain
     ones. Of functions on lists those at the same positions are combined."""
-    written = kwargs.get("out", args[0] if name.startswith("__i") or (name[-1:] == "_" != name[-2:-1]) else None)
+    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    written = args[0] if in_place and args else kwargs.get("out")
     if isinstance(written, Tensor) and not isinstance(written, AtRest):
         _refuse(f"`{name}` into a plain tensor", next(_shards_in((*args, *kwargs.values()))))
     lists = [value for value in args if isinstance(value, (list, tuple))] if "_foreach_" in name else []
@@ -226,6 +184,9 @@ class AtRest:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _dispatched(func, args, kwargs)
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(NO_COPIES)
+
     def _number(self) -> NoReturn:
         """In the place of what torch does not ask __torch_function__ for."""
         own: Any = self
@@ -246,26 +207,19 @@ NO_COPIES = (
 
 
 class Shard(AtRest, Tensor):  # type: ignore[misc]
-    """This rank's elements of a tensor that belongs to a sharded parameter. `cut`: which. Copies and pickles are plain
-    tensors."""
+    """This rank's elements of a tensor that belongs to a sharded parameter. `cut`: which. A copy is a shard."""
 
     cut: Cut
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        memo[id(self)] = copy = self.as_subclass(Tensor).detach().clone()
+        memo[id(self)] = copy = self.detach().clone()
         return copy
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 class _Sharded(AtRest):
     __slots__ = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(NO_COPIES)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(NO_COPIES)
 
     # Not through __torch_function__, which takes three times as long: every zero_grad() asks.
@@ -350,12 +304,12 @@ def unmark(tensor: Tensor) -> None:
 def mark_states(optimizer: Optimizer) -> None:
     """Makes tensors of an optimizer's state say that they are shards: those of the shard's shape, of parameters that
     are sharded now."""
-    for param, state in optimizer.state.items():
-        if isinstance(param, _Sharded):
-            own, cut = param.as_subclass(Tensor), cut_of(param)
-            for value in state.values():
-                if type(value) is Tensor and value.dim() and value.shape == own.shape:
-                    mark(value, cut)
+    with as_plain_tensors():
+        for param, state in optimizer.state.items():
+            if isinstance(param, _Sharded):
+                for value in state.values():
+                    if type(value) is Tensor and value.dim() and value.shape == param.shape:
+                        mark(value, cut_of(param))
 
 
 def unmark_all(values: Iterable[Any]) -> list[tuple[Tensor, Cut]]:
