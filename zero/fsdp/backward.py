@@ -93,8 +93,11 @@ class Backward:
         """
         if unit.in_backward and call in unit.calls:
             return
-        with self._together:
+        try:  # not a context, which costs two calls in each hook
             self._reached(unit, call)
+        except Exception as error:
+            self._together.tell(error)
+            raise
 
     def _reached(self, unit: Unit, call: Call) -> None:
         if torch.is_grad_enabled():
@@ -138,8 +141,11 @@ class Backward:
     def post_backward(self, unit: Unit, call: Call, *_: Any) -> None:
         """The hook on the unit's inputs: completes it once backward has passed all of its expected calls."""
         if unit.in_backward and unit.passed(call):
-            with self._together:
+            try:
                 self._reduce_unit(unit)
+            except Exception as error:
+                self._together.tell(error)
+                raise
 
     def _begin(self) -> None:
         if self._interrupted:
