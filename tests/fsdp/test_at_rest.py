@@ -334,6 +334,16 @@ def test_state_of_an_optimizer_says_so_too(rank, world):
             zero.load_full_optimizer_state_dict(model, optimizer, zero.full_optimizer_state_dict(model, optimizer))
 
 
+@ranks.on(2)
+def test_a_step_that_raises_before_its_closure_leaves_shards(rank, world):
+    both = SideBySide(Stack(), "3")
+    failing = mock_step(both.optimizer)
+    with failing, pytest.raises(KeyError):
+        both.optimizer.step(lambda: 0.0)
+    for param in both.model.parameters():
+        assert type(param) is not nn.Parameter
+
+
 def mock_step(optimizer):
     from unittest import mock
 

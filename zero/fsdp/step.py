@@ -73,9 +73,6 @@ class Steps:
     def params_in(self, optimizer: Optimizer) -> list[nn.Parameter]:
         return [param for param in params_of(optimizer) if param in self._index]
 
-    def has(self, param: nn.Parameter) -> bool:
-        return param in self._index
-
     # --------------------------------------------------------------------------------------------------- check
 
     def check(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
@@ -206,9 +203,10 @@ class Steps:
                 unit.unshard()
 
     def rest(self, params: Sequence[nn.Parameter]) -> None:
-        """Makes parameters say that they are shards, and not their gradients, which may be full under no_sync."""
+        """Makes parameters that are not stepped now say that they are shards; gradients may be full, under no_sync."""
         for param in params:
-            self._index[param].group.rest([param])
+            if param not in self._stepping:
+                self._index[param].group.rest([param])
 
     def _units_of(self, params: Sequence[nn.Parameter]) -> list[Unit]:
         """In the order of the model, which is the same on all ranks."""
@@ -295,15 +293,17 @@ class StepHook:
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         # Graphs that saved a parameter before the step are refused in backward, on every rank at the same place: a rank
         # that owns nothing of a parameter has an empty gradient where others have theirs.
-        stepped = [param for _, params, _ in self._held for param in params]
+        stepped, self._begun = [param for _, params, _ in self._held for param in params], self._begun + 1
         self.restore(optimizer)
         increment_version([param for param in stepped if param.grad is not None])
 
     def _end(self, optimizer: ReferenceType[Optimizer], begun: int) -> None:
-        """Local. After a step that has raised restores what it has hidden; others have done that."""
+        """Local. Restores what a step has hidden that has raised, also before it called its closure."""
         stepped = optimizer()
         if stepped is not None and begun == self._begun:
             self.restore(stepped, unshard=False)
+            for steps in _alive():
+                steps.rest(steps.params_in(stepped))
 
     def restore(self, optimizer: Optimizer, *, unshard: bool = True) -> None:
         held, self._held = self._held, []
@@ -313,7 +313,8 @@ class StepHook:
         shards, self._shards = self._shards, []
         for shard, cut in shards:
             mark(shard, cut)
-        mark_states(optimizer)
+        if held:
+            mark_states(optimizer)
 
 
 # By optimizer: of those that have stepped parameters of any FSDP.
@@ -333,7 +334,7 @@ def _find(optimizer: Optimizer, *_: Any) -> None:
     hook, alive = _hooks.get(optimizer), _alive()
     for param in params_of(optimizer):
         # Of an FSDP that does not exist any more, so that nobody hides for a step that it is a shard: it is plain.
-        if isinstance(param, AtRest) and not any(steps.has(param) for steps in alive):
+        if isinstance(param, AtRest) and not any(param in steps.model.index for steps in alive):
             wake([param])
             if param.grad is not None:
                 unmark(param.grad)
