@@ -119,6 +119,82 @@ def with_a_closure(t, i):
     t.o.step(closure)
 
 
+class GoesBack(torch.optim.SGD):
+    """Gives its parameters the data from before again, as a well-known SAM does, and then steps by another optimizer
+    or by itself."""
+
+    def __init__(self, params, by_another=False):
+        super().__init__(params, lr=0.1)
+        self.other = torch.optim.SGD(self.param_groups, lr=0.1) if by_another else None
+
+    @torch.no_grad()
+    def step(self, closure):
+        with torch.enable_grad():
+            closure()
+        params = [param for param in self.param_groups[0]["params"] if param.grad is not None]
+        for param in params:
+            self.state[param]["before"] = param.data.clone()
+            param.add_(param.grad.sign(), alpha=0.01)
+        with torch.enable_grad():
+            loss = closure()
+        for param in params:
+            param.data = self.state[param]["before"]
+        if self.other is not None:
+            self.other.step()
+        else:
+            super().step()
+        return loss
+
+
+def written_after_evaluating(t, i):
+    """Gradients are enabled, but no backward follows."""
+    t.update(t.loss(i))
+    t.n.requires_grad_(True)
+    t.m(batch(0, i)).sum()
+    for param in t.n.last.parameters():
+        param.data.mul_(0.9)
+    if i % 2:
+        t.m(batch(0, i)).sum()
+
+
+class Counting(nn.Module):
+    """Its first layer asks for the size of another unit's parameters, on rank 0 alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Stack()
+        self.sizes = []
+
+    def forward(self, x):
+        if dist.get_rank() == 0:
+            weight = self.net.blocks[-1].up.weight
+            self.sizes.append((weight.numel(), tuple(weight.shape), weight.size(0), len(weight), weight.dim()))
+        return self.net(x)
+
+
+@ranks.on(2)
+def test_one_rank_alone_may_ask_for_the_shape_of_another_unit(rank, world):
+    both = SideBySide(Counting(), "3")
+    for step in range(3):
+        both.step(loss_on(rank, step))
+    assert both.model.module.sizes == both.plain.sizes
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_other_data_is_refused_also_if_it_is_equal(rank, world, stage):
+    """Whoever gives a parameter a copy may keep the tensor from before, and give it back."""
+    model, optimizer = zero.setup(Stack(), sgd, stage=stage)
+    loss = loss_on(rank, 0)(model)
+    loss.backward()
+    param = model.module.first.weight
+    kept, param.data = param.data, param.data.clone()
+    with pytest.raises(RuntimeError, match=r"first\.weight.* was moved, cast or given other data"):
+        optimizer.step()
+    param.data = kept
+    optimizer.step()
+
+
 class Keeps(torch.optim.SGD):
     """Keeps tensors that it makes of parameters in its constructor, in lists of its own and of its state."""
 
@@ -151,6 +227,9 @@ def read_in_backward(t, i):
 row.of("an optimizer calls its closure twice", with_a_closure, optim=lambda params: Twice(params, lr=0.1))
 row.of("an optimizer keeps what it made before its first step", lambda t, i: t.update(t.loss(i)), optim=Keeps)
 row.of("a hook in backward reads parameters", read_in_backward)
+row.of("an optimizer goes back to data from before", with_a_closure, optim=GoesBack)
+row.of("and steps by another", with_a_closure, optim=lambda params: GoesBack(params, by_another=True))
+row.of("weights are written after evaluating", written_after_evaluating, optim=adam)
 test_rows = row.tests()
 
 

@@ -106,9 +106,14 @@ def written_shard_not_noticed(_, self):
     """A shard that one rank has written between steps raises no error."""
 
 
-@mutant("moved.reclaim")
+@mutant("moved.moved")
 def moved_parameters_not_noticed(_, group):
     """Parameters that were given other data raise no error, and the data is lost."""
+
+
+@mutant("moved.take_back")
+def data_given_by_a_step_lost(_, params, views):
+    """What an optimizer assigns to `param.data` in its step is lost, and later steps as well."""
 
 
 # --------------------------------------------------------------------------------------------- where values come from

@@ -78,8 +78,8 @@ def scaler_that_skips_on_one_rank_only(unscale, self, *given):
     return {device: torch.zeros_like(one) if here else one for device, one in found.items()}
 
 
-@mutant("Overflow.spread")
-def overflow_told_nobody(_, self):
+@mutant("Reads.spread_overflow")
+def overflow_told_nobody(_, self, found):
     """At stage 3 only the owner of overflowed elements sees them, so that torch's scaler skips on one rank."""
 
 

@@ -108,6 +108,7 @@ def beside_none(rank: int, world: int, place: str, kind: str, clips: bool) -> No
             assert close(found[name], expected, tolerance), f"{name} with an infinite gradient on rank {spoiler}"
 
 
+TORCHS_OWN = ["stage 1", "stage 1 whole of one weight", "stage 3", "stage 3 whole of one weight", "stage 3 offloaded"]
 QUICK = {"stage 1", "stage 2 whole of one weight", "stage 3"}
 LEFT_OUT = {"stage 1 whole", "stage 1 offloaded", "stage 2", "stage 2 of float16 with masters", "stage 3 whole"}
 """Of the suite; `make matrix` has them."""
@@ -125,7 +126,9 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(place, transport
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("place", ["stage 1", "stage 1 whole of one weight", "stage 3 in float16"])
+@pytest.mark.parametrize(
+    "place", ["stage 1", "stage 1 whole of one weight", "stage 3", "stage 3 whole of one weight", "stage 3 offloaded"]
+)
 def test_torchs_own_scaler_does_so_where_every_rank_has_or_is_told_of_all_gradients(place):
     ranks.run(beside_none, args=(place, "torch", False))
 

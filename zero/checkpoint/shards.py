@@ -34,7 +34,7 @@ from zero.sdp import ShardedDDP
 from zero.sdp.sharded_ddp import sharding_of
 from zero.shards.group_state import GroupState
 from zero.shards.masters import settled as settled_master
-from zero.shards.moved import reclaim
+from zero.shards.moved import moved
 from zero.shards.partition import Place, places_in
 from zero.tensor_parallel import parts
 from zero.wrappers import prepared, unwrapped
@@ -165,9 +165,9 @@ class Training:
         for shard_group in self._groups:
             if shard_group.state in (GroupState.GATHERING, GroupState.SUMMONED):
                 return f"{shard_group.names[0]} is being gathered, or summoned full. Save and load between steps."
-            moved = reclaim(shard_group)
-            if moved is not None:
-                return f"{moved} was moved, cast or given other data after it was sharded. Do that before wrapping."
+            name = moved(shard_group)
+            if name is not None:
+                return f"{name} was moved, cast or given other data after it was sharded. Do that before wrapping."
         return None
 
     def full_geometry(self, name: str) -> Geometry:

@@ -22,11 +22,10 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import as_plain_tensors, at_end_of_backward, in_a_backward
+from zero._torch import as_plain_tensors, at_end_of_backward
 from zero.comm import Comm
 from zero.comm.streams import HostStreams
 from zero.comm.together import Together
-from zero.fsdp.overflow import Overflow
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.unit import Call, Index, Need, Unit
 from zero.wrap.bucket import EndOfBackward
@@ -51,7 +50,6 @@ class Backward:
         streams: Sequence[HostStreams],
         prefetch: Prefetch,
         together: Together,
-        overflow: Overflow,
     ) -> None:
         self.reduces = True
         self.active = False
@@ -59,7 +57,7 @@ class Backward:
         # Whether backward has left gradients of a unit unreduced since the last one that reduced.
         self._left_unreduced = False
         self._index, self._units, self._root, self._streams = index, index.units, index.units[0], streams
-        self._together, self._overflow = together, overflow
+        self._together = together
         self._limit, self._prefetches = prefetch.limit, prefetch.backward_prefetch
         self._end = EndOfBackward(comms, "the end of a backward of FSDP")
         self._comms = [(comm, comm.channel("the graphs that a backward of FSDP may pass")) for comm in comms]
@@ -190,17 +188,19 @@ class Backward:
         for unit in self._units:
             unit.calls = {call for call in unit.calls if call.forward in left}
 
-    def unshard_to_read(self, unit: Unit) -> bool:
+    @property
+    def expected(self) -> bool:
+        """Whether a backward is running, or a forward waits for one."""
+        return self.active or bool(self.waiting)
+
+    def unshard_to_read(self, unit: Unit) -> None:
         """Collective within a backward. Unshards a unit whose parameters are read while a checkpoint computes a forward
         again, or by a hook, until the backward ends."""
-        if not in_a_backward() or not (self.active or self.waiting):
-            return False
         self._begin()
         if self._reducing is unit:  # its gradients come while it is sharded
             self._finish_reduce()
         unit.unshard(for_backward=True)
         unit.needed_by.add(Need.KEPT)
-        return True
 
     def _enter(self, unit: Unit) -> None:
         for streams in self._streams:
@@ -291,8 +291,6 @@ class Backward:
                 self.waiting.clear()
             if self.reduces:
                 self._left_unreduced = False
-                if self._overflow.groups:
-                    self._overflow.spread()
         for unit in self._units if within else ():
             if unit.needed_by:
                 unit.unshard()

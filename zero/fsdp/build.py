@@ -14,12 +14,12 @@ from zero.fsdp.meta import Materialiser
 from zero.fsdp.options import Options
 from zero.fsdp.precision import CastBuffer
 from zero.fsdp.unit import Unit
+from zero.shards.cut import forget
 from zero.shards.group_state import GroupOptions
 from zero.shards.offload import Offload
 from zero.shards.partition import lay_out
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
-from zero.shards.sharded_parameter import forget
 from zero.tensor_parallel.shown import take_out_of
 
 

@@ -52,7 +52,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         the shard group and the replicate group.
     device_mesh: the groups as a DeviceMesh of one dimension, or of two for hybrid strategies: (replicas, shards).
     auto_wrap_policy: chooses the modules that become units; a policy of torch.distributed.fsdp.wrap. By default these
-        are the blocks that the model repeats in an nn.ModuleList or nn.Sequential; see zero.fsdp.blocks.
+        are the blocks that the model repeats in an nn.ModuleList or nn.Sequential; see zero.fsdp.units.
     as_one_unit: modules, or classes of modules, that become one unit each with everything inside them, such as a
         mixture of experts where ranks run different experts.
     ignored_modules, ignored_parameters: are not sharded, and their gradients are not averaged. Quantised parameters

@@ -15,8 +15,8 @@ from zero.comm.streams import streams_in
 from zero.comm.together import Together
 from zero.fsdp.backward import Backward
 from zero.fsdp.options import Options
-from zero.fsdp.overflow import Overflow
 from zero.fsdp.precision import CastBuffer
+from zero.fsdp.reads import Reads
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.shown import ShownUnits
 from zero.fsdp.unit import Index, Unit
@@ -80,11 +80,11 @@ class Model:
             if param in self.index
         ]
         self._shown = ShownUnits(self.index)
-        overflow = Overflow(self.index.groups, [self.comm, *others_of(self.index)])
         streams = streams_in(group.streams for group in self.index.groups)
         common = self.index, self.comms, streams, self.prefetch, self.together
-        self.backward = Backward(*common, overflow)
-        self.schedule = Schedule(*common, self.backward, overflow)
+        self.backward = Backward(*common)
+        reads = Reads(self.index, self.comms, self.backward, [self.comm, *others_of(self.index)])
+        self.schedule = Schedule(*common, self.backward, reads)
         # How to restore what steps have hidden, which are running or have raised.
         self.unfinished_steps: list[tuple[Callable[[Optimizer], None], ReferenceType[Optimizer]]] = []
         claim(self.index, self, _AVERAGES, sharded=_SHARDED)
@@ -151,7 +151,7 @@ class Model:
     def refuse_unreduced(self) -> None:
         """Collective where it raises: RuntimeError if no_sync has left full gradients, of which no rank has the
         average."""
-        names = (bucket.name_of_unreduced() for unit in self.units for bucket in unit.buckets)
+        names = (bucket.name_of_unreduced(self.index) for unit in self.units for bucket in unit.buckets)
         for name in filter(None, names):
             with self.together:
                 raise RuntimeError(

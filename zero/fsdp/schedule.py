@@ -23,9 +23,9 @@ from zero.comm import Comm
 from zero.comm.streams import HostStreams
 from zero.comm.together import Together
 from zero.fsdp.backward import Backward, Graph
-from zero.fsdp.edges import recorded_as_shard, watch_inputs, watch_inside, watch_outputs
-from zero.fsdp.overflow import Overflow
+from zero.fsdp.edges import watch_inputs, watch_inside, watch_outputs
 from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
+from zero.fsdp.reads import Reads
 from zero.fsdp.shown import refuse_read
 from zero.fsdp.unit import Call, Index, Need, Unit
 
@@ -52,12 +52,11 @@ class Schedule:
         prefetch: Prefetch,
         together: Together,
         backward: Backward,
-        overflow: Overflow,
+        reads: Reads,
     ) -> None:
         self._index, self._units, self._root, self._comms = index, index.units, index.units[0], comms
         self._streams, self._prefetch, self._backward = streams, prefetch, backward
-        self._overflow, self._device = overflow, index.groups[0].full.device.type
-        self._together, self._first_read = together, Together(comms, "the first reading of parameters of another unit")
+        self._together, self._reads, self._device = together, reads, index.groups[0].full.device.type
         self.forwards: Counter[bool] = Counter()
         # The same of calls of other methods, and of the model within a backward.
         self._other_calls: Counter[bool] = Counter()
@@ -88,10 +87,8 @@ class Schedule:
         """
         self._begin_search = WeakMethod(begin_search)
         self._on_params = self._backward.watch_params()
-        read = WeakMethod(self._unshard_to_read)  # units keep their groups, and hooks on modules keep units and this
-        for unit in self._units:
-            for group in unit.groups:
-                group.unshard_to_read = partial(_call_if_alive, read, ref(unit))
+        for group in self._index.groups:
+            group.reads = ref(self._reads)  # units keep their groups, and hooks on modules keep units and this
         for unit in reversed(self._units):  # so that a unit around another is entered first
             for module in (unit.module, *_holders(unit)):
                 own = module is unit.module
@@ -190,8 +187,6 @@ class Schedule:
     def _begin_forward(self) -> None:
         """No unit is running: the forward of the model begins, or that of one unit by itself."""
         enabled = torch.is_autocast_enabled(self._device)
-        if enabled and torch.get_autocast_dtype(self._device) == torch.float16:
-            self._overflow.in_all_groups()
         # autocast caches the casts of parameters as long as it is enabled, so that later forwards compute with them.
         # Their gradients pass through the graph of the forward that cast first: in backward they come after all others.
         waiting = any(unit.calls for unit in self._units)
@@ -200,6 +195,9 @@ class Schedule:
             torch.clear_autocast_cache()
         if self._backward.active:
             return
+        for unit in self._units:
+            if unit.needed_by:
+                unit.take_over()
         self._forward, self._graph = self._forward + 1, Graph()
         for streams in self._streams:
             streams.begin()
@@ -223,34 +221,6 @@ class Schedule:
             following.unshard(ahead=True)
             following.needed_by.add(Need.AHEAD)
             self._ahead.add(following)
-
-    def _unshard_to_read(self, other: Unit) -> bool:
-        """Collective within a forward or backward: a parameter of another unit is read, which is unsharded with the
-        innermost running one from now on. Returns False outside."""
-        if not self._index.running:
-            return self._backward.unshard_to_read(other)
-        reader = self._index.running[-1]
-        if not self._backward.active:
-            refuse_read(other)
-        other.unshard(for_backward=self._backward.active)
-        other.needed_by.add(reader)
-        other.read_by_others = True
-        if other not in self._index.reads[reader]:
-            self._index.reads[reader].append(other)
-            self._refuse_recorded(other, reader)
-        return other.readable
-
-    def _refuse_recorded(self, other: Unit, reader: Unit) -> None:
-        """Collective. Raises RuntimeError on every rank for a Function of the user's that has recorded a shard."""
-        with self._first_read:
-            for name in filter(None, map(recorded_as_shard, other.groups)):
-                raise RuntimeError(
-                    f"a torch.autograd.Function in the forward of {reader.title} of FSDP was given {name} of "
-                    f"{other.title} while it was sharded, and would get its gradient in the shape of the shard. From "
-                    "the next forward on it is unsharded before. To train from the first on make both one unit, "
-                    "FSDP(as_one_unit=...), or read the parameter once before the Function: param.detach()."
-                )
-            self._first_read.agree()
 
     def _begin(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Counts a forward of the unit. Expects a backward, and registers hooks on inputs for the end of that backward.
@@ -322,11 +292,6 @@ class Schedule:
 def _is_fibonacci(number: int) -> bool:
     """Some of these numbers are multiples of any number, so that what a user does every third time is looked for."""
     return any(isqrt(square) ** 2 == square for square in (5 * number**2 - 4, 5 * number**2 + 4))
-
-
-def _call_if_alive(read: WeakMethod[Any], unit: ref[Unit]) -> bool:
-    method, one = read(), unit()
-    return method is not None and one is not None and bool(method(one))
 
 
 def _holders(unit: Unit) -> Iterator[nn.Module]:

@@ -14,8 +14,7 @@ left hidden is restored when its frame ends, which holds its arguments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -26,32 +25,20 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zero._torch import HooksOfSteps, as_plain_tensors, params_of_each
+from zero._torch import HooksOfSteps, as_plain_tensors
 from zero.comm.together import Together
 from zero.fsdp.model import Model
-from zero.fsdp.optimizer_state import problem_of_state, register
+from zero.fsdp.optimizer_state import register
+from zero.fsdp.step_checks import StepChecks
 from zero.fsdp.unit import Unit
-from zero.measure.built import around, finding_of_built
-from zero.measure.kinds import Finding, Kind, title
+from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import SHARD_MARK, params_of
-from zero.shards.moved import moved_problem
+from zero.shards.cut import Cut
+from zero.shards.moved import take_back
 from zero.shards.offload import Offload
-from zero.shards.partition import optimizer_problem
-from zero.shards.sharded_parameter import AtRest, Cut, cut_of, mark, mark_states, unmark, unmark_all, wake
+from zero.shards.sharded_parameter import AtRest, cut_of, mark, mark_states, rest, unmark, unmark_all, wake
 from zero.tensor_parallel import table
 from zero.wrap.dtensor_checks import refuse_dtensors
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """What an optimizer was found to need, when it had so many groups.
-
-    problem: why it cannot step shards. tensorwise: the name of an optimizer that needs uncut parameters, and why.
-    """
-
-    groups: int
-    problem: str | None
-    tensorwise: tuple[str, Finding] | None
 
 
 class Steps:
@@ -59,12 +46,12 @@ class Steps:
 
     def __init__(self, model: Model) -> None:
         self.model = model
-        self._module_params = {*model.module.parameters()}
         self._index = model.index
         self._together = Together(model.comms, "the step of an optimizer of FSDP")
-        self._findings: WeakKeyDictionary[Optimizer, _Measured] = WeakKeyDictionary()
+        self._checks = StepChecks(model)
         # What an optimizer steps now: its gradient, where this rank owns nothing of it, is hidden here.
         self._stepping: dict[nn.Parameter, Tensor | None] = {}
+        self._empty = {param for param, place in model.index.items() if place.span is None}
         self._offloads = any(group.offload.active for group in model.index.groups)
         _watch()
         _all[:] = [steps for steps in _all if steps() is not None]
@@ -78,91 +65,13 @@ class Steps:
     def check(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         """Collective. Raises RuntimeError on every rank if a step would be wrong on any."""
         with self._together, as_plain_tensors():
-            problem = next(filter(None, self._problems(optimizer, params)), None)
+            self.take_back([param for param in params if param in self._stepping])  # by an optimizer around this one
+            problem = next(filter(None, self._checks.problems(optimizer, params)), None)
             if problem is not None:
                 raise RuntimeError(problem)
             self._together.agree()
         for group in optimizer.param_groups:
             group.pop(SHARD_MARK, None)  # load_state_dict() leaves the mark of this rank's shard here
-
-    def _problems(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Iterator[str | None]:
-        """Yields error messages of what is wrong on this rank, None for what is not. The first message counts."""
-        found = self._measured(optimizer)
-        yield found.problem
-        yield moved_problem(group for unit in self._index.units if not unit.summoned for group in unit.groups)
-        yield from self._problems_of_new_parameters()
-        if any(SHARD_MARK in group for group in optimizer.param_groups):
-            yield problem_of_state(self.model, optimizer)
-        for param in params:
-            if param.grad is not None:
-                yield from self._problems_of(param, optimizer, found.tensorwise)
-
-    def _measured(self, optimizer: Optimizer) -> _Measured:
-        """Measures an optimizer at its first step, and again if the number of its groups has changed."""
-        found = self._findings.get(optimizer)
-        if found is None or found.groups != len(optimizer.param_groups):
-            found = self._findings[optimizer] = self._measure(optimizer)
-        return found
-
-    def _measure(self, optimizer: Optimizer) -> _Measured:
-        """Measures the optimizer, and optimizers around it that step by it (SAM)."""
-        each = (*around(optimizer), optimizer) if self.model.comm.world > 1 else ()
-        findings = {title(type(one)): finding_of_built(one) for one in each}
-        problems = [
-            optimizer_problem(name, finding, self.model.partition, of="FSDP")
-            for name, finding in findings.items()
-            if finding.kind is not Kind.TENSORWISE  # refused only if a parameter with a gradient is cut
-        ]
-        return _Measured(
-            groups=len(optimizer.param_groups),
-            problem=next(filter(None, problems), None),
-            tensorwise=next((pair for pair in findings.items() if pair[1].kind is Kind.TENSORWISE), None),
-        )
-
-    def _problems_of_new_parameters(self) -> Iterator[str]:
-        module, known = self.model.module, self._module_params
-        new = {param for param in params_of_each(module) if param not in known and param.grad is not None}
-        for name, param in module.named_parameters() if new else ():
-            if param in new:
-                if any(param is ignored for module in self.model.ignored for ignored in module.parameters()):
-                    continue
-                yield (
-                    f"{name!r} is in no unit of FSDP: it was replaced (by load_state_dict with assign=True, say) or "
-                    "added since the model was wrapped, and FSDP does not average its gradient. Change the model "
-                    "first, then wrap it; or list its module in ignored_modules, and average its gradient yourself."
-                )
-
-    def _problems_of(
-        self, param: nn.Parameter, optimizer: Optimizer, tensorwise: tuple[str, Finding] | None
-    ) -> Iterator[str]:
-        """tensorwise: name and finding of an optimizer that needs uncut parameters, if there is one."""
-        unit, (group, index) = self._index.unit_of(param), self._index[param]
-        name, kind = group.names[index], type(optimizer).__name__
-        if unit.summoned or unit.in_backward:
-            yield (
-                f"{name!r} is unsharded, not this rank's shard, while {kind}.step() is called: backward is not "
-                "complete, or this is inside summon_full_params(). Step after backward, outside it."
-            )
-        if unit.buckets[unit.groups.index(group)].unreduced(index):
-            yield (
-                f"{name!r} has a gradient that was not reduced: the last backward ran under no_sync(). Run the last "
-                "backward before step() outside it."
-            )
-        own = group.shard_views[index]
-        if tensorwise is not None and group.layout.numels[index] != own.numel() != 0:
-            yield (
-                f"{tensorwise[0]} needs each parameter whole, but {name!r} is cut between ranks: "
-                f"{tensorwise[1].reason}. Wrap the model with FSDP(partition='whole')."
-            )
-        full_shape = group.shapes.full[index]
-        for key, value in optimizer.state.get(param, {}).items():
-            if isinstance(value, Tensor) and value.dim() and value.shape == full_shape != own.shape:
-                yield (
-                    f"the state {key!r} of {name!r} has the shape of the full parameter, {list(full_shape)}, but "
-                    f"this rank steps a shard of shape {list(own.shape)}. It was made before wrapping, or loaded "
-                    "full: wrap before the first step, and load full state by "
-                    "zero.load_full_optimizer_state_dict(model, optimizer, state)."
-                )
 
     # ---------------------------------------------------------------------------------------- hide and restore
 
@@ -174,11 +83,13 @@ class Steps:
         for unit in self._units_of(hidden):
             unit.reshard()
             unit.synchronize()  # transfers that an interrupted backward has launched may still read the shards
+        wake(hidden)
         for param in hidden:
-            place = self._index[param]
-            place.group.wake(place.position)
-            self._stepping[param] = param.grad if place.span is None else None
-            if place.span is None:
+            gradient = param.grad
+            if gradient is not None:
+                unmark(gradient)
+            self._stepping[param] = gradient if param in self._empty else None
+            if param in self._empty:
                 param.grad = None
         for offload, own in self._by_offload(params):
             groups = [*dict.fromkeys(self._index[param].group for param in own)]
@@ -192,26 +103,30 @@ class Steps:
         for offload, own in self._by_offload(params):
             offload.after_step(optimizer, own)
         for param in hidden:
-            gradient, place = self._stepping.pop(param), self._index[param]
-            if param.grad is None:
-                param.grad = gradient
-            if param.grad is not None and place.group.says_so:
-                mark(param.grad, cut_of(param))
+            gradient, now = self._stepping.pop(param), param.grad
+            if now is None:
+                now = param.grad = gradient
+            if now is not None and self._index[param].group.says_so:
+                mark(now, cut_of(param))
         self.rest(hidden)
         for unit in self._units_of(hidden):
             if unit.needed_by and unshard:
                 unit.unshard()
 
+    def take_back(self, hidden: Sequence[nn.Parameter]) -> None:
+        """Has parameters that a step has given other data lie where they were again, with that data."""
+        places = [self._index[param] for param in hidden]
+        with torch.no_grad():
+            take_back(hidden, [place.group.bound[place.position] for place in places])
+
     def rest(self, params: Sequence[nn.Parameter]) -> None:
         """Makes parameters that are not stepped now say that they are shards; gradients may be full, under no_sync."""
-        for param in params:
-            if param not in self._stepping:
-                self._index[param].group.rest([param])
+        at_rest = {group for group in self._index.groups if group.at_rest}
+        rest([param for param in params if param not in self._stepping and self._index[param].group in at_rest])
 
     def _units_of(self, params: Sequence[nn.Parameter]) -> list[Unit]:
-        """In the order of the model, which is the same on all ranks."""
-        held = {self._index.unit_of(param) for param in params}
-        return [unit for unit in self._index.units if unit in held and not unit.summoned]
+        """Those that are not summoned."""
+        return [unit for unit in self._index.units_of(params) if not unit.summoned]
 
     def _by_offload(self, params: Sequence[nn.Parameter]) -> list[tuple[Offload, Sequence[nn.Parameter]]]:
         if not self._offloads:
@@ -254,6 +169,7 @@ class StepHook:
         if table.made:
             refuse_dtensors(optimizer)  # before the collectives below; its own hook may come after this one
         held = [(steps, params) for steps in _alive() if (params := steps.params_in(optimizer))]
+        self._take_back(optimizer)  # of a step that calls its class's own
         self.restore(optimizer)
         for steps, _ in held:
             register(steps.model, optimizer)
@@ -294,6 +210,7 @@ class StepHook:
         # Graphs that saved a parameter before the step are refused in backward, on every rank at the same place: a rank
         # that owns nothing of a parameter has an empty gradient where others have theirs.
         stepped, self._begun = [param for _, params, _ in self._held for param in params], self._begun + 1
+        self._take_back(optimizer)
         self.restore(optimizer)
         increment_version([param for param in stepped if param.grad is not None])
 
@@ -304,6 +221,11 @@ class StepHook:
             self.restore(stepped, unshard=False)
             for steps in _alive():
                 steps.rest(steps.params_in(stepped))
+
+    def _take_back(self, optimizer: Optimizer) -> None:
+        if type(optimizer) not in ELEMENTWISE:  # torch's own write in place
+            for steps, _, hidden in self._held:
+                steps.take_back(hidden)
 
     def restore(self, optimizer: Optimizer, *, unshard: bool = True) -> None:
         held, self._held = self._held, []

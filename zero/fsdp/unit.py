@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from weakref import ref
 
@@ -217,15 +217,28 @@ class Unit:
 
     def reshard(self) -> None:
         """Releases the full parameters; this rank's shards remain. Raises as `finish_unshard` does."""
+        left = self._left
         self.needed_by -= _WHILE_UNSHARDED
         for group in self.groups:
             if group.state is GroupState.GATHERING:
                 self._finish_unshard(group)
             if group.state is GroupState.UNSHARDED:
-                problem = self.writes[group].take_over() if group in self.writes else None
+                problem = self.writes[group].take_over(left=left) if group in self.writes else None
                 group.reshard()
                 if problem is not None:
                     raise RuntimeError(problem)
+
+    @property
+    def _left(self) -> bool:
+        """Whether it is unsharded only because a forward has left it for a backward that has not come."""
+        return self.needed_by == {Need.KEPT}
+
+    def take_over(self) -> None:
+        """Before a forward: what was written since one before has left the parameters unsharded counts."""
+        if self._left:
+            for group, writes in self.writes.items():
+                if group.state is GroupState.UNSHARDED:
+                    writes.take_over(left=True)
 
     def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
         """Collective. Has full parameters, in memory of their own, until `dismiss`. See ShardGroup.summon."""
@@ -260,7 +273,7 @@ class Unit:
         self._late = False
         if not within_forward:
             self.calls.clear()
-        self.needed_by.discard(Need.BACKWARD)
+        self.needed_by -= {Need.BACKWARD, Need.KEPT}
         self.reshard()
 
     def synchronize(self) -> None:
@@ -309,3 +322,8 @@ class Index(dict[nn.Parameter, Place]):
 
     def unit_of(self, param: nn.Parameter) -> Unit:
         return self._units[self[param].group]
+
+    def units_of(self, params: Iterable[nn.Parameter]) -> list[Unit]:
+        """Those that hold any of the parameters, in the order of the model, which is the same on all ranks."""
+        held = {self[param].group for param in params}
+        return [unit for unit in self.units if not held.isdisjoint(unit.groups)]

@@ -8,10 +8,10 @@ no_sync       `param.grad` stays this rank's own full gradient, as with Distribu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero.shards.shard_group import ShardGroup
 from zero.wrap.bucket import GradBucket
@@ -112,9 +112,11 @@ class UnitBucket(GradBucket):
         """Returns whether `param.grad` of the parameter is a gradient from no_sync that was not reduced."""
         return index in self._unreduced and self.group.params[index].grad is not None
 
-    def name_of_unreduced(self) -> str | None:
-        """Returns the name of a parameter with such a gradient, if there is one."""
-        return next((self.group.names[index] for index in self._unreduced if self.unreduced(index)), None)
+    def name_of_unreduced(self, params: Container[nn.Parameter]) -> str | None:
+        """Returns the name of one of these parameters with such a gradient, if there is one."""
+        of_group = self.group.params
+        found = (index for index in self._unreduced if self.unreduced(index) and of_group[index] in params)
+        return next((self.group.names[index] for index in found), None)
 
     # -------------------------------------------------------------------------------------------- exceptions
 

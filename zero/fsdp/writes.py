@@ -35,22 +35,31 @@ class Writes:
         # torch's count of writes at the last all-gather.
         self.when_gathered = 0
 
-    def take_over(self) -> str | None:
+    def take_over(self, *, left: bool = False) -> str | None:
         """Called before the full parameters are freed. After writes it copies elements that differ into the shard;
         where `full` has a lower precision, the others keep theirs. Returns an error message if earlier writes may be
-        lost."""
+        lost.
+
+        left: a forward has left them for a backward that has not come: what was written meanwhile counts, through
+            `.data`, too."""
         if self._group.shard_in_full:
+            return None
+        if left:
+            self._copy()
             return None
         counted = writes_so_far(self._group.params) != self.when_gathered
         found = self.looks and not self._uncounted and not counted and self._differs()
         self._uncounted |= found
         if not counted and not self._uncounted:
             return None
+        self._copy()
+        return _LOST.format(self._group.label) if found and self.missed else None
+
+    def _copy(self) -> None:
         with torch.no_grad():
             for now, own, gathered in self._chunks():
                 same = (now == gathered).to(own.device)
                 own.copy_(torch.where(same, own, now.to(own)))
-        return _LOST.format(self._group.label) if found and self.missed else None
 
     def _differs(self) -> bool:
         return has_values(self._group.full) and any(

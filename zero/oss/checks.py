@@ -13,9 +13,10 @@ from zero._torch import warn_user
 from zero.comm import Comm
 from zero.measure.built import working_by
 from zero.measure.kinds import Finding
-from zero.shards.moved import moved, reclaim
+from zero.shards.cut import register
+from zero.shards.moved import moved
 from zero.shards.owned_shards import OwnedShards
-from zero.shards.sharded_parameter import cut_of, mark, register, rest, unmark, wake
+from zero.shards.sharded_parameter import cut_of, mark, rest, unmark, wake
 from zero.wrap import ddp
 from zero.wrap.dtensor_checks import DTensorCheck
 
@@ -85,7 +86,8 @@ class StepChecks:
 def _moved_problem(shards: OwnedShards) -> str | None:
     """Returns an error message if parameters no longer lie in their shard groups."""
     for group in shards.shard_groups:
-        if moved(group) is None:
+        name = moved(group)
+        if name is None:
             continue
         taken = shards.taken_by_another()
         if taken is not None:
@@ -93,12 +95,10 @@ def _moved_problem(shards: OwnedShards) -> str | None:
                 f"{taken} was given to another OSS since, which shards and steps it now. Give each parameter to "
                 "one OSS, drop the one that you do not step, and wrap again what zero.unwrap(model) returns."
             )
-        name = reclaim(group)
-        if name is not None:
-            return (
-                f"{name} was moved, cast or given other data after OSS was built, and would no longer be trained. "
-                "Move and cast the model first, then build OSS; load weights with load_state_dict (assign=False)."
-            )
+        return (
+            f"{name} was moved, cast or given other data after OSS was built, and would no longer be trained. "
+            "Move and cast the model first, then build OSS; load weights with load_state_dict (assign=False)."
+        )
     return None
 
 

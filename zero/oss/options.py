@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero.comm import Comm
+from zero.comm.together import told_by_comparing
 from zero.measure.kinds import Finding, Kind, finding_of, known, narrow_among, title
 from zero.measure.param_groups import called, described_options, options
 from zero.offload import take_offload
@@ -29,6 +31,8 @@ from zero.shards.offload import Offload
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
 from zero.tensor_parallel import parts
+
+_GIVEN = "the parameters given to OSS"
 
 
 @dataclass(frozen=True)
@@ -84,9 +88,18 @@ class Arguments:
         **given: Any,
     ) -> None:
         self._comm, self._optim, self._defaults = comm, optim, defaults
+        with told_by_comparing(partial(comm.compare, _GIVEN, [])):
+            self.groups, problem = as_groups(params)
+            signature, problem = self._understand(given, problem)
+        comm.compare(_GIVEN, signature, problem)
+        self.groups = parts_of(self.groups)
+
+    def _understand(self, given: dict[str, Any], problem: str | None) -> tuple[list[str], str | None]:
+        """Returns what must be alike on all ranks, and an error message for what no OSS takes, or None. problem: of
+        the groups."""
+        comm, optim, defaults = self._comm, self._optim, self._defaults
         offload, wrong_offload = take_offload(defaults)
         self.options = Options(**given, offload=offload)
-        self.groups, problem = as_groups(params)
         problem = problem or sharded_problem(named_params(self.groups)) or self.options.problem() or wrong_offload
         found, unfit = (None, None) if problem else self._look_at(self.groups)
         self.cut = cut_for(self.options.partition, found)
@@ -101,8 +114,7 @@ class Arguments:
         ]
         problem = problem or comm.device_problem(devices_of(self.groups)) or unfit
         problem = problem or parts.problem(named_params(self.groups), [comm])
-        comm.compare("the parameters given to OSS", [*signature, *describe(self.groups)], problem)
-        self.groups = parts_of(self.groups)
+        return [*signature, *describe(self.groups)], problem
 
     def added(self, param_group: dict[str, Any], seen: Mapping[nn.Parameter, Any]) -> dict[str, Any]:
         """Collective. Returns another group in torch's form. seen: the parameters so far."""

@@ -25,6 +25,7 @@ from zero.oss.gradients import OwnedGradients
 from zero.oss.state_dicts import StateDicts
 from zero.oss.state_view import StateView
 from zero.shards import masters
+from zero.shards.moved import MOVED
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.shard_group import ShardGroup
 
@@ -110,6 +111,9 @@ class Step:
         """Collective. Copies the options back, and gathers the shards that the step may have changed. by_group: steps
         each group before its gather."""
         self.return_options(outer)
+        if type(self._inner) not in ELEMENTWISE:  # torch's own write in place
+            with torch.no_grad():
+                self._shards.take_back()
         self._state_dicts.forget()
         try:
             groups = self._stepped_groups()
@@ -180,6 +184,9 @@ class Step:
         def evaluate() -> float:
             nonlocal called
             if called:  # the optimizer may have changed its shards since
+                name = self._shards.given_other_data()
+                if name is not None:  # what it keeps of the data before would be overwritten
+                    raise RuntimeError(MOVED.format(name))
                 self.gather(self._stepped_groups())
             called = True
             with torch.enable_grad():

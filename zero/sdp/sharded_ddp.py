@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,6 +19,7 @@ from torch import nn
 
 from zero._torch import children_of, named_as_compiled
 from zero.comm import Comm
+from zero.comm.together import told_by_comparing
 from zero.oss.optimizer import OSS, set_bucket_size
 from zero.sdp.reducer import Reducer
 from zero.shards.announce import announce
@@ -33,6 +35,9 @@ _AVERAGES = (
     "whose gradient ShardedDDP reduces to its owner. Remove DistributedDataParallel: ShardedDDP averages gradients "
     "itself."
 )
+
+
+_GIVEN = "the models given to ShardedDDP"
 
 
 @dataclass(frozen=True)
@@ -102,8 +107,10 @@ class ShardedDDP(Wrapper):
         self._comm = self._optimizers[0].comm if of_optimizer else Comm(process_group)
         names = {parts.of(param): name for name, param in module.named_parameters()}
         options = Options(reduce_buffer_size, reduce_fp16)
-        problem = options.problem() or self._misfit(names) or on_two_devices(module.named_parameters())
-        self._comm.compare("the models given to ShardedDDP", [options.signature(), *describe(module)], problem)
+        with told_by_comparing(partial(self._comm.compare, _GIVEN, [])):
+            problem = options.problem() or self._misfit(names) or on_two_devices(module.named_parameters())
+            lines = [options.signature(), *describe(module)]
+        self._comm.compare(_GIVEN, lines, problem)
         held = {param for optimizer in self._optimizers for param in optimizer.shards.places}
         put_into(module, {param for param in module.parameters() if parts.of(param) not in held})
         show_everywhere(module)

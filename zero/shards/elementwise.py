@@ -35,11 +35,17 @@ SILENT = _names(
 # Those that ask about the tensor: they are answered for the shard, and for the full tensor within a forward.
 ABOUT = _names(
     """
-    __dir__ __format__ __hash__ __len__ __repr__ _has_compatible_shallow_copy_type _is_view data_ptr detach_ dim
-    dim_order element_size is_contiguous is_distributed is_inference is_pinned is_same_size is_set_to is_shared
-    ndimension nelement numel size storage storage_offset storage_type stride untyped_storage
+    __dir__ __format__ __hash__ __repr__ _has_compatible_shallow_copy_type _is_view data_ptr detach_ dim_order
+    element_size is_contiguous is_distributed is_inference is_pinned is_same_size is_set_to is_shared storage
+    storage_offset storage_type stride untyped_storage
     """
 )
+
+# Functions and attributes that the shape answers.
+OF_SHAPE = {"__len__", "dim", "ndim", "ndimension", "nelement", "numel", "shape", "size"}
+
+# By which torch.amp.GradScaler looks for gradients that have overflowed: found by one rank, it counts on all.
+FINITE_CHECK = "amp_foreach_non_finite_check_and_unscale"
 
 # Attributes that are tensors, and which of them have each element by itself.
 VIEWS, ELEMENTWISE_VIEWS = {"T", "mT", "H", "mH", "data", "real", "imag"}, {"data", "real", "imag"}

@@ -18,6 +18,7 @@ from zero.measure.param_groups import options
 from zero.shards import masters
 from zero.shards.arguments import names
 from zero.shards.group_state import GroupOptions
+from zero.shards.moved import elsewhere, take_back
 from zero.shards.offload import DEVICE, Offload
 from zero.shards.partition import Place, bucket_limit, lay_out, places_in
 from zero.shards.placement import Placement
@@ -201,6 +202,18 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
             flat.wait_for_copies()
         with without_optimizer_hooks():  # those on the steps of all optimizers are called for the OSS
             optimizer.step(**options)
+
+    def take_back(self) -> None:
+        """Has shards that a step has given other data lie in their groups again, with that data."""
+        for flat in self.shard_groups:
+            take_back([self[param] for param in flat.params], flat.views_of_shard(flat.main))
+
+    def given_other_data(self) -> str | None:
+        """Returns the name of a parameter whose shard lies elsewhere than in its group."""
+        for flat in self.shard_groups:
+            for index in elsewhere([self[param] for param in flat.params], flat.views_of_shard(flat.main)):
+                return flat.names[index]
+        return None
 
     def after_step(self, optimizer: Optimizer) -> None:
         """Called after a step, also after one that failed."""

@@ -153,10 +153,3 @@ def with_own_storage(view: Tensor) -> Tensor:
     values (zero.plan) have no memory, and stay views.
     """
     return torch.from_dlpack(view) if has_values(view) else view
-
-
-def is_copy(data: Tensor, view: Tensor) -> bool:
-    """Whether both have the same bytes, strides, dtype and device (NaN equals itself)."""
-    if (data.stride(), data.dtype, data.device, data.shape) != (view.stride(), view.dtype, view.device, view.shape):
-        return False
-    return torch.equal(*(tensor.reshape(-1).view(torch.uint8) for tensor in (data, view)))

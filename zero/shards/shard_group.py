@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from zero._torch import as_plain_tensors, leaves_of_graphs, profiler_range
 from zero.comm import Work
 from zero.comm.streams import DONE, HOST, HostStreams, streams_of
+from zero.shards.cut import Asked, register
 from zero.shards.group_state import IN_PLACE, NEXT_IN_PLACE, NEXT_WITH_OWN_SHARD, GroupOptions, GroupState
 from zero.shards.layout import Layout, Span
 from zero.shards.log import logger
@@ -31,7 +32,7 @@ from zero.shards.moved import MOVED
 from zero.shards.moved import moved as moved_in
 from zero.shards.placement import Exchange, Placement
 from zero.shards.shapes import Shapes, with_own_storage
-from zero.shards.sharded_parameter import GRADIENT, cut_of, mark, register, rest, unmark, wake
+from zero.shards.sharded_parameter import GRADIENT, cut_of, mark, rest, wake
 
 ACTS = ("unshard", "wait_for_unshard", "reshard", "reduce", "wait_for_reduce")
 """What is done to a group, in the profiler and the log."""
@@ -71,7 +72,7 @@ class ShardGroup:
         self.frees = options.own_shard and (self.comm.world > 1 or options.offload.active or other_dtype)
         # Whether parameters say that they are shards while they are.
         self.says_so = options.own_shard and self.comm.world > 1
-        self.unshard_to_read: Callable[[], bool] = lambda: False
+        self.reads: Callable[[], Asked | None] = lambda: None
         register(self.params, self)
         self._handle: Work | None = None
         # The events after copies of gradients that are on their way to the CPU.
@@ -314,7 +315,7 @@ class ShardGroup:
             wake(self.params)
         for param, view in zip(self.params, views, strict=True):
             param.data = view
-        if self.says_so and self.state is GroupState.SHARDED:
+        if self.at_rest:
             rest(self.params)
 
     def _rebind(self, views: Sequence[Tensor]) -> str | None:
@@ -333,14 +334,7 @@ class ShardGroup:
         with as_plain_tensors():
             GRADIENT.__set__(self.params[index], gradient)
 
-    def wake(self, index: int) -> None:
-        """Makes the shard of a parameter and its gradient plain tensors, for a step."""
-        param = self.params[index]
-        wake([param])
-        if param.grad is not None:
-            unmark(param.grad)
-
-    def rest(self, params: Sequence[nn.Parameter]) -> None:
-        """Makes parameters of the group say that they are shards, if they are."""
-        if self.says_so and self.state is GroupState.SHARDED:
-            rest(params)
+    @property
+    def at_rest(self) -> bool:
+        """Whether parameters say that they are shards, unless an optimizer steps them."""
+        return self.says_so and self.state is GroupState.SHARDED

@@ -17,68 +17,24 @@ and on how parameters are cut, never on values, so that every rank raises at the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
-from weakref import ReferenceType, ref
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch import Fake, Rebound, as_plain_tensors
-from zero.shards.elementwise import ABOUT, ABOUT_ATTRIBUTES, ELEMENTWISE, ELEMENTWISE_VIEWS, SILENT, VIEWS
-from zero.shards.layout import Layout, Span
-
-
-class Owner(Protocol):
-    """What is read here of the shard group that has a parameter.
-
-    `unshard_to_read`: within a forward unshards the parameters, and returns True; returns False outside of one.
-    """
-
-    names: list[str]
-    layout: Layout
-    spans: dict[int, Span]
-    unshard_to_read: Callable[[], bool]
-
-    def full_shape(self, index: int) -> torch.Size:
-        """The shape of the full parameter."""
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Of which parameter something is this rank's shard."""
-
-    owner: ReferenceType[Owner]
-    position: int
-
-    def alike(self, other: Cut) -> bool:
-        """Whether every rank has the same elements of both."""
-        if self == other:
-            return True
-        one, two = self.owner(), other.owner()
-        if one is None or two is None or one.full_shape(self.position) != two.full_shape(other.position):
-            return False
-        return [*one.layout.owners(self.position)] == [*two.layout.owners(other.position)]
-
-    def described(self) -> str:
-        owner = self.owner()
-        if owner is None:
-            return "a parameter of an FSDP that does not exist any more"
-        span, full = owner.spans.get(self.position), owner.full_shape(self.position)
-        own = "none" if span is None else f"{span.start} to {span.stop}"
-        elements = f"{full.numel()} elements in shape {list(full)}"
-        return f"{owner.names[self.position]!r}, of whose {elements} this rank has {own}"
-
-
-# By parameter.
-_cuts = WeakIdKeyDictionary()
-
-
-def register(params: Sequence[nn.Parameter], owner: Owner) -> None:
-    """Notes that parameters are sharded by a shard group from now on."""
-    _cuts.update((param, Cut(ref(owner), index)) for index, param in enumerate(params))
+from zero.shards.cut import Asked, Cut, of_param
+from zero.shards.elementwise import (
+    ABOUT,
+    ABOUT_ATTRIBUTES,
+    ELEMENTWISE,
+    ELEMENTWISE_VIEWS,
+    FINITE_CHECK,
+    OF_SHAPE,
+    SILENT,
+    VIEWS,
+)
 
 
 def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
@@ -87,6 +43,8 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
     if name in SILENT or (attribute and attribute not in VIEWS and attribute not in ABOUT_ATTRIBUTES):
         return _plainly(func, args, kwargs)
+    if (attribute or name) in OF_SHAPE:
+        return _plainly(func, [_in_the_shape_of(args[0]), *args[1:]] if args else args, kwargs)
     if _unshard_to_read((*args, *kwargs.values())):
         return func(*args, **kwargs)
     if name in ABOUT or attribute in ABOUT_ATTRIBUTES:
@@ -98,7 +56,10 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     if not attribute:
         _refuse_others(name, args, kwargs)
     given = args[0] if args and isinstance(args[0], (list, tuple)) else first
-    return _as_shards(_plainly(func, args, kwargs), given)
+    result = _plainly(func, args, kwargs)
+    if word == FINITE_CHECK:
+        _spread_overflow(*args[:2])
+    return _as_shards(result, given)
 
 
 def _plainly(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -118,14 +79,37 @@ def _shards_in(values: Iterable[Any]) -> Iterator[Tensor]:
     return (tensor for tensor in _tensors_in(values) if isinstance(tensor, AtRest))
 
 
+def _reads_of(shard: Tensor) -> Asked | None:
+    owner = cut_of(shard).owner()
+    return None if owner is None else owner.reads()
+
+
 def _unshard_to_read(values: Iterable[Any]) -> bool:
     """Collective within a forward. Returns whether it has unsharded any of the parameters among the values."""
     unsharded = False
     for param in _tensors_in(values):
-        if isinstance(param, _Sharded):
-            owner = cut_of(param).owner()
-            unsharded |= owner is not None and owner.unshard_to_read()
+        if isinstance(param, _Sharded) and isinstance(param, nn.Parameter):
+            reads = _reads_of(param)
+            unsharded |= reads is not None and reads.unshard(param)
     return unsharded
+
+
+def _in_the_shape_of(tensor: Any) -> Any:
+    """What a question about the shape is asked: of a parameter that is read as a full tensor one of that shape, so that
+    nobody need gather it, perhaps on one rank alone."""
+    if isinstance(tensor, _Sharded) and isinstance(tensor, Tensor):
+        cut, reads = cut_of(tensor), _reads_of(tensor)
+        owner = cut.owner()
+        if owner is not None and reads is not None and reads.are_full:
+            return torch.empty(owner.full_shape(cut.position), device="meta")
+    return tensor
+
+
+def _spread_overflow(gradients: Sequence[Tensor], found: Tensor) -> None:
+    """Collective. Tells all ranks what torch.amp.GradScaler has found in this rank's gradients."""
+    for reads in dict.fromkeys(map(_reads_of, gradients)):
+        if reads is not None:
+            reads.spread_overflow(found)
 
 
 def _refuse_others(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -225,7 +209,8 @@ class _Sharded(AtRest):
     # Not through __torch_function__, which takes three times as long: every zero_grad() asks.
     @property
     def grad(self) -> Tensor | None:
-        return GRADIENT.__get__(self)  # type: ignore[no-any-return]
+        with as_plain_tensors():
+            return GRADIENT.__get__(self)  # type: ignore[no-any-return]
 
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
@@ -236,11 +221,12 @@ class _Sharded(AtRest):
                 "(assign what is computed from param.grad or torch.zeros_like(param)),",
                 own,
             )
-        GRADIENT.__set__(self, gradient)
+        with as_plain_tensors():
+            GRADIENT.__set__(self, gradient)
 
     @grad.deleter
     def grad(self) -> None:
-        GRADIENT.__set__(self, None)
+        self.grad = None
 
 
 class ShardedParameter(_Sharded, nn.Parameter):  # type: ignore[misc]
@@ -266,14 +252,8 @@ GRADIENT: Any = Tensor.grad
 
 def cut_of(tensor: Tensor) -> Cut:
     """Of which parameter a ShardedParameter or a Shard has this rank's elements."""
-    found: Cut = tensor.cut if isinstance(tensor, Shard) else _cuts[tensor]
+    found: Cut = tensor.cut if isinstance(tensor, Shard) else of_param(tensor)
     return found
-
-
-def forget(params: Iterable[nn.Parameter]) -> None:
-    """Ends `register`: the parameters are plain for good."""
-    for param in params:
-        _cuts.pop(param, None)
 
 
 def rest(params: Iterable[nn.Parameter]) -> None:

@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from zero._torch import add_all
+from zero._torch import add_all, as_plain_tensors
 from zero.comm import Comm, Work
 from zero.comm.together import Together
 from zero.shards.shard_group import ShardGroup
@@ -57,8 +57,9 @@ class GradBucket:
 
         also: parameters that count as trained even if they do not require gradients now.
         """
-        params = enumerate(self.group.params)
-        trained = tuple(index for index, param in params if param.requires_grad or param in also)
+        with as_plain_tensors():
+            params = enumerate(self.group.params)
+            trained = tuple([index for index, param in params if param.requires_grad or param in also])
         if trained == self.trained:
             return False
         assert not self.taken and self._handle is None

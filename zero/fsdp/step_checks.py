@@ -1,0 +1,120 @@
+"""What is checked before an optimizer steps parameters of FSDP. OSS has its own checks in zero/oss/checks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero._torch import params_of_each
+from zero.fsdp.model import Model
+from zero.fsdp.optimizer_state import problem_of_state
+from zero.measure.built import around, finding_of_built
+from zero.measure.kinds import Finding, Kind, title
+from zero.measure.param_groups import SHARD_MARK
+from zero.shards.moved import moved_problem
+from zero.shards.partition import optimizer_problem
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What an optimizer was found to need, when it had so many groups.
+
+    problem: why it cannot step shards. tensorwise: the name of an optimizer that needs uncut parameters, and why.
+    """
+
+    groups: int
+    problem: str | None
+    tensorwise: tuple[str, Finding] | None
+
+
+class StepChecks:
+    """Checks the steps of optimizers that hold parameters of one model."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self._index = model, model.index
+        self._module_params = {*model.module.parameters()}
+        self._findings: WeakKeyDictionary[Optimizer, _Measured] = WeakKeyDictionary()
+
+    def problems(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Iterator[str | None]:
+        """Yields error messages of what is wrong on this rank, None for what is not. The first message counts."""
+        found = self._measured(optimizer)
+        yield found.problem
+        yield moved_problem(group for unit in self._index.units if not unit.summoned for group in unit.groups)
+        yield from self._problems_of_new_parameters()
+        if any(SHARD_MARK in group for group in optimizer.param_groups):
+            yield problem_of_state(self.model, optimizer)
+        yield from self._problems_of_gradients(optimizer, params, found.tensorwise)
+
+    def _measured(self, optimizer: Optimizer) -> _Measured:
+        """Measures an optimizer at its first step, and again if the number of its groups has changed."""
+        found = self._findings.get(optimizer)
+        if found is None or found.groups != len(optimizer.param_groups):
+            found = self._findings[optimizer] = self._measure(optimizer)
+        return found
+
+    def _measure(self, optimizer: Optimizer) -> _Measured:
+        """Measures the optimizer, and optimizers around it that step by it (SAM)."""
+        each = (*around(optimizer), optimizer) if self.model.comm.world > 1 else ()
+        findings = {title(type(one)): finding_of_built(one) for one in each}
+        problems = [
+            optimizer_problem(name, finding, self.model.partition, of="FSDP")
+            for name, finding in findings.items()
+            if finding.kind is not Kind.TENSORWISE  # refused only if a parameter with a gradient is cut
+        ]
+        return _Measured(
+            groups=len(optimizer.param_groups),
+            problem=next(filter(None, problems), None),
+            tensorwise=next((pair for pair in findings.items() if pair[1].kind is Kind.TENSORWISE), None),
+        )
+
+    def _problems_of_new_parameters(self) -> Iterator[str]:
+        module, known = self.model.module, self._module_params
+        new = {param for param in params_of_each(module) if param not in known and param.grad is not None}
+        for name, param in module.named_parameters() if new else ():
+            if param in new:
+                if any(param is ignored for module in self.model.ignored for ignored in module.parameters()):
+                    continue
+                yield (
+                    f"{name!r} is in no unit of FSDP: it was replaced (by load_state_dict with assign=True, say) or "
+                    "added since the model was wrapped, and FSDP does not average its gradient. Change the model "
+                    "first, then wrap it; or list its module in ignored_modules, and average its gradient yourself."
+                )
+
+    def _problems_of_gradients(
+        self, optimizer: Optimizer, params: Sequence[nn.Parameter], tensorwise: tuple[str, Finding] | None
+    ) -> Iterator[str]:
+        """tensorwise: name and finding of an optimizer that needs uncut parameters, if there is one."""
+        stepped = [param for param in params if param.grad is not None]
+        kind = type(optimizer).__name__
+        for unit in self._index.units_of(stepped):
+            if unit.summoned or unit.in_backward:
+                name = next(self._index[param].name for param in stepped if param in unit.params)
+                yield (
+                    f"{name!r} is unsharded, not this rank's shard, while {kind}.step() is called: backward is not "
+                    "complete, or this is inside summon_full_params(). Step after backward, outside it."
+                )
+            for name in filter(None, [bucket.name_of_unreduced({*stepped}) for bucket in unit.buckets]):
+                yield (
+                    f"{name!r} has a gradient that was not reduced: the last backward ran under no_sync(). Run the "
+                    "last backward before step() outside it."
+                )
+        for param in stepped:
+            group, index = self._index[param]
+            name, own, full_shape = group.names[index], group.shard_views[index], group.shapes.full[index]
+            if tensorwise is not None and group.layout.numels[index] != own.numel() != 0:
+                yield (
+                    f"{tensorwise[0]} needs each parameter whole, but {name!r} is cut between ranks: "
+                    f"{tensorwise[1].reason}. Wrap the model with FSDP(partition='whole')."
+                )
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor) and value.dim() and value.shape == full_shape != own.shape:
+                    yield (
+                        f"the state {key!r} of {name!r} has the shape of the full parameter, {list(full_shape)}, but "
+                        f"this rank steps a shard of shape {list(own.shape)}. It was made before wrapping, or loaded "
+                        "full: wrap before the first step, and load full state by "
+                        "zero.load_full_optimizer_state_dict(model, optimizer, state)."
+                    )

@@ -1,0 +1,87 @@
+"""Of which parameter, and of which shard group, a sharded parameter or a tensor made of it has this rank's elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zero.shards.layout import Layout, Span
+
+
+class Asked(Protocol):
+    """Who is asked when a sharded parameter is read."""
+
+    @property
+    def are_full(self) -> bool:
+        """Whether they are read as full tensors now: within forward and backward."""
+
+    def unshard(self, param: nn.Parameter) -> bool:
+        """Collective within forward and backward: unshards the parameter, and returns True. Returns False outside."""
+
+    def spread_overflow(self, found: Tensor) -> None:
+        """Collective. Makes it the largest of any rank."""
+
+
+class Owner(Protocol):
+    """What is read here of the shard group that has a parameter. reads: None while no model has the group."""
+
+    names: list[str]
+    layout: Layout
+    spans: dict[int, Span]
+    reads: Callable[[], Asked | None]
+
+    def full_shape(self, index: int) -> torch.Size:
+        """The shape of the full parameter."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Of which parameter something is this rank's shard."""
+
+    owner: ReferenceType[Owner]
+    position: int
+
+    def alike(self, other: Cut) -> bool:
+        """Whether every rank has the same elements of both."""
+        if self == other:
+            return True
+        one, two = self.owner(), other.owner()
+        if one is None or two is None or one.full_shape(self.position) != two.full_shape(other.position):
+            return False
+        return [*one.layout.owners(self.position)] == [*two.layout.owners(other.position)]
+
+    def described(self) -> str:
+        owner = self.owner()
+        if owner is None:
+            return "a parameter of an FSDP that does not exist any more"
+        span, full = owner.spans.get(self.position), owner.full_shape(self.position)
+        own = "none" if span is None else f"{span.start} to {span.stop}"
+        elements = f"{full.numel()} elements in shape {list(full)}"
+        return f"{owner.names[self.position]!r}, of whose {elements} this rank has {own}"
+
+
+# By parameter.
+_cuts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def register(params: Sequence[nn.Parameter], owner: Owner) -> None:
+    """Notes that parameters are sharded by a shard group from now on."""
+    _cuts.update((param, Cut(ref(owner), index)) for index, param in enumerate(params))
+
+
+def of_param(param: Tensor) -> Cut:
+    """Of a parameter that was registered."""
+    found: Cut = _cuts[param]
+    return found
+
+
+def forget(params: Iterable[nn.Parameter]) -> None:
+    """Ends `register`: the parameters are plain for good."""
+    for param in params:
+        _cuts.pop(param, None)
