@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import Any, TypeVar
@@ -145,12 +145,13 @@ def has_hooks(param: Tensor) -> bool:
     return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
 
 
-def call_last(param: Tensor, hook: RemovableHandle) -> None:
-    """Has a hook on the accumulated gradient of a parameter be called after the others. Their table has no public
+def call_last(hooks: Mapping[Tensor, RemovableHandle]) -> None:
+    """Has hooks on accumulated gradients, by parameter, be called after others there. Their table has no public
     name."""
-    hooks: Any = getattr(param, "_post_accumulate_grad_hooks", None)
-    if hooks is not None and len(hooks) > 1 and hook.id in hooks:
-        hooks[hook.id] = hooks.pop(hook.id)  # not move_to_end: torch reads what is below an OrderedDict, its dict
+    for param, hook in hooks.items():
+        there: Any = getattr(param, "_post_accumulate_grad_hooks", None)
+        if there is not None and len(there) > 1 and hook.id in there:
+            there[hook.id] = there.pop(hook.id)  # not move_to_end: torch reads what is below an OrderedDict, its dict
 
 
 def wrap_others(kinds: Iterable[type]) -> bool:

@@ -71,40 +71,58 @@ class ProcessGroupTransport(Transport):
     def all_to_all(self, messages: Sequence[Message], channel: int) -> Work:
         received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
         self.log.append(channel, sum(message.nbytes for message, _ in messages), self.compare)
-        work = GroupWork(self.log, self._blocks, channel, (messages, received), received)
-        with self._launching, work:
-            for rows, (message, counts) in zip(received, messages, strict=True):
-                into, sent, own = _real(rows.view(-1)), _real(message), [counts[self._rank]] * self._world
-                collective = getattr(self._reduces_by, self._to_reduce.all_to_all)
-                work.works.append(collective(into, sent, own, [*counts], _ALL_TO_ALL))
-        return work
+        return self._launch(channel, (messages, received), self._exchange, messages, received, result=received)
+
+    def _exchange(self, messages: Sequence[Message], received: Sequence[Tensor]) -> list[dist.Work | None]:
+        collective, works = getattr(self._reduces_by, self._to_reduce.all_to_all), []
+        for rows, (message, counts) in zip(received, messages, strict=True):
+            into, sent, own = _real(rows.view(-1)), _real(message), [counts[self._rank]] * self._world
+            works.append(collective(into, sent, own, [*counts], _ALL_TO_ALL))
+        return works
 
     def broadcast(self, flat: Tensor, source: int) -> None:
         self.log.append(BROADCAST, flat.nbytes, self.compare)
-        work = GroupWork(self.log, self._blocks, BROADCAST, flat)
-        with self._launching, work:
-            work.works.append(self._group.broadcast([_as_sent(flat)], _from(source)))
-        work.wait()
+        self._launch(BROADCAST, flat, self._group.broadcast, [_as_sent(flat)], _from(source)).wait()
 
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
-        tensors = [_real(tensor)]
+        given = [_real(tensor)], _MAXIMUM if maximum else _SUM
         self.log.append(channel, tensor.nbytes, self.compare)
-        work = GroupWork(self.log, self._blocks, channel, tensor, tensor, times)
-        with self._launching, work:
-            work.works.append(self._group.allreduce(tensors, _MAXIMUM if maximum else _SUM))
-        work.wait()
+        self._launch(channel, tensor, self._group.allreduce, *given, result=tensor, times=times).wait()
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
         self.compare(COLLECTION)
-        work = GroupWork(self.log, self._blocks, COLLECTION, transfers)
-        with self._launching, work:
-            for owner, tensor in transfers:
-                if to is None:
-                    if tensor is not None and tensor.numel():
-                        work.works.append(self._group.broadcast([_as_sent(tensor)], _from(owner)))
-                elif owner != to:
-                    work.works.append(self._send_to(to, owner, tensor, device))
-        work.wait()
+        send = (self._broadcast_each, transfers) if to is None else (self._send_each, to, transfers, device)
+        self._launch(COLLECTION, transfers, *send).wait()
+
+    def _broadcast_each(self, transfers: Sequence[tuple[int, Tensor | None]]) -> list[dist.Work | None]:
+        broadcast = self._group.broadcast
+        pairs = [(owner, tensor) for owner, tensor in transfers if tensor is not None and tensor.numel()]
+        return [broadcast([_as_sent(tensor)], _from(owner)) for owner, tensor in pairs]
+
+    def _send_each(
+        self, to: int, transfers: Sequence[tuple[int, Tensor | None]], device: torch.device
+    ) -> list[dist.Work | None]:
+        return [self._send_to(to, owner, tensor, device) for owner, tensor in transfers if owner != to]
+
+    def _launch(
+        self,
+        channel: int,
+        buffers: object,
+        collective: Callable[..., Any],
+        *args: Any,
+        result: Any = None,
+        times: float = 1,
+    ) -> GroupWork:
+        """Launches what has been appended to the log. collective: returns torch's work, or a list of it. buffers: are
+        kept alive if it fails, as what is in flight may still write into them."""
+        try:
+            with self._launching:
+                launched = collective(*args)
+        except BaseException as error:
+            self.log.fail(channel, buffers, error)
+            raise
+        works = launched if isinstance(launched, list) else [launched]
+        return GroupWork(self.log, self._blocks, channel, buffers, works, result, times)
 
     def _send_to(self, to: int, owner: int, tensor: Tensor | None, device: torch.device) -> dist.Work | None:
         """Sends a tensor from where it lies to where it is to lie, by an all-to-all in which others send nothing.
@@ -123,20 +141,15 @@ class ProcessGroupTransport(Transport):
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         received = [torch.empty_like(sent) for _ in range(self._world)]
-        work = GroupWork(self.log, self._blocks, COMPARISON, (received, sent))
-        with work:
-            work.works.append(self._group.allgather([received], [sent]))
-        work.wait()
+        self._launch(COMPARISON, (received, sent), self._group.allgather, [received], [sent]).wait()
         return [row.numpy().tobytes() for row in received]
 
     def compare(self, channel: int, *, flags: int = 0) -> int:
         signature = torch.tensor([channel, self.log.digest, flags], device="cpu")
         received = signature.new_empty(self._world * len(signature))
         self.log.record(channel)
-        work = GroupWork(self.log, self._blocks, channel, (signature, received))
-        with work:
-            work.works.append(getattr(self._group, self._to_gather)(received, signature, _ALL_GATHER))
-        work.wait()
+        collective = getattr(self._group, self._to_gather)
+        self._launch(channel, (signature, received), collective, received, signature, _ALL_GATHER).wait()
         channels, digests, of_ranks = zip(*received.view(self._world, -1).tolist(), strict=True)
         self.log.refuse_differing(channel, dict(enumerate(channels)))
         if len(set(digests)) > 1:
@@ -160,10 +173,7 @@ class Gloo(ProcessGroupTransport):
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
         self.log.append(channel, full.nbytes, self.compare)
-        work = GroupWork(self.log, self._blocks, channel, full)
-        with work:
-            work.works += self._broadcast_shards(full, bounds)
-        return work
+        return self._launch(channel, full, self._broadcast_shards, full, bounds)
 
 
 class Overlapping(ProcessGroupTransport):
@@ -204,14 +214,15 @@ class Overlapping(ProcessGroupTransport):
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
         sent, own = _as_sent(full), _as_sent(full[bounds[self._rank] : bounds[self._rank + 1]])
         self.log.append(channel, full.nbytes, self.compare)
-        work = GroupWork(self.log, self._blocks, channel, full)
-        with self._launching, work:
-            if _are_equal(tuple(bounds)):
-                work.works.append(getattr(self._group, self._to_gather)(sent, own, _ALL_GATHER))
-            else:
-                with coalesced(self._group, full.device, work.works):
-                    work.works += self._broadcast_shards(full, bounds)
-        return work
+        if _are_equal(tuple(bounds)):
+            return self._launch(channel, full, getattr(self._group, self._to_gather), sent, own, _ALL_GATHER)
+        return self._launch(channel, full, self._broadcast_as_one, full, bounds)
+
+    def _broadcast_as_one(self, full: Tensor, bounds: Sequence[int]) -> list[dist.Work | None]:
+        works: list[dist.Work | None] = []
+        with coalesced(self._group, full.device, works):
+            works += self._broadcast_shards(full, bounds)
+        return works
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
         if not scatters(messages):
@@ -220,11 +231,9 @@ class Overlapping(ProcessGroupTransport):
         sums = message.new_empty(counts[0]) if into is None else into
         received, sent = _real(sums), _real(message)
         self.log.append(channel, message.nbytes, self.compare)
-        work = GroupWork(self.log, self._blocks, channel, (message, sums), sums, times)
-        with self._launching, work:
-            collective = getattr(self._reduces_by, self._to_reduce.reduce_scatter)
-            work.works.append(collective(received, sent, _REDUCE_SCATTER))
-        return work
+        collective = getattr(self._reduces_by, self._to_reduce.reduce_scatter)
+        given = received, sent, _REDUCE_SCATTER
+        return self._launch(channel, (message, sums), collective, *given, result=sums, times=times)
 
     @staticmethod
     def sum(received: Sequence[Tensor], times: float = 1) -> Tensor:

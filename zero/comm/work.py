@@ -56,30 +56,39 @@ class Operation:
             self._log.fail(self._channel, self._buffers, error)
 
 
-class GroupWork(Work, Operation):
-    """Collectives of a process group: the context of their launch, and the work. `wait` returns `times` the result.
+class GroupWork(Work):
+    """Collectives of a process group that were launched. `wait` returns `times` the result.
 
     blocks: whether a wait blocks the host, which looks meanwhile whether another rank is known to be missing.
-    `works`: of torch, what has been launched.
+    works: of torch; None for what NCCL runs on the current stream, where there is nothing to wait for.
     """
 
     def __init__(
-        self, log: Log, blocks: bool, channel: int, buffers: object, result: Any = None, times: float = 1
+        self,
+        log: Log,
+        blocks: bool,
+        channel: int,
+        buffers: object,
+        works: Sequence[dist.Work | None],
+        result: Any = None,
+        times: float = 1,
     ) -> None:
         self._log, self._channel, self._buffers = log, channel, buffers
-        self._result, self._times, self._blocks = result, times, blocks
-        self.works: list[dist.Work | None] = []
+        self._works, self._result, self._times, self._blocks = works, result, times, blocks
 
     def wait(self) -> Any:
-        with self:
-            for work in self.works:
-                if work is None:  # NCCL ran it on the current stream, and there is nothing to wait for
-                    continue
+        if self._log.broken:
+            self._log.refuse_if_broken(self._buffers)
+        try:  # not `Operation`, which costs two calls in each wait
+            for work in filter(None, self._works):
                 if self._blocks:
                     _wait_watching(work, self._log)
                 else:
                     work.wait()
-        self._buffers, self.works = None, []  # what was sent is freed before the result gets memory
+        except BaseException as error:
+            self._log.fail(self._channel, self._buffers, error)
+            raise
+        self._buffers, self._works = None, ()  # what was sent is freed before the result gets memory
         return self._result if self._times == 1 else self._result.mul_(self._times)
 
 

@@ -89,7 +89,7 @@ class Backward:
 
         graph: kept by this hook, for `waiting`. Raises RuntimeError for create_graph=True.
         """
-        if unit.in_backward and call in unit.calls:
+        if Need.BACKWARD in unit.needed_by and call in unit.calls:
             return
         try:  # not a context, which costs two calls in each hook
             self._reached(unit, call)
@@ -106,7 +106,7 @@ class Backward:
         self._begin()
         unit.calls.add(call)  # once more if the graph was retained, or is older than another backward
         self._complete_units_after(call)
-        entered = [each for each in (unit, *self._index.reads[unit]) if not each.in_backward]
+        entered = [each for each in (unit, *self._index.reads[unit]) if Need.BACKWARD not in each.needed_by]
         for each in entered:
             self._enter(each)
         if not call.has_exit_hook:  # a re-entrant checkpoint runs a backward of its own, with an end of its own
@@ -138,7 +138,7 @@ class Backward:
 
     def post_backward(self, unit: Unit, call: Call, *_: Any) -> None:
         """The hook on the unit's inputs: completes it once backward has passed all of its expected calls."""
-        if unit.in_backward and unit.passed(call):
+        if Need.BACKWARD in unit.needed_by and unit.passed(call):
             try:
                 self._reduce_unit(unit)
             except Exception as error:
@@ -222,7 +222,7 @@ class Backward:
     def _launch_ahead(self, unit: Unit) -> None:
         """Launches the all-gather of the unit that backward is expected to reach next, unless it is in backward."""
         following = self._index.before.get(unit)
-        if following is not None and following.calls and not following.in_backward:
+        if following is not None and following.calls and Need.BACKWARD not in following.needed_by:
             following.unshard(for_backward=True, ahead=True)
             following.needed_by.add(Need.AHEAD)
 
@@ -270,9 +270,9 @@ class Backward:
     def _finish_together(self) -> None:
         within = self._within_forward
         for unit in reversed(self._units):
-            if unit.calls and not unit.in_backward and not within and (unit.unsharded or unit.gathering):
+            if unit.calls and Need.BACKWARD not in unit.needed_by and not within and (unit.unsharded or unit.gathering):
                 self._enter(unit)  # backward did not reach it here, but may have on other ranks, which reduce it
-            if unit.in_backward:
+            if Need.BACKWARD in unit.needed_by:
                 self._reduce_unit(unit, at_end=True)
             elif self.reduces and self._left_unreduced and any(bucket.left_unreduced for bucket in unit.buckets):
                 for bucket in unit.buckets:
@@ -337,5 +337,5 @@ def _hooked(param: nn.Parameter, hook: Callable[[Any], object]) -> RemovableHand
 def _param_reached(backward: weakref.ref[Backward], unit: weakref.ref[Unit], _: Any) -> None:
     """The hook on a parameter, before its gradient is accumulated."""
     reached = unit()
-    if reached is not None and not reached.in_backward and (of := backward()) is not None:
+    if reached is not None and Need.BACKWARD not in reached.needed_by and (of := backward()) is not None:
         of.param_reached(reached)

@@ -13,7 +13,7 @@ from zero.fsdp.choice import UnitChoice
 from zero.fsdp.meta import Materialiser
 from zero.fsdp.options import Options
 from zero.fsdp.precision import CastBuffer
-from zero.fsdp.unit import Unit
+from zero.fsdp.unit import Need, Unit
 from zero.shards.cut import forget
 from zero.shards.group_state import GroupOptions
 from zero.shards.offload import Offload
@@ -148,7 +148,7 @@ def restore_module(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], ho
 
 def refuse_busy(units: Sequence[Unit], call: str) -> None:
     """Raises RuntimeError if `call` is made within forward, backward or summon_full_params()."""
-    busy = [unit.title for unit in units if unit.in_backward or unit.running or unit.summoned]
+    busy = [unit.title for unit in units if Need.BACKWARD in unit.needed_by or unit.running or unit.summoned]
     if busy:
         raise RuntimeError(
             f"{call} was called while {busy[0]} is unsharded already: within forward, backward or another "

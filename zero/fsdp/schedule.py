@@ -136,7 +136,7 @@ class Schedule:
         """own: whether this is the unit's own module, not one inside it."""
         if self._backward.active and not in_a_backward():
             self._abandon()
-        if unit.in_backward:
+        if Need.BACKWARD in unit.needed_by:
             # Activation checkpointing computes the forward again, and backward has unsharded it.
             return self._cast_inputs(unit, module, args, kwargs) if own else None
         if unit.running:
@@ -245,7 +245,7 @@ class Schedule:
         return unit.precision.cast_inputs(module, (args, kwargs), root=unit is self._root)
 
     def _post_forward(self, unit: Unit, own: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if unit.in_backward or not unit.running:
+        if Need.BACKWARD in unit.needed_by or not unit.running:
             return None
         trains = torch.is_grad_enabled()
         if not own and module is not unit.entry_module:

@@ -253,10 +253,12 @@ def _alive() -> list[Steps]:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _find(optimizer: Optimizer, *_: Any) -> None:
     """The hook before the steps of any optimizer, before its own."""
-    hook, alive = _hooks.get(optimizer), _alive()
-    for param in params_of(optimizer):
+    hook, alive, others = _hooks.get(optimizer), _alive(), params_of(optimizer)
+    for steps in alive:
+        others = [param for param in others if param not in steps.model.index]
+    for param in others:
         # Of an FSDP that does not exist any more, so that nobody hides for a step that it is a shard: it is plain.
-        if isinstance(param, AtRest) and not any(param in steps.model.index for steps in alive):
+        if isinstance(param, AtRest):
             wake([param])
             if param.grad is not None:
                 unmark(param.grad)

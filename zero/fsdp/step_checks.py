@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from zero._torch import params_of_each
 from zero.fsdp.model import Model
 from zero.fsdp.optimizer_state import problem_of_state
+from zero.fsdp.unit import Need
 from zero.measure.built import around, finding_of_built
 from zero.measure.kinds import Finding, Kind, title
 from zero.measure.param_groups import SHARD_MARK
@@ -91,7 +92,7 @@ class StepChecks:
         stepped = [param for param in params if param.grad is not None]
         kind = type(optimizer).__name__
         for unit in self._index.units_of(stepped):
-            if unit.summoned or unit.in_backward:
+            if unit.summoned or Need.BACKWARD in unit.needed_by:
                 name = next(self._index[param].name for param in stepped if param in unit.params)
                 yield (
                     f"{name!r} is unsharded, not this rank's shard, while {kind}.step() is called: backward is not "

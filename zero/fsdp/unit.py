@@ -132,11 +132,6 @@ class Unit:
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.groups})"
 
-    @property
-    def in_backward(self) -> bool:
-        """Whether a backward is computing its gradients."""
-        return Need.BACKWARD in self.needed_by
-
     # ------------------------------------------------------------------------------------------ expected backwards
 
     def passed(self, call: Call) -> bool:
@@ -283,7 +278,7 @@ class Unit:
 
     def interrupt(self) -> None:
         """Restores the gradients from before a backward that an exception has ended. Waits for no other rank."""
-        if self.in_backward:
+        if Need.BACKWARD in self.needed_by:
             for bucket in self.buckets:
                 bucket.drop_full()
             self.post_backward()

@@ -118,8 +118,7 @@ class Reducer:
         self._trained_in_forward |= trained
         for param in trained - self._hooks.keys():
             self._hooks[param] = param.register_post_accumulate_grad_hook(gradient_ready)
-        for held, hook in self._hooks.items():
-            call_last(held, hook)  # it takes the gradient away, which hooks of the user's are to see
+        call_last(self._hooks)  # they take gradients away, which hooks of the user's are to see
 
     def _update_trained(self) -> None:
         """Tells the buckets which parameters are trained. Collective if these have changed since the last backward."""
@@ -139,8 +138,11 @@ class Reducer:
     def gradient_ready(self, param: nn.Parameter) -> None:
         """Moves the gradient, which autograd has accumulated, from `param.grad` into its bucket."""
         if self.active:
-            with self._end.together:
+            try:  # not a context, which costs two calls for each gradient
                 self._take(param)
+            except Exception as error:
+                self._end.together.tell(error)
+                raise
 
     def _take(self, param: nn.Parameter) -> None:
         self._begin()

@@ -172,8 +172,10 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
 
     def owns(self, param: nn.Parameter) -> bool:
         """Whether the shard of a parameter is not empty. Raises KeyError for what is no parameter here."""
-        place = self.place(param)
-        return place.position in place.group.spans
+        if param not in self._owned:
+            self.place(param)  # raises
+            return False
+        return True
 
     def cut_to_shard(self, param: nn.Parameter, value: Any) -> Any:
         """Returns this rank's elements of a tensor of the full shape of a parameter; anything else as it is."""
