@@ -65,7 +65,8 @@ class Steps:
     def check(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         """Collective. Raises RuntimeError on every rank if a step would be wrong on any."""
         with self._together, as_plain_tensors():
-            self.take_back([param for param in params if param in self._stepping])  # by an optimizer around this one
+            if self._stepping:  # an optimizer around this one steps, too
+                self.take_back([param for param in params if param in self._stepping])
             problem = next(filter(None, self._checks.problems(optimizer, params)), None)
             if problem is not None:
                 raise RuntimeError(problem)
