@@ -35,7 +35,6 @@ BUILT: dict[str, Callable[[], Any]] = {
     "OSS.from_optimizer": lambda: zero.OSS.from_optimizer(SGD(nn.Linear(4, 4).parameters(), lr=0.1)),
     "ShardedDDP": lambda: zero.ShardedDDP(nn.Linear(4, 4), []),
     "FSDP": lambda: zero.FSDP(nn.Linear(4, 4)),
-    "GradScaler": lambda: zero.GradScaler("cpu"),
 }
 
 

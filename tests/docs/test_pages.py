@@ -39,7 +39,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 OPTIONS: dict[str, list[Callable[..., Any] | str]] = {
-    "every_stage": [zero.setup, zero.GradScaler, zero.full_state_dict, zero.report],
+    "every_stage": [zero.setup, zero.full_state_dict, zero.report],
     "oss": [zero.OSS, zero.OSS.from_optimizer, "offload"],
     "sharded_ddp": [zero.ShardedDDP],
     "fsdp": [zero.FSDP, zero.MixedPrecision, zero.FSDP.summon_full_params, "offload"],
