@@ -23,7 +23,7 @@ This script trains on one process, or on several that torchrun starts:
         loss.backward()
         zero.clip_grad_norm_(model, optimizer, max_norm=1.0)
         optimizer.step()
-    weights = zero.full_state_dict(model)  # on every rank the full tensors, under the module's own names
+    weights = zero.full_state_dict(model, to=0)  # on rank 0 the full tensors on the CPU, by the module's own names
 
 `zero.plan` computes the memory of each stage before a run, `zero.report` says what a rank holds in one, and
 `zero.checkpoint` saves at any stage and loads at any other.
@@ -43,19 +43,21 @@ from zero.fsdp import (
     Prefetch,
     ShardingStrategy,
 )
+from zero.full_state import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    full_tensors,
+)
 from zero.grad_scaler import GradScaler
 from zero.join import join
+from zero.load_full import load_full_optimizer_state_dict, load_full_state_dict
 from zero.offload import CPUOffload, DiskOffload
 from zero.oss import OSS
 from zero.plan.report import Report, report
 from zero.scripts import (
     clip_grad_norm_,
     count_parameters,
-    full_optimizer_state_dict,
-    full_state_dict,
     grad_norm,
-    load_full_optimizer_state_dict,
-    load_full_state_dict,
     no_sync,
     unwrap,
 )
@@ -94,6 +96,7 @@ __all__ = [
     "count_parameters",
     "full_optimizer_state_dict",
     "full_state_dict",
+    "full_tensors",
     "grad_norm",
     "join",
     "load_full_optimizer_state_dict",

@@ -44,6 +44,7 @@ from zero._torch.optimizers import HooksOfSteps as HooksOfSteps
 from zero._torch.optimizers import call_stepped as call_stepped
 from zero._torch.optimizers import follow as follow
 from zero._torch.optimizers import takes_state_hooks as takes_state_hooks
+from zero._torch.optimizers import with_state_hooks as with_state_hooks
 from zero._torch.optimizers import without_optimizer_hooks as without_optimizer_hooks
 from zero._torch.pinned import PinnedMemory as PinnedMemory
 from zero._torch.pinned import pinned as pinned

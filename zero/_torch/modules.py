@@ -103,4 +103,5 @@ def averaged_by(ddp: DistributedDataParallel) -> list[nn.Parameter]:
 
 
 class OwnHook:
-    """A hook on a module's state_dict() that changes no value but as the module itself would: not the user's."""
+    """A hook on the state_dict() of a module or an optimizer that changes no value but as that itself would: not the
+    user's."""

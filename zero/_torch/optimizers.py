@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 from torch.optim.lr_scheduler import LRScheduler
 
+from zero._torch.modules import OwnHook
+
 
 def takes_state_hooks(optimizer: Optimizer) -> bool:
     """Whether hooks can be registered on its state_dict().
@@ -22,6 +24,19 @@ def takes_state_hooks(optimizer: Optimizer) -> bool:
     which makes the table of hooks.
     """
     return hasattr(optimizer, "_optimizer_state_dict_post_hooks")
+
+
+def with_state_hooks(optimizer: Optimizer, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `make` returns in place of the optimizer's own state_dict(), between the user's hooks on that."""
+    if not takes_state_hooks(optimizer):
+        return make()
+    for before in optimizer._optimizer_state_dict_pre_hooks.values():
+        before(optimizer)
+    found = make()
+    for after in optimizer._optimizer_state_dict_post_hooks.values():
+        changed = None if isinstance(after, OwnHook) else after(optimizer, found)
+        found = found if changed is None else changed
+    return found
 
 
 class HooksOfSteps:

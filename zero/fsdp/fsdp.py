@@ -21,6 +21,7 @@ from zero.fsdp.model import Model
 from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.state_dict_guard import NO_COPIES, StateDictGuard
 from zero.fsdp.step import Steps
+from zero.fsdp.summon import summon
 from zero.fsdp.torch_options import TorchMethods, refuse_method
 from zero.fsdp.units import Policy
 from zero.shards.partition import Partition
@@ -252,7 +253,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         every rank if parameters were given other data inside and writeback is True. Raises RuntimeError if they were
         given other data before, and within forward, backward or another summon_full_params.
         """
-        return full_weights.summon(
+        return summon(
             module,
             wrapped=module.module if isinstance(module, FSDP) else module,
             recurse=recurse,
@@ -271,13 +272,14 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Collective. Returns copies of full parameters and of buffers, by the module's own names, on every rank.
+        """Collective. Returns copies of full parameters and buffers on the CPU, by the module's names, on every rank.
 
         Raises RuntimeError if parameters were moved, cast or given other data.
         """
         with self._model.together:
             self._model.refuse_moved()
-            return full_weights.state_dict(self.module, [(self._model, [*self._model.units])], *args, **kwargs)
+            own = [(self._model, [*self._model.units])]
+            return full_weights.state_dict(self.module, own, full_weights.Recipient(), *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *of_torch: Any) -> None:
         """Collective. Loads full weights when `load_state_dict` of a plain module around the FSDP calls this."""
@@ -302,7 +304,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         """
         if assign:
             raise ValueError("assign=True replaces the parameters that are sharded. Load with assign=False.")
-        with self._model.together, self.summon_full_params():
+        with self._model.together, full_weights.loading([self._model]):
             return self.module.load_state_dict(named_as_compiled(self.module, state_dict), strict)
 
     @overload
@@ -310,13 +312,12 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
     @overload
     def optim_state_dict(self, optimizer: Optimizer, to: int | None = 0) -> dict[str, Any] | None: ...
     def optim_state_dict(self, optimizer: Optimizer, to: int | None = 0) -> dict[str, Any] | None:
-        """Collective. Returns the full state of an optimizer of these parameters, in the plain optimizer's own format.
+        """Collective. Returns the full state of an optimizer of these parameters on the CPU, as the plain optimizer's.
 
         to: the rank of the group that gets the state, or None for all; other ranks return None. The state loads into
         the optimizer of the plain model, and by `load_optim_state_dict` at any number of ranks. This rank's shard is
         `optimizer.state_dict()`. Raises ValueError on every rank for state that cannot be consolidated.
         """
-        self.reshard()
         return optimizer_state.full(self._model, optimizer, to)
 
     def load_optim_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""Full weights: copies that are gathered unit by unit, and full parameters in place (summon_full_params).
+"""Full weights: copies that are gathered unit by unit, and a way to load them without gathering any.
 
-    full_weights   one unit after another, so that a rank holds one full unit at most beside the weights it receives; a
-                   rank that receives none sends its shards and holds nothing
-    summoned       all units at once, where the module's own code, or the user's, must see full parameters
+    gathered   one shard group after another, so that a rank holds one full group at most beside the weights it
+               receives; a rank that receives none sends its shards and holds nothing
+    loading    a context in which full values that are written into sharded parameters reach the shards
 
 Buffers that mixed precision has cast are saved in their original dtype.
 """
@@ -12,152 +12,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero._torch import OwnHook, as_plain_tensors, state_dict_hooks_of, wraps_others
+from zero._torch import OwnHook, state_dict_hooks_of, wraps_others
 from zero.comm import Comm
-from zero.comm.together import told_by_comparing
 from zero.fsdp.build import refuse_busy
-from zero.fsdp.model import Model, models, models_of
+from zero.fsdp.model import Model, models_of
+from zero.fsdp.summon import summoned
 from zero.fsdp.unit import Unit
-from zero.shards.moved import moved_problem
 from zero.shards.placement import Placement
-from zero.shards.shard_group import ShardGroup
-from zero.state.optimizer_state import refuse_no_rank
-from zero.tensor_parallel import parts, table
-from zero.tensor_parallel.shown import Slot, slots_of
+from zero.state.gathered import refuse_no_rank
+from zero.tensor_parallel import parts
 from zero.wrap.wrapper import Wrapper
 
 Sharded = Sequence[tuple[Model, list[Unit]]]
 """Models, and those of their units that are asked for."""
-
-
-@contextmanager
-def summon(module: nn.Module, *, wrapped: nn.Module, recurse: bool, **options: bool) -> Iterator[None]:
-    """Collective. See FSDP.summon_full_params, which has the same options.
-
-    module: held here so that it exists until the end. wrapped: the module inside it if it is an FSDP, else itself.
-
-    DTensors are shown, with gradients as DTensors, too; but not parameters that are on another device than the mesh
-    (offload_to_cpu), and those that only other ranks have full.
-    """
-    with ExitStack() as stack:
-        full: set[nn.Parameter] = set()
-        for model in models():
-            units = model.units_of(wrapped, recurse=recurse)
-            if units:
-                stack.enter_context(summoned(model, units, **options))
-                full.update(param for unit in units if unit.readable for param in unit.params)
-        tied: dict[nn.Parameter, Any] = {}
-        for slot in [slot for holder in wrapped.modules() for slot in slots_of(holder)]:
-            dtensor: Any = table.dtensor_of(slot.param)
-            if slot.param in full and slot.param.device.type == dtensor.device_mesh.device_type:
-                slot.show(tied.get(slot.param))
-                tied[slot.param] = slot.dtensor
-                if options.get("with_grads") and slot.param.grad is not None:
-                    slot.dtensor.grad = table.like(dtensor, slot.param.grad)
-                stack.callback(_hide, slot, with_grads=options.get("with_grads", False))
-        yield
-
-
-def _hide(slot: Slot, *, with_grads: bool) -> None:
-    """Takes over what was set on a DTensor. Values and gradients were written on the parameter's memory."""
-    slot.param.requires_grad_(slot.dtensor.requires_grad)
-    if with_grads and slot.dtensor.grad is None:
-        slot.param.grad = None
-    slot.hide()
-
-
-@contextmanager
-def summoned(
-    model: Model,
-    units: Sequence[Unit],
-    *,
-    writeback: bool = False,
-    rank0_only: bool = False,
-    with_grads: bool = False,
-    offload_to_cpu: bool = False,
-) -> Iterator[None]:
-    """Collective. See FSDP.summon_full_params."""
-    model.refuse_moved()
-    if offload_to_cpu and with_grads:
-        raise ValueError(
-            "offload_to_cpu=True with with_grads=True: torch keeps a gradient on the device of its parameter. Pass one "
-            "of them."
-        )
-    if rank0_only and writeback:
-        raise ValueError(
-            "rank0_only=True with writeback=True: what rank 0 writes would not reach the owners of the shards. Pass "
-            "writeback=False, or unshard the parameters on all ranks."
-        )
-    refuse_busy(units, "summon_full_params()")
-    if with_grads:
-        model.refuse_unreduced()
-    groups, to = [group for unit in units for group in unit.groups], 0 if rank0_only else None
-    gradients: list[_Gradients] = []
-    keep = False
-    try:
-        for unit in units:
-            unit.reshard()  # a forward without backward may have left it unsharded
-        if with_grads:
-            gradients = [_Gradients(group, to) for group in groups]
-        for unit in units:
-            unit.summon(to, on_cpu=offload_to_cpu)
-        for of_group in gradients:
-            of_group.show()
-        if writeback:
-            compare = partial(model.placement.compare, "the full parameters of FSDP", [])
-            with told_by_comparing(compare):
-                yield
-            compare(moved_problem(groups))
-        else:
-            yield
-        keep = writeback
-    finally:
-        for unit in units:
-            unit.dismiss(keep=keep)
-        for of_group in gradients:
-            of_group.end(keep=keep)
-
-
-class _Gradients:
-    """Collective. Gathers the gradients of a shard group, and puts them into `param.grad` until `end`."""
-
-    def __init__(self, group: ShardGroup, to: int | None) -> None:
-        self._group = group
-        self._shards = [param.grad for param in group.params]
-        dtypes = {grad.dtype for grad in self._shards if grad is not None}
-        shard = torch.zeros_like(group.shard, dtype=dtypes.pop() if dtypes else None)
-        with as_plain_tensors():
-            for view, grad in zip(group.views_of_shard(shard), self._shards, strict=True):
-                if grad is not None:
-                    view.copy_(grad)
-        exist = torch.tensor([float(grad is not None) for grad in self._shards], device=shard.device)
-        group.comm.all_reduce(exist, maximum=True)
-        self._exist = exist.tolist()
-        self._full = group.gather_full(shard, to)
-
-    def show(self) -> None:
-        if self._full is not None:
-            views = self._group.shapes.views_of_full(self._full)
-            for param, view, exists in zip(self._group.params, views, self._exist, strict=True):
-                param.grad = view if exists else None
-
-    def end(self, *, keep: bool) -> None:
-        group, shards = self._group, self._shards
-        if keep and self._full is not None:
-            own = self._full[group.layout.segment(group.comm.rank)].to(group.shard.device, copy=True)
-            views = zip(group.params, group.views_of_shard(own), strict=True)
-            shards = [
-                view if param.grad is not None and index in group.spans else None
-                for index, (param, view) in enumerate(views)
-            ]
-        for index, gradient in enumerate(shards):
-            group.set_gradient(index, gradient)
 
 
 @dataclass(frozen=True)
@@ -165,29 +37,19 @@ class Recipient:
     """to: the rank that receives full weights, None for all. device: None for the device that computes."""
 
     to: int | None = None
-    device: torch.device | str | None = None
+    device: torch.device | str | None = "cpu"
 
     def receives(self, placement: Placement) -> bool:
         """Returns whether this rank receives the weights."""
         return self.to is None or (placement.has(self.to) and placement.comm.rank == placement.owner(self.to))
 
-    def gather(self, unit: Unit, placement: Placement) -> dict[Tensor, Tensor]:
-        """Collective. Returns copies of the unit's full parameters on the recipient, nothing on other ranks."""
-        if unit.summoned:
-            params = [param for group in unit.groups for param in group.params] if self.receives(placement) else []
-            return {param: self.copy(parts.whole(param, param)) for param in params}
-        if self.to is not None and not placement.has(self.to):
-            return {}
-        unit.reshard()  # a forward without backward may have left it unsharded
-        copies: dict[Tensor, Tensor] = {}
-        for group in unit.groups:  # one by one, so that one alone is full
-            group.summon(None if self.to is None else placement.owner(self.to))
-            try:
-                if self.receives(placement):
-                    copies.update({param: self.moved(parts.whole(param, param)) for param in group.params})
-            finally:
-                group.dismiss(keep=False)
-        return copies
+    def of(self, placement: Placement) -> int | None:
+        """Returns the rank of the shard group that receives them there."""
+        return None if self.to is None else placement.owner(self.to)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device is not None and torch.device(self.device).type == "cpu"
 
     def moved(self, value: Tensor) -> Tensor:
         """Returns a tensor that nobody else keeps, on the recipient's device; a copy if it is elsewhere."""
@@ -201,6 +63,53 @@ class Recipient:
         return value.detach().to(self.device or value.device, dtype or value.dtype, copy=True)
 
 
+def gathered(module: nn.Module, comm: Comm, recipient: Recipient) -> Iterator[dict[Tensor, Tensor]]:
+    """Collective where parameters of the module are sharded. Yields copies of full parameters and buffers, by what the
+    module holds: those of one shard group after another, and at last all others; nothing on ranks that receive none.
+
+    comm: the ranks among which `to` is one, if nothing is sharded. Raises RuntimeError within forward and backward.
+    """
+    sharded = models_of(module)
+    receives = _receives(sharded, comm, recipient)
+    for model, units in sharded:
+        model.refuse_moved()
+        refuse_busy([unit for unit in units if not unit.summoned], "full_state_dict()")
+        if receives:
+            _refuse_unreadable(units)
+    held: set[Tensor] = set()
+    for model, units in sharded:
+        for unit in units:
+            held |= unit.params
+            yield from _of_unit(unit, model.placement, recipient)
+    if not receives:
+        yield {}
+        return
+    casts = {cast.tensor: cast.dtype for model, _ in sharded for cast in model.cast_buffers}
+    in_parts = parts.ranks(module.parameters()) is not None
+    others = dict.fromkeys(one for one in (*module.parameters(), *module.buffers()) if one not in held)
+    yield {one: recipient.copy(parts.whole(one, one) if in_parts else one, casts.get(one)) for one in others}
+
+
+def _of_unit(unit: Unit, placement: Placement, recipient: Recipient) -> Iterator[dict[Tensor, Tensor]]:
+    """Collective. Yields copies of the unit's full parameters on the recipient, nothing on other ranks."""
+    if unit.summoned:
+        params = [param for group in unit.groups for param in group.params] if recipient.receives(placement) else []
+        yield {param: recipient.copy(parts.whole(param, param)) for param in params}
+        return
+    if recipient.to is not None and not placement.has(recipient.to):
+        yield from ({} for _ in unit.groups)
+        return
+    unit.reshard()  # a forward without backward may have left it unsharded
+    for group in unit.groups:  # one by one, so that one alone is full
+        group.summon(recipient.of(placement))
+        try:
+            params = group.params if recipient.receives(placement) else []
+            copies: dict[Tensor, Tensor] = {param: recipient.moved(parts.whole(param, param)) for param in params}
+        finally:
+            group.dismiss(keep=False)
+        yield copies
+
+
 def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[str, Any]:
     """Collective where parameters of the module are sharded. See zero.full_state_dict.
 
@@ -210,84 +119,87 @@ def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[st
     with ExitStack() as together:
         for model, _ in sharded:
             together.enter_context(model.together)
-        return _full_weights(module, sharded, comm, recipient)
+        named = _named(module)
+        if named is None:
+            return _by_the_module(module, sharded, comm, recipient)
+        copies = {one: copy for batch in gathered(module, comm, recipient) for one, copy in batch.items()}
+        if not _receives(sharded, comm, recipient):
+            return {}
+        return {name: copies[one] if isinstance(one, Tensor) else one for name, one in named.items()}
 
 
-def _full_weights(module: nn.Module, sharded: Sharded, comm: Comm, recipient: Recipient) -> dict[str, Any]:
+def _receives(sharded: Sharded, comm: Comm, recipient: Recipient) -> bool:
+    """Raises ValueError if `to` is no rank."""
     placements = [model.placement for model, _ in sharded] or [Placement(comm)]
     for placement in placements:
         refuse_no_rank(recipient.to, placement.ranks)
-    receives = all(map(recipient.receives, placements))
-    if not sharded and not receives:
-        return {}
-    for model, units in sharded:
+    return all(map(recipient.receives, placements))
+
+
+def _by_the_module(module: nn.Module, sharded: Sharded, comm: Comm, recipient: Recipient) -> dict[str, Any]:
+    """Collective. What the module's own state_dict() returns where its parameters are full, on the recipient."""
+    receives = _receives(sharded, comm, recipient)
+    for model, _ in sharded:
         model.refuse_moved()
-        refuse_busy([unit for unit in units if not unit.summoned], "full_state_dict()")
-    copy: Callable[[Tensor], Tensor]
-    named = _named(module) if sharded else None
-    if named is not None:
-        full, copies, copy = named, _gathered(sharded, recipient, receives=receives), recipient.copy
-    else:
-        full, copies, copy = state_dict(module, sharded), {}, recipient.moved
-    if not receives:
-        return {}
-    in_parts = parts.ranks(module.parameters()) is not None
-    for name, value in full.items():
-        if isinstance(value, Tensor):
-            if value not in copies:  # tied weights stay one tensor
-                copies[value] = copy(parts.whole(value, value) if in_parts else value)
-            full[name] = copies[value]
-    return full
+    found = state_dict(module, sharded, recipient, receives=receives)
+    in_parts = receives and parts.ranks(module.parameters()) is not None
+    return {
+        name: parts.whole(value, value) if in_parts and isinstance(value, Tensor) else value
+        for name, value in found.items()
+    }
 
 
-def state_dict(module: nn.Module, sharded: Sharded, *args: Any, **kwargs: Any) -> Any:
+def state_dict(
+    module: nn.Module, sharded: Sharded, recipient: Recipient, *args: Any, receives: bool = True, **kwargs: Any
+) -> Any:
     """Collective, if any units are given. Returns the module's own state_dict() with copies of full parameters.
 
     sharded: the units that hold the module's parameters. Hooks of the module see full parameters, too. Inside
-    summon_full_params the values are those that this rank sees there.
+    summon_full_params the values are those that this rank sees there. receives: other ranks send, and return nothing.
     """
-    _refuse_unreadable(sharded)
+    for _, units in sharded if receives else ():
+        _refuse_unreadable(units)
     destination = kwargs.get("destination", args[0] if args else None)
     before = dict(destination or {})
     with ExitStack() as stack:
         temporary = set()
         for model, units in sharded:
             hidden = [unit for unit in units if not unit.summoned]
-            stack.enter_context(summoned(model, hidden))
+            to = recipient.of(model.placement)
+            stack.enter_context(summoned(model, hidden, to=to, offload_to_cpu=recipient.on_cpu))
             temporary |= {param.untyped_storage() for unit in hidden for param in unit.params}
+        if not receives:
+            return {}
         weights = module.state_dict(*args, **{**kwargs, "keep_vars": False})
         copies: dict[Any, Tensor] = {}
         for key, value in weights.items():
             if not isinstance(value, Tensor) or before.get(key) is value:
                 continue
             if wraps_others(value):
-                weights[key] = value.detach().clone()
+                weights[key] = recipient.copy(value)
             elif value.untyped_storage() not in temporary:
                 memory = (value.data_ptr(), value.shape, value.stride(), value.dtype)  # equal for tied parameters
-                weights[key] = copies.setdefault(memory, value.detach().clone())
+                if memory not in copies:
+                    copies[memory] = recipient.copy(value)
+                weights[key] = copies[memory]
     return weights
 
 
-def _gathered(sharded: Sharded, recipient: Recipient, *, receives: bool) -> dict[Tensor, Tensor]:
-    """Collective. Returns full copies of parameters and cast buffers on the recipient; nothing on other ranks."""
-    if receives:
-        _refuse_unreadable(sharded)
-    copies: dict[Tensor, Tensor] = {}
-    for model, units in sharded:
-        for unit in units:
-            copies |= recipient.gather(unit, model.placement)
-        if receives:
-            copies |= {cast.tensor: recipient.copy(cast.tensor, cast.dtype) for cast in model.cast_buffers}
-    return copies
-
-
-def _refuse_unreadable(sharded: Sharded) -> None:
+def _refuse_unreadable(units: Sequence[Unit]) -> None:
     """Raises RuntimeError if only another rank has the full parameters."""
-    if any(unit.summoned and not unit.readable for _, units in sharded for unit in units):
+    if any(unit.summoned and not unit.readable for unit in units):
         raise RuntimeError(
             "state_dict() on a rank that has only shards: inside summon_full_params(rank0_only=True) only rank 0 of "
             "the group has full parameters. Call it there on rank 0 alone, or outside on every rank."
         )
+
+
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Returns parameters and buffers by name: those of state_dict() where that has just these."""
+    named = _named(module)
+    if named is None:
+        named = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
+    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
 def _named(module: nn.Module) -> dict[str, Any] | None:
@@ -302,3 +214,34 @@ def _named(module: nn.Module) -> dict[str, Any] | None:
         return None
     own = {*module.parameters(), *module.buffers()}
     return None if any(isinstance(value, Tensor) and value not in own for value in named.values()) else named
+
+
+# ---------------------------------------------------------------------------------------------------- loading
+
+
+@contextmanager
+def loading(
+    models: Sequence[Model], told: Callable[[nn.Parameter, Tensor], object] = lambda *_: None
+) -> Iterator[None]:
+    """Within the context sharded parameters have the shapes of full ones, and a full value that is copied into one
+    reaches this rank's shard. So the module's own load_state_dict() loads full weights, and gathers nothing.
+
+    told: called with each such parameter and value. Raises RuntimeError within forward, backward and
+    summon_full_params().
+    """
+    models = [model for model in models if model.reads.loading is None]  # others are loaded around this one
+    for model in models:
+        model.refuse_moved()
+        refuse_busy(model.units, "load_state_dict()")
+        for unit in model.units:
+            unit.reshard()  # a forward without backward may have left it unsharded
+            unit.synchronize()
+    try:
+        for model in models:
+            model.reads.loading = told
+        yield
+    finally:
+        for model in models:
+            model.reads.loading = None
+            for group in model.index.groups:
+                group.offload.used(group.shard)

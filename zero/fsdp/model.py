@@ -83,8 +83,8 @@ class Model:
         streams = streams_in(group.streams for group in self.index.groups)
         common = self.index, self.comms, streams, self.prefetch, self.together
         self.backward = Backward(*common)
-        reads = Reads(self.index, self.comms, self.backward, [self.comm, *others_of(self.index)])
-        self.schedule = Schedule(*common, self.backward, reads)
+        self.reads = Reads(self.index, self.comms, self.backward, [self.comm, *others_of(self.index)])
+        self.schedule = Schedule(*common, self.backward, self.reads)
         # How to restore what steps have hidden, which are running or have raised.
         self.unfinished_steps: list[tuple[Callable[[Optimizer], None], ReferenceType[Optimizer]]] = []
         claim(self.index, self, _AVERAGES, sharded=_SHARDED)

@@ -9,23 +9,37 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 from torch.optim import Optimizer
 
-from zero._torch import takes_state_hooks
+from zero._torch import OwnHook, takes_state_hooks, with_state_hooks
+from zero.comm import Comm
 from zero.fsdp.model import Model
 from zero.measure.param_groups import SHARD_MARK
+from zero.shards.shard_group import ShardGroup
 from zero.shards.sharded_parameter import mark_states, plain_state
 from zero.state import optimizer_state as state
+from zero.state.gathered import consolidate, receives, refuse_no_rank
 from zero.state.own_dtypes import keep_dtypes
 from zero.state.shard_mark import mark, texts_of
 from zero.state.stepped import SteppedShards, of_user
-from zero.state.whole import consolidate_whole, cut_whole
 
 
-def full(model: Model, optimizer: Optimizer, to: int | None) -> dict[str, Any] | None:
+def full(
+    model: Model, optimizer: Optimizer, to: int | None, device: torch.device | str | None = "cpu"
+) -> dict[str, Any] | None:
     """Collective. See FSDP.optim_state_dict."""
-    state.refuse_no_rank(to, model.placement.ranks)
-    return consolidate_whole(_shards(model, optimizer), None if to is None else model.placement.owner(to))
+    stepped, placement = _shards(model, optimizer), model.placement
+    refuse_no_rank(to, placement.ranks)
+    if to is not None and not placement.has(to):
+        return None
+    for unit in model.units:
+        unit.reshard()  # a forward without backward may have left it unsharded
+    owner = None if to is None else placement.owner(to)
+    if receives(stepped, owner):
+        return with_state_hooks(optimizer, lambda: consolidate(stepped, owner, device) or {})
+    consolidate(stepped, owner, device)
+    return None
 
 
 def load(model: Model, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -35,7 +49,7 @@ def load(model: Model, optimizer: Optimizer, state_dict: dict[str, Any]) -> None
         optimizer.load_state_dict(state_dict)
         keep_dtypes(optimizer, state_dict)
     else:
-        state.load(stepped, cut_whole(stepped, state_dict))
+        state.load(stepped, state_dict)
     mark_states(optimizer)
 
 
@@ -53,10 +67,6 @@ def register(model: Model, optimizer: Optimizer) -> None:
         return
     shard_groups, comm = model.index.groups, model.comm  # not the model, which the hooks would keep alive
 
-    def marked(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        state_dict["state"] = {number: plain_state(of_one) for number, of_one in state_dict["state"].items()}
-        mark(state_dict, state.fingerprint(of_user(optimizer, shard_groups, comm)))
-
     taken: list[dict[str, Any]] = []
 
     def cut(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
@@ -64,7 +74,7 @@ def register(model: Model, optimizer: Optimizer) -> None:
         if given.get(SHARD_MARK) == state.OWN:
             return None
         if not _marked_as_own(stepped, given["param_groups"]):
-            given = state.numbered(optimizer, *state.own_shard(stepped, cut_whole(stepped, given)))
+            given = state.numbered(optimizer, *state.own_shard(stepped, given))
         taken[:] = [given]
         return given
 
@@ -73,9 +83,20 @@ def register(model: Model, optimizer: Optimizer) -> None:
             keep_dtypes(optimizer, taken.pop())
         mark_states(optimizer)
 
-    optimizer.register_state_dict_post_hook(marked)
+    optimizer.register_state_dict_post_hook(_Marks(shard_groups, comm))
     optimizer.register_load_state_dict_pre_hook(cut)
     optimizer.register_load_state_dict_post_hook(keep)
+
+
+class _Marks(OwnHook):
+    """Marks the state as this rank's shard."""
+
+    def __init__(self, shard_groups: list[ShardGroup], comm: Comm) -> None:
+        self._shard_groups, self._comm = shard_groups, comm
+
+    def __call__(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        state_dict["state"] = {number: plain_state(of_one) for number, of_one in state_dict["state"].items()}
+        mark(state_dict, state.fingerprint(of_user(optimizer, self._shard_groups, self._comm)))
 
 
 # By model: the optimizers that have hooks, all that have stepped its parameters.

@@ -6,40 +6,66 @@ torch.amp.GradScaler reads all gradients.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from zero._torch import in_a_backward
+from zero._torch import as_plain_tensors, in_a_backward
 from zero.comm import Comm
 from zero.comm.together import Together
 from zero.fsdp.backward import Backward
 from zero.fsdp.edges import recorded_as_shard
 from zero.fsdp.shown import refuse_read
 from zero.fsdp.unit import Index, Unit
+from zero.shards.cut import Owner
+from zero.shards.shard_group import ShardGroup
+from zero.tensor_parallel import parts
 
 
 class Reads:
     """Reads of the parameters of one model, as sharded_parameter.py asks for them.
 
     scaled: the groups of ranks that have elements of the gradients.
+    `loading`: while full weights are loaded (full_weights.py), what is called with each parameter and value.
     """
 
     def __init__(self, index: Index, comms: Sequence[Comm], backward: Backward, scaled: Sequence[Comm]) -> None:
         self._index, self._backward = index, backward
+        self.loading: Callable[[nn.Parameter, Tensor], object] | None = None
         self._first_read = Together(comms, "the first reading of parameters of another unit")
         self._overflow = [(comm, comm.channel("the search for gradients that are not finite")) for comm in scaled]
 
     @property
-    def are_full(self) -> bool:
+    def _are_full(self) -> bool:
         """Whether parameters are full for who reads them now: within forward and backward."""
         return bool(self._index.running) or (in_a_backward() and self._backward.expected)
+
+    def shape(self, param: nn.Parameter) -> Sequence[int] | None:
+        """The full shape, if a parameter is read as full now or while full weights are loaded."""
+        place = self._index[param]
+        if self.loading is not None:
+            return parts.shape(param, place.group.full_shape(place.position))
+        return place.group.full_shape(place.position) if self._are_full else None
+
+    def load(self, owner: Owner, index: int, shard: Tensor, value: Tensor) -> bool:
+        """While full weights are loaded, writes this rank's elements of a full value, and returns True."""
+        if self.loading is None:
+            return False
+        assert isinstance(owner, ShardGroup)
+        param, full_shape = owner.params[index], owner.full_shape(index)
+        if (*value.shape,) != (*parts.shape(param, full_shape),):
+            raise RuntimeError(f"{owner.names[index]} has the shape {list(full_shape)}, not {list(value.shape)}")
+        with as_plain_tensors():
+            if index in owner.spans:
+                shard.copy_(owner.own_slice(index, parts.cut(param, value.detach())))
+        self.loading(param, value)
+        return True
 
     def unshard(self, param: nn.Parameter) -> bool:
         """Collective within a forward or backward: a parameter of another unit is read, which is unsharded with the
         innermost running one from now on. Returns False outside."""
         unit = self._index.unit_of(param)
-        if not self.are_full:
+        if not self._are_full:
             return False
         if not self._index.running:
             self._backward.unshard_to_read(unit)

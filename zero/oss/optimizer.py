@@ -6,6 +6,7 @@ It holds its shards (zero/shards/owned_shards.py), its step (step.py) and its sa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, cast, overload
 from weakref import ReferenceType, ref
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from zero._torch import with_state_hooks
 from zero.comm import Comm
 from zero.measure.param_groups import called
 from zero.oss.checks import StepChecks
@@ -27,9 +29,9 @@ from zero.oss.step import Step, share_options
 from zero.shards.announce import announce
 from zero.shards.masters import differs
 from zero.shards.partition import Partition
-from zero.state.optimizer_state import load
+from zero.state.gathered import gathered
+from zero.state.optimizer_state import cut, hand_over, numbered_groups
 from zero.state.stepped import SteppedShards
-from zero.state.whole import consolidate_whole, cut_whole
 from zero.wrap.dtensor_checks import checked_by_itself
 
 
@@ -265,13 +267,7 @@ class OSS(Optimizer):
 
         Does not communicate and does not raise. torch.distributed.checkpoint.state_dict refuses a shard.
         """
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        found = self.state_dicts.state_dict(self.stepped_shards)
-        for after in self._optimizer_state_dict_post_hooks.values():
-            changed = after(self, found)
-            found = found if changed is None else changed
-        return found
+        return with_state_hooks(self, partial(self.state_dicts.state_dict, self.stepped_shards))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a full state (of OSS at any world size, or of the plain optimizer) or this rank's own shard.
@@ -321,12 +317,15 @@ def set_bucket_size(optimizer: OSS, numel: int) -> None:
     # Some ranks may own no shard that has state; before the first step no rank does.
     some_state = optimizer.optim.state or any(map(differs, optimizer.shards.masters))
     somewhere = any(optimizer.comm.all_gather_text("some" if some_state else ""))
-    full = consolidate_whole(optimizer.stepped_shards, None, settle=False) if somewhere else None
+    before = replace(optimizer.stepped_shards, part=dict(optimizer.shards).__getitem__)
     optimizer.gradients.forget()
     optimizer.shards.lay_out_again(optimizer.param_groups, numel)
     optimizer._arguments.refuse_full()
+    # Group by group: each rank cuts its new shards from what it receives of the state of the old ones.
+    batches = gathered(before, None, None, settle=False) if somewhere else ()
+    taken = cut(optimizer.stepped_shards, (leaf for batch in batches for leaf in batch))
     optimizer.optim.state.clear()
     for inner, outer in zip(optimizer.optim.param_groups, optimizer.param_groups, strict=True):
         inner["params"] = optimizer.shards.group(outer)["params"]
-    if full is not None:
-        load(optimizer.stepped_shards, cut_whole(optimizer.stepped_shards, full))
+    if somewhere:
+        hand_over(optimizer.stepped_shards, taken, numbered_groups(before))

@@ -9,10 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero._torch import takes_state_hooks
+from zero.measure.param_groups import params_of
 from zero.state import optimizer_state as state
+from zero.state.gathered import consolidate
 from zero.state.shard_mark import mark
 from zero.state.stepped import SteppedShards
-from zero.state.whole import consolidate_whole, cut_whole, has_parts
+from zero.tensor_parallel import parts
 
 
 class StateDicts:
@@ -27,16 +29,16 @@ class StateDicts:
         self._full = None
 
     def consolidate(self, stepped: SteppedShards, to: int | None) -> None:
-        self._full = consolidate_whole(stepped, to)
+        self._full = consolidate(stepped, to)
 
     def state_dict(self, stepped: SteppedShards) -> dict[str, Any]:
         full = self._full
-        if full is None or (stepped.comm.world == 1 and not has_parts(stepped)):
+        if full is None or (stepped.comm.world == 1 and parts.ranks(params_of(stepped)) is None):
             return state.shard_of(stepped)
         return {"state": dict(full["state"]), "param_groups": state.numbered_groups(stepped)}
 
     def load_state_dict(self, stepped: SteppedShards, state_dict: dict[str, Any]) -> None:
-        state.load(stepped, cut_whole(stepped, state_dict))
+        state.load(stepped, state_dict)
         self.forget()
 
     def take(

@@ -17,9 +17,12 @@ from zero.shards.layout import Layout, Span
 class Asked(Protocol):
     """Who is asked when a sharded parameter is read."""
 
-    @property
-    def are_full(self) -> bool:
-        """Whether they are read as full tensors now: within forward and backward."""
+    def shape(self, param: nn.Parameter) -> Sequence[int] | None:
+        """The shape as which a parameter is read now, if that is not the shard's: within forward and backward, and
+        while full weights are loaded."""
+
+    def load(self, owner: Owner, index: int, shard: Tensor, value: Tensor) -> bool:
+        """While full weights are loaded, writes this rank's elements of a full value, and returns True."""
 
     def unshard(self, param: nn.Parameter) -> bool:
         """Collective within forward and backward: unshards the parameter, and returns True. Returns False outside."""

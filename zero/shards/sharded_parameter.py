@@ -45,6 +45,8 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         return _plainly(func, args, kwargs)
     if (attribute or name) in OF_SHAPE:
         return _plainly(func, [_in_the_shape_of(args[0]), *args[1:]] if args else args, kwargs)
+    if name == "copy_" and _load(*args[:2]):
+        return args[0]
     if _unshard_to_read((*args, *kwargs.values())):
         return func(*args, **kwargs)
     if name in ABOUT or attribute in ABOUT_ATTRIBUTES:
@@ -97,12 +99,21 @@ def _unshard_to_read(values: Iterable[Any]) -> bool:
 def _in_the_shape_of(tensor: Any) -> Any:
     """What a question about the shape is asked: of a parameter that is read as a full tensor one of that shape, so that
     nobody need gather it, perhaps on one rank alone."""
-    if isinstance(tensor, _Sharded) and isinstance(tensor, Tensor):
-        cut, reads = cut_of(tensor), _reads_of(tensor)
-        owner = cut.owner()
-        if owner is not None and reads is not None and reads.are_full:
-            return torch.empty(owner.full_shape(cut.position), device="meta")
+    if isinstance(tensor, _Sharded) and isinstance(tensor, nn.Parameter):
+        reads = _reads_of(tensor)
+        shape = None if reads is None else reads.shape(tensor)
+        if shape is not None:
+            return torch.empty(shape, device="meta")
     return tensor
+
+
+def _load(shard: Any, value: Any) -> bool:
+    """Whether this rank's elements of a full value were written into a shard, as full weights are loaded now."""
+    if not isinstance(shard, AtRest) or not isinstance(shard, Tensor):
+        return False
+    cut, reads = cut_of(shard), _reads_of(shard)
+    owner = cut.owner()
+    return owner is not None and reads is not None and reads.load(owner, cut.position, shard, value)
 
 
 def _spread_overflow(gradients: Sequence[Tensor], found: Tensor) -> None:

@@ -82,6 +82,11 @@ def copied(tensor: Tensor) -> Tensor:
     return type(wrapper).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())  # type: ignore[no-any-return]
 
 
+def moved(leaf: Any, device: torch.device | str | None) -> Any:
+    """The leaf on a device; as it is if that is None."""
+    return leaf if device is None or not isinstance(leaf, Tensor) else leaf.to(device)
+
+
 def all_described(leaves: dict[str, Any], of: str, what: str = "state") -> dict[str, dict[str, Any]]:
     """Leaves as JSON, by key. of, what: who has them, and what they are, for errors.
 

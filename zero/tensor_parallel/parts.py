@@ -101,6 +101,12 @@ def cut(param: Tensor, value: Tensor) -> Tensor:
     return distribute_tensor(value, dtensor.device_mesh, dtensor.placements, src_data_rank=None).to_local()
 
 
+def shape(param: Tensor, shape: Sequence[int]) -> Sequence[int]:
+    """Returns the shape of the whole tensor. shape: that of the part."""
+    dtensor = table.dtensor_of(param)
+    return shape if dtensor is None else dtensor.shape
+
+
 def numel(param: Tensor, numel: int) -> int:
     """Returns the elements of the whole tensor. numel: those of the part."""
     dtensor = table.dtensor_of(param)

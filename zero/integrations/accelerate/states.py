@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 from zero import checkpoint
 from zero._torch import named_as_compiled
 from zero.fsdp import FSDP
+from zero.full_state import full_state_dict
 from zero.integrations.accelerate.sharding import Sharding, inside
 from zero.measure.param_groups import steps
 from zero.oss import OSS
-from zero.scripts import full_state_dict
 
 _SHARDED, _OPTIMIZER = "zero", f"{OPTIMIZER_NAME}.bin"
 

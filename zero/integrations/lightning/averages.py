@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
-from zero.scripts import full_state_dict
+from zero.full_state import full_state_dict
 
 # Where WeightAveraging keeps the weights of the model in a checkpoint, whose "state_dict" has their averages.
 _CURRENT = "current_model_state"

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from zero import checkpoint
 from zero._torch import named_as_compiled
 from zero.fsdp import FSDP
+from zero.full_state import full_state_dict
 from zero.integrations.lightning import sharding
-from zero.scripts import full_state_dict
 
 
 class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):

@@ -22,9 +22,10 @@ from zero import checkpoint as saved
 from zero._torch import follow, named_as_compiled
 from zero.comm import Comm
 from zero.fsdp import FSDP
+from zero.full_state import full_state_dict
 from zero.integrations.lightning import averages, sharding
 from zero.integrations.lightning.launcher import Launcher
-from zero.scripts import full_state_dict, unwrap
+from zero.scripts import unwrap
 
 _IN_SHARDS = "zero_in_shards"
 

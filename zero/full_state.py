@@ -1,0 +1,167 @@
+"""Weights and optimizer state in full, the same at any stage: as dictionaries, and as streams that hold one unit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero._torch import name_without_compile, with_state_hooks
+from zero.comm import COLLECTION, Comm
+from zero.comm.waiting import calling
+from zero.fsdp.full_weights import Recipient, full_weights, gathered, named_tensors
+from zero.state import gathered as states
+from zero.state import leaves
+from zero.state.stepped import SteppedShards
+from zero.tensor_parallel.parts import is_first
+from zero.wrappers import comms_of, names_of, prepared, stepped_for, unwrapped
+
+Device = torch.device | str | None
+WITHIN = "/"
+"""Between the name of a parameter and the key of its state, in the names of streams. torch's names have dots."""
+
+
+@calling("zero.full_state_dict")
+def full_state_dict(model: nn.Module, to: int | None = None, device: Device = "cpu") -> dict[str, Any]:
+    """Collective. The full weights as copies, under the module's own names, whatever wraps it.
+
+    Takes FSDP, ShardedDDP, DistributedDataParallel, plain modules, and modules inside of these, compiled or not. Tied
+    parameters share one copy. Shards are gathered unit by unit: besides the result, a rank that gets it holds at most
+    one unit, and other ranks hold nothing. Where the module has hooks of the user's on its state_dict(), or a
+    state_dict() of its own, the recipient holds all full parameters at once, on `device`.
+
+    to: the rank of the model's process group that gets the weights; others send theirs and get an empty dictionary. In
+        hybrid strategies ranks are numbered through the first replica first. By default every rank gets the weights.
+    device: the weights' device, by default the CPU, whose memory they need; None for that of the parameters.
+
+    Weights of a tensor parallel model are whole tensors; `to` then means one of the ranks that have the parts.
+
+    Raises ValueError where `to` is no rank of the group, RuntimeError within forward and backward.
+    """
+    inner, wrappers = unwrapped(model)
+    receives = to is None or is_first(inner.parameters())
+    full = full_weights(inner, comms_of(wrappers)[0], Recipient(to, device))
+    return {name_without_compile(name): value for name, value in full.items()} if receives else {}
+
+
+@calling("zero.full_optimizer_state_dict")
+def full_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizer, to: int | None = None, device: Device = "cpu"
+) -> dict[str, Any]:
+    """Collective. The full state of the optimizer in the plain optimizer's own format, at any stage, as copies.
+
+    It loads by `load_full_optimizer_state_dict` at any other stage and number of ranks, and into the plain optimizer.
+    It is gathered shard group by shard group: besides the result, a rank that gets it holds as much as one unit.
+
+    model, optimizer: those that train. to, device: as of `full_state_dict`.
+
+    Raises ValueError on every rank for state that cannot be made whole, and where `to` is no rank of the group.
+    """
+    (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
+    stepped, to, takes_part = stepped_for(inner, wrappers, optimizer, to)
+    if not takes_part:
+        return {}
+    if not stepped.shard_groups:
+        found = optimizer.state_dict()
+        state = {number: _copied(of_one, device) for number, of_one in found["state"].items()}
+        return {**found, "state": state} if states.receives(stepped, to) else {}
+    if states.receives(stepped, to):
+        return with_state_hooks(optimizer, lambda: states.consolidate(stepped, to, device) or {})
+    states.consolidate(stepped, to, device)
+    return {}
+
+
+def full_tensors(
+    model: nn.Module, optimizer: Optimizer | None = None, to: int | None = None, device: Device = "cpu"
+) -> Iterator[tuple[str, Tensor]]:
+    """Collective while it is iterated, on every rank. Yields the full weights and then, of an optimizer, its state, as
+    pairs of name and tensor, at any stage: for a file, or for an inference engine that takes weights from a trainer.
+
+        for name, tensor in zero.full_tensors(model, to=0): ...
+
+    A rank that gets them holds at most one unit at a time, as far as the caller keeps none. Tied weights come once.
+    Ranks that get none iterate, too, over nothing. Whoever breaks off ends the iteration on all ranks, and the model
+    can be used; where every rank gets tensors, one that goes on raises RuntimeError.
+
+    optimizer: that trains the model. Its state has names such as "layers.0.weight/exp_avg", and numbers are tensors
+        without dimensions. to, device: as of `full_state_dict`.
+
+    Raises as `full_state_dict` and `full_optimizer_state_dict`; ValueError for state in other containers than dicts.
+    """
+    inner, wrappers = unwrapped(model)
+    comms = comms_of(wrappers)
+    batches = _weights(inner, comms[0], Recipient(to, device))
+    if optimizer is not None:
+        batches = chain(batches, _state(inner, device, *stepped_for(inner, wrappers, prepared(optimizer), to)))
+    return _in_step(comms, batches, receives_some=to is None)
+
+
+def _in_step(
+    comms: Sequence[Comm], batches: Iterable[list[tuple[str, Tensor]]], *, receives_some: bool
+) -> Iterator[tuple[str, Tensor]]:
+    """Collective. Yields from the batches, of which all ranks have as many; after each they agree whether to go on."""
+    remaining = iter(batches)
+    try:
+        while True:
+            with calling("zero.full_tensors"):
+                batch = next(remaining, None)
+            if batch is None:
+                return
+            yield from batch
+            del batch  # not while the next one is gathered
+            if _any_rank(comms, 0):
+                break
+    except GeneratorExit:
+        _any_rank(comms, 1)
+        raise
+    if receives_some:
+        raise RuntimeError("another rank has broken off zero.full_tensors, which every rank iterates to the same item.")
+
+
+def _any_rank(comms: Sequence[Comm], flag: int) -> int:
+    for comm in comms:
+        flag = comm.agree(COLLECTION, flags=flag)
+    return flag
+
+
+def _weights(inner: nn.Module, comm: Comm, recipient: Recipient) -> Iterator[list[tuple[str, Tensor]]]:
+    names: dict[Tensor, str] = {}
+    for name, tensor in named_tensors(inner).items():
+        names.setdefault(tensor, name_without_compile(name))
+    receives = recipient.to is None or is_first(inner.parameters())
+    for batch in gathered(inner, comm, recipient):
+        named = [(names[tensor], copy) for tensor, copy in batch.items() if tensor in names]
+        yield named if receives else []
+
+
+def _state(
+    inner: nn.Module, device: Device, stepped: SteppedShards, to: int | None, takes_part: bool
+) -> Iterator[list[tuple[str, Tensor]]]:
+    if not takes_part:
+        yield from ([] for _ in range(states.batches_of(stepped)))
+        return
+    names = names_of(inner, stepped)
+    for batch in states.gathered(stepped, to, device):
+        yield [(f"{names[number]}{WITHIN}{key}", _as_tensor(names[number], key, leaf)) for number, key, leaf in batch]
+
+
+def _as_tensor(name: str, key: str, leaf: Any) -> Tensor:
+    if isinstance(leaf, Tensor):
+        return leaf
+    if isinstance(leaf, (bool, int, float, complex)):
+        return torch.tensor(leaf, device="cpu")
+    raise ValueError(
+        f"the state {leaves.entry_of(key)!r} of {name} is no tensor or number, and cannot be streamed. Call "
+        "zero.full_optimizer_state_dict."
+    )
+
+
+def _copied(state: Any, device: Device) -> Any:
+    if not isinstance(state, dict):
+        return state
+    copies = {key: leaves.moved(leaves.copied(leaf), device) for key, leaf in leaves.opened(state).items()}
+    return leaves.closed(copies)

@@ -1,0 +1,222 @@
+"""Loads weights and optimizer state in full at any stage: each rank takes its elements of one tensor after another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero._torch import name_without_compile, named_as_compiled, warn_user
+from zero.comm import Comm
+from zero.comm.waiting import calling
+from zero.fsdp.full_weights import loading, named_tensors
+from zero.fsdp.model import Model, models_of
+from zero.full_state import WITHIN
+from zero.measure.built import state_made_by
+from zero.measure.param_groups import options, params_of
+from zero.oss import OSS
+from zero.shards.sharded_parameter import mark_states
+from zero.state import leaves
+from zero.state.given import OPTION, STATE, WEIGHT, FromFirst, Label, first_alone
+from zero.state.optimizer_state import (
+    Leaf,
+    cut,
+    fitting,
+    hand_over,
+    leaves_of,
+    load,
+    numbered_groups,
+    refuse_other_shard,
+)
+from zero.state.own_dtypes import keep_dtypes
+from zero.state.shard_mark import marks_of
+from zero.state.stepped import SteppedShards
+from zero.wrappers import comms_of, names_of, prepared, stepped_by, unwrapped
+
+Given = Mapping[str, Any] | Iterable[tuple[str, Tensor]] | None
+
+
+@calling("zero.load_full_state_dict")
+def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) -> Any:
+    """Collective. Loads full weights into a model of any stage: what `full_state_dict` returns or `full_tensors`
+    yields, or a file of the plain model's. Returns what `load_state_dict` does: missing and unexpected names.
+
+    weights: a mapping, or an iterator of pairs (name, tensor), by the module's own names, with or without `_orig_mod.`
+        of torch.compile; an iterator may read a file tensor by tensor. If all names of a mapping begin with `module.`,
+        as in files of DistributedDataParallel, that is taken off with a warning. Either the same on every rank, or on
+        rank 0 alone, with None or {} on all others: those receive rank 0's tensor by tensor.
+
+    Each rank takes its elements of one tensor after another: besides its shards it holds one tensor.
+
+    Raises ValueError on every rank if names or shapes differ between ranks, if neither rank 0 nor every rank has
+    weights, and for what does not fit of those that rank 0 alone has. Raises RuntimeError within forward and backward,
+    and as `load_state_dict` for other names. torch then has loaded what fits.
+    """
+    inner, wrappers = unwrapped(model)
+    comms, sharded = comms_of(wrappers), [one for one, _ in models_of(inner)]
+    what = "the weights given to zero.load_full_state_dict"
+    alone = first_alone(comms, what, weights, inner.parameters())
+    with ExitStack() as together:
+        for one in sharded:
+            together.enter_context(one.together)
+        if alone:
+            return _load_from_first(inner, comms, sharded, weights, strict)
+        if isinstance(weights, Mapping):
+            shapes = [f"{name}: {list(value.shape)}" for name, value in weights.items() if isinstance(value, Tensor)]
+            comms[0].compare(what, sorted(shapes))
+        with loading(sharded):
+            result = _load(inner, weights, strict)
+        if not isinstance(weights, Mapping):
+            comms[0].compare(what, [*result.missing_keys, "unexpected", *result.unexpected_keys])
+        return result
+
+
+def _load(inner: nn.Module, weights: Given, strict: bool) -> Any:
+    if isinstance(weights, Mapping):
+        return inner.load_state_dict(_named(inner, weights), strict)
+    expected = {name_without_compile(name): tensor for name, tensor in named_tensors(inner).items()}
+    unexpected, loaded = [], set[Tensor]()
+    for name, value in weights or ():
+        if name not in expected:
+            unexpected.append(name)
+            continue
+        (path,) = named_as_compiled(inner, {name: None})
+        holder, _, last = path.rpartition(".")
+        inner.get_submodule(holder).load_state_dict({last: value}, strict=False)
+        loaded.add(expected[name])
+    missing = [name for name, tensor in expected.items() if tensor not in loaded]
+    if strict and (missing or unexpected):
+        raise RuntimeError(
+            f"the weights do not fit {type(inner).__name__}: missing are {missing or 'none'}, unexpected are "
+            f"{unexpected or 'none'}. strict=False loads what there is."
+        )
+    return nn.Module().load_state_dict({})._replace(missing_keys=missing, unexpected_keys=unexpected)
+
+
+def _load_from_first(
+    inner: nn.Module, comms: Sequence[Comm], sharded: Sequence[Model], weights: Given, strict: bool
+) -> Any:
+    """Collective. Rank 0 loads by the module's own load_state_dict(), and sends what that writes into shards."""
+    groups = [group for model in sharded for group in model.index.groups if group.says_so]
+    params = [param for group in groups for param in group.params]
+    positions, held = {param: position for position, param in enumerate(params)}, {*params}
+    others = [tensor for tensor in [*inner.parameters(), *inner.buffers()] if tensor not in held]
+    device = groups[0].full.device if groups else torch.device("cpu")
+    sent = FromFirst(comms, device)
+    try:
+        if sent.is_first:
+            with loading(sharded, lambda param, value: sent.send((WEIGHT, positions[param], ""), value)):
+                return sent.ending(lambda: _load(inner, _sendable(weights), strict))
+        with loading(sharded), torch.no_grad():
+            for (_, position, _), value in sent.received():
+                params[position].copy_(value)
+        missing, unexpected = sent.result
+        return nn.Module().load_state_dict({})._replace(missing_keys=missing, unexpected_keys=unexpected)
+    finally:
+        for comm in comms:
+            comm.broadcast(others)
+
+
+def _sendable(weights: Given) -> Given:
+    """Raises ValueError for what ranks that were given nothing would not get."""
+    for name, value in weights.items() if isinstance(weights, Mapping) else ():
+        if not isinstance(value, Tensor) or name.endswith("_extra_state"):
+            raise ValueError(f"{name!r} is extra state, and only tensors are sent. Pass the weights on every rank.")
+    return weights
+
+
+def _named(inner: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the weights by the names that the module has now."""
+    if weights and all(name.startswith("module.") for name in weights) and not hasattr(inner, "module"):
+        warn_user(
+            "all names of the weights begin with 'module.', as those that DistributedDataParallel saves: it is taken "
+            "off, and the rest is loaded."
+        )
+        weights = {name.removeprefix("module."): value for name, value in weights.items()}
+    return named_as_compiled(inner, weights)
+
+
+@calling("zero.load_full_optimizer_state_dict")
+def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: Given) -> None:
+    """Collective. Loads full optimizer state at any stage: what `full_optimizer_state_dict` returns, the state of the
+    plain optimizer, or pairs of name and tensor as `full_tensors` yields them.
+
+    state_dict: the same on every rank, or on rank 0 alone, with None or {} on all others. Those then receive the state
+        tensor by tensor, and hold one beside their shards. An iterator has no options: the optimizer keeps its own.
+
+    Raises ValueError, and changes nothing, if it does not fit: on every rank if rank 0 alone has it, or if neither rank
+    0 nor every rank has it.
+    """
+    (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
+    stepped = stepped_by(inner, wrappers, optimizer)
+    comms = [optimizer.comm] if isinstance(optimizer, OSS) else comms_of(wrappers)
+    what = "the state given to zero.load_full_optimizer_state_dict"
+    alone = first_alone(comms, what, state_dict, params_of(optimizer))
+    for unit in (unit for one, _ in models_of(inner) for unit in one.units):
+        unit.reshard()  # a forward without backward may have left it unsharded
+    if not alone and isinstance(state_dict, dict):
+        _refuse_shard(stepped, comms, state_dict)
+        if stepped.shard_groups and not isinstance(optimizer, OSS):
+            load(stepped, state_dict)
+            mark_states(optimizer)
+            return
+        optimizer.load_state_dict(state_dict)
+        if not isinstance(optimizer, OSS):
+            keep_dtypes(optimizer, state_dict)
+        return
+    groups: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
+    items = _items(stepped, names_of(inner, stepped), state_dict)
+    if alone:
+        device = next((group.full.device for group in stepped.shard_groups), torch.device("cpu"))
+        items = FromFirst(comms, device).passed_on(items)
+    taken = cut(stepped, _without_options(items, groups))
+    given = [leaves.closed(group) for group in groups]
+    hand_over(stepped, taken, given if any(given) else numbered_groups(stepped))
+
+
+def _items(stepped: SteppedShards, names: Mapping[int, str], given: Given) -> Iterator[tuple[Label, Any]]:
+    """Yields leaves of state, and options of groups."""
+    if isinstance(given, dict):
+        if marks_of(given):
+            raise ValueError("the state is one rank's shard. Save what zero.full_optimizer_state_dict() returns.")
+        for number, group in enumerate(given["param_groups"]):
+            yield from (((OPTION, number, key), leaf) for key, leaf in leaves.opened(options(group)).items())
+        yield from (((STATE, number, key), leaf) for number, key, leaf in leaves_of(fitting(stepped, given)))
+        return
+    numbers = {name: number for number, name in names.items()}
+    made = [state_made_by(stepped.optim, group, group["params"][0].dtype) for group in stepped.param_groups]
+    by_number = [of_group for of_group, group in zip(made, stepped.param_groups, strict=True) for _ in group["params"]]
+    pairs: Iterable[tuple[str, Tensor]] = given or ()  # type: ignore[assignment]
+    for label, tensor in pairs:
+        name, _, key = label.partition(WITHIN)
+        if name not in numbers or not key:
+            raise ValueError(
+                f"{label!r} is the state of no parameter of the {type(stepped.optim).__name__}. Names are as "
+                f"zero.full_tensors yields them, such as {next(iter(numbers), '')}{WITHIN}exp_avg."
+            )
+        is_number = isinstance(by_number[numbers[name]].get(key), (int, float)) and not tensor.dim()
+        yield (STATE, numbers[name], key), tensor.item() if is_number else tensor
+
+
+def _without_options(items: Iterable[tuple[Label, Any]], groups: Sequence[dict[str, Any]]) -> Iterator[Leaf]:
+    """Yields the leaves of state, and puts options into the groups."""
+    for (what, number, key), leaf in items:
+        if what == OPTION:
+            groups[number][key] = leaf
+        else:
+            yield number, key, leaf
+
+
+def _refuse_shard(stepped: SteppedShards, comms: Sequence[Comm], state_dict: dict[str, Any]) -> None:
+    """Collective. Raises ValueError on every rank where any was given the shard of another."""
+    problem, what = None, "the state given to zero.load_full_optimizer_state_dict"
+    try:
+        refuse_other_shard(stepped, marks_of(state_dict), "Load what zero.full_optimizer_state_dict returns.")
+    except ValueError as error:
+        problem = str(error)
+    for comm in comms:
+        comm.compare(what, [], problem)
