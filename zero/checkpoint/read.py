@@ -31,6 +31,7 @@ from zero.checkpoint.shards import Held, Training, inner, kind
 from zero.checkpoint.source import Source
 from zero.checkpoint.storage import place
 from zero.checkpoint.values import decode
+from zero.checkpoint.write import finish
 from zero.comm.waiting import calling
 from zero.oss import OSS
 from zero.shards.sharded_parameter import mark_states
@@ -54,7 +55,8 @@ def load(
 
         extra = zero.checkpoint.load("run", model, optimizer)
 
-    path: a run's directory, for its latest checkpoint, or one checkpoint's directory; or an fsspec URL of either.
+    path: a run's directory, for its latest checkpoint, or one checkpoint's directory; or an fsspec URL of either. A
+        save of the run that is still being written (wait=False) is waited for first.
     model, optimizer: built as for training, at any stage. Without an optimizer only parameters and buffers are loaded.
     process_group: of a plain model; a wrapped one knows its own.
 
@@ -109,6 +111,7 @@ def _opened(path: str | os.PathLike[str], training: Training) -> Source:
     given, unknown = attempt(lambda: place(path))
     training.ranks.compare("the arguments of zero.checkpoint.load", [f"path {given}"], unknown or training.problem)
     assert given is not None
+    finish(given, training.ranks)
     source, problem = attempt(lambda: Source(directory.resolve(given)))
     lines = [str(source.directory), source.digest] if source else []
     training.ranks.compare("the checkpoints found", lines, problem)

@@ -5,16 +5,19 @@
 
 This is the same with wait=True and wait=False. With wait=False a rank first copies what it owns, and a thread does the
 rest while training goes on. These threads send nothing, because training uses the process group: the thread of every
-other rank writes a report to disk when it is done, and the first rank's thread waits for these reports.
+other rank writes a report to disk when it is done, and the first rank's thread waits for these reports. What fails on a
+thread is raised by `wait`, which the run's next save or load calls first, or told when the program ends.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,8 +67,9 @@ def save(
         An entry is stored once if it is the same on all ranks, otherwise once a rank.
     keep: how many checkpoints of the run to keep; the oldest are removed. None keeps all.
     wait: False copies what this rank owns, and a thread writes the copy while training goes on. The memory of the copy
-        is reused by the next such save. `wait()` of the returned Saving is collective; so is the next save, which calls
-        it first.
+        is reused by the next such save. `wait()` of the returned Saving is collective; the run's next save or load
+        calls it first. If the program ends without it and the save has failed, standard error says so, and Python exits
+        with status 120.
     process_group: of a plain model; a wrapped one knows its own.
 
     Memory: what this rank owns is written without a copy from the memory of the CPU, BUFFER (16 MiB) at a time from
@@ -78,19 +82,30 @@ def save(
     """
     training = Training(model, optimizer, process_group)
     run, plan = _agree(training, path, {} if extra is None else extra, keep, wait)
-    earlier = _unfinished.get(run)
-    if earlier is not None:
-        earlier.wait()
+    finish(run, training.ranks)
+    copied = None if wait else training.ranks.together(lambda: staged(model, plan.held), before="no copy to write: ")
     begun, problem = attempt(lambda: directory.begin(run), writing=run) if training.ranks.first else (None, None)
-    name: str = training.ranks.exchange(begun.name if begun else None, problem)[0]
+    name: str = training.ranks.exchange(begun and begun.name, problem)[0]
     saving = Saving(training.ranks, run / name, plan.index, keep)
-    if wait:
-        saving._write_file(plan)
+    if copied is None:
+        saving._write(plan)
         saving.wait()
     else:
-        copies, release = staged(model, plan.held)
-        saving._write_behind(replace(plan, held=copies), release)
+        saving._write_behind(replace(plan, held=copied[0]), release=copied[1])
     return saving
+
+
+def finish(path: Place, ranks: Ranks) -> None:
+    """Collective. Waits for the save of a run, or of the run that a checkpoint is in, that a thread still writes."""
+    for run in (path, path.parent):
+        saving = _unfinished.get(run)
+        if saving is not None and saving._ranks.all != ranks.all:
+            raise CheckpointError(
+                f"{run} is still being saved by {saving._ranks.all} ranks, of which {ranks.all} ask for it. Call "
+                "wait() of that save first, on all of them."
+            )
+        if saving is not None:
+            saving.wait()
 
 
 class Saving:
@@ -100,16 +115,17 @@ class Saving:
         self._ranks, self._partial, self._index, self._keep = ranks, partial, index, keep
         self._thread: threading.Thread | None = None
         self._written, self._given_up = threading.Event(), threading.Event()
-        self._final: Place | None = None
         self._problem: str | None = None
-        self._done = False
+        # On the first rank, once the checkpoint has its name; on every rank, once `wait` has told all.
+        self._published: Place | None = None
+        self._final: Place | None = None
         self._failure: CheckpointError | None = None
 
     @property
     def path(self) -> Path | str:
         """The checkpoint's path, for `load`; a URL if the run's was one. Raises RuntimeError until it is complete."""
         if self._failure is not None:
-            raise RuntimeError(f"there is no checkpoint: {self._failure}")
+            raise RuntimeError(f"there is no checkpoint to name: {self._failure}")
         if self._final is None:
             raise RuntimeError("the checkpoint is still being written. Call wait() first.")
         return self._final.public
@@ -117,21 +133,24 @@ class Saving:
     def wait(self) -> None:
         """Collective. Returns when the checkpoint is complete, on disk, and the run's latest.
 
-        Raises CheckpointError, on every rank, if it could not be written.
+        Raises CheckpointError, on every rank, if it could not be written. Interrupted by Ctrl-C while this rank's file
+        is being written it can be called again. Interrupted later it raises from then on: the other ranks may have
+        come to either end.
         """
         if self._failure is not None:
             raise self._failure
-        if self._done:
+        if self._final is not None:
             return
-        self._done = True
+        self._written.wait()
         if _unfinished.get(self._partial.parent) is self:
             del _unfinished[self._partial.parent]
         try:
             self._write_all()
-            names = self._ranks.exchange(self._final.name if self._final else None, self._problem)
+            names = self._ranks.exchange(self._published and self._published.name, self._problem)
         except BaseException as error:
-            self._failure = error if isinstance(error, CheckpointError) else None
-            if self._final is None and self._ranks.first:
+            unknown = f"wait() was interrupted ({error!r}): nobody knows whether it is complete. Save again."
+            self._failure = error if isinstance(error, CheckpointError) else CheckpointError(unknown)
+            if self._published is None and self._ranks.first:
                 self._partial.remove()  # with wait=False again, now that no rank writes there any more
             raise
         self._final = self._partial.parent / names[0]
@@ -139,12 +158,10 @@ class Saving:
     def _write_all(self) -> None:
         """Collective. Ranks exchange their problems first: a rank that cannot write cannot write a report either."""
         try:
-            if self._thread is not None:
-                self._written.wait()
             self._ranks.exchange(None, self._problem)
             if self._thread is None and self._ranks.first:
                 self._publish()
-        except CheckpointError:
+        except BaseException:
             self._given_up.set()
             raise
         finally:
@@ -153,34 +170,40 @@ class Saving:
 
     def _write_behind(self, plan: SavePlan, release: Callable[[], None]) -> None:
         """Writes on a thread. release: called when the tensors are written."""
-        _unfinished[self._partial.parent] = self
 
         def work() -> None:
             if sys.platform == "linux":  # there threads have priorities: training comes first where cores are few
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-            self._write_file(plan)
-            release()
-            if self._ranks.writes and not self._ranks.first:
-                report = rank_file(self._partial, self._ranks.rank, "report")
-                attempt(lambda: report.put((self._problem or "").encode()), writing=report)  # empty if all is well
-            self._written.set()  # from here on only the first rank writes to the directory, and can remove it
+                with suppress(OSError):  # which a container may forbid to set
+                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+            self._write(plan, release)
             if self._ranks.first:
                 self._publish()
 
         self._thread = threading.Thread(target=work, name="zero.checkpoint")
         self._thread.start()
+        _unfinished[self._partial.parent] = self
 
-    def _write_file(self, plan: SavePlan) -> None:
-        partial, rank = self._partial, self._ranks.rank
-        if self._ranks.writes:
-            _, self._problem = attempt(
-                lambda: write_rank_file(partial, rank, plan, shown=self._ranks.first), writing=rank_file(partial, rank)
-            )
+    def _write(self, plan: SavePlan, release: Callable[[], None] = lambda: None) -> None:
+        """This rank's file. From the end on only the first rank writes to the directory, and can remove it."""
+        partial, rank, first = self._partial, self._ranks.rank, self._ranks.first
+
+        def work() -> None:
+            if self._ranks.writes:
+                write_rank_file(partial, rank, plan, shown=first)
+            release()
+
+        try:
+            _, self._problem = attempt(work, writing=rank_file(partial, rank))
+            if self._thread is not None and self._ranks.writes and not first:
+                report = rank_file(partial, rank, "report")
+                attempt(lambda: report.put((self._problem or "").encode()), writing=report)  # empty if all is well
+        finally:
+            self._written.set()
 
     def _publish(self) -> None:
         """On the first rank, after it has tried to write its own file."""
         if self._problem is None:
-            self._final, self._problem = attempt(self._seal, writing=self._partial)
+            self._published, self._problem = attempt(self._seal, writing=self._partial)
         if self._problem is not None:
             self._partial.remove()
 
@@ -203,6 +226,31 @@ class Saving:
                 raise FileProblem("another rank could not write its file")
             pause = min(2 * pause, self._partial.poll_every)
         return seal(self._partial, self._index, keep=self._keep)
+
+
+@atexit.register  # by then Python has waited for the threads
+def _tell_failures() -> None:
+    """Says which saves have failed that nobody waits for any more."""
+    for run, saving in _unfinished.items():
+        if saving._problem is not None:
+            sys.stderr.write(f"zero: a save of {run} has failed, and wait() of it was not called: {saving._problem}\n")
+            sys.stderr = _Failed(sys.stderr)
+
+
+class _Failed:
+    """In place of standard error at the very end. Python exits with status 120 where its last flush fails, and has no
+    other way to exit with an error after it has left the script."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        self._stream.flush()
+        if sys.is_finalizing():
+            raise OSError("a save has failed")
 
 
 def _agree(
