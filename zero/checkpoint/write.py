@@ -31,6 +31,7 @@ from zero.checkpoint.agree import Ranks, attempt
 from zero.checkpoint.files import FileProblem, checksum
 from zero.checkpoint.format import CheckpointError, Index
 from zero.checkpoint.rank_files import SavePlan, plan_save, rank_file, seal, staged, write_rank_file
+from zero.checkpoint.resume import PREFIX, Resumed, label
 from zero.checkpoint.shards import Training, kind
 from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import encode
@@ -50,30 +51,31 @@ def save(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     extra: dict[str, Any] | None = None,
+    resume: Any = None,
     keep: int | None = None,
     wait: bool = True,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Saving:
     """Collective. Writes a checkpoint that loads at any stage, on any number of ranks.
 
-        zero.checkpoint.save("run", model, optimizer, extra={"step": 100})
+        zero.checkpoint.save("run", model, optimizer, resume=schedule, extra={"step": 100})
 
     path: the run's directory, on a file system that all ranks see, or an fsspec URL ("s3://bucket/run"). Each save
-        makes a numbered checkpoint in it, and `run/latest` names the newest once it is complete and on disk; until then
-        the one before is the latest.
+        makes a numbered checkpoint in it, and `run/latest` names the newest that is complete and on disk.
     model, optimizer: at any stage, as they are trained; several optimizers as a list.
-    extra: JSON values, tuples, small tensors, numpy arrays and numpy numbers (which come back as Python's), such as a
-        scheduler's or GradScaler's state_dict(), torch.get_rng_state(), numpy.random.get_state() or random.getstate().
-        An entry is stored once if it is the same on all ranks, otherwise once a rank.
+    extra: JSON values, tuples, small tensors, numpy arrays and numbers (which come back as Python's). An entry that
+        is the same on all ranks is stored once, otherwise once a rank.
+    resume: what else a resumed run needs: a scheduler, a GradScaler, anything with state_dict() and load_state_dict(),
+        a torch.Generator; one, or a list, which may be empty. With it the random generators of random, numpy.random and
+        torch, on the CPU and on the current device, are saved, each rank's own.
     keep: how many checkpoints of the run to keep; the oldest are removed. None keeps all.
-    wait: False copies what this rank owns, and a thread writes the copy while training goes on. The memory of the copy
-        is reused by the next such save. `wait()` of the returned Saving is collective; the run's next save or load
-        calls it first. If the program ends without it and the save has failed, standard error says so, and Python exits
-        with status 120.
+    wait: False copies what this rank owns, and a thread writes the copy while training goes on. The next such save
+        reuses the copy's memory. `wait()` of the returned Saving is collective; the run's next save or load calls it
+        first. If the program ends without it and the save has failed, standard error says so, and the status is 120.
     process_group: of a plain model; a wrapped one knows its own.
 
-    Memory: what this rank owns is written without a copy from the memory of the CPU, BUFFER (16 MiB) at a time from
-    other devices; wait=False holds one copy of it. fsspec's file systems have buffers of their own.
+    Memory: none from the memory of the CPU, BUFFER (16 MiB) at a time from other devices; with wait=False a copy of
+    what this rank owns. fsspec's file systems have buffers of their own.
 
     Raises CheckpointError, on every rank, where models or paths differ between ranks, for what cannot be stored, and
     where a rank cannot write; earlier checkpoints stay. Also where parameters that no wrapper synchronises (a plain
@@ -81,12 +83,11 @@ def save(
     by a `process_group` of that rank alone, to a path of its own.
     """
     training = Training(model, optimizer, process_group)
-    run, plan = _agree(training, path, {} if extra is None else extra, keep, wait)
+    planned = attempt(lambda: _plan(training, extra, resume, keep))
+    run, plan = _agree(training, path, f"keep {keep}, wait {wait}", *planned)
     finish(run, training.ranks)
     copied = None if wait else training.ranks.together(lambda: staged(model, plan.held), before="no copy to write: ")
-    begun, problem = attempt(lambda: directory.begin(run), writing=run) if training.ranks.first else (None, None)
-    name: str = training.ranks.exchange(begun and begun.name, problem)[0]
-    saving = Saving(training.ranks, run / name, plan.index, keep)
+    saving = Saving(training.ranks, _begin(run, training.ranks), plan.index, keep)
     if copied is None:
         saving._write(plan)
         saving.wait()
@@ -106,6 +107,13 @@ def finish(path: Place, ranks: Ranks) -> None:
             )
         if saving is not None:
             saving.wait()
+
+
+def _begin(run: Place, ranks: Ranks) -> Place:
+    """Collective. A new directory to write into."""
+    begun, problem = attempt(lambda: directory.begin(run), writing=run) if ranks.first else (None, None)
+    name: str = ranks.exchange(begun and begun.name, problem)[0]
+    return run / name
 
 
 class Saving:
@@ -254,14 +262,18 @@ class _Failed:
 
 
 def _agree(
-    training: Training, path: str | os.PathLike[str], extra: dict[str, Any], keep: int | None, wait: bool
+    training: Training,
+    path: str | os.PathLike[str],
+    options: str,
+    planned: tuple[SavePlan, dict[str, Any]] | None,
+    problem: str | None,
 ) -> tuple[Place, SavePlan]:
     """Collective. The run's directory, and what this rank writes. Raises where ranks do not save the same."""
     ranks = training.ranks
     run, unknown = attempt(lambda: place(path), writing=path)
-    planned, problem = attempt(lambda: _plan(training, extra, keep))
-    plan, encoded = planned or (None, None)
-    lines = [f"path {run}", f"keep {keep}, wait {wait}", f"stage {training.stage}"]
+    plan, encoded = planned or (None, {})
+    lines = [f"path {run}", options, f"stage {training.stage}"]
+    lines += [name for name in encoded if name.startswith(PREFIX)]
     lines += [f"optimizer {kind(one)}" for one in training.optimizers]
     if not training.problem:
         lines += [f"{name}: {training.full_geometry(name)!r}" for name in training.tensors]
@@ -275,12 +287,18 @@ def _agree(
     return run, plan
 
 
-def _plan(training: Training, extra: dict[str, Any], keep: int | None) -> tuple[SavePlan, dict[str, Any]]:
+def _plan(
+    training: Training, extra: dict[str, Any] | None, resume: Any, keep: int | None
+) -> tuple[SavePlan, dict[str, Any]]:
     """What this rank writes, and its extra as JSON. Raises ValueError, with a message for the user."""
+    extra = {} if extra is None else extra
     if training.problem:
         raise ValueError(training.problem)
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep={keep!r}: it is how many checkpoints stay, at least 1, or None for all")
     if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):
         raise ValueError(f"extra={extra!r}: it is a dictionary with strings for keys, such as {{'step': 100}}")
-    return plan_save(training), {key: encode(value, f"extra[{key!r}]") for key, value in extra.items()}
+    if any(key.startswith(PREFIX) for key in extra):
+        raise ValueError(f"extra={extra!r}: names that begin with {PREFIX} are those of resume. Choose others")
+    values = {**extra, **Resumed(resume).states()}
+    return plan_save(training), {key: encode(value, label(key)) for key, value in values.items()}
