@@ -171,7 +171,7 @@ def refused(rank, world, path):
 
 WORDS = {
     "no state_dict": r"resume\[1\] is an? int.* state_dict\(\).*rank 1",
-    "its own argument": r"resume\[0\] is a Adam: .*model and optimizer have arguments of their own",
+    "its own argument": r"resume\[0\] is a Adam.*model and optimizer have arguments of their own",
     "a name of its own": "extra=.*resume/",
     "differs between ranks": "the arguments of zero.checkpoint.save differ .*StepLR",
     "saved without": r"does not fit: it was saved without resume.*extra",

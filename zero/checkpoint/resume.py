@@ -19,6 +19,9 @@ from torch.optim import Optimizer
 
 PREFIX = "resume/"
 
+# How to get a state, and how to set it.
+_Functions = tuple[Callable[[], Any], Callable[[Any], object]]
+
 
 def label(name: str) -> str:
     """What an entry of `extra` is called in messages."""
@@ -33,16 +36,13 @@ class Resumed:
 
     def __init__(self, resume: Any) -> None:
         objects = [] if resume is None else resume if isinstance(resume, list | tuple) else [resume]
-        self._objects = [f"{PREFIX}{number}/{type(one).__name__}" for number, one in enumerate(objects)]
-        functions = [_functions(one, f"resume[{number}]") for number, one in enumerate(objects)]
-        # How to get each state, and how to set it; the generators last, because setting others may draw.
-        self._states = dict(zip(self._objects, functions, strict=True))
-        if resume is not None:
+        self._states = {
+            f"{PREFIX}{number}/{type(one).__name__}": _functions(one, number) for number, one in enumerate(objects)
+        }
+        self._objects = {*self._states}
+        if resume is not None:  # the generators last, because setting others may draw
             self._states |= {f"{PREFIX}{name}": both for name, both in _generators().items()}
-
-    @property
-    def names(self) -> list[str]:
-        return [*self._states]
+        self.names = [*self._states]
 
     def states(self) -> dict[str, Any]:
         return {name: get() for name, (get, _) in self._states.items()}
@@ -55,36 +55,35 @@ class Resumed:
 
     def refuse_others(self, stored: Collection[str]) -> None:
         """Raises ValueError where other objects were saved. stored: the names of all entries."""
-        saved = sorted(name for name in stored if name.startswith(PREFIX))
-        if self._states and not saved:
+        saved = {name for name in stored if name.startswith(PREFIX)}
+        if self.names and not saved:
             raise ValueError(
                 "it was saved without resume=. Load it without, and take from its extra what you put there"
             )
-        objects = [name for name in saved if name.count("/") == 2]
-        if self._states and {*objects} != {*self._objects}:
-            raise ValueError(f"it was saved with resume={_kinds(objects)}, but load was given {_kinds(self._objects)}")
+        saved = {name for name in saved if name.count("/") == 2}
+        if self.names and saved != self._objects:
+            before, here = (
+                ", ".join(one.rpartition("/")[2] for one in sorted(names)) for names in (saved, self._objects)
+            )
+            raise ValueError(f"it was saved with resume=[{before}], but load was given [{here}]")
 
 
-def _kinds(names: Collection[str]) -> str:
-    return f"[{', '.join(name.rpartition('/')[2] for name in names)}]"
-
-
-def _functions(one: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+def _functions(one: Any, number: int) -> _Functions:
     if isinstance(one, torch.Generator):
         return one.get_state, one.set_state
-    if isinstance(one, nn.Module | Optimizer):
-        raise ValueError(f"{name} is a {type(one).__name__}: model and optimizer have arguments of their own")
-    if not callable(getattr(one, "state_dict", None)) or not callable(getattr(one, "load_state_dict", None)):
+    has_state = callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))
+    if isinstance(one, nn.Module | Optimizer) or not has_state:
         raise ValueError(
-            f"{name} is a {type(one).__name__}. Pass objects with state_dict() and load_state_dict(), such as a "
-            "scheduler or a GradScaler, and torch.Generators; anything else belongs into extra"
+            f"resume[{number}] is a {type(one).__name__}. Pass objects with state_dict() and load_state_dict(), as "
+            "schedulers and GradScalers have, and torch.Generators; model and optimizer have arguments of their own, "
+            "and anything else belongs into extra"
         )
     return one.state_dict, one.load_state_dict
 
 
-def _generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+def _generators() -> dict[str, _Functions]:
     """Of this process: those that random, numpy and torch draw from by default, on the CPU and the current device."""
-    found: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+    found: dict[str, _Functions] = {
         "random": (random.getstate, random.setstate),
         "numpy": (np.random.get_state, np.random.set_state),
         "torch": (torch.get_rng_state, torch.set_rng_state),

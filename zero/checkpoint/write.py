@@ -153,28 +153,22 @@ class Saving:
         if _unfinished.get(self._partial.parent) is self:
             del _unfinished[self._partial.parent]
         try:
-            self._write_all()
+            self._ranks.exchange(None, self._problem)  # first: a rank that cannot write cannot write a report either
+            if self._thread is not None:
+                self._thread.join()
+            elif self._ranks.first:
+                self._publish()
             names = self._ranks.exchange(self._published and self._published.name, self._problem)
         except BaseException as error:
             unknown = f"wait() was interrupted ({error!r}): nobody knows whether it is complete. Save again."
             self._failure = error if isinstance(error, CheckpointError) else CheckpointError(unknown)
+            self._given_up.set()
+            if self._thread is not None:
+                self._thread.join()
             if self._published is None and self._ranks.first:
                 self._partial.remove()  # with wait=False again, now that no rank writes there any more
             raise
         self._final = self._partial.parent / names[0]
-
-    def _write_all(self) -> None:
-        """Collective. Ranks exchange their problems first: a rank that cannot write cannot write a report either."""
-        try:
-            self._ranks.exchange(None, self._problem)
-            if self._thread is None and self._ranks.first:
-                self._publish()
-        except BaseException:
-            self._given_up.set()
-            raise
-        finally:
-            if self._thread is not None:
-                self._thread.join()
 
     def _write_behind(self, plan: SavePlan, release: Callable[[], None]) -> None:
         """Writes on a thread. release: called when the tensors are written."""
