@@ -77,12 +77,13 @@ def load_alone(rank, world, path):
     with mock.patch.object(write, "write_rank_file", slowly(write.write_rank_file)):
         saving = zero.checkpoint.save(path, zero.FSDP(tiny()), extra={"step": 1}, wait=False)
         told = refusal(lambda: zero.checkpoint.load(path, tiny(), process_group=alone))
-    saving.wait()
+        saving._thread.join()
+    dist.barrier()
     return told, zero.checkpoint.load(path, tiny(), process_group=alone)
 
 
 @pytest.mark.slow
-def test_a_load_by_some_of_the_ranks_that_save_says_to_wait_first(tmp_path):
+def test_a_load_by_some_of_the_ranks_that_save_says_to_wait_first_until_all_is_written(tmp_path):
     for told, found in ranks.run(load_alone, 2, (str(tmp_path),)):
         assert "still being saved by 2 ranks" in told and "Call wait()" in told
         assert found == {"step": 1}

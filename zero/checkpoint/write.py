@@ -100,13 +100,15 @@ def finish(path: Place, ranks: Ranks) -> None:
     """Collective. Waits for the save of a run, or of the run that a checkpoint is in, that a thread still writes."""
     for run in (path, path.parent):
         saving = _unfinished.get(run)
-        if saving is not None and saving._ranks.all != ranks.all:
+        if saving is None or saving._thread is None:
+            continue
+        if saving._ranks.all == ranks.all:
+            saving.wait()
+        elif saving._thread.is_alive():
             raise CheckpointError(
                 f"{run} is still being saved by {saving._ranks.all} ranks, of which {ranks.all} ask for it. Call "
                 "wait() of that save first, on all of them."
             )
-        if saving is not None:
-            saving.wait()
 
 
 def _begin(run: Place, ranks: Ranks) -> Place:
