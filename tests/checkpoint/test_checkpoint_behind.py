@@ -1,6 +1,7 @@
 """A save behind training (wait=False): what fails there is heard of, and nobody reads past one that is unfinished."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -147,3 +148,22 @@ def test_a_wait_that_is_interrupted_among_ranks_does_not_return_as_if_all_were_c
         print(saving.path)
     zero.checkpoint.save(tmp_path, tiny(), extra={"step": 2})
     assert zero.checkpoint.load(tmp_path, tiny()) == {"step": 2}
+
+
+def remove_all(rank, world, path):
+    real = write.write_rank_file
+
+    def then_remove(partial, *given, **how):
+        real(partial, *given, **how)
+        if rank:
+            time.sleep(0.2)
+            partial.remove()
+
+    with mock.patch.object(write, "write_rank_file", then_remove):
+        return refusal(zero.checkpoint.save(path, zero.FSDP(tiny()), wait=False).wait)
+
+
+@pytest.mark.slow
+def test_a_save_whose_files_somebody_removes_does_not_wait_for_them(tmp_path):
+    for told in ranks.run(remove_all, 2, (str(tmp_path),), timeout=20.0):
+        assert re.search(r"^CheckpointError: .*could not be written \(No such file", told)

@@ -5,13 +5,15 @@
     Local    a mounted directory or file. Read at offsets, directly into the target's memory. Data is on disk when the
              call that writes it returns, and a rename is atomic.
 
-Both go through fsspec, whose LocalFileSystem has no fsync, and replaces files by copying them where a rename would do.
+Both go through fsspec. Its LocalFileSystem has no fsync, replaces files by copying them where a rename would do, stops
+at the first file that it cannot remove, and takes for missing what it may not see: these operations are Local's own.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import uuid
 from collections.abc import Iterator
@@ -123,6 +125,19 @@ class Local(Place):
     @property
     def public(self) -> Path:
         return Path(self.path)
+
+    def inside(self) -> list[Local]:
+        """Raises OSError where there is no directory (any more)."""
+        return [self / name for name in os.listdir(self.path)]
+
+    def exists(self) -> bool:
+        """Raises OSError where this may not be looked at, of which fsspec says that it is not there."""
+        return self.public.exists()
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):  # a file
+            os.unlink(self.path)
 
     def put(self, data: bytes) -> None:
         """File and directory entry are on disk on return."""
