@@ -83,8 +83,8 @@ def save(
     by a `process_group` of that rank alone, to a path of its own.
     """
     training = Training(model, optimizer, process_group)
-    planned = attempt(lambda: _plan(training, extra, resume, keep))
-    run, plan = _agree(training, path, f"keep {keep}, wait {wait}", *planned)
+    planned = attempt(lambda: (place(path), _plan(training, extra, resume, keep)), writing=path)
+    run, plan = _agree(training, f"keep {keep}, wait {wait}", *planned)
     finish(run, training.ranks)
     copied = None if wait else training.ranks.together(lambda: staged(model, plan.held), before="no copy to write: ")
     saving = Saving(training.ranks, _begin(run, training.ranks), plan.index, keep)
@@ -258,24 +258,19 @@ class _Failed:
 
 
 def _agree(
-    training: Training,
-    path: str | os.PathLike[str],
-    options: str,
-    planned: tuple[SavePlan, dict[str, Any]] | None,
-    problem: str | None,
+    training: Training, options: str, planned: tuple[Place, SavePlan] | None, problem: str | None
 ) -> tuple[Place, SavePlan]:
     """Collective. The run's directory, and what this rank writes. Raises where ranks do not save the same."""
     ranks = training.ranks
-    run, unknown = attempt(lambda: place(path), writing=path)
-    plan, encoded = planned or (None, {})
-    lines = [f"path {run}", options, f"stage {training.stage}"]
+    lines, encoded = [options, f"stage {training.stage}"], planned[1].index.extra if planned else {}
     lines += [name for name in encoded if name.startswith(PREFIX)]
+    lines += [f"path {planned[0]}"] if planned else []
     lines += [f"optimizer {kind(one)}" for one in training.optimizers]
     if not training.problem:
         lines += [f"{name}: {training.full_geometry(name)!r}" for name in training.tensors]
-    extras = ranks.compare("the arguments of zero.checkpoint.save", lines, unknown or problem, encoded)
-    assert run is not None
-    assert plan is not None
+    extras = ranks.compare("the arguments of zero.checkpoint.save", lines, problem, encoded)
+    assert planned is not None
+    run, plan = planned
     if training.unsynchronised:
         lines = [f"{held.name} with checksum {checksum(held.flat()):08x}" for held in plan.common]
         ranks.compare("parameters, or their optimizer state, that no wrapper synchronises", lines)
@@ -283,10 +278,8 @@ def _agree(
     return run, plan
 
 
-def _plan(
-    training: Training, extra: dict[str, Any] | None, resume: Any, keep: int | None
-) -> tuple[SavePlan, dict[str, Any]]:
-    """What this rank writes, and its extra as JSON. Raises ValueError, with a message for the user."""
+def _plan(training: Training, extra: dict[str, Any] | None, resume: Any, keep: int | None) -> SavePlan:
+    """What this rank writes, with its own extra. Raises ValueError, with a message for the user."""
     extra = {} if extra is None else extra
     if training.problem:
         raise ValueError(training.problem)
@@ -296,5 +289,7 @@ def _plan(
         raise ValueError(f"extra={extra!r}: it is a dictionary with strings for keys, such as {{'step': 100}}")
     if any(key.startswith(PREFIX) for key in extra):
         raise ValueError(f"extra={extra!r}: names that begin with {PREFIX} are those of resume. Choose others")
+    plan = plan_save(training)
     values = {**extra, **Resumed(resume).states()}
-    return plan_save(training), {key: encode(value, label(key)) for key, value in values.items()}
+    plan.index.extra = {key: encode(value, label(key)) for key, value in values.items()}
+    return plan
