@@ -232,6 +232,7 @@ def planned(case: Case) -> Cost:
         broadcast_dtype=case.broadcast,
         reduce_dtype=case.reduce if case.stage == "2" else None,
         replicas=case.replicas,
+        backend="gloo",
         one_host=case.one_host,
     )
     plan = zero.plan(

@@ -130,3 +130,9 @@ def never_waited_for(rank, world, path):
 def test_a_save_behind_training_that_is_never_waited_for_is_there_all_the_same(tmp_path):
     ranks.run(never_waited_for, 2, (str(tmp_path),), fresh=True)
     zero.checkpoint.load(tmp_path, tiny(WIDTH))
+
+
+def test_a_directory_that_may_not_be_looked_at_is_not_said_to_be_missing(tmp_path):
+    with mock.patch.object(os, "stat", side_effect=PermissionError(13, "Permission denied", str(tmp_path))):
+        told = ranks.refusal(lambda: zero.checkpoint.load(tmp_path, tiny()))
+    assert told == f"CheckpointError: {tmp_path} cannot be read (Permission denied)."

@@ -11,6 +11,7 @@ is nothing to convert between stages, numbers of ranks or partitions: a reader a
     agree       what ranks send one another
     shards      what one rank has of a model and its optimizers, at every stage
     rank_files  what one rank writes of it, its file, and the index made of all files
+    resume      what a resumed run needs besides model and optimizer: schedules, scalers, random generators
     write       save
     source      a checkpoint that is open for reading
     read        load: what one rank reads of it, and what does not fit

@@ -22,7 +22,7 @@ from zero.checkpoint import directory
 from zero.checkpoint.files import Chunk, progress, write
 from zero.checkpoint.format import Entry, Index, all_of, listed
 from zero.checkpoint.source import Source
-from zero.checkpoint.storage import Local, place
+from zero.checkpoint.storage import Local, Place, place
 from zero.checkpoint.values import decode
 
 SHARD_INDEX = "model.safetensors.index.json"
@@ -50,7 +50,7 @@ def export(
     target = place(out)
     if not isinstance(target, Local):
         raise ValueError(f"{target} is a URL: export to a mounted file system, and copy the files from there.")
-    if present := [one.name for one in target.path.glob("model*.safetensors*")]:
+    if present := [one.name for one in target.public.glob("model*.safetensors*")]:
         raise ValueError(f"{target} has {present[0]} already. Choose another directory, or remove its weights.")
     with Source(directory.resolve(place(path))) as source:
         weights = _weights(source.index, dtype)
@@ -63,11 +63,11 @@ def export(
         files = _files([chunk for _, chunk in sorted(chunks.items())], max_shard_size)
         target.make()
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.path) as folder:
-            _write(Local(Path(folder)), files)
+            _write(place(folder), files)
             for name in (written := sorted(one.name for one in Path(folder).iterdir())):
-                Path(folder, name).rename(target.path / name)
+                Path(folder, name).rename(target.public / name)
             target.sync()
-    return [target.path / name for name in written]
+    return [target.public / name for name in written]
 
 
 def _weights(index: Index, dtype: torch.dtype | None) -> dict[str, tuple[Entry, torch.dtype]]:
@@ -112,7 +112,7 @@ def _files(chunks: list[Chunk], limit: int) -> dict[str, list[Chunk]]:
     return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
 
 
-def _write(folder: Local, files: dict[str, list[Chunk]]) -> None:
+def _write(folder: Place, files: dict[str, list[Chunk]]) -> None:
     """Writes the files, and the index of shards if there are several."""
     total = sum(chunk.nbytes for chunks in files.values() for chunk in chunks)
     with progress("exporting", total) as tick:

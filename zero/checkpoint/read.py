@@ -3,7 +3,8 @@
     compare   every rank reads the index, compares it with its model and optimizers, and plans what to read (LoadPlan)
     check     every rank reads the bytes that it needs and compares them with their checksums
     values    the modules take their extra state (get_extra_state); if one refuses it, all get theirs back
-    take      every rank reads the tensors again, into the parameters and the optimizer's state, in place
+    take      every rank reads the tensors again, into the parameters and the optimizer's state, in place; then the
+              objects of `resume` and the generators take their states
 
 After each step the ranks agree that all can go on. Only the last step changes anything for good. It cannot be undone,
 because that would take a second copy of everything. But all that it reads was read a moment before, from files that are
@@ -27,10 +28,12 @@ from zero._torch import as_plain_tensors, warn_user
 from zero.checkpoint import directory
 from zero.checkpoint.agree import Ranks, attempt
 from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, OptimizerIndex, Part, all_of, listed
+from zero.checkpoint.resume import PREFIX, Resumed, label
 from zero.checkpoint.shards import Held, Training, inner, kind
 from zero.checkpoint.source import Source
 from zero.checkpoint.storage import place
 from zero.checkpoint.values import decode
+from zero.checkpoint.write import finish
 from zero.comm.waiting import calling
 from zero.oss import OSS
 from zero.shards.sharded_parameter import mark_states
@@ -48,72 +51,80 @@ def load(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
+    resume: Any = None,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Collective. Loads a checkpoint that was saved at any stage, on any number of ranks. Returns its `extra`.
 
-        extra = zero.checkpoint.load("run", model, optimizer)
+        extra = zero.checkpoint.load("run", model, optimizer, resume=schedule)
 
-    path: a run's directory, for its latest checkpoint, or one checkpoint's directory; or an fsspec URL of either.
+    path: a run's directory, for its latest checkpoint, or one checkpoint's directory; or an fsspec URL of either. A
+        save of the run that is still being written (wait=False) is waited for first.
     model, optimizer: built as for training, at any stage. Without an optimizer only parameters and buffers are loaded.
+    resume: the objects that were saved, in the same order. They, and the random generators, go on as they were then.
+        Without it all of them stay as they are.
     process_group: of a plain model; a wrapped one knows its own.
 
     Floating-point tensors are converted to the model's dtypes. Where masters were stored, a parameter whose dtype is
     not the stored one takes its master's values. Optimizer state whose dtype was not that of the stepped parameter
-    keeps its dtype. Entries of `extra` that differed between the ranks that saved them return to the same ranks; on
-    another number of ranks they are left out, with a warning.
+    keeps its dtype. What differed between ranks of `extra` and `resume`, such as generators, returns to the same ranks;
+    on another number of ranks it is left out, with a warning, and generators stay as they are.
 
-    Memory: existing state is overwritten in place. Besides what the rank keeps in the end there is one buffer of
-    BUFFER (16 MiB), and one full tensor where its dimensions are stored in another order than the model's, or in parts
-    of another size (tensor parallelism), then with a copy of one part.
+    Memory: state is overwritten in place. Besides there is one buffer of BUFFER (16 MiB), and one full tensor where its
+    dimensions are stored in another order than the model's, or in parts of another size (tensor parallelism), then with
+    a copy of one part.
 
     Raises CheckpointError, on every rank and before anything is changed, for files that are missing, truncated or
     altered, for a checkpoint of another model or optimizer, and where a module refuses its extra state. Only a disk
-    that fails after it was read once, and an optimizer that refuses what its class has saved, leave the model partly
-    loaded; the error, on every rank, says so, and another load repairs it.
+    that fails after it was read once, and an optimizer or object of `resume` that refuses what its class has saved,
+    leave the model partly loaded; the error, on every rank, says so, and another load repairs it.
     """
     training = Training(model, optimizer, process_group)
     ranks = training.ranks
-    with _opened(path, training) as source:
+    source, resumed = _opened(path, training, resume)
+    with source:
         plan, (extra, left_out) = ranks.together(
-            lambda: (LoadPlan(training, source.index), _extra(source.index, ranks)),
+            lambda: (LoadPlan(training, source.index), _extra(source.index, ranks, resumed)),
             before=f"{source.directory} does not fit: ",
         )
         ranks.together(lambda: source.check(plan.parts(), shown=ranks.first))
-        try:
-            ranks.together(plan.take_values)
-        except CheckpointError:
-            plan.give_values_back()
-            raise
+        plan.take_values(ranks)
         ranks.together(lambda: plan.take(source), after=_PARTLY_LOADED)
+        ranks.together(lambda: resumed.take(extra), after=_PARTLY_LOADED)
     if left_out:
         warn_user(left_out)
-    return extra
+    return {key: value for key, value in extra.items() if not key.startswith(PREFIX)}
 
 
-def _extra(index: Index, ranks: Ranks) -> tuple[dict[str, Any], str]:
+def _extra(index: Index, ranks: Ranks, resumed: Resumed) -> tuple[dict[str, Any], str]:
     """The `extra` of this rank, and a warning that names the entries that no rank gets."""
     encoded, by_rank, left_out = index.extra, index.extra_by_rank, ""
+    own = {key for one in by_rank for key in one}
+    resumed.refuse_others({*encoded, *own})
+    unread = [label(key) for key in sorted(own) if not key.startswith(PREFIX) or key in resumed.names]
     if len(by_rank) == ranks.all:
         encoded = encoded | by_rank[ranks.number]
-    elif by_rank:
+    elif unread:
         left_out = (
-            f"{listed(sorted({key for one in by_rank for key in one}))} of extra differed between the {len(by_rank)} "
-            f"ranks that saved it, and there are {ranks.all} now: left out."
+            f"{listed(unread)} differed between the {len(by_rank)} ranks that saved it, and there are {ranks.all} now: "
+            "left out."
         )
     return {key: decode(value) for key, value in encoded.items()}, left_out
 
 
-def _opened(path: str | os.PathLike[str], training: Training) -> Source:
-    """Collective. The checkpoint that the path means, the same on all ranks."""
-    given, unknown = attempt(lambda: place(path))
-    training.ranks.compare("the arguments of zero.checkpoint.load", [f"path {given}"], unknown or training.problem)
-    assert given is not None
+def _opened(path: str | os.PathLike[str], training: Training, resume: Any) -> tuple[Source, Resumed]:
+    """Collective. The checkpoint that the path means, the same on all ranks, and what takes its extra states."""
+    understood, unknown = attempt(lambda: (place(path), Resumed(resume)))
+    lines = [] if understood is None else [f"path {understood[0]}", *understood[1].names]
+    training.ranks.compare("the arguments of zero.checkpoint.load", lines, unknown or training.problem)
+    assert understood is not None
+    given, resumed = understood
+    finish(given, training.ranks)
     source, problem = attempt(lambda: Source(directory.resolve(given)))
     lines = [str(source.directory), source.digest] if source else []
     training.ranks.compare("the checkpoints found", lines, problem)
     assert source is not None
-    return source
+    return source, resumed
 
 
 class LoadPlan:
@@ -141,16 +152,21 @@ class LoadPlan:
         for plan in self._optimizers:
             yield from ((entry, part) for _, _, entry, part in plan.tensors)
 
-    def take_values(self) -> None:
-        """Gives the modules their extra state. One may refuse it; see `give_values_back`."""
-        for name, value in self._index.values.items():
-            self._training.holders[name].set_extra_state(decode(value))
+    def take_values(self, ranks: Ranks) -> None:
+        """Collective. Gives the modules their extra state; where one refuses it, on any rank, all get theirs back."""
+        holders = self._training.holders
 
-    def give_values_back(self) -> None:
-        """Undoes `take_values`."""
-        for name, value in self._training.values.items():
-            with suppress(Exception):  # a module may refuse even its own state; the others get theirs back
-                self._training.holders[name].set_extra_state(value)
+        def take() -> None:
+            for name, value in self._index.values.items():
+                holders[name].set_extra_state(decode(value))
+
+        try:
+            ranks.together(take)
+        except CheckpointError:
+            for name, value in self._training.values.items():
+                with suppress(Exception):  # a module may refuse even its own state
+                    holders[name].set_extra_state(value)
+            raise
 
     @torch.no_grad()
     def take(self, source: Source) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zero.fsdp import MEMORY_FIRST, SPEED_FIRST, MixedPrecision, Prefetch
 from zero.offload import CPUOffload
-from zero.plan.gpt import GPT, batch_of, gpt_of
+from zero.plan.gpt import GPT, LENGTH, batch_of, gpt_of
 from zero.plan.planner import plan
 from zero.plan.rehearsal import misfit
 from zero.plan.result import Plan
@@ -73,9 +73,9 @@ def _show(given: argparse.Namespace, result: Plan, title: str) -> None:
     if given.json:
         print(result.to_json())
         return
-    missing = "--batch" if given.model else "--tokens"
-    without = "" if result.activations else f"; activations not counted ({missing})"
-    print(f"{title}, {given.optimizer}, {given.precision}; {result.unit} a rank and step{without}\n")
+    counted = f"{given.tokens:,} tokens a rank (--tokens)" if given.tokens else "activations not counted (--batch)"
+    counted = "" if given.batch else f"; {counted}"
+    print(f"{title}, {given.optimizer}, {given.precision}; {result.unit} a rank and step{counted}\n")
     print(result.table() + "\n")
     for world in result.worlds:
         print(result.why(world))
@@ -91,7 +91,7 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     how = "instead of a model: a GPT of so many parameters, such as 350M, 7B or 7e9 ..."
     add("--parameters", type=_count, metavar="N", help=how)
     add("--layers", type=int, metavar="N", help="... of so many blocks (default: by its size)")
-    add("--tokens", type=_positive, metavar="N", help="... whose activations for so many tokens of a rank are measured")
+    add("--tokens", type=_positive, metavar="N", help=f"... whose step has so many tokens a rank (default: {LENGTH})")
     how = "measure the model's activations: the forward's arguments, such as 2x1024:int64,2x1024:int64"
     add("--batch", type=_batch, metavar="SHAPE:DTYPE,...", help=how)
     add("--world", type=_worlds, metavar="N,N", default=[8], help="numbers of ranks (default: 8)")
@@ -103,7 +103,8 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--partition", choices=("auto", "even", "whole"), default="auto", help="where parameters are cut")
     how = "how far ahead FSDP gathers units, and how many are in flight at once"
     add("--prefetch", choices=PREFETCHES, default="default", help=f"{how} (default: %(default)s)")
-    add("--backend", choices=("nccl", "gloo"), default="nccl", help="of the process group (default: %(default)s)")
+    how = "of the process group: on GPUs, or on CPUs (default: %(default)s)"
+    add("--backend", choices=("nccl", "gloo"), default=Options.backend, help=how)
     how = "with gloo: all ranks run on one Linux host, and read one another's memory"
     add("--one-host", action="store_true", help=how)
     how = "what is stepped at stages from 1 on, or this share of it, is in the memory of the host (default: all)"
@@ -117,6 +118,8 @@ def _read(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--tokens are of --parameters; give a model's forward its arguments by --batch")
     if given.parameters is not None and given.batch:
         parser.error("--batch is of a model; with --parameters give --tokens")
+    if given.parameters is not None:
+        given.tokens = given.tokens or LENGTH
     return given
 
 

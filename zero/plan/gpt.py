@@ -12,7 +12,7 @@ WORDS = 50_304
 """About the vocabulary of GPT-2; smaller models spend at most a quarter of their parameters on it."""
 
 LENGTH = 2048
-"""The most tokens of a sequence."""
+"""The most tokens of a sequence, and those of a rank's step if nothing is said."""
 
 
 class Block(nn.Module):

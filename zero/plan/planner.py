@@ -50,9 +50,9 @@ def plan(
     precision: as in FSDP. The lower stages are planned with the same: parameters in its param_dtype, masters in the
         parameters' own dtype (OSS's master_dtype).
     auto_wrap_policy, prefetch: as in FSDP.
-    memory: bytes that a rank has, to say which stages fit.
+    memory: bytes that a rank has, to say which stages fit; 8% of it are held back for what is not counted.
     batch: positional arguments of a rank's forward, to measure its activations, but not what kernels hold for a while.
-    options: further options of OSS, ShardedDDP and FSDP.
+    options: further options of OSS, ShardedDDP and FSDP. By default GPUs are planned, over NCCL.
     stages: those to plan, such as [3] or ["2", "3 kept"]; by default all, or with offload those from 1 on.
 
     Raises ValueError for what the stages would refuse and a batch that forward does not take, RuntimeError for a batch

@@ -6,6 +6,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+HELD_BACK = 0.08
+"""Of a rank's memory, for what a plan does not count: CUDA's context, NCCL's buffers, fragmentation."""
+
 _BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 TITLES = {
@@ -53,7 +56,7 @@ class Plan:
     """The costs of every stage at every number of ranks.
 
     parameters: how many the model has.
-    memory: bytes that a rank has; None if not given.
+    memory: bytes that a rank has, of which HELD_BACK stays free; None if not given.
     activations: whether the peaks include them.
     """
 
@@ -74,7 +77,7 @@ class Plan:
         return list(dict.fromkeys(cost.world for cost in self.costs))
 
     def fits(self, cost: Cost) -> bool:
-        return self.memory is None or cost.peak <= self.memory
+        return self.memory is None or cost.peak <= (1 - HELD_BACK) * self.memory
 
     def recommended(self, world: int) -> Cost | None:
         """The lowest stage that fits, but 2 where 1 and 2 do; None if nothing fits."""
@@ -96,7 +99,10 @@ class Plan:
         without = "" if self.activations else ", activations not counted"
         if self.memory is None:
             return f"{ranks}: with memory= (--memory 80GiB) of a rank the plan says which stage to take"
-        available = f"{self._size(self.memory)} {self.unit}"
+        usable = self._size((1 - HELD_BACK) * self.memory)
+        available = (
+            f"{usable} {self.unit} ({self._size(self.memory)} {self.unit} less {HELD_BACK:.0%} for what is not counted)"
+        )
         if chosen is None:
             least = min(self._at(world), key=lambda cost: cost.peak)
             return (

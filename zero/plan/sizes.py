@@ -22,7 +22,8 @@ class Options:
     offload: at stages 1 to 3, from a GPU: shards, their gradients and the optimizer's state are on the host.
     broadcast_dtype, reduce_dtype: the dtypes that stages 1 and 2 send; stage 3 sends those of `precision`.
     replicas: at stage 3, how often the sharded model is replicated across the ranks (HYBRID_SHARD).
-    backend: decides the cost of comparing operations between ranks, and the implementation of torch's optimizers.
+    backend: "nccl", on GPUs, where torch's optimizers step all parameters at once; "gloo" on CPUs. It also decides the
+        cost of comparing operations between ranks.
     one_host: whether all ranks run on one Linux host, where over Gloo, with tensors on the CPU, they read one another's
         memory and need no buffer to receive into. Otherwise the larger figure of several hosts is planned, which holds
         also for one host where processes may not read one another. Nothing changes with NCCL.
@@ -36,7 +37,7 @@ class Options:
     bucket_bytes: int | None = None
     offload: CPUOffload | DiskOffload | None = None
     replicas: int = 1
-    backend: Literal["gloo", "nccl"] = "gloo"
+    backend: Literal["gloo", "nccl"] = "nccl"
     one_host: bool = False
 
 

@@ -1,0 +1,169 @@
+"""A save behind training (wait=False): what fails there is heard of, and nobody reads past one that is unfinished."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+from saved import adam, tiny
+
+import ranks
+import zero
+from processes import ROOT
+from ranks import refusal
+from zero.checkpoint import CheckpointError, write
+from zero.checkpoint.agree import Ranks
+
+ON_FULL_DISK = """
+import atexit, sys
+from unittest import mock
+import torch
+from zero.checkpoint import rank_files, save
+atexit.register(print, "left well")
+with mock.patch.object(rank_files, "write", side_effect=OSError(28, "No space left on device")):
+    saving = save(sys.argv[1], torch.nn.Linear(2, 2), wait=False)
+    saving._written.wait()
+print("trained")
+"""
+
+
+@pytest.mark.slow
+def test_a_last_save_that_fails_and_is_not_waited_for_is_told_at_exit(tmp_path):
+    command = [sys.executable, "-c", ON_FULL_DISK, str(tmp_path / "run")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ended.stdout == "trained\nleft well\n"
+    assert ended.returncode == 120, ended.stderr
+    [line] = ended.stderr.splitlines()
+    assert all(words in line for words in (str(tmp_path / "run"), "No space left on device", "wait()"))
+
+
+def slowly(work):
+    def later(*args, **options):
+        time.sleep(0.3)
+        return work(*args, **options)
+
+    return later
+
+
+def load_at_once(rank, world, path):
+    model, optimizer = zero.setup(tiny(), adam(), stage=3)
+    zero.checkpoint.save(path, model, optimizer, extra={"step": 1})
+    with mock.patch.object(write, "write_rank_file", slowly(write.write_rank_file)):
+        zero.checkpoint.save(path, model, optimizer, extra={"step": 2}, wait=False)
+        found = [zero.checkpoint.load(path, model, optimizer)]
+        zero.checkpoint.save(path, model, optimizer, extra={"step": 3}, wait=False)
+        found.append(zero.checkpoint.load(f"{path}/00000003", model, optimizer))
+    with mock.patch.object(write, "write_rank_file", side_effect=OSError(28, "full") if rank else None):
+        zero.checkpoint.save(path, model, optimizer, extra={"step": 4}, wait=False)
+        told = refusal(lambda: zero.checkpoint.load(path, model, optimizer))
+    return [*found, zero.checkpoint.load(path, model, optimizer)], told
+
+
+@pytest.mark.slow
+def test_a_load_waits_for_the_save_that_is_being_written_and_raises_what_that_raises(tmp_path):
+    for found, told in ranks.run(load_at_once, 2, (str(tmp_path),)):
+        assert found == [{"step": 2}, {"step": 3}, {"step": 3}]
+        assert told.startswith("CheckpointError") and "rank-00001.safetensors could not be written (full)" in told
+
+
+def load_alone(rank, world, path):
+    alone = [dist.new_group([one]) for one in range(world)][rank]
+    with mock.patch.object(write, "write_rank_file", slowly(write.write_rank_file)):
+        saving = zero.checkpoint.save(path, zero.FSDP(tiny()), extra={"step": 1}, wait=False)
+        told = refusal(lambda: zero.checkpoint.load(path, tiny(), process_group=alone))
+        saving._thread.join()
+    dist.barrier()
+    return told, zero.checkpoint.load(path, tiny(), process_group=alone)
+
+
+@pytest.mark.slow
+def test_a_load_by_some_of_the_ranks_that_save_says_to_wait_first_until_all_is_written(tmp_path):
+    for told, found in ranks.run(load_alone, 2, (str(tmp_path),)):
+        assert "still being saved by 2 ranks" in told and "Call wait()" in told
+        assert found == {"step": 1}
+
+
+def raising(what):
+    return mock.Mock(side_effect=what)
+
+
+FORBIDDEN = PermissionError(1, "Operation not permitted")
+CANNOT_ALLOCATE = RuntimeError("can't allocate memory")
+
+
+def something_raises(rank, world, path):
+    model, told = zero.FSDP(tiny()), []
+    with mock.patch.object(os, "setpriority", raising(FORBIDDEN)):
+        zero.checkpoint.save(path, model, extra={"step": 1}, wait=False).wait()
+    staged = write.staged
+    with mock.patch.object(write, "staged", raising(CANNOT_ALLOCATE) if rank else staged):
+        told.append(refusal(lambda: zero.checkpoint.save(path, model, wait=False)))
+    with mock.patch.object(write, "staged", lambda *given: (staged(*given)[0], raising(CANNOT_ALLOCATE))):
+        told.append(refusal(zero.checkpoint.save(path, model, wait=False).wait))
+    return zero.checkpoint.load(path, model), told
+
+
+@pytest.mark.slow
+def test_whatever_raises_before_or_on_the_thread_is_raised_on_every_rank(tmp_path):
+    """In a container that forbids priorities, the save succeeds."""
+    for found, told in ranks.run(something_raises, 2, (str(tmp_path),), timeout=20.0):
+        assert found == {"step": 1}
+        assert all("can't allocate memory" in one and one.startswith("CheckpointError") for one in told), told
+
+
+@pytest.fixture
+def interruptible():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_wait_that_is_interrupted_while_a_file_is_written_can_be_called_again(interruptible, tmp_path):
+    with mock.patch.object(write, "write_rank_file", slowly(write.write_rank_file)):
+        saving = zero.checkpoint.save(tmp_path, tiny(), extra={"step": 1}, wait=False)
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            saving.wait()
+        with pytest.raises(RuntimeError, match="still being written"):
+            print(saving.path)
+        saving.wait()
+    assert saving.path == tmp_path / "00000001"
+    assert zero.checkpoint.load(tmp_path, tiny()) == {"step": 1}
+
+
+def test_a_wait_that_is_interrupted_among_ranks_does_not_return_as_if_all_were_complete(tmp_path):
+    saving = zero.checkpoint.save(tmp_path, tiny(), wait=False)
+    with mock.patch.object(Ranks, "exchange", raising(KeyboardInterrupt)), pytest.raises(KeyboardInterrupt):
+        saving.wait()
+    with pytest.raises(CheckpointError, match=r"interrupted \(KeyboardInterrupt\(\)\).* nobody knows"):
+        saving.wait()
+    with pytest.raises(RuntimeError, match="interrupted"):
+        print(saving.path)
+    zero.checkpoint.save(tmp_path, tiny(), extra={"step": 2})
+    assert zero.checkpoint.load(tmp_path, tiny()) == {"step": 2}
+
+
+def remove_all(rank, world, path):
+    real = write.write_rank_file
+
+    def then_remove(partial, *given, **how):
+        real(partial, *given, **how)
+        if rank:
+            time.sleep(0.2)
+            partial.remove()
+
+    with mock.patch.object(write, "write_rank_file", then_remove):
+        return refusal(zero.checkpoint.save(path, zero.FSDP(tiny()), wait=False).wait)
+
+
+@pytest.mark.slow
+def test_a_save_whose_files_somebody_removes_does_not_wait_for_them(tmp_path):
+    for told in ranks.run(remove_all, 2, (str(tmp_path),), timeout=20.0):
+        assert re.search(r"^CheckpointError: .*could not be written \(No such file", told)

@@ -1,0 +1,47 @@
+"""docs/examples/save_on_signal.py: one rank is told to end, all save after the same step, and the run goes on."""
+
+import os
+import runpy
+import signal
+from functools import cache
+from unittest import mock
+
+import pytest
+from torch import nn
+
+import ranks
+from assertions import same
+from processes import ROOT
+
+STEPS = 12
+
+
+@cache
+def example():
+    return runpy.run_path(str(ROOT / "docs" / "examples" / "save_on_signal.py"))["train"]
+
+
+def train(rank, world, folder, told=None, at=0, number=None):
+    """told: the rank that a signal reaches, alone, in the middle of the forward of its step `at`."""
+    forward, calls = nn.GELU.forward, []
+
+    def told_in_forward(module, x):
+        calls.append(x)
+        if rank == told and len(calls) == at:
+            os.kill(os.getpid(), number)
+        return forward(module, x)
+
+    with mock.patch.object(nn.GELU, "forward", told_in_forward):
+        return example()(folder, steps=STEPS), len(calls)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_saves_all_at_one_step_and_the_run_goes_on_with_the_same_bits(tmp_path):
+    stopped, whole = str(tmp_path / "stopped"), str(tmp_path / "whole")
+    assert ranks.run(train, 2, (stopped, 1, 3, signal.SIGUSR1), fresh=True) == [(None, 3)] * 2
+    assert ranks.run(train, 2, (stopped, 0, 4, signal.SIGTERM), fresh=True) == [(None, 4)] * 2
+    resumed = ranks.run(train, 2, (stopped,), fresh=True)
+    expected = ranks.run(train, 2, (whole,), fresh=True)
+    for (found, calls), (weights, _) in zip(resumed, expected, strict=True):
+        assert calls == STEPS - 3 - 4
+        same(found, weights)
