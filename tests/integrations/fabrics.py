@@ -18,8 +18,13 @@ import zero
 from zero.integrations.lightning import ZeroFabricStrategy
 from zoo import data
 
-CASES = {"plain": (None, None), "in bfloat16": ("bf16-mixed", None), "clipped": (None, 0.5)}
-"""Precision, and the norm to clip by."""
+CASES = {
+    "plain": (None, None, 1),
+    "accumulated": (None, None, 2),
+    "in bfloat16": ("bf16-mixed", None, 1),
+    "clipped": (None, 0.5, 1),
+}
+"""Precision, the norm to clip by, and batches a step."""
 
 
 def fabric_at(rank: int, world: int, stage: int, precision: Any = None, **options: Any) -> Any:
@@ -41,13 +46,14 @@ def set_up(fabric: Any) -> tuple[Any, Any, Any]:
     return model, optimizer, scheduler
 
 
-def train(fabric: Any, parts: tuple[Any, Any, Any], steps: range, max_norm: float | None = None) -> list[float]:
-    """Two batches a step, the first without sending."""
+def train(
+    fabric: Any, parts: tuple[Any, Any, Any], steps: range, max_norm: float | None = None, batches: int = 1
+) -> list[float]:
     model, optimizer, scheduler = parts
     losses = []
     for step in steps:
-        for number in range(2):
-            with fabric.no_backward_sync(model, enabled=number == 0):
+        for number in range(batches):
+            with fabric.no_backward_sync(model, enabled=number < batches - 1):
                 x = data(4, WIDTH, rank=fabric.global_rank, step=2 * step + number)
                 loss = model(x).square().mean()
                 fabric.backward(loss)
@@ -62,18 +68,28 @@ def train(fabric: Any, parts: tuple[Any, Any, Any], steps: range, max_norm: floa
 
 def all_cases(rank: int, world: int, stage: int) -> dict[str, tuple[list[float], dict[str, Tensor], list[Any]]]:
     found = {}
-    for name, (precision, max_norm) in CASES.items():
+    for name, (precision, max_norm, batches) in CASES.items():
         fabric = fabric_at(rank, world, stage, precision)
         parts = set_up(fabric)
-        losses = train(fabric, parts, range(2), max_norm)
+        losses = train(fabric, parts, range(2), max_norm, batches)
         found[name] = losses, zero.full_state_dict(parts[0]._forward_module), []
     return found
+
+
+def held(rank: int, world: int, stage: int, **options: Any) -> float:
+    """The share of the gradients' bytes that a rank holds between two batches of a step."""
+    fabric = fabric_at(rank, world, stage, **options)
+    model, optimizer, _ = set_up(fabric)
+    with fabric.no_backward_sync(model):
+        fabric.backward(model(data(4, WIDTH, rank=rank)).square().mean())
+    full = sum(param.nbytes for param in Module().parameters())
+    return zero.report(model._forward_module, optimizer.optimizer).gradients / full
 
 
 def resumed(rank: int, world: int, pairs: list[tuple[int, int]], folder: str, kind: str = "full") -> None:
     """By fabric.load."""
     fabric = fabric_at(rank, world, 0)
-    expected = train(fabric, set_up(fabric), range(3))[2:]
+    expected = train(fabric, set_up(fabric), range(3))[1:]
     options = {} if kind == "full" else {"checkpoint": kind}
     for first, second in pairs:
         path = Path(folder, str(first))

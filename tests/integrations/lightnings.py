@@ -158,6 +158,21 @@ def all_cases(rank: int, world: int, stage: int) -> dict[str, Any]:
     return found
 
 
+class Held(pl.Callback):
+    """Of the gradients' bytes the share that this rank holds between two batches of a step."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.fit_loop._should_accumulate():
+            full = sum(param.nbytes for param in Module().parameters())
+            self.share = zero.report(trainer.strategy.model, trainer.optimizers).gradients / full
+
+
+def held(rank: int, world: int, stage: int, **options: Any) -> float:
+    counted = Held()
+    trainer(rank, world, strategy(stage, **options), accumulate_grad_batches=2, callbacks=[counted]).fit(Module())
+    return counted.share
+
+
 def resumed(rank: int, world: int, pairs: list[tuple[int, int]], folder: str, kind: str = "full") -> None:
     """An epoch at a stage, another at a second."""
     whole = Module()

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accelerate.utils import DistributedDataParallelKwargs, TorchDynamoPlugin
+from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, TorchDynamoPlugin
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -94,7 +94,7 @@ class WithDropout(GPT):
 
 WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plainly": ({}, {}),
-    "accumulating, with dropout and checkpoints": ({"gradient_accumulation_steps": 2}, {"model": WithDropout}),
+    "with dropout and checkpoints": ({}, {"model": WithDropout}),
     "in bf16": ({"mixed_precision": "bf16"}, {}),
 }
 """Options of the Accelerator, and of the script."""
@@ -116,6 +116,34 @@ def test_losses_and_weights_are_those_of_ddp_bit_for_bit(rank: int, world: int, 
             got = Script(build(3, **options, zero_plugin=plugin), **script).train()
             assert got.losses == expected.losses, plugin
             assert farthest(got.weights(), expected_weights) == 0, plugin
+
+
+# Adam with its own eps would make a rate of any gradient that is rounding alone.
+OPTIMIZERS = [partial(torch.optim.SGD, momentum=0.9), partial(AdamW, eps=1e-3)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", OPTIMIZERS, ids=["SGD", "AdamW"])
+@ranks.on(2)
+def test_accumulation_holds_shards_of_gradients_and_gives_the_numbers_of_ddp(rank: int, world: int, optim: Any) -> None:
+    size = sum(param.nbytes for param in GPT().parameters())
+    plugin = GradientAccumulationPlugin(num_steps=2, adjust_scheduler=False)
+    with launched(rank, world):
+        expected = Script(build(0, gradient_accumulation_plugin=plugin), optim=optim).train().train()
+        expected_weights = expected.weights()
+    for stage in STAGES:
+        with launched(rank, world):
+            got = Script(build(stage, gradient_accumulation_plugin=plugin), optim=optim).train().train()
+            assert got.losses == pytest.approx(expected.losses, rel=1e-6)
+            assert farthest(got.weights(), expected_weights) <= 1e-6, stage
+            [tokens], *_ = got.loader
+            for ask in (got.accelerator.accumulate, got.accelerator.no_sync):  # the second is what a script says itself
+                with ask(got.model):
+                    got.accelerator.backward(got.loss(tokens))
+                assert not got.accelerator.sync_gradients
+                share = 0.5 if stage > 1 and ask == got.accelerator.accumulate else 1.0
+                assert zero.report(got.model, got.optimizer).gradients / size == pytest.approx(share, rel=0.01)
+                got.optimizer.optimizer.zero_grad()
 
 
 @pytest.mark.slow

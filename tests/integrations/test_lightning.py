@@ -5,6 +5,7 @@ Ranks that have imported Lightning stay for all tests, so what is refused is ref
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from functools import cache
 from typing import Any
@@ -20,8 +21,8 @@ from assertions import close
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning: too few workers, short epochs, no GPU
 STAGES = [1, 2, 3]
 MODULES = ["lightnings", "fabrics"]
-TOLERANCES = {"clipped": 1e-5, "by hand": 1e-5}
-"""By hand each backward reduces: averages are added up, not gradients."""
+TOLERANCES = {"clipped": 1e-5, "by hand": 1e-5, "accumulated": 1e-5}
+"""By hand and where batches accumulate each backward reduces: averages are added up, not gradients."""
 
 
 @cache
@@ -42,6 +43,19 @@ def test_a_stage_trains_to_the_numbers_of_ddp(stage, module):
             for weight, value in weights.items():
                 assert close(own_weights[weight], value, tolerance), (name, weight)
             assert same(own_values, values, tolerance), name
+
+
+def held(rank: int, world: int, module: str) -> list[float]:
+    count = importlib.import_module(module).held
+    ways = [(1, True), (2, True), (3, True), (2, False), (3, False)]
+    return [count(rank, world, stage, sync_each_batch=asked) for stage, asked in ways]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", MODULES)
+def test_accumulation_holds_shards_of_gradients_unless_asked_otherwise(module):
+    for shares in on_ranks(__name__, "held", module):
+        assert shares == pytest.approx([1.0, 0.5, 0.5, 1.0, 1.0], rel=0.1)  # parameters are few
 
 
 def same(one: Any, other: Any, tolerance: float) -> bool:

@@ -80,9 +80,10 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     "options",
     [
         {"max_grad_norm": 0.5, "optim": "sgd"},  # Adam would enlarge rounding
-        {"gradient_accumulation_steps": 2, "bf16": True},
+        {"gradient_accumulation_steps": 2, "optim": "sgd"},
+        {"bf16": True},
     ],
-    ids=["clipping", "accumulating in bf16"],
+    ids=["clipping", "accumulating", "in bf16"],
 )
 @ranks.on(2, timeout=100)
 def test_losses_weights_and_logs_are_those_of_ddp(
@@ -99,7 +100,7 @@ def test_losses_weights_and_logs_are_those_of_ddp(
             got, callback = build(stage, tmp_path, **options), MemoryCallback(every=2)
             got.add_callback(callback)
             got.train()
-            if "max_grad_norm" in options:
+            if "optim" in options:
                 torch.testing.assert_close(weights(got), expected_weights, rtol=0, atol=1e-6)
             else:
                 assert losses(got) == losses(expected)
@@ -109,6 +110,34 @@ def test_losses_weights_and_logs_are_those_of_ddp(
             assert got.state.total_flos == expected.state.total_flos
             callback.on_log(None, got.state, None, logs=(logs := {"loss": 1.0}))
             assert callback.report.stage == str(stage) and logs["zero/gradients_bytes"] > 0
+
+
+def held(stage: int, folder: str, **options: Any) -> float:
+    """The share of the gradients' bytes that a rank holds between two micro-batches of a step."""
+    from transformers import TrainerCallback
+
+    shares = []
+
+    class Count(TrainerCallback):
+        def on_substep_end(self, *_: Any, model: nn.Module, optimizer: Any, **__: Any) -> None:
+            shares.append(zero.report(model, optimizer.optimizer).gradients)
+
+    trainer = build(stage, folder, gradient_accumulation_steps=2, max_steps=2, **options)
+    trainer.add_callback(Count())
+    trainer.train()
+    assert len(shares) == 2
+    return max(shares) / sum(param.nbytes for param in gpt2().parameters())
+
+
+@pytest.mark.slow
+@ranks.on(2, timeout=100)
+def test_accumulation_holds_shards_of_gradients_unless_asked_otherwise(rank: int, world: int, tmp_path: Path) -> None:
+    for stage, share in {1: 1.0, 2: 0.5, 3: 0.5}.items():
+        asked = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": False}}}
+        with launched(rank, world):
+            assert held(stage, tmp_path) == pytest.approx(share, rel=0.01), stage
+        with launched(rank, world):
+            assert held(stage, tmp_path, **asked) == pytest.approx(1.0, rel=0.01), stage
 
 
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"

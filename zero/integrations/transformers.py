@@ -77,6 +77,8 @@ class ZeroTrainerMixin:
                 super().create_accelerator_and_postprocess()  # type: ignore[misc]
         finally:
             self.args.fsdp_plugin_args = asked
+        accumulation = self.args.accelerator_config.gradient_accumulation_kwargs or {}
+        self.accelerator.gradient_state.plugin_kwargs.update(accumulation)
         self.accelerator.__class__ = Accelerator  # other objects already hold methods of this one, so it must stay
         self.accelerator.set_up(plugin)
 

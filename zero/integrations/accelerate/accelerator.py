@@ -41,7 +41,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     Losses and weights are those of DistributedDataParallel. Collective, in addition to Accelerate's own methods:
     `prepare`, `clip_grad_norm_`, `get_state_dict`, `save_model`, `save_state`, `load_state`, and a prepared optimizer's
-    `step`. Raises ValueError, on every rank, for options that are not available.
+    `step`. At stages 2 and 3 `accumulate` reduces each micro-batch, so that a rank holds its share of the gradients.
+    Raises ValueError, on every rank, for options that are not available.
     """
 
     scaler: Any
@@ -67,6 +68,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "itself. Build zero.integrations.accelerate.Accelerator first, or alone."
             )
         choosing.refuse_ranks_apart(self.distributed_type)
+        if plugin.stage > 1:
+            # Only the Trainer shows whether False was asked for: in a GradientAccumulationPlugin it is the default.
+            self.gradient_state.plugin_kwargs.setdefault("sync_each_batch", True)
         self.zero_plugin = plugin
         narrow = None if plugin.master_dtype is None else DTYPES.get(self.mixed_precision)
         self.sharding = Sharding(plugin, self.device, narrow)

@@ -26,7 +26,8 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
         fabric = Fabric(strategy=ZeroFabricStrategy(stage=3, mixed_precision=...), devices=8)
         model, optimizer = fabric.setup(model, optimizer)
 
-    Arguments as in ZeroStrategy. Set up model and optimizers together; `setup_module` alone works at stages 1 and 3.
+    Arguments as in ZeroStrategy; sync_each_batch=False lets `no_backward_sync` at stages 2 and 3 leave gradients full.
+    Set up model and optimizers together; `setup_module` alone works at stages 1 and 3.
     `fabric.save` and `fabric.load` write and read full weights and state at every stage, in one file. With
     checkpoint="sharded" they write and read a directory, for one model.
     """
@@ -35,7 +36,7 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
 
     def __init__(self, stage: int, **options: Any) -> None:
         super().__init__(stage, **options)
-        self._backward_sync_control: Any = _NoSync()
+        self._backward_sync_control: Any = self
 
     # ------------------------------------------------------------------------------------------- setting up
 
@@ -71,6 +72,10 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
             super().module_to_device(module)
 
     # -------------------------------------------------------------------------------------------- gradients
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """What `fabric.no_backward_sync` enters."""
+        return self._accumulating(module) if enabled else nullcontext()
 
     def clip_gradients_norm(
         self,
@@ -146,13 +151,6 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
         remainder = super().load_checkpoint(Path(path, sharding.REST), rest, strict, weights_only)
         given.update(rest)
         return remainder
-
-
-class _NoSync:
-    """Fabric's control of `no_backward_sync`."""
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return sharding.no_sync(module) if enabled else nullcontext()
 
 
 def _wrapper(module: nn.Module) -> nn.Module:

@@ -18,8 +18,8 @@ from zero.fsdp.model import sharded_params
 from zero.grad_scaler import GradScaler
 from zero.measure.param_groups import params_of, steps
 from zero.oss import OSS
+from zero.scripts import no_sync
 from zero.sdp import ShardedDDP
-from zero.wrappers import Wrapped
 
 REST = "lightning.ckpt"
 """The file in a sharded checkpoint with what Lightning saves besides weights and optimizer state."""
@@ -30,6 +30,7 @@ class ShardedStrategy:
 
     oss: options of OSS, at stages 1 and 2. options: of the model's wrapper: DistributedDataParallel, ShardedDDP, FSDP.
     checkpoint: "full", one file, or "sharded", directories that zero.checkpoint writes.
+    sync_each_batch: at stages 2 and 3, whether backwards that accumulate reduce gradients, or leave them full.
     Raises ValueError for an unknown stage or checkpoint, and for options that the stage does not have.
     """
 
@@ -45,6 +46,7 @@ class ShardedStrategy:
         *,
         oss: Mapping[str, Any] | None = None,
         checkpoint: Literal["full", "sharded"] = "full",
+        sync_each_batch: bool = True,
         **options: Any,
     ) -> None:
         if stage not in (1, 2, 3):
@@ -54,6 +56,7 @@ class ShardedStrategy:
         if checkpoint not in ("full", "sharded"):
             raise ValueError(f"checkpoint={checkpoint!r} is unknown. Choose 'full' or 'sharded'.")
         self._stage, self._in_shards, self._oss = stage, checkpoint == "sharded", dict(oss or {})
+        self._syncs_each_batch = sync_each_batch and stage > 1
         theirs = {name: options.pop(name) for name in self.lightnings if name in options}
         self._options = options
         super().__init__(**theirs)
@@ -75,6 +78,10 @@ class ShardedStrategy:
         ids = None if self.root_device.type == "cpu" else [self.root_device.index]
         # Without views it would hold every gradient twice.
         return DistributedDataParallel(module, **{"device_ids": ids, "gradient_as_bucket_view": True, **self._options})
+
+    def _accumulating(self, module: nn.Module) -> AbstractContextManager[None]:
+        """A context for the forward and backward of a batch that no step follows."""
+        return nullcontext() if self._syncs_each_batch else no_sync(module)
 
     def _refuse_clipping_by_value(self) -> None:
         """Raises ValueError at stages 2 and 3."""
@@ -111,10 +118,6 @@ def fsdp_of(optimizer: Optimizer) -> FSDP | None:
     """The FSDP of a strategy that holds the optimizer's parameters."""
     wrappers = [wrapper for known in _sharded.values() if (wrapper := known()) is not None]
     return next((one for one in wrappers if steps(optimizer, one.module)), None)
-
-
-def no_sync(module: nn.Module | None) -> AbstractContextManager[None]:
-    return module.no_sync() if isinstance(module, Wrapped) else nullcontext()
 
 
 def clip_by_norm(model: nn.Module | None, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -39,6 +39,8 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
     checkpoint: "full" writes one file from rank 0, which every strategy loads. "sharded" writes a directory by
         zero.checkpoint, in which each rank writes its shards; every stage loads it on any number of ranks.
         `load_checkpoint` reads both kinds.
+    sync_each_batch: at stages 2 and 3, whether accumulate_grad_batches reduces the gradients of each batch, so that a
+        rank holds its share of them. False sends them once, and holds them in full until then.
     options: of the stage's wrapper: DistributedDataParallel, ShardedDDP or FSDP. Other arguments are DDPStrategy's.
 
     After fit the module is plain again at stages 1 and 2. At stage 3 it stays sharded until the next run;
@@ -127,8 +129,8 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """In this context forward and backward send nothing, and full gradients accumulate."""
-        with sharding.no_sync(self.model):
+        """The context of batches that accumulate."""
+        with self._accumulating(cast("nn.Module", self.model)):
             yield
 
     def teardown(self) -> None:
