@@ -316,6 +316,68 @@ def test_calls_beside_the_loop(rank: int, world: int, stage: int, tmp_path: Path
         assert accelerator.free_memory(script.model, script.optimizer) == [None, None] and accelerator._models == []
 
 
+class Two:
+    """Two models of one shape, each with its optimizer. A hook loads the first one's weights: it takes it out."""
+
+    def __init__(self, plugin: ZeroPlugin) -> None:
+        self.accelerator = build(3, zero_plugin=plugin)
+        models = [nn.Linear(6, 6) for _ in range(2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+        first, second, *self.optimizers = self.accelerator.prepare(*models, *optimizers)
+        self.models = first, second
+        self.accelerator.register_load_state_pre_hook(lambda models, folder: models.remove(first))
+
+    def train(self) -> Two:
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            self.accelerator.backward(model(torch.ones(2, 6)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        return self
+
+    def seen(self) -> list[Weights]:
+        """The weights of both models, and the momenta of both optimizers."""
+        weights = [self.accelerator.get_state_dict(model) for model in self.models]
+        pairs = zip(self.models, self.optimizers, strict=True)
+        states = [zero.full_optimizer_state_dict(model, one)["state"] for model, one in pairs]
+        momenta = [{str(name): value["momentum_buffer"] for name, value in state.items()} for state in states]
+        return [{name: value.clone() for name, value in found.items()} for found in [*weights, *momenta]]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2)
+def test_models_that_a_hook_loads_leave_the_others_their_own(rank: int, world: int, stage: int, tmp_path: Path) -> None:
+    for plugin in (ZeroPlugin(stage=stage), in_shards(ZeroPlugin(stage=stage))):
+        place = shared_folder(tmp_path, plugin.state_dict_type)
+        with launched(rank, world):
+            torch.manual_seed(0)
+            two = Two(plugin).train()
+            saved = two.seen()
+            two.accelerator.save_state(str(place))
+            later = two.train().seen()
+            two.accelerator.load_state(str(place))
+            expected = [later[0], *saved[1:]]
+            assert [farthest(*pair) for pair in zip(two.seen(), expected, strict=True)] == [0, 0, 0, 0]
+
+
+@ranks.on(2)
+def test_a_folder_that_is_saved_into_again_has_no_other_state(rank: int, world: int, tmp_path: Path) -> None:
+    full = ZeroPlugin(stage=2)
+    kinds = [(in_shards(full), True), (full, True), (full, False), (in_shards(full), True), (full, False), (full, True)]
+    for number, (plugin, safe) in enumerate(kinds):
+        with launched(rank, world):
+            script = Script(build(2, zero_plugin=plugin), model=partial(GPT, layers=1)).train(stop=1 + number % 3)
+            script.accelerator.save_state(str(tmp_path), safe_serialization=safe)
+            expected = script.weights()
+            script.train(stop=1).accelerator.load_state(str(tmp_path))
+            assert farthest(script.weights(), expected) == 0
+        files = {path.name for path in tmp_path.iterdir()}
+        states = {"zero", "model.safetensors", "pytorch_model.bin", "optimizer.bin"} & files
+        assert states == (
+            {"zero"} if plugin is not full else {"optimizer.bin", "model.safetensors" if safe else "pytorch_model.bin"}
+        )
+        torch.distributed.barrier()
+
+
 @matrix.only
 @ranks.on(2)
 def test_compiled_blocks_train_as_plain_ones_and_save_names_of_those(rank: int, world: int, tmp_path: Path) -> None:

@@ -52,8 +52,7 @@ def build(stage: Any, folder: str, *, model: Callable[[], nn.Module] = gpt2, **o
     args = transformers.TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        **{"max_steps": 4, "max_grad_norm": 0.0, **QUIET, **options},
+        **{"learning_rate": 1e-2, "max_steps": 4, "max_grad_norm": 0.0, **QUIET, **options},
     )
     given = {"model": model(), "args": args, "train_dataset": examples(), "eval_dataset": examples(6)}
     return transformers.Trainer(**given) if stage == 0 else Trainer(**given, zero_plugin=stage)
@@ -175,6 +174,23 @@ def test_checkpoints_go_on_bit_for_bit_at_any_stage_and_without_zero(rank: int, 
                 again.train(resume_from_checkpoint=f"{place}/checkpoint-2")
                 assert losses(again)[2:] == losses(expected)[2:], (stage, other)
                 assert same(weights(again), expected_weights), (stage, other)
+
+
+@pytest.mark.slow
+@ranks.on(2, timeout=100)
+def test_a_checkpoint_takes_the_place_of_one_of_another_kind(rank: int, world: int, tmp_path: Path) -> None:
+    from zero.integrations.accelerate import ZeroPlugin
+
+    for kind, rate in ((SHARDED, 1e-2), (FULL, 1e-3)):
+        plugin = ZeroPlugin(stage=2, state_dict_type=kind)
+        with launched(rank, world):
+            trainer = build(plugin, tmp_path, learning_rate=rate, save_strategy="steps", save_steps=2)
+            trainer.train()
+            expected = weights(trainer)
+    with launched(rank, world):
+        again = build(plugin, tmp_path, learning_rate=rate)
+        again.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
+        assert same(weights(again), expected)
 
 
 def evaluated_first(rank: int, world: int, folder: str) -> dict[str, Tensor]:

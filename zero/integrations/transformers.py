@@ -150,7 +150,10 @@ class ZeroTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state: Any = {"in": "zero"}
-        if self._sharded and self.accelerator.zero_plugin.state_dict_type == "SHARDED_STATE_DICT":
+        in_shards = self._sharded and self.accelerator.zero_plugin.state_dict_type == "SHARDED_STATE_DICT"
+        if not in_shards and self.args.should_save:
+            states.remove_other_kinds(output_dir, [0], sharded=False)
+        if in_shards:
             states.save_sharded(output_dir, [self.model_wrapped], [self.optimizer.optimizer])
         elif self._sharded:
             state = states.full_state(self.accelerator.sharding, self.optimizer.optimizer, self._writer)

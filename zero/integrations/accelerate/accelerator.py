@@ -278,15 +278,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         def write(_: Any, __: Any, folder: str) -> None:
             sharded = self.zero_plugin.state_dict_type == "SHARDED_STATE_DICT"
+            each_node = self.project_configuration.save_on_each_node
+            if self.is_local_main_process if each_node else self.is_main_process:
+                numbers = range(max(len(models), len(optimizers)))
+                states.remove_other_kinds(folder, numbers, sharded=sharded, safe=safe_serialization)
             weights = [] if sharded else [states.full_weights(model, self._writer) for model in models]
+            of_models = [*weights]
             for hook in hooks:
                 hook(models, weights, folder)
             if sharded:
                 states.save_sharded(folder, models, [one.optimizer for one in optimizers])
                 return
-            each_node = self.project_configuration.save_on_each_node
+            left = {number: one for number, one in enumerate(of_models) if any(one is other for other in weights)}
             full = (self.full_optimizer_state(one) for one in optimizers)  # collective, one in memory at a time
-            states.save_full(folder, weights, full, safe=safe_serialization, each_node=each_node)
+            states.save_full(folder, left, full, safe=safe_serialization, each_node=each_node)
 
         with self._emptied("_save_model_state_pre_hook", write):
             location = super().save_state(output_dir, safe_serialization, **kwargs)
@@ -303,10 +308,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             for hook in hooks:
                 hook(left, folder)
             if states.is_sharded(folder):
-                states.load_sharded(folder, left, [one.optimizer for one in optimizers])
+                loaded = [model for model in models if model not in left]
+                states.load_sharded(folder, models, [one.optimizer for one in optimizers], loaded)
                 return
             for number, model in enumerate(models):
-                if any(model is one for one in left):
+                if model in left:
                     states.load_weights(model, folder, number, **strict)
             for number, optimizer in enumerate(optimizers):
                 states.load_optimizer(optimizer, folder, number, **(load_kwargs or {}))
