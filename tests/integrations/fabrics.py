@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.strategies import Strategy
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightnings import WIDTH, Module
 from torch import Tensor
@@ -76,6 +78,21 @@ def all_cases(rank: int, world: int, stage: int) -> dict[str, tuple[list[float],
     return found
 
 
+def two_optimizers(rank: int, world: int, stage: int) -> list[float]:
+    """Of two halves of one model. Returns losses, and norms before clipping."""
+    fabric, module, seen = fabric_at(rank, world, stage), Module(), list[float]()
+    halves = [torch.optim.SGD(half.parameters(), lr=0.1, momentum=0.9) for half in (module.blocks, module.head)]
+    model, *optimizers = fabric.setup(module, *halves)
+    for step in range(3):
+        loss = model(data(4, WIDTH, rank=rank, step=step)).square().mean()
+        fabric.backward(loss)
+        seen += [loss.item(), *(fabric.clip_gradients(model, one, max_norm=0.05).item() for one in optimizers)]
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    return seen
+
+
 def held(rank: int, world: int, stage: int, **options: Any) -> float:
     """The share of the gradients' bytes that a rank holds between two batches of a step."""
     fabric = fabric_at(rank, world, stage, **options)
@@ -104,6 +121,22 @@ def resumed(rank: int, world: int, pairs: list[tuple[int, int]], folder: str, ki
         fabric.load(path, state)
         assert state["step"] == 2
         assert train(fabric, parts, range(1, 3)) == expected, (first, second)
+
+
+def interrupted(rank: int, world: int, folder: str) -> None:
+    fabric = fabric_at(rank, world, 2, checkpoint="sharded")
+    parts = model, optimizer, scheduler = set_up(fabric)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 1}
+    train(fabric, parts, range(1))
+    for _ in range(2):
+        fabric.save(f"{folder}/fabric", state)
+    fabric.barrier()
+    assert len([*Path(folder, "fabric").glob("0*")]) == 1
+    expected = train(fabric, parts, range(1, 2))
+    with mock.patch.object(Strategy, "save_checkpoint", side_effect=OSError):
+        assert ranks.refusal(lambda: fabric.save(f"{folder}/fabric", {**state, "step": 2})).startswith("OSError")
+    fabric.load(f"{folder}/fabric", state)
+    assert state["step"] == 1 and train(fabric, parts, range(1, 2)) == expected
 
 
 def by_value(fabric: Any) -> None:

@@ -17,7 +17,7 @@ from zero import checkpoint
 from zero._torch import named_as_compiled
 from zero.fsdp import FSDP
 from zero.integrations.lightning import sharding
-from zero.scripts import full_state_dict
+from zero.scripts import clip_grad_norm_, full_state_dict
 
 
 class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
@@ -87,7 +87,7 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
     ) -> Tensor:
         """Collective. Returns the norm of all gradients before. Raises RuntimeError, on every rank, if not finite."""
         self.precision.unscale_gradients(optimizer)
-        total = sharding.clip_by_norm(_wrapper(module), optimizer, float(max_norm), float(norm_type))
+        total = clip_grad_norm_(_wrapper(module), optimizer, float(max_norm), float(norm_type))
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. "
@@ -134,8 +134,10 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
         if filter:
             raise ValueError("filter: a sharded checkpoint has the full model. Leave it out, or use checkpoint='full'.")
         model, optimizers, rest = _divided(state)
-        checkpoint.save(path, model, optimizers or None, keep=1)
-        super().save_checkpoint(Path(path, sharding.REST), rest, storage_options)
+        shards = Path(checkpoint.save(path, model, optimizers or None).path).name
+        super().save_checkpoint(Path(path, sharding.REST), {**rest, sharding.SHARDS: shards}, storage_options)
+        if self.is_global_zero:
+            sharding.remove_others(Path(path), shards)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -147,8 +149,8 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
         if not isinstance(given, dict):
             raise ValueError(f"{path} is a sharded checkpoint. Pass a dictionary with the model, or the model.")
         model, optimizers, rest = _divided(given)
-        checkpoint.load(path, model, optimizers or None)
         remainder = super().load_checkpoint(Path(path, sharding.REST), rest, strict, weights_only)
+        checkpoint.load(Path(path, remainder.pop(sharding.SHARDS)), model, optimizers or None)
         given.update(rest)
         return remainder
 

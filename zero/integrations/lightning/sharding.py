@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -9,20 +10,22 @@ from typing import Any, Literal
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero.fsdp import FSDP
 from zero.fsdp.model import sharded_params
 from zero.grad_scaler import GradScaler
-from zero.measure.param_groups import params_of, steps
+from zero.measure.param_groups import steps
 from zero.oss import OSS
 from zero.scripts import no_sync
 from zero.sdp import ShardedDDP
 
 REST = "lightning.ckpt"
-"""The file in a sharded checkpoint with what Lightning saves besides weights and optimizer state."""
+"""The file in the directory of a sharded checkpoint with what Lightning saves besides weights and optimizer state."""
+SHARDS = "zero_checkpoint"
+"""The entry in it that names the zero.checkpoint in that directory: whenever a save ends, both are of one step."""
 
 
 class ShardedStrategy:
@@ -120,25 +123,6 @@ def fsdp_of(optimizer: Optimizer) -> FSDP | None:
     return next((one for one in wrappers if steps(optimizer, one.module)), None)
 
 
-def clip_by_norm(model: nn.Module | None, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Collective. Returns the norm before, the same on every rank.
-
-    Raises ValueError at stage 3 for an optimizer of some of the parameters only: FSDP clips all.
-    """
-    if isinstance(optimizer, OSS):
-        return optimizer.clip_grad_norm(max_norm, norm_type)
-    if not isinstance(model, FSDP):
-        return torch.nn.utils.clip_grad_norm_(params_of(optimizer), max_norm, norm_type)
-    held = {*params_of(optimizer)}
-    for name, param in model.module.named_parameters():
-        if param.requires_grad and param not in held:
-            raise ValueError(
-                f"at stage 3 gradients are clipped by the norm of all parameters, but the {type(optimizer).__name__} "
-                f"does not hold {name!r}. Use one optimizer, or do not clip by the norm."
-            )
-    return model.clip_grad_norm_(max_norm, norm_type)
-
-
 def scale_for_shards(plugin: Any) -> None:
     """Replaces a precision plugin's torch GradScaler by zero's, with the same options: if one rank has an overflow, all
     ranks skip the step."""
@@ -152,3 +136,10 @@ def scale_for_shards(plugin: Any) -> None:
 def is_in_shards(path: Any) -> bool:
     """Whether a checkpoint is a directory that zero.checkpoint has written."""
     return Path(path, REST).is_file()
+
+
+def remove_others(path: Path, shards: str) -> None:
+    """Removes the checkpoints in the directory that REST named before it named this one."""
+    for old in path.glob("[0-9]" * len(shards)):
+        if old.name != shards:
+            shutil.rmtree(old)
