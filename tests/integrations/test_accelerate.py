@@ -165,6 +165,38 @@ def test_clipping_gives_the_norms_and_weights_of_ddp(rank: int, world: int) -> N
             assert farthest(Script(build(3, zero_plugin=plugin)).train().weights(), expected_weights) <= 1e-6, stage
 
 
+def of_two_halves(rank: int, stage: int, *, by_plugin: bool) -> tuple[list[float], Weights]:
+    """Each clipped and stepped by an optimizer of its own. Returns losses and the model's weights."""
+    plugin = ZeroPlugin(stage=stage, gradient_clipping=0.05) if by_plugin else stage
+    accelerator, losses = build(stage, **({"zero_plugin": plugin} if stage else {})), []
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    halves = [torch.optim.SGD(model[number].parameters(), lr=0.5, momentum=0.9) for number in (0, 2)]
+    model, *optimizers = accelerator.prepare(model, *halves)
+    for step in range(3):
+        loss = model(torch.full((2, 6), 1.0 + rank + step)).square().mean()
+        accelerator.backward(loss)
+        losses.append(loss.item())
+        for one in optimizers:
+            if not by_plugin:
+                accelerator.clip_grad_norm_([param for group in one.param_groups for param in group["params"]], 0.05)
+            one.step()
+            one.zero_grad()
+    return losses, {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.slow
+@ranks.on(2)
+def test_each_of_two_optimizers_is_clipped_by_the_norm_of_its_own_gradients(rank: int, world: int) -> None:
+    with launched(rank, world):
+        expected, expected_weights = of_two_halves(rank, 0, by_plugin=False)
+    for stage, by_plugin in itertools.product(STAGES, [False, True]):
+        with launched(rank, world):
+            losses, weights = of_two_halves(rank, stage, by_plugin=by_plugin)
+        assert losses == pytest.approx(expected, rel=1e-5), (stage, by_plugin)
+        assert farthest(weights, expected_weights) <= 1e-6, (stage, by_plugin)
+
+
 def in_sixteen_bits(stage: int, **more: Any) -> ZeroPlugin:
     return ZeroPlugin.from_json({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}, **more})
 
@@ -307,7 +339,8 @@ def test_calls_beside_the_loop(rank: int, world: int, stage: int, tmp_path: Path
         accelerator.register_save_state_pre_hook(lambda models, weights, folder: hooked.append((models, len(weights))))
         part = [*script.model.parameters()][:2]
         script.loss(next(iter(script.loader))[0]).backward()
-        assert "of the full model" in ranks.refusal(lambda: accelerator.clip_grad_norm_(part, 1.0))
+        told = ranks.refusal(lambda: accelerator.clip_grad_norm_(part, 1.0))
+        assert ("2 of the 40 trained parameters of an optimizer" in told) if stage == 2 else not told
         assert "sharded" in ranks.refusal(lambda: accelerator.clip_grad_value_(part, 1.0))
         assert accelerator.prepare(script.model) is script.model
         accelerator.save_state(str(tmp_path))

@@ -24,7 +24,7 @@ from zero.grad_scaler import GradScaler
 from zero.integrations.accelerate import choosing, sections, states
 from zero.integrations.accelerate.keys import DTYPES
 from zero.integrations.accelerate.plugin import ZeroPlugin
-from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together, inside
+from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together
 from zero.measure.param_groups import params_of
 
 
@@ -201,9 +201,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     self._unscaled.add(one)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Collective. As Accelerate's. At stages 2 and 3 pass all parameters of one or several models.
+        """Collective. As Accelerate's. At stage 2 pass all parameters of one or several optimizers.
 
-        Raises RuntimeError there for only some parameters of a model.
+        Raises RuntimeError there for only some parameters of an optimizer.
         """
         params: list[Any] = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         clips = self.sharding.clips(params)
@@ -228,8 +228,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         limit = self.zero_plugin.gradient_clipping
         if limit is not None:
             self.unscale_gradients(optimizer)
-            holder = self.sharding.wrapper_of(optimizer)
-            self.clip_grad_norm_(params_of(optimizer) if holder is None else inside(holder).parameters(), limit)
+            self.clip_grad_norm_(params_of(optimizer), limit)
         self._unscaled.discard(optimizer)
 
     # --------------------------------------------------------------------------------------------- weights

@@ -202,26 +202,19 @@ class Sharding:
     def clips(self, params: Iterable[nn.Parameter]) -> list[Clip]:
         """The functions that clip the gradients of these parameters; none where torch's own clips them, as at stage 1.
 
-        Raises RuntimeError for only some parameters of a model whose gradients are sharded.
+        Raises RuntimeError at stage 2 for only some parameters of an optimizer.
         """
         given = {param for param in params if param.requires_grad}
         left, found = set(given), list[Clip]()
         for wrapped in self.wrapped:
             if not isinstance(wrapped, WRAPPERS):
                 continue
-            own = {param for param in wrapped.module.parameters() if param.requires_grad}
-            if not own & given:
-                continue
-            if own - given:
-                raise RuntimeError(
-                    f"clip_grad_norm_ got {len(own & given)} of a model's {len(own)} trained parameters. At stages 2 "
-                    "and 3 the norm is that of the full model: pass all of model.parameters()."
-                )
-            left -= own
-            if isinstance(wrapped, FSDP):
-                found.append(wrapped.clip_grad_norm_)
-            else:
-                found += [one.clip_grad_norm for one in self._optimizers if own.intersection(params_of(one))]
+            own = [param for param in wrapped.module.parameters() if param in given]
+            left.difference_update(own)
+            if own and isinstance(wrapped, FSDP):
+                found.append(partial(wrapped.clip_grad_norm_, params=own))
+        if self.plugin.stage == 2 and len(left) < len(given):
+            found = [one.clip_grad_norm for one in self._optimizers if _all_or_none(one, given)]
         if found and left:
             raise RuntimeError(
                 f"clip_grad_norm_ got the parameters of a prepared model and {len(left)} that are in no prepared "
@@ -232,6 +225,17 @@ class Sharding:
     def wrapper_of(self, optimizer: Optimizer) -> nn.Module | None:
         """The wrapper that holds the optimizer's parameters."""
         return next((one for one in self.wrapped if steps(optimizer, inside(one))), None)
+
+
+def _all_or_none(optimizer: OSS, given: set[nn.Parameter]) -> bool:
+    """Whether these are the optimizer's parameters. Raises RuntimeError if they are some of them only."""
+    own = {param for param in params_of(optimizer) if param.requires_grad}
+    if own & given and own - given:
+        raise RuntimeError(
+            f"clip_grad_norm_ got {len(own & given)} of the {len(own)} trained parameters of an optimizer. At stage 2 "
+            "the norm is that of all gradients of an optimizer: pass all of its parameters."
+        )
+    return bool(own & given)
 
 
 def _cast_inputs(precision: MixedPrecision, module: nn.Module, args: Any, kwargs: Any) -> Any:
