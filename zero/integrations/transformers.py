@@ -4,7 +4,12 @@ The Trainer does not know of FSDP: it builds its optimizer from the plain model,
 `trainer.model` is the plain module, whose parameters are sharded, and `trainer.model_wrapped` is its wrapper.
 """
 
+# ruff: noqa: E402 (the imports below are what fails with an older version)
 from __future__ import annotations
+
+from zero.integrations.oldest import refuse_older
+
+refuse_older("transformers")
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
