@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
@@ -135,10 +136,23 @@ class ZeroTrainerMixin:
             self._saves_to_go_on = False
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is None and self._sharded:
-            dtype = None if self._saves_to_go_on else self.accelerator.saved_dtype
-            state_dict = states.full_weights(self.model_wrapped, self._writer, dtype)
-        super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+        dtype = None if self._saves_to_go_on else self.accelerator.saved_dtype
+        with self._full_adapters() as full:
+            if state_dict is None and self._sharded and (dtype is not None or not full):
+                state_dict = states.full_weights(self.model_wrapped, self._writer, dtype)
+            super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+
+    @contextmanager
+    def _full_adapters(self) -> Iterator[bool]:
+        """Collective. For adapters of peft, which run modules and ask them for their own weights as they are saved, on
+        the writer alone: there all parameters are full in this context. Returns whether they are."""
+        wrapped = self.model_wrapped
+        if not (isinstance(wrapped, FSDP) and hasattr(self.model, "peft_config")):
+            yield False
+            return
+        first = self._writer is not None
+        with torch.no_grad(), wrapped.summon_full_params(writeback=False, rank0_only=first, offload_to_cpu=True):
+            yield True
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._full_parameters():
