@@ -13,7 +13,6 @@ refuse_older("transformers")
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ class ZeroTrainerMixin:
         """The Trainer's own, whose Accelerator then becomes zero's."""
         plugin = plugin_for(self.args, self._zero_plugin)
         self._sections = plugin.optimizer, plugin.scheduler
-        plugin = replace(plugin, optimizer=None, scheduler=None)  # the Trainer builds both itself
+        plugin = plugin.replace(optimizer=None, scheduler=None)  # the Trainer builds both itself
         asked, self.args.fsdp_plugin_args = self.args.fsdp_plugin_args, None
         try:
             with hidden_environment():
@@ -251,7 +250,7 @@ def plugin_for(args: Any, given: ZeroPlugin | int | None) -> ZeroPlugin:
                 "same, or leave it out of the configuration."
             )
     # The Trainer applies these itself.
-    return replace(plugin, gradient_accumulation_steps=None, gradient_clipping=None, micro_batch_size=None)
+    return plugin.replace(gradient_accumulation_steps=None, gradient_clipping=None, micro_batch_size=None)
 
 
 def _of_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
