@@ -33,3 +33,5 @@ def test_the_extras_ask_for_the_same_versions():
     extras = config["options.extras_require"]
     asked = {line for name in OLDEST for line in extras[name].split() if line != "safetensors"}
     assert asked == {f"{library}>={version}" for library, version in OLDEST.items()}
+    page = " ".join((ROOT / "docs" / "integrations.md").read_text().lower().split())
+    assert all(f"{library} {version}" in page for library, version in OLDEST.items())

@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torch.torch_version import TorchVersion
 
-OLDEST = {"accelerate": "1.15.0", "transformers": "5.23.0", "lightning": "2.6.6"}
+OLDEST = {"accelerate": "1.15.0", "transformers": "5.23.0", "lightning": "2.6.0"}
 
 
 def refuse_older(library: str) -> None:
