@@ -349,7 +349,7 @@ def test_calls_beside_the_loop(rank: int, world: int, stage: int, tmp_path: Path
 
 
 class Two:
-    """Two models of one shape, each with its optimizer. A hook loads the first one's weights: it takes it out."""
+    """Two models of one shape, each with its optimizer. Hooks save and load the first one's weights: they take it out."""
 
     def __init__(self, plugin: ZeroPlugin) -> None:
         self.accelerator = build(3, zero_plugin=plugin)
@@ -357,6 +357,7 @@ class Two:
         optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
         first, second, *self.optimizers = self.accelerator.prepare(*models, *optimizers)
         self.models = first, second
+        self.accelerator.register_save_state_pre_hook(lambda models, weights, folder: weights and weights.pop(0))
         self.accelerator.register_load_state_pre_hook(lambda models, folder: models.remove(first))
 
     def train(self) -> Two:
