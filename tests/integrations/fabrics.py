@@ -5,10 +5,12 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from lightning.fabric.strategies import Strategy
 from lightning.fabric.strategies.ddp import DDPStrategy
 from lightnings import WIDTH, Module
 from torch import Tensor
@@ -18,8 +20,13 @@ import zero
 from zero.integrations.lightning import ZeroFabricStrategy
 from zoo import data
 
-CASES = {"plain": (None, None), "in bfloat16": ("bf16-mixed", None), "clipped": (None, 0.5)}
-"""Precision, and the norm to clip by."""
+CASES = {
+    "plain": (None, None, 1),
+    "accumulated": (None, None, 2),
+    "in bfloat16": ("bf16-mixed", None, 1),
+    "clipped": (None, 0.5, 1),
+}
+"""Precision, the norm to clip by, and batches a step."""
 
 
 def fabric_at(rank: int, world: int, stage: int, precision: Any = None, **options: Any) -> Any:
@@ -41,13 +48,14 @@ def set_up(fabric: Any) -> tuple[Any, Any, Any]:
     return model, optimizer, scheduler
 
 
-def train(fabric: Any, parts: tuple[Any, Any, Any], steps: range, max_norm: float | None = None) -> list[float]:
-    """Two batches a step, the first without sending."""
+def train(
+    fabric: Any, parts: tuple[Any, Any, Any], steps: range, max_norm: float | None = None, batches: int = 1
+) -> list[float]:
     model, optimizer, scheduler = parts
     losses = []
     for step in steps:
-        for number in range(2):
-            with fabric.no_backward_sync(model, enabled=number == 0):
+        for number in range(batches):
+            with fabric.no_backward_sync(model, enabled=number < batches - 1):
                 x = data(4, WIDTH, rank=fabric.global_rank, step=2 * step + number)
                 loss = model(x).square().mean()
                 fabric.backward(loss)
@@ -62,18 +70,43 @@ def train(fabric: Any, parts: tuple[Any, Any, Any], steps: range, max_norm: floa
 
 def all_cases(rank: int, world: int, stage: int) -> dict[str, tuple[list[float], dict[str, Tensor], list[Any]]]:
     found = {}
-    for name, (precision, max_norm) in CASES.items():
+    for name, (precision, max_norm, batches) in CASES.items():
         fabric = fabric_at(rank, world, stage, precision)
         parts = set_up(fabric)
-        losses = train(fabric, parts, range(2), max_norm)
+        losses = train(fabric, parts, range(2), max_norm, batches)
         found[name] = losses, zero.full_state_dict(parts[0]._forward_module), []
     return found
+
+
+def two_optimizers(rank: int, world: int, stage: int) -> list[float]:
+    """Of two halves of one model. Returns losses, and norms before clipping."""
+    fabric, module, seen = fabric_at(rank, world, stage), Module(), list[float]()
+    halves = [torch.optim.SGD(half.parameters(), lr=0.1, momentum=0.9) for half in (module.blocks, module.head)]
+    model, *optimizers = fabric.setup(module, *halves)
+    for step in range(3):
+        loss = model(data(4, WIDTH, rank=rank, step=step)).square().mean()
+        fabric.backward(loss)
+        seen += [loss.item(), *(fabric.clip_gradients(model, one, max_norm=0.05).item() for one in optimizers)]
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    return seen
+
+
+def held(rank: int, world: int, stage: int, **options: Any) -> float:
+    """The share of the gradients' bytes that a rank holds between two batches of a step."""
+    fabric = fabric_at(rank, world, stage, **options)
+    model, optimizer, _ = set_up(fabric)
+    with fabric.no_backward_sync(model):
+        fabric.backward(model(data(4, WIDTH, rank=rank)).square().mean())
+    full = sum(param.nbytes for param in Module().parameters())
+    return zero.report(model._forward_module, optimizer.optimizer).gradients / full
 
 
 def resumed(rank: int, world: int, pairs: list[tuple[int, int]], folder: str, kind: str = "full") -> None:
     """By fabric.load."""
     fabric = fabric_at(rank, world, 0)
-    expected = train(fabric, set_up(fabric), range(3))[2:]
+    expected = train(fabric, set_up(fabric), range(3))[1:]
     options = {} if kind == "full" else {"checkpoint": kind}
     for first, second in pairs:
         path = Path(folder, str(first))
@@ -88,6 +121,22 @@ def resumed(rank: int, world: int, pairs: list[tuple[int, int]], folder: str, ki
         fabric.load(path, state)
         assert state["step"] == 2
         assert train(fabric, parts, range(1, 3)) == expected, (first, second)
+
+
+def interrupted(rank: int, world: int, folder: str) -> None:
+    fabric = fabric_at(rank, world, 2, checkpoint="sharded")
+    parts = model, optimizer, scheduler = set_up(fabric)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 1}
+    train(fabric, parts, range(1))
+    for _ in range(2):
+        fabric.save(f"{folder}/fabric", state)
+    fabric.barrier()
+    assert len([*Path(folder, "fabric").glob("0*")]) == 1
+    expected = train(fabric, parts, range(1, 2))
+    with mock.patch.object(Strategy, "save_checkpoint", side_effect=OSError):
+        assert ranks.refusal(lambda: fabric.save(f"{folder}/fabric", {**state, "step": 2})).startswith("OSError")
+    fabric.load(f"{folder}/fabric", state)
+    assert state["step"] == 1 and train(fabric, parts, range(1, 2)) == expected
 
 
 def by_value(fabric: Any) -> None:

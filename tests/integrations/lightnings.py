@@ -110,6 +110,20 @@ class Manual(Module):
             self.lr_schedulers().step()
 
 
+class TwoOptimizers(Manual):
+    """Two halves of one model, each clipped and stepped by an optimizer of its own."""
+
+    def training_step(self, batch: list[Tensor], number: int) -> None:
+        self.manual_backward(Module.training_step(self, batch, number))
+        for optimizer in self.optimizers():
+            self.clip_gradients(optimizer, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(half.parameters(), lr=0.1, momentum=0.9) for half in (self.blocks, self.head)]
+
+
 def sixteen() -> Any:
     """A scaler whose first scale overflows."""
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=2))
@@ -121,6 +135,7 @@ CASES: dict[str, tuple[type[Module], Callable[[], dict[str, Any]]]] = {
     "in bfloat16": (Module, lambda: {"precision": "bf16-mixed"}),
     "scaled": (Module, lambda: {"plugins": [sixteen()], "max_epochs": 2}),
     "by hand": (Manual, dict),
+    "two optimizers": (TwoOptimizers, dict),
     "clipped": (Module, lambda: {"gradient_clip_val": 0.5}),
 }
 
@@ -158,6 +173,21 @@ def all_cases(rank: int, world: int, stage: int) -> dict[str, Any]:
     return found
 
 
+class Held(pl.Callback):
+    """Of the gradients' bytes the share that this rank holds between two batches of a step."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        if trainer.fit_loop._should_accumulate():
+            full = sum(param.nbytes for param in Module().parameters())
+            self.share = zero.report(trainer.strategy.model, trainer.optimizers).gradients / full
+
+
+def held(rank: int, world: int, stage: int, **options: Any) -> float:
+    counted = Held()
+    trainer(rank, world, strategy(stage, **options), accumulate_grad_batches=2, callbacks=[counted]).fit(Module())
+    return counted.share
+
+
 def resumed(rank: int, world: int, pairs: list[tuple[int, int]], folder: str, kind: str = "full") -> None:
     """An epoch at a stage, another at a second."""
     whole = Module()
@@ -176,6 +206,25 @@ def resumed(rank: int, world: int, pairs: list[tuple[int, int]], folder: str, ki
         losses, weights, _ = record(module, [])
         assert losses == expected[BATCHES:], (first, second)
         assert all(torch.equal(weights[name], value) for name, value in expected_weights.items()), (first, second)
+
+
+def interrupted(rank: int, world: int, folder: str) -> None:
+    """A save ends between the shards and what Lightning saves beside them, into the directory of an earlier one."""
+    whole = Module()
+    trainer(rank, world, strategy(0), max_epochs=2).fit(whole)
+    path = Path(folder, "trainer")
+    run = trainer(rank, world, strategy(2, checkpoint="sharded"))
+    run.fit(Module())
+    for _ in range(2):
+        run.save_checkpoint(path)
+    assert len([*path.glob("0*")]) == 1
+    run = trainer(rank, world, strategy(2, checkpoint="sharded"), max_epochs=3)
+    run.fit(Module(), ckpt_path=path)
+    with mock.patch.object(pl.strategies.Strategy, "save_checkpoint", side_effect=OSError):
+        assert ranks.refusal(lambda: run.save_checkpoint(path)).startswith("OSError")
+    module = Module()
+    trainer(rank, world, strategy(3), max_epochs=2).fit(module, ckpt_path=path)
+    assert module.losses == whole.losses[BATCHES:]
 
 
 def saved_by_callback(rank: int, world: int, folder: str) -> None:

@@ -171,7 +171,7 @@ def test_keys_that_mean_nothing_here_are_named() -> None:
     assert len(warned) == 1
     assert all(name in str(warned[0].message) for name in IDLE)
     with pytest.warns(UserWarning, match="offload_param is for stage 3"):
-        assert of_zero(2, offload_param={"device": "cpu"}).offload is None
+        assert of_zero(2, offload_param={"device": "cpu"}).handed == {}
 
 
 DEEPSPEED = {
@@ -256,10 +256,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "ZeroPlugin": [
         ({"stage": 5}, "0 \\(DDP\\)"),
-        ({"stage": 2, "mixed_precision_policy": HALF}, "mixed_precision_policy .* stage 3"),
-        ({"stage": 1, "reduce_dtype": torch.bfloat16}, "comm_hook"),
-        ({"stage": 3, "reduce_bucket_size": 7}, "reduce_bucket_size .* stages 1 and 2"),
-        ({"stage": 3, "sharding_strategy": "SOME"}, "sharding_strategy='SOME'"),
+        ({"stage": 2, "mixed_precision_policy": HALF}, "mixed_precision_policy=.* stage 3"),
+        ({"stage": 1, "reduce_dtype": torch.bfloat16}, "reduce_dtype=torch.bfloat16 .* stage 2 or 3"),
+        ({"stage": 3, "reduce_bucket_size": 7}, "reduce_bucket_size=7 .* stage 1 or 2"),
+        ({"stage": 0, "offload": CPUOffload()}, "offload=.* stage 1 or 2 or 3"),
+        ({"stage": 3, "state_dict_type": "LOCAL_STATE_DICT"}, "FULL_STATE_DICT or SHARDED_STATE_DICT"),
+        ({"stage": 3, "master_dtype": torch.float64}, "master_dtype=torch.float64"),
+        ({"stage": 3, "master_dtype": torch.float32, "mixed_precision_policy": HALF}, "decides the dtypes alone"),
     ],
 }
 

@@ -5,6 +5,7 @@ Ranks that have imported Lightning stay for all tests, so what is refused is ref
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from functools import cache
 from typing import Any
@@ -20,8 +21,8 @@ from assertions import close
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning: too few workers, short epochs, no GPU
 STAGES = [1, 2, 3]
 MODULES = ["lightnings", "fabrics"]
-TOLERANCES = {"clipped": 1e-5, "by hand": 1e-5}
-"""By hand each backward reduces: averages are added up, not gradients."""
+TOLERANCES = {"clipped": 1e-5, "two optimizers": 1e-5, "by hand": 1e-5, "accumulated": 1e-5}
+"""By hand and where batches accumulate each backward reduces: averages are added up, not gradients."""
 
 
 @cache
@@ -44,6 +45,26 @@ def test_a_stage_trains_to_the_numbers_of_ddp(stage, module):
             assert same(own_values, values, tolerance), name
 
 
+def held(rank: int, world: int, module: str) -> list[float]:
+    count = importlib.import_module(module).held
+    ways = [(1, True), (2, True), (3, True), (2, False), (3, False)]
+    return [count(rank, world, stage, sync_each_batch=asked) for stage, asked in ways]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", MODULES)
+def test_accumulation_holds_shards_of_gradients_unless_asked_otherwise(module):
+    for shares in on_ranks(__name__, "held", module):
+        assert shares == pytest.approx([1.0, 0.5, 0.5, 1.0, 1.0], rel=0.1)  # parameters are few
+
+
+@pytest.mark.slow
+def test_fabric_clips_each_of_two_optimizers_by_the_norm_of_its_own_gradients():
+    expected, *found = (on_ranks("fabrics", "two_optimizers", stage) for stage in [0, *STAGES])
+    for by_rank in found:
+        assert by_rank == [pytest.approx(one, rel=1e-5) for one in expected]
+
+
 def same(one: Any, other: Any, tolerance: float) -> bool:
     if isinstance(one, list):
         return all(same(a, b, tolerance) for a, b in zip(one, other, strict=True))
@@ -59,6 +80,12 @@ def same(one: Any, other: Any, tolerance: float) -> bool:
 def test_a_run_goes_on_at_any_stage_where_another_was_saved(module, kind, stages, tmp_path):
     few = [(0, 1), (1, 2), (2, 3), (3, 0)] if kind == "full" else [(3, 2)]
     on_ranks(module, "resumed", [*itertools.product(stages, stages)] if matrix.WHOLE else few, str(tmp_path), kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", MODULES)
+def test_a_save_that_was_interrupted_leaves_the_one_before(module, tmp_path):
+    on_ranks(module, "interrupted", str(tmp_path))
 
 
 @pytest.mark.slow

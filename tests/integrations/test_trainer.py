@@ -52,8 +52,7 @@ def build(stage: Any, folder: str, *, model: Callable[[], nn.Module] = gpt2, **o
     args = transformers.TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=2,
-        learning_rate=1e-2,
-        **{"max_steps": 4, "max_grad_norm": 0.0, **QUIET, **options},
+        **{"learning_rate": 1e-2, "max_steps": 4, "max_grad_norm": 0.0, **QUIET, **options},
     )
     given = {"model": model(), "args": args, "train_dataset": examples(), "eval_dataset": examples(6)}
     return transformers.Trainer(**given) if stage == 0 else Trainer(**given, zero_plugin=stage)
@@ -80,9 +79,10 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     "options",
     [
         {"max_grad_norm": 0.5, "optim": "sgd"},  # Adam would enlarge rounding
-        {"gradient_accumulation_steps": 2, "bf16": True},
+        {"gradient_accumulation_steps": 2, "optim": "sgd"},
+        {"bf16": True},
     ],
-    ids=["clipping", "accumulating in bf16"],
+    ids=["clipping", "accumulating", "in bf16"],
 )
 @ranks.on(2, timeout=100)
 def test_losses_weights_and_logs_are_those_of_ddp(
@@ -99,7 +99,7 @@ def test_losses_weights_and_logs_are_those_of_ddp(
             got, callback = build(stage, tmp_path, **options), MemoryCallback(every=2)
             got.add_callback(callback)
             got.train()
-            if "max_grad_norm" in options:
+            if "optim" in options:
                 torch.testing.assert_close(weights(got), expected_weights, rtol=0, atol=1e-6)
             else:
                 assert losses(got) == losses(expected)
@@ -109,6 +109,34 @@ def test_losses_weights_and_logs_are_those_of_ddp(
             assert got.state.total_flos == expected.state.total_flos
             callback.on_log(None, got.state, None, logs=(logs := {"loss": 1.0}))
             assert callback.report.stage == str(stage) and logs["zero/gradients_bytes"] > 0
+
+
+def held(stage: int, folder: str, **options: Any) -> float:
+    """The share of the gradients' bytes that a rank holds between two micro-batches of a step."""
+    from transformers import TrainerCallback
+
+    shares = []
+
+    class Count(TrainerCallback):
+        def on_substep_end(self, *_: Any, model: nn.Module, optimizer: Any, **__: Any) -> None:
+            shares.append(zero.report(model, optimizer.optimizer).gradients)
+
+    trainer = build(stage, folder, gradient_accumulation_steps=2, max_steps=2, **options)
+    trainer.add_callback(Count())
+    trainer.train()
+    assert len(shares) == 2
+    return max(shares) / sum(param.nbytes for param in gpt2().parameters())
+
+
+@pytest.mark.slow
+@ranks.on(2, timeout=100)
+def test_accumulation_holds_shards_of_gradients_unless_asked_otherwise(rank: int, world: int, tmp_path: Path) -> None:
+    for stage, share in {1: 1.0, 2: 0.5, 3: 0.5}.items():
+        asked = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": False}}}
+        with launched(rank, world):
+            assert held(stage, tmp_path) == pytest.approx(share, rel=0.01), stage
+        with launched(rank, world):
+            assert held(stage, tmp_path, **asked) == pytest.approx(1.0, rel=0.01), stage
 
 
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
@@ -148,6 +176,23 @@ def test_checkpoints_go_on_bit_for_bit_at_any_stage_and_without_zero(rank: int, 
                 assert same(weights(again), expected_weights), (stage, other)
 
 
+@pytest.mark.slow
+@ranks.on(2, timeout=100)
+def test_a_checkpoint_takes_the_place_of_one_of_another_kind(rank: int, world: int, tmp_path: Path) -> None:
+    from zero.integrations.accelerate import ZeroPlugin
+
+    for kind, rate in ((SHARDED, 1e-2), (FULL, 1e-3)):
+        plugin = ZeroPlugin(stage=2, state_dict_type=kind)
+        with launched(rank, world):
+            trainer = build(plugin, tmp_path, learning_rate=rate, save_strategy="steps", save_steps=2)
+            trainer.train()
+            expected = weights(trainer)
+    with launched(rank, world):
+        again = build(plugin, tmp_path, learning_rate=rate)
+        again.train(resume_from_checkpoint=f"{tmp_path}/checkpoint-2")
+        assert same(weights(again), expected)
+
+
 def evaluated_first(rank: int, world: int, folder: str) -> dict[str, Tensor]:
     with launched(rank, world):
         trainer = build(2, folder, max_steps=2)
@@ -182,15 +227,39 @@ def test_the_best_model_a_second_train_and_a_late_resume(rank: int, world: int, 
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
 
 
-def lora() -> Any:
+OF_ATTENTION = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "init_lora_weights": False}
+WITH_A_MODULE = {"r": 2, **OF_ATTENTION, "modules_to_save": ["ln_f"]}
+
+
+def adapted(kind: str, **options: Any) -> Any:
     import peft
 
     base = gpt2()
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=2, init_lora_weights=False, target_modules=["c_attn"], fan_in_fan_out=True
-    )
     torch.manual_seed(1)
-    return peft.get_peft_model(base, config)
+    return peft.get_peft_model(base, getattr(peft, kind)(task_type="CAUSAL_LM", **options))
+
+
+def lora() -> Any:
+    return adapted("LoraConfig", r=2, **OF_ATTENTION)
+
+
+def added() -> Any:
+    """An adapter in the model of transformers itself."""
+    import peft
+
+    base = gpt2()
+    torch.manual_seed(1)
+    base.add_adapter(peft.LoraConfig(task_type="CAUSAL_LM", **WITH_A_MODULE))
+    return base
+
+
+ADAPTERS: dict[str, Callable[[], Any]] = {
+    "added": added,
+    "modules to save": partial(adapted, "LoraConfig", **WITH_A_MODULE),
+    "prompts": partial(adapted, "PromptTuningConfig", num_virtual_tokens=3),
+    "encoded prompts": partial(adapted, "PromptEncoderConfig", num_virtual_tokens=3, encoder_hidden_size=8),
+    "AdaLoRA": partial(adapted, "AdaLoraConfig", **OF_ATTENTION, init_r=4, target_r=2, total_step=4),
+}
 
 
 @pytest.mark.slow
@@ -216,6 +285,68 @@ def test_lora_by_peft_is_trained_saved_and_resumed(rank: int, world: int, tmp_pa
         again = build(2, f"{tmp_path}/again", model=lora)
         again.train(resume_from_checkpoint=f"{tmp_path}/3/checkpoint-2")
         assert all(torch.equal(value, expected[name]) for name, value in weights(again).items())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+@pytest.mark.parametrize("kind", ADAPTERS)
+@ranks.on(2, timeout=100)
+def test_an_adapter_is_saved_as_under_ddp_byte_for_byte(rank: int, world: int, tmp_path: Path, kind: str) -> None:
+    found = {}
+    for stage in (0, 2, 3):
+        place = Path(tmp_path, str(stage))
+        resumes = stage == 3 and kind not in ("added", "encoded prompts")  # which the Trainer itself cannot
+        for resumed in [None, f"{place}/checkpoint-2"][: 1 + resumes]:
+            with launched(rank, world):
+                trainer = build(stage, place, model=ADAPTERS[kind], save_strategy="steps", save_steps=2)
+                trainer.train(resume_from_checkpoint=resumed)
+                trainer.save_model(place / "final")
+                torch.distributed.barrier()
+                files = [place / name / "adapter_model.safetensors" for name in ("checkpoint-2", "final")]
+                found[stage, resumed] = [losses(trainer), *(file.read_bytes() for file in files)]
+    assert all(one == found[0, None] for one in found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+@ranks.on(2, timeout=100)
+def test_an_adapter_is_saved_by_hand_at_any_stage(rank: int, world: int, tmp_path: Path) -> None:
+    tokens = torch.stack([one["input_ids"] for one in examples(4)])[rank::2]
+    for kind in ("modules to save", "prompts"):
+        found = []
+        for stage in (0, 1, 2, 3):
+            plain, place = ADAPTERS[kind](), Path(tmp_path, f"{kind} {stage}")
+            model, optimizer = zero.setup(plain, torch.optim.SGD, stage=stage, lr=0.1)
+            model(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+            full = zero.FSDP.summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=True)
+            with torch.no_grad(), full:
+                if rank == 0:
+                    plain.save_pretrained(place)
+            torch.distributed.barrier()
+            found.append((place / "adapter_model.safetensors").read_bytes())
+        assert found == found[:1] * 4
+        weights = zero.full_state_dict(model)  # of stage 3, where a module that is asked for its own has shards
+        told = ranks.refusal(lambda: plain.save_pretrained(place / "shards", state_dict=weights))
+        assert ("RuntimeError" in told) == (kind == "modules to save"), told
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+@ranks.on(2, timeout=100)
+def test_what_reads_gradients_of_an_adapter_is_refused_on_every_rank(rank: int, world: int, tmp_path: Path) -> None:
+    from transformers import TrainerCallback
+
+    class Allocate(TrainerCallback):
+        def on_pre_optimizer_step(self, _: Any, state: Any, __: Any, *, model: Any, **___: Any) -> None:
+            model.base_model.update_and_allocate(state.global_step)
+
+    for stage in (2, 3):
+        with launched(rank, world):
+            trainer = build(stage, tmp_path, model=partial(ADAPTERS["AdaLoRA"], tfinal=1, deltaT=1))
+            trainer.add_callback(Allocate())
+            told = ranks.refusal(trainer.train)
+        assert told.startswith("RuntimeError") and "lora_A.default" in told, told
 
 
 def of_deepspeed(stage: int, **options: Any) -> Any:

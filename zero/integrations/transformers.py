@@ -4,13 +4,18 @@ The Trainer does not know of FSDP: it builds its optimizer from the plain model,
 `trainer.model` is the plain module, whose parameters are sharded, and `trainer.model_wrapped` is its wrapper.
 """
 
+# ruff: noqa: E402 (the imports below are what fails with an older version)
 from __future__ import annotations
+
+from zero.integrations.oldest import refuse_older
+
+refuse_older("transformers")
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
@@ -70,13 +75,15 @@ class ZeroTrainerMixin:
         """The Trainer's own, whose Accelerator then becomes zero's."""
         plugin = plugin_for(self.args, self._zero_plugin)
         self._sections = plugin.optimizer, plugin.scheduler
-        plugin = replace(plugin, optimizer=None, scheduler=None)  # the Trainer builds both itself
+        plugin = plugin.replace(optimizer=None, scheduler=None)  # the Trainer builds both itself
         asked, self.args.fsdp_plugin_args = self.args.fsdp_plugin_args, None
         try:
             with hidden_environment():
                 super().create_accelerator_and_postprocess()  # type: ignore[misc]
         finally:
             self.args.fsdp_plugin_args = asked
+        accumulation = self.args.accelerator_config.gradient_accumulation_kwargs or {}
+        self.accelerator.gradient_state.plugin_kwargs.update(accumulation)
         self.accelerator.__class__ = Accelerator  # other objects already hold methods of this one, so it must stay
         self.accelerator.set_up(plugin)
 
@@ -128,10 +135,23 @@ class ZeroTrainerMixin:
             self._saves_to_go_on = False
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        if state_dict is None and self._sharded:
-            dtype = None if self._saves_to_go_on else self.accelerator.saved_dtype
-            state_dict = states.full_weights(self.model_wrapped, self._writer, dtype)
-        super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+        dtype = None if self._saves_to_go_on else self.accelerator.saved_dtype
+        with self._full_adapters() as full:
+            if state_dict is None and self._sharded and (dtype is not None or not full):
+                state_dict = states.full_weights(self.model_wrapped, self._writer, dtype)
+            super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
+
+    @contextmanager
+    def _full_adapters(self) -> Iterator[bool]:
+        """Collective. For adapters of peft, which run modules and ask them for their own weights as they are saved, on
+        the writer alone: there all parameters are full in this context. Returns whether they are."""
+        wrapped = self.model_wrapped
+        if not (isinstance(wrapped, FSDP) and hasattr(self.model, "peft_config")):
+            yield False
+            return
+        first = self._writer is not None
+        with torch.no_grad(), wrapped.summon_full_params(writeback=False, rank0_only=first, offload_to_cpu=True):
+            yield True
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._full_parameters():
@@ -148,7 +168,10 @@ class ZeroTrainerMixin:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state: Any = {"in": "zero"}
-        if self._sharded and self.accelerator.zero_plugin.state_dict_type == "SHARDED_STATE_DICT":
+        in_shards = self._sharded and self.accelerator.zero_plugin.state_dict_type == "SHARDED_STATE_DICT"
+        if not in_shards and self.args.should_save:
+            states.remove_other_kinds(output_dir, [0], sharded=False)
+        if in_shards:
             states.save_sharded(output_dir, [self.model_wrapped], [self.optimizer.optimizer])
         elif self._sharded:
             state = states.full_state(self.accelerator.sharding, self.optimizer.optimizer, self._writer)
@@ -227,7 +250,7 @@ def plugin_for(args: Any, given: ZeroPlugin | int | None) -> ZeroPlugin:
                 "same, or leave it out of the configuration."
             )
     # The Trainer applies these itself.
-    return replace(plugin, gradient_accumulation_steps=None, gradient_clipping=None, micro_batch_size=None)
+    return plugin.replace(gradient_accumulation_steps=None, gradient_clipping=None, micro_batch_size=None)
 
 
 def _of_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:

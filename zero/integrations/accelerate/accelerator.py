@@ -24,7 +24,7 @@ from zero.grad_scaler import GradScaler
 from zero.integrations.accelerate import choosing, sections, states
 from zero.integrations.accelerate.keys import DTYPES
 from zero.integrations.accelerate.plugin import ZeroPlugin
-from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together, inside
+from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together
 from zero.measure.param_groups import params_of
 
 
@@ -41,7 +41,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     Losses and weights are those of DistributedDataParallel. Collective, in addition to Accelerate's own methods:
     `prepare`, `clip_grad_norm_`, `get_state_dict`, `save_model`, `save_state`, `load_state`, and a prepared optimizer's
-    `step`. Raises ValueError, on every rank, for options that are not available.
+    `step`. At stages 2 and 3 `accumulate` reduces each micro-batch, so that a rank holds its share of the gradients.
+    Raises ValueError, on every rank, for options that are not available.
     """
 
     scaler: Any
@@ -67,6 +68,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "itself. Build zero.integrations.accelerate.Accelerator first, or alone."
             )
         choosing.refuse_ranks_apart(self.distributed_type)
+        if plugin.stage > 1:
+            # Only the Trainer shows whether False was asked for: in a GradientAccumulationPlugin it is the default.
+            self.gradient_state.plugin_kwargs.setdefault("sync_each_batch", True)
         self.zero_plugin = plugin
         narrow = None if plugin.master_dtype is None else DTYPES.get(self.mixed_precision)
         self.sharding = Sharding(plugin, self.device, narrow)
@@ -197,9 +201,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                     self._unscaled.add(one)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Collective. As Accelerate's. At stages 2 and 3 pass all parameters of one or several models.
+        """Collective. As Accelerate's. At stage 2 pass all parameters of one or several optimizers.
 
-        Raises RuntimeError there for only some parameters of a model.
+        Raises RuntimeError there for only some parameters of an optimizer.
         """
         params: list[Any] = [parameters] if isinstance(parameters, Tensor) else [*parameters]
         clips = self.sharding.clips(params)
@@ -224,8 +228,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         limit = self.zero_plugin.gradient_clipping
         if limit is not None:
             self.unscale_gradients(optimizer)
-            holder = self.sharding.wrapper_of(optimizer)
-            self.clip_grad_norm_(params_of(optimizer) if holder is None else inside(holder).parameters(), limit)
+            self.clip_grad_norm_(params_of(optimizer), limit)
         self._unscaled.discard(optimizer)
 
     # --------------------------------------------------------------------------------------------- weights
@@ -274,15 +277,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         def write(_: Any, __: Any, folder: str) -> None:
             sharded = self.zero_plugin.state_dict_type == "SHARDED_STATE_DICT"
+            each_node = self.project_configuration.save_on_each_node
+            if self.is_local_main_process if each_node else self.is_main_process:
+                numbers = range(max(len(models), len(optimizers)))
+                states.remove_other_kinds(folder, numbers, sharded=sharded, safe=safe_serialization)
             weights = [] if sharded else [states.full_weights(model, self._writer) for model in models]
+            of_models = [*weights]
             for hook in hooks:
                 hook(models, weights, folder)
             if sharded:
                 states.save_sharded(folder, models, [one.optimizer for one in optimizers])
                 return
-            each_node = self.project_configuration.save_on_each_node
+            left = {number: one for number, one in enumerate(of_models) if any(one is other for other in weights)}
             full = (self.full_optimizer_state(one) for one in optimizers)  # collective, one in memory at a time
-            states.save_full(folder, weights, full, safe=safe_serialization, each_node=each_node)
+            states.save_full(folder, left, full, safe=safe_serialization, each_node=each_node)
 
         with self._emptied("_save_model_state_pre_hook", write):
             location = super().save_state(output_dir, safe_serialization, **kwargs)
@@ -299,10 +307,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             for hook in hooks:
                 hook(left, folder)
             if states.is_sharded(folder):
-                states.load_sharded(folder, left, [one.optimizer for one in optimizers])
+                loaded = [model for model in models if model not in left]
+                states.load_sharded(folder, models, [one.optimizer for one in optimizers], loaded)
                 return
             for number, model in enumerate(models):
-                if any(model is one for one in left):
+                if model in left:
                     states.load_weights(model, folder, number, **strict)
             for number, optimizer in enumerate(optimizers):
                 states.load_optimizer(optimizer, folder, number, **(load_kwargs or {}))

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from zero.fsdp import MixedPrecision, Prefetch
-from zero.fsdp.options import as_strategy
-from zero.fsdp.prefetch import as_prefetch
-from zero.fsdp.torch_options import as_precision
 from zero.integrations.accelerate import deepspeed_keys, fsdp_keys
-from zero.integrations.accelerate.keys import STATE_DICT_TYPES, WRAPPING, Keys
+from zero.integrations.accelerate.keys import STATE_DICT_TYPES, Keys
 from zero.integrations.accelerate.sections import Section
-from zero.offload import CPUOffload, DiskOffload, take_offload
-from zero.shards.partition import Partition, partition_problem
+from zero.shards.partition import Partition
 
-_OF_FSDP = "mixed_precision_policy", "cpu_ram_efficient_loading", "param_init_fn", "ignored_modules"
+# At which stages an option of the plugin means something. Others may stay where the stage of a script changes.
+_STAGES: dict[str, tuple[int, ...]] = {
+    "cpu_ram_efficient_loading": (3,),
+    "ignored_modules": (3,),
+    "mixed_precision_policy": (3,),
+    "sharding_strategy": (3,),
+    "reduce_bucket_size": (1, 2),
+    "reduce_dtype": (2, 3),
+    "master_dtype": (1, 2, 3),
+}
 # Keys for `accelerate launch` itself, on how to start processes, and keys that it passes on to Accelerate.
 _LAUNCHERS = {
     *("compute_environment", "distributed_type", "debug", "use_cpu", "num_processes", "num_machines", "machine_rank"),
@@ -32,113 +36,73 @@ _LAUNCHERS = {
 }
 
 
-@dataclass(frozen=True)
-class ZeroPlugin:
+class ZeroPlugin(SimpleNamespace):
     """How to shard, in Accelerate's names where the meaning is the same.
 
         accelerator = Accelerator(zero_plugin=ZeroPlugin(stage=3, auto_wrap_policy="TRANSFORMER_BASED_WRAP"))
 
     stage: 0 (DistributedDataParallel, as Accelerate itself), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).
-    sharding_strategy: as in FSDP.
-    shard_size: the number of ranks in a shard group of a hybrid strategy, by default those of a host.
-    auto_wrap_policy: as in FSDP; also "TRANSFORMER_BASED_WRAP": the classes named by transformer_cls_names_to_wrap, by
-        default the model's own `_no_split_modules`; "SIZE_BASED_WRAP": modules of min_num_params elements or more;
-        "NO_WRAP": one unit.
-    as_one_unit: names of classes that become units without units inside, such as mixtures of experts.
-    ignored_modules: as in FSDP; also a regular expression that matches a module's full name.
-    partition, prefetch, offload, param_init_fn: as in FSDP; partition and offload also as in OSS.
-    mixed_precision_policy: FSDP's. Without one the Accelerator's mixed_precision is autocast, as without sharding.
-    master_dtype: torch.float32: parameters and buffers are in the 16 bits of mixed_precision instead, and float32
-        masters in shards, as with DeepSpeed, whose configurations set this. Batch normalisation stays in float32.
-    sync_module_states: all ranks start from the weights of rank 0.
-    activation_checkpointing: recompute each unit's activations in backward.
-    cpu_ram_efficient_loading: `from_pretrained` of transformers loads on rank 0 only; stage 3.
-    reduce_bucket_size: elements of a bucket at stages 1 and 2.
-    reduce_dtype: the dtype in which gradients are sent, at stages 2 and 3.
-    state_dict_type: the format of `save_state`: "FULL_STATE_DICT", which Accelerate without zero loads, or
-        "SHARDED_STATE_DICT", a zero.checkpoint.
-    save_16bit_model: saved weights have the dtype of mixed_precision.
-    mixed_precision, gradient_accumulation_steps: for the Accelerator.
-    gradient_clipping: each step of an optimizer clips to this norm first.
-    micro_batch_size: the batch size that data loaders must have.
-    scaler: arguments of zero.GradScaler.
-    optimizer, scheduler: what stands in for DummyOptim and DummyScheduler, from sections of DeepSpeed's configurations.
+    options: the attributes below. All others are handed to OSS at stages 1 and 2, and to FSDP at stage 3, which check
+        them as a model and its optimizer are prepared: offload, prefetch, param_init_fn and so on.
 
-    Raises ValueError for options that are not available.
+    Raises ValueError for options that mean nothing at the stage.
     """
 
     stage: int
-    sharding_strategy: str = "FULL_SHARD"
-    shard_size: int | None = None
-    auto_wrap_policy: Any = None
-    transformer_cls_names_to_wrap: tuple[str, ...] | None = None
-    min_num_params: int | None = None
-    as_one_unit: tuple[str, ...] = ()
-    ignored_modules: Iterable[nn.Module] | str = ()
-    partition: Partition = "auto"
-    prefetch: Prefetch | None = None
-    offload: CPUOffload | DiskOffload | None = None
-    param_init_fn: Callable[[nn.Module], None] | None = None
-    mixed_precision_policy: MixedPrecision | None = None
-    master_dtype: torch.dtype | None = None
-    sync_module_states: bool = True
-    activation_checkpointing: bool = False
-    cpu_ram_efficient_loading: bool = False
-    reduce_bucket_size: int | None = None
-    reduce_dtype: torch.dtype | None = None
-    state_dict_type: str = "FULL_STATE_DICT"
-    save_16bit_model: bool = False
-    mixed_precision: str | None = None
+    partition: Partition = "auto"  # as in OSS and FSDP
+    sharding_strategy: str = "FULL_SHARD"  # as in FSDP
+    shard_size: int | None = None  # ranks in a shard group of a hybrid strategy; by default those of a host
+    auto_wrap_policy: Any = None  # as in FSDP; also "TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP" or "NO_WRAP"
+    transformer_cls_names_to_wrap: tuple[str, ...] | None = None  # by default the model's own `_no_split_modules`
+    min_num_params: int | None = None  # of a unit, by SIZE_BASED_WRAP
+    as_one_unit: tuple[str, ...] = ()  # names of classes that are units without units inside
+    ignored_modules: Iterable[nn.Module] | str = ()  # as in FSDP; also a regular expression for full names
+    mixed_precision_policy: Any = None  # FSDP's mixed_precision; without one that of the Accelerator is autocast
+    master_dtype: torch.dtype | None = None  # torch.float32: the model is in 16 bits, and shards of masters are not
+    sync_module_states: bool = True  # all ranks start from the weights of rank 0
+    activation_checkpointing: bool = False  # of each unit
+    cpu_ram_efficient_loading: bool = False  # `from_pretrained` loads on rank 0 only
+    reduce_bucket_size: int | None = None  # in elements
+    reduce_dtype: torch.dtype | None = None  # in which gradients are sent
+    state_dict_type: str = "FULL_STATE_DICT"  # or "SHARDED_STATE_DICT", a zero.checkpoint: what save_state writes
+    save_16bit_model: bool = False  # saved weights have the dtype of mixed_precision
+    mixed_precision: str | None = None  # the Accelerator's, as the next one
     gradient_accumulation_steps: int | None = None
-    gradient_clipping: float | None = None
-    micro_batch_size: int | None = None
-    scaler: Mapping[str, Any] = field(default_factory=dict)
-    optimizer: Section | None = None
-    scheduler: Section | None = None
+    gradient_clipping: float | None = None  # to this norm, in each step of an optimizer
+    micro_batch_size: int | None = None  # that data loaders must have
+    scaler: Mapping[str, Any] = MappingProxyType({})  # arguments of zero.GradScaler
+    optimizer: Section | None = None  # what stands in for DummyOptim
+    scheduler: Section | None = None  # and for DummyScheduler
 
-    def __post_init__(self) -> None:
-        problem = self._problem() or take_offload({"offload": self.offload})[1]
-        if problem is not None:
-            raise ValueError(problem)
-        if self.prefetch is not None:
-            as_prefetch(self.prefetch)
-        if self.mixed_precision_policy is not None:
-            as_precision(self.mixed_precision_policy)
-        as_strategy(self.sharding_strategy)
-
-    def _problem(self) -> str | None:
-        if self.stage not in (0, 1, 2, 3):
-            return f"stage={self.stage!r} is unknown. Choose 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP)."
-        if self.offload is not None and self.stage == 0:
-            return f"offload={self.offload!r} is an option of stages 1 to 3, but stage is 0. Leave it out."
-        if isinstance(self.auto_wrap_policy, str) and self.auto_wrap_policy not in WRAPPING:
-            return f"auto_wrap_policy={self.auto_wrap_policy!r} is unknown. Choose one of {', '.join(WRAPPING)}."
+    def __init__(self, stage: int, **options: Any) -> None:
+        given = {name: value for name, value in options.items() if value != getattr(ZeroPlugin, name, None)}
+        super().__init__(stage=stage, **given)
+        if stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage={stage!r} is unknown. Choose 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).")
+        for name, value in given.items():
+            stages = _STAGES.get(name, (0, 1, 2, 3) if hasattr(ZeroPlugin, name) else (1, 2, 3))
+            if stage not in stages:
+                raise ValueError(
+                    f"{name}={value!r} is an option of stage {' or '.join(map(str, stages))}, but stage is {stage}. "
+                    "Leave it out, or take another stage."
+                )
         if self.state_dict_type not in STATE_DICT_TYPES:
             known = " or ".join(STATE_DICT_TYPES)
-            return f"state_dict_type={self.state_dict_type!r} is not available. Choose {known}: both load at any stage."
-        if self.mixed_precision not in (None, "no", "bf16", "fp16"):
-            return f"mixed_precision={self.mixed_precision!r} is not available. Choose 'no', 'bf16' or 'fp16'."
-        if self.reduce_dtype is not None and self.stage < 2:
-            return (
-                f"reduce_dtype={self.reduce_dtype} is an option of stages 2 and 3. Below, DistributedDataParallel "
-                'sends gradients: pass accelerate.DistributedDataParallelKwargs(comm_hook="fp16").'
+            raise ValueError(f"state_dict_type={self.state_dict_type!r} is not available. Choose {known}.")
+        if self.master_dtype not in (None, torch.float32) or (self.master_dtype and self.mixed_precision_policy):
+            raise ValueError(
+                f"master_dtype={self.master_dtype} is not available with mixed_precision_policy="
+                f"{self.mixed_precision_policy}. Choose torch.float32, which decides the dtypes alone, or None."
             )
-        if self.reduce_bucket_size is not None and self.stage not in (1, 2):
-            return f"reduce_bucket_size is an option of stages 1 and 2, but stage is {self.stage}. Leave it out."
-        if self.master_dtype not in (None, torch.float32):
-            return f"master_dtype={self.master_dtype} is not available. Choose torch.float32 or None."
-        if self.master_dtype is not None and (self.stage == 0 or self.mixed_precision_policy is not None):
-            beside = "stage 0" if self.stage == 0 else "mixed_precision_policy"
-            return (
-                f"master_dtype={self.master_dtype} means nothing with {beside}: it is for stages 1 to 3, where it "
-                "decides the dtypes alone. Leave one of them out."
-            )
-        given = [name for name in _OF_FSDP if getattr(self, name) != getattr(ZeroPlugin, name)]
-        if as_strategy(self.sharding_strategy).name != "FULL_SHARD":
-            given.append("sharding_strategy")
-        if given and self.stage != 3:
-            return f"{given[0]} is an option of stage 3, but stage is {self.stage}. Take stage=3, or leave it out."
-        return partition_problem(self.partition)
+
+    @property
+    def handed(self) -> dict[str, Any]:
+        """The options of OSS or FSDP."""
+        return {name: value for name, value in vars(self).items() if name != "stage" and not hasattr(ZeroPlugin, name)}
+
+    def replace(self, **options: Any) -> ZeroPlugin:
+        """A plugin with other values of these options; None: their defaults."""
+        return ZeroPlugin(**{name: value for name, value in {**vars(self), **options}.items() if value is not None})
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> ZeroPlugin:

@@ -23,6 +23,7 @@ from zero.comm import Comm
 from zero.fsdp import FSDP, MixedPrecision
 from zero.fsdp.options import as_strategy
 from zero.fsdp.units import unit_modules
+from zero.integrations.accelerate.keys import WRAPPING
 from zero.integrations.accelerate.plugin import ZeroPlugin
 from zero.measure.built import finding_of_built
 from zero.measure.param_groups import params_of, steps
@@ -33,8 +34,6 @@ from zero.wrap.ddp import average_by_reading
 from zero.wrappers import Wrapped
 
 WRAPPERS = (FSDP, ShardedDDP)
-# Fields of ZeroPlugin that are options of FSDP as they are.
-_SAME = ("sharding_strategy", "prefetch", "offload", "param_init_fn", "sync_module_states")
 Clip = Callable[[float, float], Tensor]
 """Clips gradients to a norm; returns the norm before. Called with the largest norm, and the order of the norm."""
 
@@ -101,8 +100,8 @@ class Sharding:
                     f"an optimizer was prepared whose parameters are on {elsewhere[0].device}, not on {self._device}. "
                     "Prepare the model in the same call: model, optimizer = accelerator.prepare(model, optimizer)."
                 )
-            options = {name: getattr(self.plugin, name) for name in ("partition", "offload", "master_dtype")}
-            optimizer = OSS.from_optimizer(optimizer, **options)
+            partition, masters = self.plugin.partition, self.plugin.master_dtype
+            optimizer = OSS.from_optimizer(optimizer, partition=partition, master_dtype=masters, **self.plugin.handed)
         if isinstance(optimizer, OSS):
             self._optimizers[optimizer] = None
         return optimizer
@@ -177,7 +176,9 @@ class Sharding:
             partition=self._partition(model, optimizers),
             mixed_precision=self._precision,
             broadcast_buffers=broadcast_buffers,
-            **{name: getattr(plugin, name) for name in _SAME},
+            sharding_strategy=plugin.sharding_strategy,
+            sync_module_states=plugin.sync_module_states,
+            **plugin.handed,
         )
 
     def _partition(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Partition:
@@ -202,26 +203,19 @@ class Sharding:
     def clips(self, params: Iterable[nn.Parameter]) -> list[Clip]:
         """The functions that clip the gradients of these parameters; none where torch's own clips them, as at stage 1.
 
-        Raises RuntimeError for only some parameters of a model whose gradients are sharded.
+        Raises RuntimeError at stage 2 for only some parameters of an optimizer.
         """
         given = {param for param in params if param.requires_grad}
         left, found = set(given), list[Clip]()
         for wrapped in self.wrapped:
             if not isinstance(wrapped, WRAPPERS):
                 continue
-            own = {param for param in wrapped.module.parameters() if param.requires_grad}
-            if not own & given:
-                continue
-            if own - given:
-                raise RuntimeError(
-                    f"clip_grad_norm_ got {len(own & given)} of a model's {len(own)} trained parameters. At stages 2 "
-                    "and 3 the norm is that of the full model: pass all of model.parameters()."
-                )
-            left -= own
-            if isinstance(wrapped, FSDP):
-                found.append(wrapped.clip_grad_norm_)
-            else:
-                found += [one.clip_grad_norm for one in self._optimizers if own.intersection(params_of(one))]
+            own = [param for param in wrapped.module.parameters() if param in given]
+            left.difference_update(own)
+            if own and isinstance(wrapped, FSDP):
+                found.append(partial(wrapped.clip_grad_norm_, params=own))
+        if self.plugin.stage == 2 and len(left) < len(given):
+            found = [one.clip_grad_norm for one in self._optimizers if _all_or_none(one, given)]
         if found and left:
             raise RuntimeError(
                 f"clip_grad_norm_ got the parameters of a prepared model and {len(left)} that are in no prepared "
@@ -232,6 +226,17 @@ class Sharding:
     def wrapper_of(self, optimizer: Optimizer) -> nn.Module | None:
         """The wrapper that holds the optimizer's parameters."""
         return next((one for one in self.wrapped if steps(optimizer, inside(one))), None)
+
+
+def _all_or_none(optimizer: OSS, given: set[nn.Parameter]) -> bool:
+    """Whether these are the optimizer's parameters. Raises RuntimeError if they are some of them only."""
+    own = {param for param in params_of(optimizer) if param.requires_grad}
+    if own & given and own - given:
+        raise RuntimeError(
+            f"clip_grad_norm_ got {len(own & given)} of the {len(own)} trained parameters of an optimizer. At stage 2 "
+            "the norm is that of all gradients of an optimizer: pass all of its parameters."
+        )
+    return bool(own & given)
 
 
 def _cast_inputs(precision: MixedPrecision, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -260,12 +265,14 @@ def clip_together(clips: Sequence[Clip], max_norm: float, norm_type: float) -> T
 
 
 def policy_of(plugin: ZeroPlugin, model: nn.Module) -> Any:
-    """FSDP's auto_wrap_policy. Raises ValueError if a class to wrap is not found."""
+    """FSDP's auto_wrap_policy. Raises ValueError for an unknown name, and if a class to wrap is not found."""
     policy = plugin.auto_wrap_policy
     if policy == "SIZE_BASED_WRAP" and plugin.min_num_params:
         return partial(size_based_auto_wrap_policy, min_num_params=plugin.min_num_params)
     if policy in ("SIZE_BASED_WRAP", "NO_WRAP"):
         return CustomPolicy(lambda module: False)
+    if isinstance(policy, str) and policy not in WRAPPING:
+        raise ValueError(f"auto_wrap_policy={policy!r} is unknown. Choose a policy, or one of {', '.join(WRAPPING)}.")
     if policy != "TRANSFORMER_BASED_WRAP":
         return policy
     if plugin.transformer_cls_names_to_wrap:

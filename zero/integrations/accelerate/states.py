@@ -6,6 +6,7 @@ them. SHARDED_STATE_DICT: a zero.checkpoint of each model with its optimizers, i
 
 from __future__ import annotations
 
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -99,22 +100,43 @@ def save_sharded(folder: str, models: Sequence[nn.Module], optimizers: Sequence[
         checkpoint.save(_numbered(folder, _SHARDED, number), model, own, keep=1)
 
 
-def load_sharded(folder: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Collective."""
+@torch.no_grad()
+def load_sharded(
+    folder: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], loaded: Sequence[nn.Module] = ()
+) -> None:
+    """Collective. loaded: those of the models that keep their weights; their optimizers take their state."""
     for number, model in enumerate(models):
         own = [one for one in optimizers if steps(one, inside(model))]
-        checkpoint.load(_numbered(folder, _SHARDED, number), model, own)
+        kept = [*model.parameters(), *model.buffers()] if model in loaded else []
+        values = [tensor.detach().clone() for tensor in kept]
+        if own or model not in loaded:
+            checkpoint.load(_numbered(folder, _SHARDED, number), model, own)
+        for tensor, value in zip(kept, values, strict=True):
+            tensor.copy_(value)
 
 
 def is_sharded(folder: str) -> bool:
     return Path(folder, _SHARDED).is_dir()
 
 
+def remove_other_kinds(folder: str, numbers: Iterable[int], *, sharded: bool, safe: bool = True) -> None:
+    """Removes the models and optimizers of these numbers that a state of another kind has left in the folder: who loads
+    from it next could take them for those that are about to be saved."""
+    of_full = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME, _OPTIMIZER)
+    stale = of_full if sharded else (_SHARDED, WEIGHTS_NAME if safe else SAFE_WEIGHTS_NAME)
+    for path in (_numbered(folder, name, number) for name in stale for number in numbers):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def save_full(
-    folder: str, weights: Iterable[dict[str, Any]], optimizers: Iterable[Any], *, safe: bool, each_node: bool
+    folder: str, weights: Mapping[int, dict[str, Any]], optimizers: Iterable[Any], *, safe: bool, each_node: bool
 ) -> None:
-    """Writes a file for each model's weights and each optimizer's state, on the ranks that Accelerate has write."""
-    for number, one in enumerate(weights):
+    """Writes a file for each model's weights, by the model's number, and each optimizer's state, on the ranks that
+    Accelerate has write."""
+    for number, one in weights.items():
         path = _numbered(folder, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME, number)
         save(OrderedDict(one), path, save_on_each_node=each_node, safe_serialization=safe)
     for number, state in enumerate(optimizers):

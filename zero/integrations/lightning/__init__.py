@@ -11,6 +11,11 @@ fabric      ZeroFabricStrategy
 callbacks   MemoryCallback, GradNormCallback
 """
 
+# ruff: noqa: E402 (the imports below are what fails with an older version)
+from zero.integrations.oldest import refuse_older
+
+refuse_older("lightning")
+
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 

@@ -18,6 +18,7 @@ from zero._torch import named_as_compiled
 from zero.fsdp import FSDP
 from zero.full_state import full_state_dict
 from zero.integrations.lightning import sharding
+from zero.scripts import clip_grad_norm_
 
 
 class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
@@ -26,7 +27,8 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
         fabric = Fabric(strategy=ZeroFabricStrategy(stage=3, mixed_precision=...), devices=8)
         model, optimizer = fabric.setup(model, optimizer)
 
-    Arguments as in ZeroStrategy. Set up model and optimizers together; `setup_module` alone works at stages 1 and 3.
+    Arguments as in ZeroStrategy; sync_each_batch=False lets `no_backward_sync` at stages 2 and 3 leave gradients full.
+    Set up model and optimizers together; `setup_module` alone works at stages 1 and 3.
     `fabric.save` and `fabric.load` write and read full weights and state at every stage, in one file. With
     checkpoint="sharded" they write and read a directory, for one model.
     """
@@ -35,7 +37,7 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
 
     def __init__(self, stage: int, **options: Any) -> None:
         super().__init__(stage, **options)
-        self._backward_sync_control: Any = _NoSync()
+        self._backward_sync_control: Any = self
 
     # ------------------------------------------------------------------------------------------- setting up
 
@@ -72,6 +74,10 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
 
     # -------------------------------------------------------------------------------------------- gradients
 
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """What `fabric.no_backward_sync` enters."""
+        return self._accumulating(module) if enabled else nullcontext()
+
     def clip_gradients_norm(
         self,
         module: nn.Module,
@@ -82,7 +88,7 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
     ) -> Tensor:
         """Collective. Returns the norm of all gradients before. Raises RuntimeError, on every rank, if not finite."""
         self.precision.unscale_gradients(optimizer)
-        total = sharding.clip_by_norm(_wrapper(module), optimizer, float(max_norm), float(norm_type))
+        total = clip_grad_norm_(_wrapper(module), optimizer, float(max_norm), float(norm_type))
         if error_if_nonfinite and not torch.isfinite(total):
             raise RuntimeError(
                 f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. "
@@ -129,8 +135,10 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
         if filter:
             raise ValueError("filter: a sharded checkpoint has the full model. Leave it out, or use checkpoint='full'.")
         model, optimizers, rest = _divided(state)
-        checkpoint.save(path, model, optimizers or None, keep=1)
-        super().save_checkpoint(Path(path, sharding.REST), rest, storage_options)
+        shards = Path(checkpoint.save(path, model, optimizers or None).path).name
+        super().save_checkpoint(Path(path, sharding.REST), {**rest, sharding.SHARDS: shards}, storage_options)
+        if self.is_global_zero:
+            sharding.remove_others(Path(path), shards)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -142,17 +150,10 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
         if not isinstance(given, dict):
             raise ValueError(f"{path} is a sharded checkpoint. Pass a dictionary with the model, or the model.")
         model, optimizers, rest = _divided(given)
-        checkpoint.load(path, model, optimizers or None)
         remainder = super().load_checkpoint(Path(path, sharding.REST), rest, strict, weights_only)
+        checkpoint.load(Path(path, remainder.pop(sharding.SHARDS)), model, optimizers or None)
         given.update(rest)
         return remainder
-
-
-class _NoSync:
-    """Fabric's control of `no_backward_sync`."""
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        return sharding.no_sync(module) if enabled else nullcontext()
 
 
 def _wrapper(module: nn.Module) -> nn.Module:

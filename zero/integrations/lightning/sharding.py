@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -9,20 +10,22 @@ from typing import Any, Literal
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero.fsdp import FSDP
 from zero.fsdp.model import sharded_params
 from zero.grad_scaler import GradScaler
-from zero.measure.param_groups import params_of, steps
+from zero.measure.param_groups import steps
 from zero.oss import OSS
+from zero.scripts import no_sync
 from zero.sdp import ShardedDDP
-from zero.wrappers import Wrapped
 
 REST = "lightning.ckpt"
-"""The file in a sharded checkpoint with what Lightning saves besides weights and optimizer state."""
+"""The file in the directory of a sharded checkpoint with what Lightning saves besides weights and optimizer state."""
+SHARDS = "zero_checkpoint"
+"""The entry in it that names the zero.checkpoint in that directory: whenever a save ends, both are of one step."""
 
 
 class ShardedStrategy:
@@ -30,6 +33,7 @@ class ShardedStrategy:
 
     oss: options of OSS, at stages 1 and 2. options: of the model's wrapper: DistributedDataParallel, ShardedDDP, FSDP.
     checkpoint: "full", one file, or "sharded", directories that zero.checkpoint writes.
+    sync_each_batch: at stages 2 and 3, whether backwards that accumulate reduce gradients, or leave them full.
     Raises ValueError for an unknown stage or checkpoint, and for options that the stage does not have.
     """
 
@@ -45,6 +49,7 @@ class ShardedStrategy:
         *,
         oss: Mapping[str, Any] | None = None,
         checkpoint: Literal["full", "sharded"] = "full",
+        sync_each_batch: bool = True,
         **options: Any,
     ) -> None:
         if stage not in (1, 2, 3):
@@ -54,6 +59,7 @@ class ShardedStrategy:
         if checkpoint not in ("full", "sharded"):
             raise ValueError(f"checkpoint={checkpoint!r} is unknown. Choose 'full' or 'sharded'.")
         self._stage, self._in_shards, self._oss = stage, checkpoint == "sharded", dict(oss or {})
+        self._syncs_each_batch = sync_each_batch and stage > 1
         theirs = {name: options.pop(name) for name in self.lightnings if name in options}
         self._options = options
         super().__init__(**theirs)
@@ -75,6 +81,10 @@ class ShardedStrategy:
         ids = None if self.root_device.type == "cpu" else [self.root_device.index]
         # Without views it would hold every gradient twice.
         return DistributedDataParallel(module, **{"device_ids": ids, "gradient_as_bucket_view": True, **self._options})
+
+    def _accumulating(self, module: nn.Module) -> AbstractContextManager[None]:
+        """A context for the forward and backward of a batch that no step follows."""
+        return nullcontext() if self._syncs_each_batch else no_sync(module)
 
     def _refuse_clipping_by_value(self) -> None:
         """Raises ValueError at stages 2 and 3."""
@@ -113,29 +123,6 @@ def fsdp_of(optimizer: Optimizer) -> FSDP | None:
     return next((one for one in wrappers if steps(optimizer, one.module)), None)
 
 
-def no_sync(module: nn.Module | None) -> AbstractContextManager[None]:
-    return module.no_sync() if isinstance(module, Wrapped) else nullcontext()
-
-
-def clip_by_norm(model: nn.Module | None, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-    """Collective. Returns the norm before, the same on every rank.
-
-    Raises ValueError at stage 3 for an optimizer of some of the parameters only: FSDP clips all.
-    """
-    if isinstance(optimizer, OSS):
-        return optimizer.clip_grad_norm(max_norm, norm_type)
-    if not isinstance(model, FSDP):
-        return torch.nn.utils.clip_grad_norm_(params_of(optimizer), max_norm, norm_type)
-    held = {*params_of(optimizer)}
-    for name, param in model.module.named_parameters():
-        if param.requires_grad and param not in held:
-            raise ValueError(
-                f"at stage 3 gradients are clipped by the norm of all parameters, but the {type(optimizer).__name__} "
-                f"does not hold {name!r}. Use one optimizer, or do not clip by the norm."
-            )
-    return model.clip_grad_norm_(max_norm, norm_type)
-
-
 def scale_for_shards(plugin: Any) -> None:
     """Replaces a precision plugin's torch GradScaler by zero's, with the same options: if one rank has an overflow, all
     ranks skip the step."""
@@ -149,3 +136,10 @@ def scale_for_shards(plugin: Any) -> None:
 def is_in_shards(path: Any) -> bool:
     """Whether a checkpoint is a directory that zero.checkpoint has written."""
     return Path(path, REST).is_file()
+
+
+def remove_others(path: Path, shards: str) -> None:
+    """Removes the checkpoints in the directory that REST named before it named this one."""
+    for old in path.glob("[0-9]" * len(shards)):
+        if old.name != shards:
+            shutil.rmtree(old)

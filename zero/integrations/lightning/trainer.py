@@ -25,9 +25,7 @@ from zero.fsdp import FSDP
 from zero.full_state import full_state_dict
 from zero.integrations.lightning import averages, sharding
 from zero.integrations.lightning.launcher import Launcher
-from zero.scripts import unwrap
-
-_IN_SHARDS = "zero_in_shards"
+from zero.scripts import clip_grad_norm_, unwrap
 
 
 class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
@@ -40,6 +38,8 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
     checkpoint: "full" writes one file from rank 0, which every strategy loads. "sharded" writes a directory by
         zero.checkpoint, in which each rank writes its shards; every stage loads it on any number of ranks.
         `load_checkpoint` reads both kinds.
+    sync_each_batch: at stages 2 and 3, whether accumulate_grad_batches reduces the gradients of each batch, so that a
+        rank holds its share of them. False sends them once, and holds them in full until then.
     options: of the stage's wrapper: DistributedDataParallel, ShardedDDP or FSDP. Other arguments are DDPStrategy's.
 
     After fit the module is plain again at stages 1 and 2. At stage 3 it stays sharded until the next run;
@@ -124,12 +124,12 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
             plugin.clip_grad_by_value = lambda *_: self._refuse_clipping_by_value()
 
     def _clip_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        sharding.clip_by_norm(self.model, getattr(optimizer, "optimizer", optimizer), float(clip_val))
+        clip_grad_norm_(cast("nn.Module", self.model), optimizer, float(clip_val))
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """In this context forward and backward send nothing, and full gradients accumulate."""
-        with sharding.no_sync(self.model):
+        """The context of batches that accumulate."""
+        with self._accumulating(cast("nn.Module", self.model)):
             yield
 
     def teardown(self) -> None:
@@ -175,20 +175,22 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         path = Path(self.broadcast(filepath))
-        saved.save(path, self._whole(), self._optimizers_in(checkpoint), keep=1)
-        super().save_checkpoint({**checkpoint, _IN_SHARDS: True}, path / sharding.REST, storage_options)
+        shards = Path(saved.save(path, self._whole(), self._optimizers_in(checkpoint)).path).name
+        super().save_checkpoint({**checkpoint, sharding.SHARDS: shards}, path / sharding.REST, storage_options)
+        if self.is_global_zero:
+            sharding.remove_others(path, shards)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Collective where the checkpoint is a directory that this strategy, at any stage, has written."""
         if not sharding.is_in_shards(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         found = super().load_checkpoint(Path(checkpoint_path, sharding.REST), weights_only)
-        saved.load(checkpoint_path, self._whole(), self._optimizers_in(found))
+        saved.load(Path(checkpoint_path, found[sharding.SHARDS]), self._whole(), self._optimizers_in(found))
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Collective at stage 3. Takes full weights."""
-        if checkpoint.get(_IN_SHARDS):
+        if sharding.SHARDS in checkpoint:
             return  # which have been loaded
         if isinstance(self.model, FSDP):
             weights = averages.weights_to_load(cast("dict[str, Any]", checkpoint), self.lightning_module)
@@ -199,7 +201,7 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Takes full state, of any strategy."""
-        if not checkpoint.get(_IN_SHARDS):
+        if sharding.SHARDS not in checkpoint:
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
                 optimizer.load_state_dict(state)
 
