@@ -327,7 +327,7 @@ def test_an_adapter_is_saved_by_hand_at_any_stage(rank: int, world: int, tmp_pat
             found.append((place / "adapter_model.safetensors").read_bytes())
         assert found == found[:1] * 4
         weights = zero.full_state_dict(model)  # of stage 3, where a module that is asked for its own has shards
-        told = ranks.refusal(lambda: plain.save_pretrained(place / "shards", state_dict=weights))
+        told = ranks.refusal(partial(plain.save_pretrained, place / "shards", state_dict=weights))
         assert ("RuntimeError" in told) == (kind == "modules to save"), told
 
 
