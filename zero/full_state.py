@@ -16,6 +16,7 @@ from zero.comm.waiting import calling
 from zero.fsdp.full_weights import Recipient, full_weights, gathered, named_tensors
 from zero.state import gathered as states
 from zero.state import leaves
+from zero.state.optimizer_state import Leaf
 from zero.state.stepped import SteppedShards
 from zero.tensor_parallel.parts import is_first
 from zero.wrappers import comms_of, names_of, prepared, stepped_for, unwrapped
@@ -65,11 +66,11 @@ def full_optimizer_state_dict(
     stepped, to, takes_part = stepped_for(inner, wrappers, optimizer, to)
     if not takes_part:
         return {}
+    receives = states.receives(stepped, to)
     if not stepped.shard_groups:
-        found = optimizer.state_dict()
-        state = {number: _copied(of_one, device) for number, of_one in found["state"].items()}
-        return {**found, "state": state} if states.receives(stepped, to) else {}
-    if states.receives(stepped, to):
+        found = optimizer.state_dict() if receives else {}
+        return _copied(found, device)
+    if receives:
         return with_state_hooks(optimizer, lambda: states.consolidate(stepped, to, device) or {})
     states.consolidate(stepped, to, device)
     return {}
@@ -111,8 +112,8 @@ def _in_step(
                 batch = next(remaining, None)
             if batch is None:
                 return
-            yield from batch
-            del batch  # not while the next one is gathered
+            while batch:  # neither it nor what it has given is kept while the next one is gathered
+                yield batch.pop(0)
             if _any_rank(comms, 0):
                 break
     except GeneratorExit:
@@ -133,20 +134,22 @@ def _weights(inner: nn.Module, comm: Comm, recipient: Recipient) -> Iterator[lis
     for name, tensor in named_tensors(inner).items():
         names.setdefault(tensor, name_without_compile(name))
     receives = recipient.to is None or is_first(inner.parameters())
-    for batch in gathered(inner, comm, recipient):
-        named = [(names[tensor], copy) for tensor, copy in batch.items() if tensor in names]
-        yield named if receives else []
+
+    def named(batch: dict[Tensor, Tensor]) -> list[tuple[str, Tensor]]:
+        return [(names[tensor], copy) for tensor, copy in batch.items() if tensor in names and receives]
+
+    return map(named, gathered(inner, comm, recipient))  # it keeps no batch
 
 
 def _state(
     inner: nn.Module, device: Device, stepped: SteppedShards, to: int | None, takes_part: bool
 ) -> Iterator[list[tuple[str, Tensor]]]:
-    if not takes_part:
-        yield from ([] for _ in range(states.batches_of(stepped)))
-        return
     names = names_of(inner, stepped)
-    for batch in states.gathered(stepped, to, device):
-        yield [(f"{names[number]}{WITHIN}{key}", _as_tensor(names[number], key, leaf)) for number, key, leaf in batch]
+
+    def named(batch: list[Leaf]) -> list[tuple[str, Tensor]]:
+        return [(f"{names[number]}{WITHIN}{key}", _as_tensor(names[number], key, leaf)) for number, key, leaf in batch]
+
+    return map(named, states.gathered(stepped, to, device, takes_part=takes_part))  # it keeps no batch
 
 
 def _as_tensor(name: str, key: str, leaf: Any) -> Tensor:
@@ -160,8 +163,5 @@ def _as_tensor(name: str, key: str, leaf: Any) -> Tensor:
     )
 
 
-def _copied(state: Any, device: Device) -> Any:
-    if not isinstance(state, dict):
-        return state
-    copies = {key: leaves.moved(leaves.copied(leaf), device) for key, leaf in leaves.opened(state).items()}
-    return leaves.closed(copies)
+def _copied(state_dict: dict[str, Any], device: Device) -> dict[str, Any]:
+    return leaves.closed({key: leaves.copied_to(leaf, device) for key, leaf in leaves.opened(state_dict).items()})

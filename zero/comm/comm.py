@@ -196,11 +196,14 @@ class Comm:
         if self.world == 1:
             return
         for batch in batches(tensors):
-            flat = flatten(batch) if self.rank == source else empty_flat(batch)
+            alone = batch[0].detach().view(-1) if len(batch) == 1 and batch[0].is_contiguous() else None
+            flat = alone
+            if flat is None:
+                flat = flatten(batch) if self.rank == source else empty_flat(batch)
             self._transports[flat.device.type].broadcast(flat, source)
             if self.rank == source:
                 sent["other"] += flat.nbytes * (self.world - 1)
-            else:
+            elif alone is None:
                 copy_into(batch, flat)
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False, times: float = 1, channel: int = SUM) -> None:

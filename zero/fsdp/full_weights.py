@@ -23,8 +23,10 @@ from zero.fsdp.build import refuse_busy
 from zero.fsdp.model import Model, models_of
 from zero.fsdp.summon import summoned
 from zero.fsdp.unit import Unit
+from zero.shards.layout import runs
 from zero.shards.placement import Placement
-from zero.state.gathered import refuse_no_rank
+from zero.shards.shard_group import ShardGroup
+from zero.state.gathered import AT_ONCE, refuse_no_rank
 from zero.tensor_parallel import parts
 from zero.wrap.wrapper import Wrapper
 
@@ -65,7 +67,7 @@ class Recipient:
 
 def gathered(module: nn.Module, comm: Comm, recipient: Recipient) -> Iterator[dict[Tensor, Tensor]]:
     """Collective where parameters of the module are sharded. Yields copies of full parameters and buffers, by what the
-    module holds: those of one shard group after another, and at last all others; nothing on ranks that receive none.
+    module holds: those of one shard group after another, and of all others; nothing on ranks that receive none.
 
     comm: the ranks among which `to` is one, if nothing is sharded. Raises RuntimeError within forward and backward.
     """
@@ -81,13 +83,12 @@ def gathered(module: nn.Module, comm: Comm, recipient: Recipient) -> Iterator[di
         for unit in units:
             held |= unit.params
             yield from _of_unit(unit, model.placement, recipient)
-    if not receives:
-        yield {}
-        return
     casts = {cast.tensor: cast.dtype for model, _ in sharded for cast in model.cast_buffers}
     in_parts = parts.ranks(module.parameters()) is not None
-    others = dict.fromkeys(one for one in (*module.parameters(), *module.buffers()) if one not in held)
-    yield {one: recipient.copy(parts.whole(one, one) if in_parts else one, casts.get(one)) for one in others}
+    others = [*dict.fromkeys(one for one in (*module.parameters(), *module.buffers()) if one not in held)]
+    for run in runs([one.nbytes for one in others], AT_ONCE):
+        members = [others[index] for index in run] if receives else []
+        yield {one: recipient.copy(parts.whole(one, one) if in_parts else one, casts.get(one)) for one in members}
 
 
 def _of_unit(unit: Unit, placement: Placement, recipient: Recipient) -> Iterator[dict[Tensor, Tensor]]:
@@ -101,13 +102,17 @@ def _of_unit(unit: Unit, placement: Placement, recipient: Recipient) -> Iterator
         return
     unit.reshard()  # a forward without backward may have left it unsharded
     for group in unit.groups:  # one by one, so that one alone is full
-        group.summon(recipient.of(placement))
-        try:
-            params = group.params if recipient.receives(placement) else []
-            copies: dict[Tensor, Tensor] = {param: recipient.moved(parts.whole(param, param)) for param in params}
-        finally:
-            group.dismiss(keep=False)
-        yield copies
+        yield _of_group(group, placement, recipient)  # in no variable, which would keep it beside the next one
+
+
+def _of_group(group: ShardGroup, placement: Placement, recipient: Recipient) -> dict[Tensor, Tensor]:
+    """Collective."""
+    group.summon(recipient.of(placement))
+    try:
+        params = group.params if recipient.receives(placement) else []
+        return {param: recipient.moved(parts.whole(param, param)) for param in params}
+    finally:
+        group.dismiss(keep=False)
 
 
 def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[str, Any]:

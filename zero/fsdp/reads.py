@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from zero._torch import as_plain_tensors, in_a_backward
 from zero.comm import Comm
@@ -19,7 +20,6 @@ from zero.fsdp.shown import refuse_read
 from zero.fsdp.unit import Index, Unit
 from zero.shards.cut import Owner
 from zero.shards.shard_group import ShardGroup
-from zero.tensor_parallel import parts
 
 
 class Reads:
@@ -43,9 +43,7 @@ class Reads:
     def shape(self, param: nn.Parameter) -> Sequence[int] | None:
         """The full shape, if a parameter is read as full now or while full weights are loaded."""
         place = self._index[param]
-        if self.loading is not None:
-            return parts.shape(param, place.group.full_shape(place.position))
-        return place.group.full_shape(place.position) if self._are_full else None
+        return place.group.full_shape(place.position) if self._are_full or self.loading is not None else None
 
     def load(self, owner: Owner, index: int, shard: Tensor, value: Tensor) -> bool:
         """While full weights are loaded, writes this rank's elements of a full value, and returns True."""
@@ -53,11 +51,13 @@ class Reads:
             return False
         assert isinstance(owner, ShardGroup)
         param, full_shape = owner.params[index], owner.full_shape(index)
-        if (*value.shape,) != (*parts.shape(param, full_shape),):
+        if value.shape != full_shape:
             raise RuntimeError(f"{owner.names[index]} has the shape {list(full_shape)}, not {list(value.shape)}")
         with as_plain_tensors():
             if index in owner.spans:
-                shard.copy_(owner.own_slice(index, parts.cut(param, value.detach())))
+                shard.copy_(owner.own_slice(index, value.detach()))
+            else:
+                increment_version(param)  # so that graphs that saved it are refused on every rank
         self.loading(param, value)
         return True
 

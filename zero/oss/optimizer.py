@@ -321,9 +321,10 @@ def set_bucket_size(optimizer: OSS, numel: int) -> None:
     optimizer.gradients.forget()
     optimizer.shards.lay_out_again(optimizer.param_groups, numel)
     optimizer._arguments.refuse_full()
-    # Group by group: each rank cuts its new shards from what it receives of the state of the old ones.
-    batches = gathered(before, None, None, settle=False) if somewhere else ()
-    taken = cut(optimizer.stepped_shards, (leaf for batch in batches for leaf in batch))
+    taken: dict[nn.Parameter, dict[str, Any]] = {}
+    if somewhere:  # each rank cuts its new shards from what it receives, group by group, of the state of the old ones
+        leaves = (leaf for batch in gathered(before, None, "cpu", settle=False) for leaf in batch)
+        taken = cut(optimizer.stepped_shards, leaves)
     optimizer.optim.state.clear()
     for inner, outer in zip(optimizer.optim.param_groups, optimizer.param_groups, strict=True):
         inner["params"] = optimizer.shards.group(outer)["params"]

@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from copy import deepcopy
 from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zero.comm import COLLECTION
 from zero.measure.param_groups import params_of
+from zero.shards.layout import runs
 from zero.state import leaves
 from zero.state.optimizer_state import Leaf, numbered_groups, shards_of, state_of, unsharded
 from zero.state.param_shard import ParamShard
 from zero.state.stepped import SteppedShards
 from zero.tensor_parallel import parts
+
+AT_ONCE = 1 << 24
+"""Bytes of parameters that are in no shard group, in streams."""
 
 
 def consolidate(
@@ -53,11 +56,17 @@ def refuse_no_rank(to: int | None, ranks: int) -> None:
 
 
 def gathered(
-    optimizer: SteppedShards, to: int | None, device: torch.device | str | None, *, settle: bool = True
+    optimizer: SteppedShards,
+    to: int | None,
+    device: torch.device | str | None,
+    *,
+    settle: bool = True,
+    takes_part: bool = True,
 ) -> Iterator[list[Leaf]]:
-    """Collective. Yields copies of the leaves of each shard group's state on rank `to` of the group (None: on every
-    rank), and nothing in the lists of others; at last those of parameters that are not sharded.
+    """Collective. Yields copies of one entry after another of each shard group's state on rank `to` of the group (None:
+    on every rank), and nothing in the lists of others; at last those of parameters that are not sharded, in runs.
 
+    takes_part: False for replicas that have no rank which receives: as many lists, and nothing is sent.
     settle: master weights have the values for the next step; otherwise their own, whatever the parameters hold.
 
     Raises ValueError on every rank if `to` is no rank of the group, or if shards of the state cannot be joined.
@@ -69,21 +78,22 @@ def gathered(
     for _, of_group in groupby(shards_of(optimizer), key=lambda owned: owned.group):
         entries = [(owned, described[owned.owner].get(str(owned.number), {})) for owned in of_group]
         keys = dict.fromkeys(key for _, of_owner in entries for key in of_owner)
-        batch: list[Leaf] = []
         for key in keys:
-            having = [(owned, of_owner[key]) for owned, of_owner in entries if key in of_owner]
-            batch += _collected(optimizer, key, having, own, to, device)
-        yield batch
-    others: list[Leaf] = []
-    for number, param in unsharded(optimizer) if receives(optimizer, to) else ():
-        state = leaves.opened(dict(optimizer.optim.state.get(param, {})))
-        others += [(number, key, leaves.moved(deepcopy(leaf), device)) for key, leaf in state.items()]
-    yield others
+            owners = [(owned, of_owner[key]) for owned, of_owner in entries if key in of_owner]
+            # In no variable, which would keep it while the next entry is gathered.
+            yield _collected(optimizer, key, owners, own, to, device) if takes_part else []
+    for others in _unsharded_runs(optimizer):
+        states = {number: leaves.opened(dict(optimizer.optim.state.get(param, {}))) for number, param in others}
+        for key in dict.fromkeys(key for state in states.values() for key in state):
+            having = [(number, state[key]) for number, state in states.items() if key in state]
+            copied = having if takes_part and receives(optimizer, to) else []
+            yield [(number, key, leaves.copied_to(leaf, device)) for number, leaf in copied]
 
 
-def batches_of(optimizer: SteppedShards) -> int:
-    """How many lists `gathered` yields."""
-    return len({owned.group for owned in shards_of(optimizer)}) + 1
+def _unsharded_runs(optimizer: SteppedShards) -> list[list[tuple[int, nn.Parameter]]]:
+    """The parameters in no shard group, with their numbers, in runs whose state is sent or copied at once."""
+    others = [*unsharded(optimizer)]
+    return [[others[index] for index in run] for run in runs([param.nbytes for _, param in others], AT_ONCE)]
 
 
 def _collected(

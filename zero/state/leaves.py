@@ -8,6 +8,7 @@ leaves    {"pair": Opened("list", (0, 1)), "pair\\n0": a, "pair\\n1": Opened("di
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,15 @@ def copied(tensor: Tensor) -> Tensor:
     names, context = wrapper.__tensor_flatten__()
     inner = {name: copied(getattr(tensor, name)) for name in names}
     return type(wrapper).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())  # type: ignore[no-any-return]
+
+
+def copied_to(leaf: Any, device: torch.device | str | None) -> Any:
+    """A copy of the leaf on a device, or where it is if that is None."""
+    if not isinstance(leaf, Tensor):
+        return deepcopy(leaf)
+    if wraps(leaf):
+        return moved(copied(leaf), device)
+    return leaf.detach().to(leaf.device if device is None else device, copy=True)
 
 
 def moved(leaf: Any, device: torch.device | str | None) -> Any:

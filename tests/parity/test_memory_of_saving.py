@@ -1,0 +1,206 @@
+"""No save and no load takes more bytes of the device than a step of the same run, and none takes more of the host than
+its result on the rank that asked for it, plus one unit.
+
+On the CPU the device is the host. Here whatever is moved by `.to("cpu")` or `.cpu()` gets memory that counts as the
+host's, as it does on a GPU, and everything else is the device's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+from weakref import WeakSet
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim import Adam
+from torch.utils._python_dispatch import _disable_current_modes
+
+import gpus
+import ranks
+import zero
+from inner import Meter
+from zero._torch import leaves
+from zero.fsdp.full_weights import Recipient
+from zero.plan.meter import _lies_within as lies_within
+
+pytestmark = gpus.cpu_only("`make gpu` measures the device itself")
+
+UNITS, WIDTH = 8, 512
+
+
+class Apart(Meter):
+    """Counts the device alone, and the host by `on_host`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._host: WeakSet[torch.UntypedStorage] = WeakSet()
+        self.host_peak = 0
+
+    def counts(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        return storage not in self._host and not any(lies_within(storage, host) for host in [*self._host])
+
+    def on_host(self, tensor: Tensor) -> Tensor:
+        with _disable_current_modes():
+            made = tensor.detach().clone()
+        self.given(made)
+        return made
+
+    def given(self, tensor: Tensor) -> None:
+        """Of the user's, in the memory of the host."""
+        self._host.add(tensor.untyped_storage())
+        self.host_peak = max(self.host_peak, self.on_host_now())
+
+    def on_host_now(self) -> int:
+        return sum(storage.nbytes() for storage in [*self._host])
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        torchs = Tensor.to
+
+        def to(tensor: Tensor, *args: Any, **named: Any) -> Tensor:
+            if "cpu" in (*args, named.get("device")):
+                tensor = self.on_host(tensor)
+            return torchs(tensor, *args, **{name: value for name, value in named.items() if name != "copy"})
+
+        copies = mock.patch.object(Recipient, "moved", Recipient.copy)  # else what is on the CPU already would stay
+        with copies, mock.patch.object(Tensor, "to", to), mock.patch.object(Tensor, "cpu", self.on_host_of):
+            yield
+
+    @property
+    def on_host_of(self) -> Callable[[Tensor], Tensor]:
+        return lambda tensor: self.on_host(tensor)
+
+
+class Run:
+    """A run at a stage, metered. `step`: the most bytes of the device in a step."""
+
+    def __init__(self, stage: int, meter: Apart, rank: int) -> None:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(UNITS)]
+        options: Any = {"auto_wrap_policy": ModuleWrapPolicy({nn.Sequential})} if stage == 3 else {}
+        self.meter, self.rank = meter, rank
+        self.model, self.optimizer = zero.setup(Stacked(blocks), Adam, stage=stage, **options)
+        for _ in range(2):
+            self._train()
+        self.step = self.peak(self._train)
+
+    def _train(self) -> None:
+        self.model(torch.ones(2, WIDTH)).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def peak(self, run: Callable[[], Any]) -> int:
+        """Bytes of the device."""
+        self.meter.reset_peak()
+        run()
+        return self.meter.peak()
+
+
+class Stacked(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+P = UNITS * (WIDTH * WIDTH + WIDTH) * 4
+"""Bytes of the parameters."""
+UNIT = P // UNITS
+
+
+def streamed(run: Run, to: int | None) -> None:
+    stream = zero.full_tensors(run.model, run.optimizer, to=to)
+    while next(stream, None) is not None:  # keeps none, as a loop would that has a name for it
+        pass
+
+
+def given(run: Run, make: Callable[[], Any]) -> Any:
+    with _disable_current_modes():
+        made = make()
+    for tensor in leaves(made):
+        if isinstance(tensor, Tensor):
+            run.meter.given(tensor)
+    return made
+
+
+def state(run: Run) -> Any:
+    params = [*Stacked([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(UNITS)]).parameters()]
+    of = {
+        number: {key: torch.ones_like(param) for key in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(3.0)}
+        for number, param in enumerate(params)
+    }
+    return {"state": of, "param_groups": Adam(params).state_dict()["param_groups"]}
+
+
+def weights(run: Run) -> Any:
+    return Stacked([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(UNITS)]).state_dict()
+
+
+def loads(run: Run, everywhere: bool, iterates: bool = False) -> None:
+    there = everywhere or run.rank == 0
+    full = given(run, lambda: weights(run)) if there else None
+    zero.load_full_state_dict(run.model, iter(full.items()) if full and iterates else full)
+
+
+def loads_state(run: Run, everywhere: bool) -> None:
+    """Into an optimizer that has no state yet, as when a run goes on."""
+    getattr(run.optimizer, "optim", run.optimizer).state.clear()
+    full = given(run, lambda: state(run)) if everywhere or run.rank == 0 else None
+    zero.load_full_optimizer_state_dict(run.model, run.optimizer, full)
+
+
+WAYS: dict[str, tuple[Callable[[Run], Any], float, set[int]]] = {
+    # what is called, bytes on the host of its result or of what it was given, in P, and the stages
+    "weights to rank 0": (lambda run: zero.full_state_dict(run.model, to=0), 1, {0, 1, 2, 3}),
+    "weights to all": (lambda run: zero.full_state_dict(run.model), 1, {0, 1, 2, 3}),
+    "state_dict()": (lambda run: run.model.state_dict(), 1, {3}),
+    "state to rank 0": (lambda run: zero.full_optimizer_state_dict(run.model, run.optimizer, to=0), 2, {0, 1, 2, 3}),
+    "state to all": (lambda run: zero.full_optimizer_state_dict(run.model, run.optimizer), 2, {0, 1, 2, 3}),
+    "streams to rank 0": (lambda run: streamed(run, 0), 0, {0, 1, 2, 3}),
+    "streams to all": (lambda run: streamed(run, None), 0, {0, 1, 2, 3}),
+    "consolidated": (lambda run: run.optimizer.consolidate_state_dict(0), 2, {1, 2}),
+    "weights from rank 0": (lambda run: loads(run, False), 1, {0, 1, 2, 3}),
+    "weights from all": (lambda run: loads(run, True), 1, {0, 1, 2, 3}),
+    "weights from rank 0 by an iterator": (lambda run: loads(run, False, True), 1, {0, 1, 2, 3}),
+    "state from rank 0": (lambda run: loads_state(run, False), 2, {0, 1, 2, 3}),
+    "state from all": (lambda run: loads_state(run, True), 2, {0, 1, 2, 3}),
+}
+
+
+def measured(rank: int, world: int, stage: int) -> dict[str, tuple[float, float]]:
+    """By way in: bytes of the device over those of a step, and of the host, in P, beyond those of the result."""
+    found = {}
+    at_once = [mock.patch("zero.comm.packing._BATCH", UNIT), mock.patch("zero.state.gathered.AT_ONCE", UNIT)]
+    at_once.append(mock.patch("zero.fsdp.full_weights.AT_ONCE", UNIT))  # as much as a unit of this small model
+    with Apart() as meter, meter.moving(), ExitStack() as stack:
+        for patch in at_once:
+            stack.enter_context(patch)
+        run = Run(stage, meter, rank)
+        for name, (way, result, stages) in WAYS.items():
+            if stage in stages:
+                before = meter.host_peak = meter.on_host_now()
+                kept: list[Any] = []
+                device = run.peak(lambda way=way, kept=kept: kept.append(way(run)))
+                asked = rank == 0 or name.endswith("all") or name == "state_dict()"
+                found[name] = device / run.step, (meter.host_peak - before) / P - result * asked
+                kept.clear()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_no_way_takes_more_of_the_device_than_a_step_nor_more_of_the_host_than_its_result(stage: int) -> None:
+    for rank, found in enumerate(ranks.run(measured, args=(stage,))):
+        for name, (device, host) in found.items():
+            print(f"stage {stage}, rank {rank}, {name:36} device {device:5.2f} host {host:+5.2f}")
+            assert device <= 1, (rank, name, device)
+            assert host * P <= 1.01 * UNIT, (rank, name, host)
