@@ -1,0 +1,190 @@
+"""Weights and state as streams: full_tensors out of any stage, and pairs of name and tensor into any other."""
+
+from __future__ import annotations
+
+import gc
+import re
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import SGD, Adam
+
+import ranks
+import zero
+from assertions import same
+from optimizers import ByParameter
+from runs import loss_on
+from zoo import Stack
+
+MOMENTUM = partial(SGD, lr=0.1, momentum=0.9)
+
+
+class Counting(ByParameter):
+    """Its state has a number, and a tensor without dimensions."""
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["steps"] = state.get("steps", 0) + 1
+        state["scale"] = state.get("scale", torch.ones(())) * 0.5
+        average = state.setdefault("average", torch.zeros_like(param))
+        average.lerp_(param.grad, 0.5)
+        param.sub_(average, alpha=group["lr"] * float(state["scale"]) / state["steps"])
+
+
+class Tied(Stack):
+    """The first and the last layer are one; one buffer is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = self.first
+        self.register_buffer("mask", torch.ones(3), persistent=False)
+        self.register_buffer("scale", torch.ones(2))
+
+
+def trained(rank: int, stage: int, optim: Any = Adam, net: Any = Tied, **how: Any) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model, optimizer = zero.setup(net(), optim, stage=stage, **how)
+    for step in range(2):
+        loss_on(rank, step)(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("optim", [Adam, MOMENTUM, Counting])
+def test_what_comes_out_of_one_stage_goes_into_any_other(optim: Any) -> None:
+    ranks.run(from_each_to_each, 2, args=(optim,))
+
+
+def from_each_to_each(rank: int, world: int, optim: Any) -> None:
+    expected: dict[str, Tensor] = {}
+    for stage, how in ((0, {}), (1, {}), (2, {"partition": "whole"}), (3, {}), (3, {"partition": "whole"})):
+        model, optimizer = trained(rank, stage, optim, **how)
+        found = dict(zero.full_tensors(model, optimizer))
+        expected = expected or found
+        same(found, expected, f"of stage {stage}")
+        kinds = {type(value["steps"]) for value in optimizer.state.values() if "steps" in value}
+        assert kinds <= {int}
+        assert not any(name.startswith("last") or name == "mask" for name in found), "tied weights come once"
+        assert {value.device.type for value in found.values()} == {"cpu"}
+        for alone in (False, True):
+            torch.manual_seed(7)
+            other, fresh = zero.setup(Tied(), optim, stage=(stage + 1) % 4)
+            items = [*found.items()] if rank == 0 or not alone else None
+            weights = None if items is None else (item for item in items if "/" not in item[0])
+            state = None if items is None else (item for item in items if "/" in item[0])
+            zero.load_full_state_dict(other, weights)
+            zero.load_full_optimizer_state_dict(other, fresh, state)
+            assert {type(value["steps"]) for value in fresh.state.values() if "steps" in value} <= {int}
+            same(dict(zero.full_tensors(other, fresh)), expected, "what was loaded")
+            for one, other_one in ((model, optimizer), (other, fresh)):
+                one.zero_grad()
+                loss_on(rank, 5)(one).backward()
+                other_one.step()
+            same(zero.full_state_dict(other), zero.full_state_dict(model), "a step later")
+            model, optimizer = trained(rank, stage, optim, **how)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks.on(2, timeout=30)
+def test_breaking_off_early_leaves_the_model_usable(rank: int, world: int, stage: int) -> None:
+    model, optimizer = trained(rank, stage)
+    for taken in (1, 3):
+        for number, _ in enumerate(zero.full_tensors(model, optimizer, to=0), 1):
+            if number == taken:
+                break
+        for number, _ in enumerate(zero.full_tensors(model, optimizer), 1):
+            if number == taken:  # on every rank
+                break
+    loss_on(rank, 0)(model).backward()
+    optimizer.step()
+    assert bool(zero.full_state_dict(model, to=0)) == (rank == 0)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@ranks.on(2, timeout=30)
+def test_one_that_goes_on_alone_raises(rank: int, world: int, stage: int) -> None:
+    model, optimizer = trained(rank, stage)
+
+    def iterate() -> None:
+        for _ in zero.full_tensors(model):
+            if rank == 0:
+                break
+
+    told = ranks.refusal(iterate)
+    assert ("broken off zero.full_tensors" in told) == (rank == 1), told
+    loss_on(rank, 0)(model).backward()
+    optimizer.step()
+
+
+@ranks.on(4)
+def test_replicas_send_once(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    hybrid = {"device_mesh": mesh, "sharding_strategy": "HYBRID_SHARD"}
+    model = zero.FSDP(Tied(), **hybrid)
+    optimizer = Adam(model.parameters())
+    loss_on(rank, 0)(model).backward()
+    optimizer.step()
+    everywhere = dict(zero.full_tensors(model, optimizer))
+    for to in (0, 3):
+        found = dict(zero.full_tensors(model, optimizer, to=to))
+        same(found, everywhere if rank == to else {}, "on one rank")
+        full = zero.full_optimizer_state_dict(model, optimizer, to=to)
+        assert bool(full) == (rank == to)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@ranks.on(2, timeout=30)
+def test_what_does_not_fit_is_refused_on_every_rank(rank: int, world: int, stage: int) -> None:
+    model, optimizer = trained(rank, stage)
+    before = dict(zero.full_tensors(model, optimizer))
+
+    def fails(error: Exception) -> Any:
+        yield "first.bias", before["first.bias"]
+        raise error
+
+    for alone in (False, True):
+        for items, words in (
+            (lambda: iter([("nothing", torch.ones(2))]), "missing are .*first.weight.*unexpected are .'nothing'"),
+            (lambda: iter([("first.weight", torch.ones(2))]), "size mismatch for weight"),
+            (lambda: fails(OSError("the disk is gone")), "the disk is gone"),
+        ):
+            told = ranks.refusal(lambda a=alone, i=items: zero.load_full_state_dict(model, None if a and rank else i()))
+            assert re.search(words, told), told
+        states = iter([("first.weight/exp_avg", torch.ones(2, 2))])
+        wrong = iter([("nobody/exp_avg", torch.ones(2))])
+        for given, words in ((states, "exp_avg.*of shape .2, 2."), (wrong, "nobody/exp_avg")):
+            if stage == 0 and given is states:
+                continue  # torch itself refuses nothing there
+            load = partial(zero.load_full_optimizer_state_dict, model, optimizer)
+            told = ranks.refusal(partial(load, None if alone and rank else given))
+            assert re.search(words, told), told
+    same(dict(zero.full_tensors(model, optimizer)), before, "nothing has changed")
+    gc.collect()
+
+
+class Engine:
+    """Stands for one of inference, with a plain module of its own."""
+
+    def __init__(self) -> None:
+        self.module = Tied()
+
+    def load_weights(self, items: Any) -> None:
+        own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        with torch.no_grad():
+            for name, value in items:
+                own[name].copy_(value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks.on(2)
+def test_an_engine_takes_the_weights_of_a_trainer(rank: int, world: int, stage: int) -> None:
+    model, _ = trained(rank, stage)
+    engine = Engine()
+    engine.load_weights(zero.full_tensors(model, to=0))
+    weights = zero.full_state_dict(model)
+    if rank == 0:
+        same(engine.module.state_dict(), weights, "the engine's weights")
