@@ -102,7 +102,7 @@ def main() -> None:
         zero.clip_grad_norm_(model, optimizer, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    weights = zero.full_state_dict(model, to=0, device="cpu")  # whole tensors on one rank, the others get none
+    weights = zero.full_state_dict(model, to=0)  # whole tensors on one rank, the others get none
     if weights:
         shapes = {tuple(weight.shape) for name, weight in weights.items() if name.endswith("gate.weight")}
         print(f"stage {given.stage}, loss {loss.item():.4f}, gate.weight {shapes}", flush=True)

@@ -154,10 +154,10 @@ def train(options: argparse.Namespace, device: torch.device, rank: int, world: i
             if rank == 0:
                 print(f"step {step}: evaluated {losses[-1]:.4f}, norm of gradients {norm.item():.2f}")
 
-    full = {"weights": zero.full_state_dict(model, to=0, device="cpu")}  # on rank 0; the others get {}
+    full = {"weights": zero.full_state_dict(model, to=0)}  # on rank 0; the others get {}
     full["optimizer"] = zero.full_optimizer_state_dict(model, optimizer, to=0)
     with average.applied():
-        full["average"] = zero.full_state_dict(model, to=0, device="cpu")
+        full["average"] = zero.full_state_dict(model, to=0)
     if rank == 0:
         torch.save(full, f"{options.output}/full.pt")
     return losses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import re
+import runpy
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ import ranks
 import zero
 from assertions import same
 from optimizers import ByParameter
+from processes import ROOT
 from runs import loss_on
 from zoo import Stack
 
@@ -166,25 +168,9 @@ def test_what_does_not_fit_is_refused_on_every_rank(rank: int, world: int, stage
     gc.collect()
 
 
-class Engine:
-    """Stands for one of inference, with a plain module of its own."""
-
-    def __init__(self) -> None:
-        self.module = Tied()
-
-    def load_weights(self, items: Any) -> None:
-        own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        with torch.no_grad():
-            for name, value in items:
-                own[name].copy_(value)
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks.on(2)
 def test_an_engine_takes_the_weights_of_a_trainer(rank: int, world: int, stage: int) -> None:
-    model, _ = trained(rank, stage)
-    engine = Engine()
-    engine.load_weights(zero.full_tensors(model, to=0))
-    weights = zero.full_state_dict(model)
-    if rank == 0:
-        same(engine.module.state_dict(), weights, "the engine's weights")
+    """The example."""
+    main = runpy.run_path(str(ROOT / "docs" / "examples" / "weights_to_an_engine.py"))["main"]
+    assert (main(stage=stage) == 0.0) == (rank == 0)
