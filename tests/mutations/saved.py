@@ -168,3 +168,49 @@ def save_behind_without_a_copy(_, model, held):
 def rank_that_cannot_write_is_silent(exchange, self, value=None, problem=None):
     """A rank's problem with a checkpoint is told nobody, and the checkpoint counts as saved."""
     return exchange(self, value, problem if self.first else None)
+
+
+# ------------------------------------------------------------------------------------------------ full, out and in
+
+
+@mutant("Reads.load")
+def loaded_weights_reach_no_shard(load, self, *given):
+    """At stage 3 full weights are taken and forgotten."""
+    return self.loading is not None
+
+
+@mutant("full_state._any_rank")
+def breaking_off_told_nobody(_, comms, flag):
+    """Who breaks off full_tensors tells no other rank."""
+    return flag
+
+
+@mutant("Recipient.receives")
+def everybody_receives(_, self, placement):
+    """Full weights are kept on every rank, whoever asked for them."""
+    return True
+
+
+@mutant("gathered.receives")
+def everybody_receives_state(_, optimizer, to):
+    """Full optimizer state is kept on every rank, whoever asked for it."""
+    return True
+
+
+@mutant("FromFirst.send")
+def second_leaf_of_state_lost(send, self, label, leaf):
+    """Rank 0 sends nothing of the second moments."""
+    if label[2] != "exp_avg_sq":
+        send(self, label, leaf)
+
+
+@mutant("load_full._without_options")
+def options_lost_on_the_way(take, items, groups):
+    """Options of a state that rank 0 alone was given are not loaded."""
+    return take((item for item in items if item[0][0] != "option"), groups)
+
+
+@mutant("optimizers.with_state_hooks")
+def hooks_on_full_state_not_called(_, optimizer, make):
+    """Hooks of the user's on state_dict() are not called for full state."""
+    return make()
