@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import zero
 from fuzz.averaging import ByHand
 
 if TYPE_CHECKING:
@@ -64,8 +65,8 @@ def reload(both: Trained) -> None:
 def reload_optimizer(both: Trained) -> None:
     """The optimizer's state out and in again, as the plain optimizer's."""
     if both.case.stage == 3:
-        state = both.model.optim_state_dict(both.optimizer, to=None)
-        both.model.load_optim_state_dict(both.optimizer, state)
+        state = zero.full_optimizer_state_dict(both.model, both.optimizer)
+        zero.load_full_optimizer_state_dict(both.model, both.optimizer, state)
     else:
         both.optimizer.consolidate_state_dict(to=None)
         both.optimizer.load_state_dict(both.optimizer.state_dict())

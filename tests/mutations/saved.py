@@ -49,41 +49,33 @@ def tied_parameters_counted_twice(count, model):
 # ------------------------------------------------------------------------------------------------------ optimizer state
 
 
-def _changed(state_dict, change):
-    """A full or a rank's own state, in which `change` was made of every parameter's entries."""
-    return {**state_dict, "state": {key: change(dict(state)) for key, state in state_dict["state"].items()}}
-
-
-@mutant("OSS.load_state_dict", "FSDP.load_optim_state_dict")
-def momentum_not_loaded(load, self, *given):
+@mutant("optimizer_state.hand_over")
+def momentum_not_loaded(load, optimizer, taken, groups):
     """Averages of gradients are zero after state was loaded."""
 
     def without(state):
         zeros = {key: torch.zeros_like(state[key]) for key in ("exp_avg", "momentum_buffer") if key in state}
         return {**state, **{key: value for key, value in zeros.items() if isinstance(state[key], Tensor)}}
 
-    load(self, *given[:-1], _changed(given[-1], without))
+    load(optimizer, {param: without(state) for param, state in taken.items()}, groups)
 
 
-@mutant("OSS.load_state_dict", "FSDP.load_optim_state_dict")
-def step_count_not_loaded(load, self, *given):
+@mutant("optimizer_state.hand_over")
+def step_count_not_loaded(load, optimizer, taken, groups):
     """An optimizer counts steps from zero after state was loaded."""
-    load(
-        self,
-        *given[:-1],
-        _changed(given[-1], lambda state: {**state, "step": state["step"] * 0} if "step" in state else state),
-    )
+    counted = {param: {**of, "step": of["step"] * 0} if "step" in of else of for param, of in taken.items()}
+    load(optimizer, counted, groups)
 
 
-@mutant("OSS.load_state_dict", "FSDP.load_optim_state_dict")
-def state_of_another_parameter(load, self, *given):
+@mutant("optimizer_state.hand_over")
+def state_of_another_parameter(load, optimizer, taken, groups):
     """Two parameters of one shape get each other's state."""
-    states = dict(given[-1]["state"])
+    states, params = dict(taken), [*taken]
     shapes = {key: [getattr(value, "shape", None) for value in state.values()] for key, state in states.items()}
-    pairs = [(a, b) for a in states for b in states if str(a) < str(b) and shapes[a] == shapes[b]]
+    pairs = [(a, b) for number, a in enumerate(params) for b in params[:number] if shapes[a] == shapes[b]]
     for a, b in pairs[:1]:
         states[a], states[b] = states[b], states[a]
-    load(self, *given[:-1], {**given[-1], "state": states})
+    load(optimizer, states, groups)
 
 
 @mutant("own_dtypes.keep_dtypes")

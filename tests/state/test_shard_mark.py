@@ -22,7 +22,10 @@ from runs import take_step
 from zoo import data
 
 SHARDED = [1, 2, 3]
-TOLD = r"only one rank.s shard .*\(rank . of 2, .*consolidate_state_dict\(\).* optim_state_dict\(.*checkpoint\.save\("
+TOLD = (
+    r"only one rank.s shard .*\(rank . of 2, .*consolidate_state_dict\(\).* zero.full_optimizer_state_dict\("
+    r".*checkpoint\.save\("
+)
 
 
 def saved(value: Any) -> bytes:

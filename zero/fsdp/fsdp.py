@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -306,28 +306,6 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
             raise ValueError("assign=True replaces the parameters that are sharded. Load with assign=False.")
         with self._model.together, full_weights.loading([self._model]):
             return self.module.load_state_dict(named_as_compiled(self.module, state_dict), strict)
-
-    @overload
-    def optim_state_dict(self, optimizer: Optimizer, to: None) -> dict[str, Any]: ...
-    @overload
-    def optim_state_dict(self, optimizer: Optimizer, to: int | None = 0) -> dict[str, Any] | None: ...
-    def optim_state_dict(self, optimizer: Optimizer, to: int | None = 0) -> dict[str, Any] | None:
-        """Collective. Returns the full state of an optimizer of these parameters on the CPU, as the plain optimizer's.
-
-        to: the rank of the group that gets the state, or None for all; other ranks return None. The state loads into
-        the optimizer of the plain model, and by `load_optim_state_dict` at any number of ranks. This rank's shard is
-        `optimizer.state_dict()`. Raises ValueError on every rank for state that cannot be consolidated.
-        """
-        return optimizer_state.full(self._model, optimizer, to)
-
-    def load_optim_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        """Loads a full state, the same on every rank: the plain optimizer's, or the result of `optim_state_dict`.
-
-        Also loads this rank's own `optimizer.state_dict()`. Raises ValueError, and changes nothing, if the state does
-        not fit.
-        """
-        self.reshard()
-        optimizer_state.load(self._model, optimizer, state_dict)
 
     def register_optimizer(self, optimizer: Optimizer) -> None:
         """Lets `optimizer.load_state_dict` take full state from now on, as it does after its first step anyway."""

@@ -9,48 +9,18 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
 from torch.optim import Optimizer
 
-from zero._torch import OwnHook, takes_state_hooks, with_state_hooks
+from zero._torch import OwnHook, takes_state_hooks
 from zero.comm import Comm
 from zero.fsdp.model import Model
 from zero.measure.param_groups import SHARD_MARK
 from zero.shards.shard_group import ShardGroup
 from zero.shards.sharded_parameter import mark_states, plain_state
 from zero.state import optimizer_state as state
-from zero.state.gathered import consolidate, receives, refuse_no_rank
 from zero.state.own_dtypes import keep_dtypes
 from zero.state.shard_mark import mark, texts_of
 from zero.state.stepped import SteppedShards, of_user
-
-
-def full(
-    model: Model, optimizer: Optimizer, to: int | None, device: torch.device | str | None = "cpu"
-) -> dict[str, Any] | None:
-    """Collective. See FSDP.optim_state_dict."""
-    stepped, placement = _shards(model, optimizer), model.placement
-    refuse_no_rank(to, placement.ranks)
-    if to is not None and not placement.has(to):
-        return None
-    for unit in model.units:
-        unit.reshard()  # a forward without backward may have left it unsharded
-    owner = None if to is None else placement.owner(to)
-    if receives(stepped, owner):
-        return with_state_hooks(optimizer, lambda: consolidate(stepped, owner, device) or {})
-    consolidate(stepped, owner, device)
-    return None
-
-
-def load(model: Model, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """See FSDP.load_optim_state_dict."""
-    stepped = _shards(model, optimizer)
-    if _marked_as_own(stepped, state_dict["param_groups"]):
-        optimizer.load_state_dict(state_dict)
-        keep_dtypes(optimizer, state_dict)
-    else:
-        state.load(stepped, state_dict)
-    mark_states(optimizer)
 
 
 def register(model: Model, optimizer: Optimizer) -> None:
@@ -128,6 +98,6 @@ def _marks_of(groups: list[dict[str, Any]]) -> set[str]:
 def _marked_as_own(stepped: SteppedShards, groups: list[dict[str, Any]]) -> bool:
     """Whether the groups have marks of this rank's shard. Raises ValueError for marks of another shard."""
     marks = _marks_of(groups)
-    remedy = "Save state that loads anywhere: FSDP's optim_state_dict(optimizer), or zero.checkpoint."
+    remedy = "Save state that loads anywhere: zero.full_optimizer_state_dict, or zero.checkpoint."
     state.refuse_other_shard(stepped, marks, remedy)
     return bool(marks)

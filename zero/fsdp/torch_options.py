@@ -29,12 +29,14 @@ _SAVE = "zero.full_state_dict(model) is always full; zero.checkpoint.save(path, 
 _LOAD = "zero.load_full_optimizer_state_dict(model, optimizer, state) takes full state and cuts it"
 _METHODS = {
     **dict.fromkeys(("state_dict_type", "set_state_dict_type", "get_state_dict_type"), _SAVE),
-    "full_optim_state_dict": "zero.full_optimizer_state_dict(model, optimizer, to=0)",
+    **dict.fromkeys(
+        ("full_optim_state_dict", "optim_state_dict"), "zero.full_optimizer_state_dict(model, optimizer, to=0)"
+    ),
     "sharded_optim_state_dict": "zero.checkpoint.save(path, model, optimizer) writes each rank's shards",
     **dict.fromkeys(
         (
-            *("optim_state_dict_to_load", "shard_full_optim_state_dict", "scatter_full_optim_state_dict"),
-            *("flatten_sharded_optim_state_dict", "rekey_optim_state_dict"),
+            *("optim_state_dict_to_load", "load_optim_state_dict", "shard_full_optim_state_dict"),
+            *("scatter_full_optim_state_dict", "flatten_sharded_optim_state_dict", "rekey_optim_state_dict"),
         ),
         _LOAD,
     ),

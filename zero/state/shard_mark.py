@@ -27,7 +27,7 @@ class ShardMark(frozenset[str]):
         warn_user(
             f"this state_dict() is only one rank's shard of the optimizer's state ({', '.join(sorted(self))}), and no "
             "other rank can load it. To save the full state, call OSS's consolidate_state_dict() on every rank before "
-            "state_dict(), or save what FSDP's optim_state_dict(optimizer) returns; or call zero.checkpoint.save(). If "
+            "state_dict(), or save what zero.full_optimizer_state_dict() returns; or call zero.checkpoint.save(). If "
             "every rank saves its own shard in a file of its own, ignore this warning."
         )
         return set, (sorted(self),)

@@ -22,8 +22,9 @@ from torch.optim import Optimizer
 from zero import checkpoint
 from zero._torch import named_as_compiled
 from zero.fsdp import FSDP
-from zero.full_state import full_state_dict
+from zero.full_state import full_optimizer_state_dict, full_state_dict
 from zero.integrations.accelerate.sharding import Sharding, inside
+from zero.load_full import load_full_optimizer_state_dict
 from zero.measure.param_groups import steps
 from zero.oss import OSS
 
@@ -50,7 +51,7 @@ class ShardedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         """Loads full state, or this rank's own."""
         holder = self._accelerator.sharding.wrapper_of(self.optimizer)
         if isinstance(holder, FSDP):
-            holder.load_optim_state_dict(self.optimizer, state_dict)
+            load_full_optimizer_state_dict(holder, self.optimizer, state_dict)
             _take_masters(self.optimizer)
         else:
             self.optimizer.load_state_dict(state_dict)
@@ -90,7 +91,7 @@ def full_state(sharding: Sharding, optimizer: Optimizer, to: int | None) -> dict
         optimizer.state_dicts.forget()
         return found
     holder = sharding.wrapper_of(optimizer)
-    return holder.optim_state_dict(optimizer, to) if isinstance(holder, FSDP) else optimizer.state_dict()
+    return full_optimizer_state_dict(holder, optimizer, to) if isinstance(holder, FSDP) else optimizer.state_dict()
 
 
 def save_sharded(folder: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:

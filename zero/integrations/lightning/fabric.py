@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zero import checkpoint
 from zero._torch import named_as_compiled
 from zero.fsdp import FSDP
-from zero.full_state import full_state_dict
+from zero.full_state import full_optimizer_state_dict, full_state_dict
 from zero.integrations.lightning import sharding
 from zero.scripts import clip_grad_norm_
 
@@ -118,7 +118,7 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
         """Collective. The full state in the plain optimizer's format, on rank 0; {} elsewhere."""
         wrapper = sharding.fsdp_of(optimizer)
         if wrapper is not None:
-            return wrapper.optim_state_dict(optimizer, to=0) or {}
+            return full_optimizer_state_dict(wrapper, optimizer, to=0)
         return super().get_optimizer_state(optimizer)
 
     def save_checkpoint(

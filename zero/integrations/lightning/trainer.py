@@ -22,7 +22,7 @@ from zero import checkpoint as saved
 from zero._torch import follow, named_as_compiled
 from zero.comm import Comm
 from zero.fsdp import FSDP
-from zero.full_state import full_state_dict
+from zero.full_state import full_optimizer_state_dict, full_state_dict
 from zero.integrations.lightning import averages, sharding
 from zero.integrations.lightning.launcher import Launcher
 from zero.scripts import clip_grad_norm_, unwrap
@@ -166,7 +166,7 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
         plain: Any = getattr(optimizer, "optimizer", optimizer)
         wrapper = None if self.lightning_module is None else sharding.sharded_before(self.lightning_module)
         if wrapper is not None:
-            return wrapper.optim_state_dict(plain, to=0) or {}
+            return full_optimizer_state_dict(wrapper, plain, to=0)
         return super().optimizer_state(plain)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
