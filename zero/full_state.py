@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero._torch import name_without_compile, with_state_hooks
+from zero._torch import name_without_compile, renamed, with_state_hooks
 from zero.comm import COLLECTION, Comm
+from zero.comm.together import MOST_FLAGS, Together
 from zero.comm.waiting import calling
 from zero.fsdp.full_weights import Recipient, full_weights, gathered, named_tensors
+from zero.oss import OSS
 from zero.state import gathered as states
 from zero.state import leaves
 from zero.state.optimizer_state import Leaf
@@ -46,7 +48,7 @@ def full_state_dict(model: nn.Module, to: int | None = None, device: Device = "c
     inner, wrappers = unwrapped(model)
     receives = to is None or is_first(inner.parameters())
     full = full_weights(inner, comms_of(wrappers)[0], Recipient(to, device))
-    return {name_without_compile(name): value for name, value in full.items()} if receives else {}
+    return dict(renamed(full, name_without_compile)) if receives else {}
 
 
 @calling("zero.full_optimizer_state_dict")
@@ -64,16 +66,17 @@ def full_optimizer_state_dict(
     """
     (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
     stepped, to, takes_part = stepped_for(inner, wrappers, optimizer, to)
-    if not takes_part:
-        return {}
-    receives = states.receives(stepped, to)
+    receives = takes_part and states.receives(stepped, to)
     if not stepped.shard_groups:
-        found = optimizer.state_dict() if receives else {}
-        return _copied(found, device)
-    if receives:
-        return with_state_hooks(optimizer, lambda: states.consolidate(stepped, to, device) or {})
-    states.consolidate(stepped, to, device)
-    return {}
+        return _copied(optimizer.state_dict() if receives else {}, device)
+    with Together([optimizer.comm] if isinstance(optimizer, OSS) else comms_of(wrappers), COLLECTION) as together:
+        full: dict[str, Any] = {}
+        if receives:
+            full = with_state_hooks(optimizer, lambda: states.consolidate(stepped, to, device) or {})
+        elif takes_part:
+            states.consolidate(stepped, to, device)
+        together.agree()
+        return full
 
 
 def full_tensors(
@@ -105,7 +108,7 @@ def _in_step(
     comms: Sequence[Comm], batches: Iterable[list[tuple[str, Tensor]]], *, receives_some: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Collective. Yields from the batches, of which all ranks have as many; after each they agree whether to go on."""
-    remaining = iter(batches)
+    remaining, together = iter(batches), Together(comms, COLLECTION)
     try:
         while True:
             with calling("zero.full_tensors"):
@@ -114,19 +117,16 @@ def _in_step(
                 return
             while batch:  # neither it nor what it has given is kept while the next one is gathered
                 yield batch.pop(0)
-            if _any_rank(comms, 0):
+            if together.agree():
                 break
     except GeneratorExit:
-        _any_rank(comms, 1)
+        together.agree(MOST_FLAGS)
+        raise
+    except Exception as error:
+        together.tell(error)
         raise
     if receives_some:
         raise RuntimeError("another rank has broken off zero.full_tensors, which every rank iterates to the same item.")
-
-
-def _any_rank(comms: Sequence[Comm], flag: int) -> int:
-    for comm in comms:
-        flag = comm.agree(COLLECTION, flags=flag)
-    return flag
 
 
 def _weights(inner: nn.Module, comm: Comm, recipient: Recipient) -> Iterator[list[tuple[str, Tensor]]]:
@@ -156,7 +156,8 @@ def _as_tensor(name: str, key: str, leaf: Any) -> Tensor:
     if isinstance(leaf, Tensor):
         return leaf
     if isinstance(leaf, (bool, int, float, complex)):
-        return torch.tensor(leaf, device="cpu")
+        dtype = {float: torch.float64, complex: torch.complex128}.get(type(leaf))  # Python's own
+        return torch.tensor(leaf, dtype=dtype, device="cpu")
     raise ValueError(
         f"the state {leaves.entry_of(key)!r} of {name} is no tensor or number, and cannot be streamed. Call "
         "zero.full_optimizer_state_dict."

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero._torch import name_without_compile, named_as_compiled, warn_user
-from zero.comm import Comm
+from zero._torch import loads_by_itself, name_without_compile, named_as_compiled, renamed, warn_user
+from zero.comm import COLLECTION, Comm
+from zero.comm.together import Together
 from zero.comm.waiting import calling
 from zero.fsdp.full_weights import loading, named_tensors
-from zero.fsdp.model import Model, models_of
+from zero.fsdp.model import models_of
 from zero.full_state import WITHIN
 from zero.measure.built import state_made_by
 from zero.measure.param_groups import options, params_of
 from zero.oss import OSS
-from zero.shards.sharded_parameter import mark_states
 from zero.state import leaves
 from zero.state.given import OPTION, STATE, WEIGHT, FromFirst, Label, first_alone
 from zero.state.optimizer_state import (
@@ -35,6 +34,7 @@ from zero.state.optimizer_state import (
 from zero.state.own_dtypes import keep_dtypes
 from zero.state.shard_mark import marks_of
 from zero.state.stepped import SteppedShards
+from zero.wrap.wrapper import Wrapper
 from zero.wrappers import comms_of, names_of, prepared, stepped_by, unwrapped
 
 Given = Mapping[str, Any] | Iterable[tuple[str, Tensor]] | None
@@ -50,83 +50,74 @@ def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) 
         as in files of DistributedDataParallel, that is taken off with a warning. Either the same on every rank, or on
         rank 0 alone, with None or {} on all others: those receive rank 0's tensor by tensor.
 
-    Each rank takes its elements of one tensor after another: besides its shards it holds one tensor.
+    Each rank takes its elements of one tensor after another: besides its shards it holds one tensor, and one unit whose
+    modules the user's code loads in another way than by copying. Tensors of an iterator that belong to such a module
+    are kept until its end, and `_extra_state` too.
 
-    Raises ValueError on every rank if names or shapes differ between ranks, if neither rank 0 nor every rank has
-    weights, and for what does not fit of those that rank 0 alone has. Raises RuntimeError within forward and backward,
-    and as `load_state_dict` for other names. torch then has loaded what fits.
+    Raises ValueError on every rank if names or shapes differ between ranks, or if neither rank 0 nor every rank has
+    weights; RuntimeError within forward and backward, and as `load_state_dict` for what does not fit. torch then has
+    loaded what fits.
     """
     inner, wrappers = unwrapped(model)
     comms, sharded = comms_of(wrappers), [one for one, _ in models_of(inner)]
     what = "the weights given to zero.load_full_state_dict"
     alone = first_alone(comms, what, weights, inner.parameters())
-    with ExitStack() as together:
-        for one in sharded:
-            together.enter_context(one.together)
+    with Together(comms, COLLECTION) as together:
         if alone:
-            return _load_from_first(inner, comms, sharded, weights, strict)
-        if isinstance(weights, Mapping):
+            device = next((group.full.device for one in sharded for group in one.index.groups), torch.device("cpu"))
+            sent = FromFirst(comms, device)
+            iterates = together.agree(int(sent.is_first and not isinstance(weights, Mapping)))
+            weights = _passed_on(sent, weights) if iterates else sent.mapping(weights)  # type: ignore[arg-type]
+        elif isinstance(weights, Mapping):
             shapes = [f"{name}: {list(value.shape)}" for name, value in weights.items() if isinstance(value, Tensor)]
             comms[0].compare(what, sorted(shapes))
         with loading(sharded):
             result = _load(inner, weights, strict)
-        if not isinstance(weights, Mapping):
-            comms[0].compare(what, [*result.missing_keys, "unexpected", *result.unexpected_keys])
+        together.agree()
         return result
+
+
+def _passed_on(sent: FromFirst, weights: Given) -> Iterator[tuple[str, Tensor]]:
+    pairs: Iterable[tuple[str, Tensor]] | None = weights  # type: ignore[assignment]
+    items = None if pairs is None else (((WEIGHT, 0, name), value) for name, value in pairs)
+    return ((label[2], value) for label, value in sent.passed_on(items if sent.is_first else None))
 
 
 def _load(inner: nn.Module, weights: Given, strict: bool) -> Any:
     if isinstance(weights, Mapping):
         return inner.load_state_dict(_named(inner, weights), strict)
-    expected = {name_without_compile(name): tensor for name, tensor in named_tensors(inner).items()}
-    unexpected, loaded = [], set[Tensor]()
-    for name, value in weights or ():
-        if name not in expected:
+    expected, by_itself = named_tensors(inner), _loaded_by_themselves(inner)
+    kept, unexpected, problems, loaded = dict[str, Any](), list[str](), list[str](), set[Tensor]()
+    for given, value in weights or ():
+        name = name_without_compile(given)
+        into = expected.get(name)
+        if name.endswith("_extra_state") or name.startswith(by_itself):
+            kept[name] = value
+        elif into is None:
             unexpected.append(name)
-            continue
-        (path,) = named_as_compiled(inner, {name: None})
-        holder, _, last = path.rpartition(".")
-        inner.get_submodule(holder).load_state_dict({last: value}, strict=False)
-        loaded.add(expected[name])
+        elif into.shape != value.shape:
+            problems.append(f"size mismatch for {name}: {list(value.shape)} was given for {list(into.shape)}")
+        else:
+            with torch.no_grad():
+                into.copy_(value)
+            loaded.add(into)
+    if kept:
+        found = inner.load_state_dict(_named(inner, kept), strict=False)
+        unexpected += found.unexpected_keys
+        loaded |= {expected[name] for name in kept.keys() & expected.keys()}
     missing = [name for name, tensor in expected.items() if tensor not in loaded]
-    if strict and (missing or unexpected):
+    if problems or (strict and (missing or unexpected)):
         raise RuntimeError(
-            f"the weights do not fit {type(inner).__name__}: missing are {missing or 'none'}, unexpected are "
-            f"{unexpected or 'none'}. strict=False loads what there is."
+            f"the weights do not fit {type(inner).__name__}: {'; '.join(problems)} missing are {missing or 'none'}, "
+            f"unexpected are {unexpected or 'none'}. strict=False loads what there is."
         )
     return nn.Module().load_state_dict({})._replace(missing_keys=missing, unexpected_keys=unexpected)
 
 
-def _load_from_first(
-    inner: nn.Module, comms: Sequence[Comm], sharded: Sequence[Model], weights: Given, strict: bool
-) -> Any:
-    """Collective. Rank 0 loads by the module's own load_state_dict(), and sends what that writes into shards."""
-    groups = [group for model in sharded for group in model.index.groups if group.says_so]
-    params = [param for group in groups for param in group.params]
-    positions, held = {param: position for position, param in enumerate(params)}, {*params}
-    others = [tensor for tensor in [*inner.parameters(), *inner.buffers()] if tensor not in held]
-    device = groups[0].full.device if groups else torch.device("cpu")
-    sent = FromFirst(comms, device)
-    try:
-        if sent.is_first:
-            with loading(sharded, lambda param, value: sent.send((WEIGHT, positions[param], ""), value)):
-                return sent.ending(lambda: _load(inner, _sendable(weights), strict))
-        with loading(sharded), torch.no_grad():
-            for (_, position, _), value in sent.received():
-                params[position].copy_(value)
-        missing, unexpected = sent.result
-        return nn.Module().load_state_dict({})._replace(missing_keys=missing, unexpected_keys=unexpected)
-    finally:
-        for comm in comms:
-            comm.broadcast(others)
-
-
-def _sendable(weights: Given) -> Given:
-    """Raises ValueError for what ranks that were given nothing would not get."""
-    for name, value in weights.items() if isinstance(weights, Mapping) else ():
-        if not isinstance(value, Tensor) or name.endswith("_extra_state"):
-            raise ValueError(f"{name!r} is extra state, and only tensors are sent. Pass the weights on every rank.")
-    return weights
+def _loaded_by_themselves(inner: nn.Module) -> tuple[str, ...]:
+    """The beginnings of names that belong to modules which the user's code loads in another way than by copying."""
+    found = (path for path, one in inner.named_modules() if not isinstance(one, Wrapper) and loads_by_itself(one))
+    return tuple(name_without_compile(f"{path}." if path else "") for path in found)
 
 
 def _named(inner: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -136,7 +127,7 @@ def _named(inner: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
             "all names of the weights begin with 'module.', as those that DistributedDataParallel saves: it is taken "
             "off, and the rest is loaded."
         )
-        weights = {name.removeprefix("module."): value for name, value in weights.items()}
+        weights = renamed(weights, lambda name: name.removeprefix("module").removeprefix("."))
     return named_as_compiled(inner, weights)
 
 
@@ -162,7 +153,6 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
         _refuse_shard(stepped, comms, state_dict)
         if stepped.shard_groups and not isinstance(optimizer, OSS):
             load(stepped, state_dict)
-            mark_states(optimizer)
             return
         optimizer.load_state_dict(state_dict)
         if not isinstance(optimizer, OSS):
@@ -183,22 +173,25 @@ def _items(stepped: SteppedShards, names: Mapping[int, str], given: Given) -> It
     if isinstance(given, dict):
         if marks_of(given):
             raise ValueError("the state is one rank's shard. Save what zero.full_optimizer_state_dict() returns.")
+        states = fitting(stepped, given)
         for number, group in enumerate(given["param_groups"]):
             yield from (((OPTION, number, key), leaf) for key, leaf in leaves.opened(options(group)).items())
-        yield from (((STATE, number, key), leaf) for number, key, leaf in leaves_of(fitting(stepped, given)))
+        yield from (((STATE, number, key), leaf) for number, key, leaf in leaves_of(states))
         return
     numbers = {name: number for number, name in names.items()}
     made = [state_made_by(stepped.optim, group, group["params"][0].dtype) for group in stepped.param_groups]
     by_number = [of_group for of_group, group in zip(made, stepped.param_groups, strict=True) for _ in group["params"]]
     pairs: Iterable[tuple[str, Tensor]] = given or ()  # type: ignore[assignment]
     for label, tensor in pairs:
-        name, _, key = label.partition(WITHIN)
+        cuts = [at for at, letter in enumerate(label) if letter == WITHIN]  # names of modules may have it, too
+        name = next((label[:at] for at in reversed(cuts) if label[:at] in numbers), "")
+        key = label[len(name) + 1 :]
         if name not in numbers or not key:
             raise ValueError(
                 f"{label!r} is the state of no parameter of the {type(stepped.optim).__name__}. Names are as "
                 f"zero.full_tensors yields them, such as {next(iter(numbers), '')}{WITHIN}exp_avg."
             )
-        is_number = isinstance(by_number[numbers[name]].get(key), (int, float)) and not tensor.dim()
+        is_number = isinstance(by_number[numbers[name]].get(key), (int, float, complex)) and not tensor.dim()
         yield (STATE, numbers[name], key), tensor.item() if is_number else tensor
 
 

@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero._torch import name_without_compile, uncompiled
+from zero._torch import uncompiled
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
+from zero.fsdp.full_weights import named_tensors
 from zero.fsdp.model import models, models_of
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
@@ -103,5 +104,5 @@ def params_in(model: FSDP, optimizer: Optimizer) -> list[nn.Parameter]:
 
 def names_of(inner: nn.Module, stepped: SteppedShards) -> dict[int, str]:
     """The names of an optimizer's parameters in streams, by their numbers."""
-    names = {param: name_without_compile(name) for name, param in inner.named_parameters()}
+    names = {one: name for name, one in reversed(named_tensors(inner).items())}
     return {number: names.get(param, str(number)) for number, param in enumerate(params_of(stepped))}

@@ -112,7 +112,7 @@ def moved_parameters_not_noticed(_, group):
 
 
 @mutant("moved.take_back")
-def data_given_by_a_step_lost(_, params, views):
+def data_given_by_a_step_lost(_, params, views, held):
     """What an optimizer assigns to `param.data` in its step is lost, and later steps as well."""
 
 

@@ -171,10 +171,10 @@ def loaded_weights_reach_no_shard(load, self, *given):
     return self.loading is not None
 
 
-@mutant("full_state._any_rank")
-def breaking_off_told_nobody(_, comms, flag):
+@mutant("full_state._in_step")
+def breaking_off_told_nobody(_, comms, batches, *, receives_some):
     """Who breaks off full_tensors tells no other rank."""
-    return flag
+    return (pair for batch in batches for pair in batch)
 
 
 @mutant("Recipient.receives")
@@ -189,11 +189,11 @@ def everybody_receives_state(_, optimizer, to):
     return True
 
 
-@mutant("FromFirst.send")
-def second_leaf_of_state_lost(send, self, label, leaf):
+@mutant("FromFirst.passed_on")
+def second_leaf_of_state_lost(pass_on, self, items):
     """Rank 0 sends nothing of the second moments."""
-    if label[2] != "exp_avg_sq":
-        send(self, label, leaf)
+    kept = None if items is None else (item for item in items if item[0][2] != "exp_avg_sq")
+    return pass_on(self, kept)
 
 
 @mutant("load_full._without_options")

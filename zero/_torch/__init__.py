@@ -25,7 +25,10 @@ from zero._torch.compiling import compiled_without_breaks as compiled_without_br
 from zero._torch.compiling import is_compiled as is_compiled
 from zero._torch.compiling import name_without_compile as name_without_compile
 from zero._torch.compiling import named_as_compiled as named_as_compiled
+from zero._torch.compiling import renamed as renamed
 from zero._torch.compiling import uncompiled as uncompiled
+from zero._torch.compiling import versions_in as versions_in
+from zero._torch.compiling import with_versions as with_versions
 from zero._torch.modules import BATCH_NORM as BATCH_NORM
 from zero._torch.modules import OwnHook as OwnHook
 from zero._torch.modules import averaged_by as averaged_by
@@ -35,9 +38,12 @@ from zero._torch.modules import chosen_by_policy as chosen_by_policy
 from zero._torch.modules import classes_to_ignore as classes_to_ignore
 from zero._torch.modules import forward_hooks_of as forward_hooks_of
 from zero._torch.modules import join_mark as join_mark
+from zero._torch.modules import loads_by_itself as loads_by_itself
 from zero._torch.modules import params_of as params_of
 from zero._torch.modules import params_of_each as params_of_each
 from zero._torch.modules import recomputed_in_backward as recomputed_in_backward
+from zero._torch.modules import saved_of as saved_of
+from zero._torch.modules import saves_by_itself as saves_by_itself
 from zero._torch.modules import state_dict_hooks_of as state_dict_hooks_of
 from zero._torch.optimizers import GradScaler as GradScaler
 from zero._torch.optimizers import HooksOfSteps as HooksOfSteps
@@ -70,6 +76,7 @@ from zero._torch.telling import warn_user as warn_user
 from zero._torch.tensors import NEEDS_VALUES as NEEDS_VALUES
 from zero._torch.tensors import Fake as Fake
 from zero._torch.tensors import Rebound as Rebound
+from zero._torch.tensors import WithoutMemory as WithoutMemory
 from zero._torch.tensors import add_all as add_all
 from zero._torch.tensors import as_plain_tensors as as_plain_tensors
 from zero._torch.tensors import call_last as call_last
@@ -84,7 +91,6 @@ from zero._torch.tensors import let_move as let_move
 from zero._torch.tensors import multiply_all as multiply_all
 from zero._torch.tensors import norms_of as norms_of
 from zero._torch.tensors import with_local as with_local
-from zero._torch.tensors import without_memory as without_memory
 from zero._torch.tensors import without_values as without_values
 from zero._torch.tensors import wrap_others as wrap_others
 from zero._torch.tensors import wrapped_in as wrapped_in

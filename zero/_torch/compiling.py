@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from inspect import getclosurevars
 from traceback import walk_stack
@@ -37,15 +38,40 @@ def name_without_compile(name: str) -> str:
 
 def named_as_compiled(module: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
     """Weights by the names of a module without torch.compile, under the names that it has with it. Others stay."""
-    paths = {name_without_compile(path): path for path, _ in module.named_modules(remove_duplicate=False)}
-    names = {}
-    for name in weights:
+    paths: dict[str, str] = {
+        name_without_compile(path): path for path, _ in module.named_modules(remove_duplicate=False)
+    }
+
+    def path_of(path: str) -> str:
+        return paths.get(name_without_compile(path), path)
+
+    def name_of(name: str) -> str:
         holder, _, last = name.rpartition(".")
-        path = paths.get(holder, holder)
-        names[name] = f"{path}.{last}" if path else last
-    if all(name == other for name, other in names.items()):
-        return weights
-    return {names[name]: value for name, value in weights.items()}
+        return f"{path_of(holder)}.{last}".lstrip(".")
+
+    return renamed(weights, name_of, path_of)
+
+
+def renamed(
+    weights: Mapping[str, Any], name_of: Callable[[str], str], path_of: Callable[[str], str] | None = None
+) -> Mapping[str, Any]:
+    """Weights under other names, with the versions of modules that torch attaches to a state_dict() by their paths."""
+    found = OrderedDict((name_of(name), value) for name, value in weights.items())
+    versions = versions_in(weights)
+    paths = path_of or name_of
+    return with_versions(found, versions and {paths(path): of_module for path, of_module in versions.items()})
+
+
+def versions_in(weights: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The versions of modules that torch attaches to a state_dict(), by their paths."""
+    return getattr(weights, "_metadata", None)
+
+
+def with_versions(weights: OrderedDict[str, Any], versions: Mapping[str, Any] | None) -> OrderedDict[str, Any]:
+    """Attaches them."""
+    if versions is not None:
+        weights._metadata = OrderedDict(versions)  # type: ignore[attr-defined]
+    return weights
 
 
 def compiled_without_breaks(module: nn.Module) -> bool:

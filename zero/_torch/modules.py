@@ -58,6 +58,32 @@ def state_dict_hooks_of(module: nn.Module) -> list[Any]:
     return [*module._state_dict_pre_hooks.values(), *module._state_dict_hooks.values()]
 
 
+def saved_of(module: nn.Module) -> dict[str, Tensor]:
+    """The module's own parameters and persistent buffers, by the names that state_dict() gives them."""
+    buffers = ((name, one) for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set)
+    return {name: one for name, one in (*module._parameters.items(), *buffers) if one is not None}
+
+
+def saves_by_itself(module: nn.Module) -> bool:
+    """Whether its class saves more than parameters and buffers, or in another way."""
+    kind, plain = type(module), nn.Module
+    return any(
+        getattr(kind, name) is not getattr(plain, name)
+        for name in ("state_dict", "_save_to_state_dict", "get_extra_state")
+    )
+
+
+def loads_by_itself(module: nn.Module) -> bool:
+    """Whether the user's class or hooks load it in another way than by copying into parameters and buffers. torch's own
+    classes convert files of earlier versions, and copy."""
+    kind, hooks = (
+        type(module),
+        (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()),
+    )
+    own = kind._load_from_state_dict is not nn.Module._load_from_state_dict and not kind.__module__.startswith("torch.")
+    return own or not all(isinstance(getattr(hook, "hook", hook), OwnHook) for hook in hooks)
+
+
 def forward_hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
     """The module's own dictionaries of hooks before and after its forward, to be read and written."""
     return module._forward_pre_hooks, module._forward_hooks

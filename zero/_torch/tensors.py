@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils import _python_dispatch, _pytree
 from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _Kind = TypeVar("_Kind", bound=Tensor)
 _Value = TypeVar("_Value")
@@ -159,15 +162,22 @@ def wrap_others(kinds: Iterable[type]) -> bool:
     return any(_python_dispatch.is_traceable_wrapper_subclass_type(kind) for kind in kinds)
 
 
-def without_memory(
-    kind: type[_Kind], like: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None
-) -> _Kind:
-    """A tensor of a class of one's own, with the shape of another, and by default its dtype and device; it has no
-    memory."""
-    made: _Kind = Tensor._make_wrapper_subclass(
-        kind, like.shape, like.stride(), dtype=dtype or like.dtype, device=device or like.device
-    )
-    return made
+class WithoutMemory(Tensor):
+    """Tensors of classes of one's own, which have a shape and no memory."""
+
+    @classmethod
+    def like(cls, like: Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Self:
+        """One with the shape of a tensor, and by default its dtype and device."""
+        made: Self = Tensor._make_wrapper_subclass(
+            cls, like.shape, like.stride(), dtype=dtype or like.dtype, device=device or like.device
+        )
+        return made
+
+    @classmethod
+    def shaped(cls, shape: Sequence[int], dtype: torch.dtype) -> Self:
+        """One on the CPU."""
+        made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
+        return made
 
 
 def leaves(value: Any) -> Iterable[Any]:

@@ -24,10 +24,10 @@ MOST_FLAGS, _PROBLEM = 1, 2
 
 class Together:
     """A context around what ranks do together. comms: the groups by which a rank reaches all others, one after another.
-    name: of the section, in errors."""
+    name: of the section, in errors; or a channel that every group has, of a section that is entered again and again."""
 
-    def __init__(self, comms: Sequence[Comm], name: str, remedy: str = "") -> None:
-        self._groups = [(comm, comm.channel(name, remedy)) for comm in comms]
+    def __init__(self, comms: Sequence[Comm], name: str | int, remedy: str = "") -> None:
+        self._groups = [(comm, name if isinstance(name, int) else comm.channel(name, remedy)) for comm in comms]
 
     def __enter__(self) -> Together:
         return self

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -117,7 +117,8 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         self._compiling = compiling = Compiling(self._model.index, self._model.schedule)
         self._state_dicts = StateDictGuard(module, self._model.index, keeps=(Steps(self._model), compiling))
         self._model.schedule.install(compiling.hook, compiling.search_begins)
-        self._unwrapped = False
+        self._unwrapped, self._loads, self._inside_of = False, ExitStack(), "module."
+        nn.Module.register_load_state_dict_post_hook(self, _end_load)
 
     def unwrap(self) -> nn.Module:
         """Collective. Returns the plain module, with full parameters and without gradients; see zero.unwrap."""
@@ -155,6 +156,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         """Collective. Returns what runs the module."""
         if self._unwrapped:
             raise RuntimeError(UNWRAPPED.format("FSDP"))
+        self._loads.close()  # of a load around it that has raised
         with self._model.together:
             run = self._compiling.runner(self.module, traced=traced)
             self._model.schedule.interrupted()  # of a unit by itself, which is known only now
@@ -282,19 +284,15 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
             return full_weights.state_dict(self.module, own, full_weights.Recipient(), *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *of_torch: Any) -> None:
-        """Collective. Loads full weights when `load_state_dict` of a plain module around the FSDP calls this."""
-        metadata, _, missing_keys, unexpected_keys, error_msgs = of_torch
-        given = {name.removeprefix(prefix): state_dict.pop(name) for name in [*state_dict] if name.startswith(prefix)}
-        try:
-            assign = metadata.get("assign_to_params_buffers", False)
-            missing, unexpected = self.load_state_dict(given, strict=False, assign=assign)
-            missing_keys += [prefix + name for name in missing]
-            unexpected_keys += [prefix + name for name in unexpected]
-        except (RuntimeError, ValueError) as error:
-            error_msgs.append(str(error))
-        # torch loads the modules inside next. They are given their own values.
-        own = self.module.state_dict(keep_vars=True)
-        state_dict.update({f"{prefix}module.{name}": value for name, value in own.items()})
+        """Collective. Called by `load_state_dict` of a plain module around the FSDP, which then loads the module
+        inside, and calls `_end_load`."""
+        metadata, _, _, _, error_msgs = of_torch
+        if metadata.get("assign_to_params_buffers", False):
+            error_msgs.append(_ASSIGNED)
+        self._inside_of = f"{prefix}module."
+        for name in [name for name in state_dict if name.startswith(prefix)]:
+            state_dict[self._inside_of + name.removeprefix(prefix)] = state_dict.pop(name)
+        self._loads.enter_context(full_weights.loading([self._model]))
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Collective. Loads full weights by the module's own names, with or without `_orig_mod.` in them; every rank
@@ -303,9 +301,12 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         Raises ValueError for assign=True, which would replace the tensors that the optimizer holds.
         """
         if assign:
-            raise ValueError("assign=True replaces the parameters that are sharded. Load with assign=False.")
+            raise ValueError(_ASSIGNED)
+        self._loads.close()  # of a load around it that has raised
         with self._model.together, full_weights.loading([self._model]):
-            return self.module.load_state_dict(named_as_compiled(self.module, state_dict), strict)
+            loaded = self.module.load_state_dict(named_as_compiled(self.module, state_dict), strict)
+            self._model.together.agree()
+            return loaded
 
     def register_optimizer(self, optimizer: Optimizer) -> None:
         """Lets `optimizer.load_state_dict` take full state from now on, as it does after its first step anyway."""
@@ -320,6 +321,18 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         if not hasattr(self.module, name):
             refuse_method(name)
         return getattr(self.module, name)
+
+
+_ASSIGNED = "assign=True replaces the parameters that are sharded. Load with assign=False."
+
+
+def _end_load(fsdp: FSDP, keys: Any) -> None:
+    """Ends `_load_from_state_dict`. Names in `keys` are as they are without the FSDP."""
+    fsdp._loads.close()
+    inside = fsdp._inside_of
+    around = inside.removesuffix("module.")
+    for names in keys:
+        names[:] = [around + name.removeprefix(inside) if name.startswith(inside) else name for name in names]
 
 
 def running_model(fsdp: FSDP) -> Model:

@@ -9,7 +9,7 @@ Buffers that mixed precision has cast are saved in their original dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero._torch import OwnHook, state_dict_hooks_of, wraps_others
+from zero._torch import (
+    OwnHook,
+    children_of,
+    loads_by_itself,
+    name_without_compile,
+    saved_of,
+    saves_by_itself,
+    state_dict_hooks_of,
+    wraps_others,
+)
 from zero.comm import Comm
 from zero.fsdp.build import refuse_busy
 from zero.fsdp.model import Model, models_of
@@ -26,6 +35,7 @@ from zero.fsdp.unit import Unit
 from zero.shards.layout import runs
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
+from zero.shards.sharded_parameter import AtRest
 from zero.state.gathered import AT_ONCE, refuse_no_rank
 from zero.tensor_parallel import parts
 from zero.wrap.wrapper import Wrapper
@@ -124,13 +134,23 @@ def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[st
     with ExitStack() as together:
         for model, _ in sharded:
             together.enter_context(model.together)
-        named = _named(module)
-        if named is None:
-            return _by_the_module(module, sharded, comm, recipient)
-        copies = {one: copy for batch in gathered(module, comm, recipient) for one, copy in batch.items()}
-        if not _receives(sharded, comm, recipient):
-            return {}
-        return {name: copies[one] if isinstance(one, Tensor) else one for name, one in named.items()}
+        sends = [model for model, units in sharded if not all(unit.summoned for unit in units)]
+        full = _full_weights(module, sharded, comm, recipient)
+        for model in sends:
+            model.together.agree()  # on every rank, whoever receives: what one alone has raised is raised on all
+        return full
+
+
+def _full_weights(module: nn.Module, sharded: Sharded, comm: Comm, recipient: Recipient) -> dict[str, Any]:
+    named = _named(module)
+    if named is None:
+        return _by_the_module(module, sharded, comm, recipient)
+    copies = {one: copy for batch in gathered(module, comm, recipient) for one, copy in batch.items()}
+    if not _receives(sharded, comm, recipient):
+        return {}
+    for name, one in named.items():  # in place, with the versions of modules that torch attaches
+        named[name] = copies[one]
+    return named
 
 
 def _receives(sharded: Sharded, comm: Comm, recipient: Recipient) -> bool:
@@ -146,12 +166,12 @@ def _by_the_module(module: nn.Module, sharded: Sharded, comm: Comm, recipient: R
     receives = _receives(sharded, comm, recipient)
     for model, _ in sharded:
         model.refuse_moved()
-    found = state_dict(module, sharded, recipient, receives=receives)
+    found: dict[str, Any] = state_dict(module, sharded, recipient, receives=receives)
     in_parts = receives and parts.ranks(module.parameters()) is not None
-    return {
-        name: parts.whole(value, value) if in_parts and isinstance(value, Tensor) else value
-        for name, value in found.items()
-    }
+    for name, value in found.items() if in_parts else ():
+        if isinstance(value, Tensor):
+            found[name] = parts.whole(value, value)
+    return found
 
 
 def state_dict(
@@ -199,54 +219,66 @@ def _refuse_unreadable(units: Sequence[Unit]) -> None:
         )
 
 
-def named_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Returns parameters and buffers by name: those of state_dict() where that has just these."""
-    named = _named(module)
-    if named is None:
-        named = {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers())}
-    return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+def named_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
+    """Returns parameters and buffers by the names of state_dict(), without those of wrappers and of torch.compile."""
+    if isinstance(module, Wrapper):
+        return named_tensors(module.module, prefix)
+    named: dict[str, Tensor] = {prefix + name: one for name, one in saved_of(module).items()}
+    for name, child in children_of(module).items():
+        if child is not None:
+            named |= named_tensors(child, name_without_compile(f"{prefix}{name}.") if name else prefix)
+    return named
 
 
 def _named(module: nn.Module) -> dict[str, Any] | None:
-    """Returns parameters and buffers by the names of state_dict(). Returns None if state_dict() has other tensors, has
-    hooks of the user's, which must see full parameters, or is a wrapper's, which has full parameters."""
+    """Returns parameters and buffers by the names of state_dict(). Returns None if a module saves in a way of its own
+    or has hooks of the user's, which must see full parameters, or is a wrapper, which has full parameters."""
     for child in module.modules():
-        if isinstance(child, Wrapper) or not all(isinstance(h, OwnHook) for h in state_dict_hooks_of(child)):
+        if isinstance(child, Wrapper) or saves_by_itself(child):
             return None
-    try:
-        named: dict[str, Any] = module.state_dict(keep_vars=True)
-    except Exception:  # the module's own state_dict() cannot handle shards
-        return None
-    own = {*module.parameters(), *module.buffers()}
-    return None if any(isinstance(value, Tensor) and value not in own for value in named.values()) else named
+        if not all(isinstance(hook, OwnHook) for hook in state_dict_hooks_of(child)):
+            return None
+    named: dict[str, Any] = module.state_dict(keep_vars=True)
+    return named
 
 
 # ---------------------------------------------------------------------------------------------------- loading
 
 
 @contextmanager
-def loading(
-    models: Sequence[Model], told: Callable[[nn.Parameter, Tensor], object] = lambda *_: None
-) -> Iterator[None]:
-    """Within the context sharded parameters have the shapes of full ones, and a full value that is copied into one
-    reaches this rank's shard. So the module's own load_state_dict() loads full weights, and gathers nothing.
+def loading(models: Sequence[Model]) -> Iterator[None]:
+    """Collective. Within the context sharded parameters have the shapes of full ones, and a full value that is copied
+    into one reaches this rank's shard. So the module's own load_state_dict() loads full weights, and gathers nothing,
+    but units of modules that the user's code loads in another way.
 
-    told: called with each such parameter and value. Raises RuntimeError within forward, backward and
-    summon_full_params().
+    Raises RuntimeError within forward, backward and summon_full_params().
     """
-    models = [model for model in models if model.reads.loading is None]  # others are loaded around this one
-    for model in models:
-        model.refuse_moved()
-        refuse_busy(model.units, "load_state_dict()")
-        for unit in model.units:
-            unit.reshard()  # a forward without backward may have left it unsharded
-            unit.synchronize()
-    try:
+    models = [model for model in models if not model.reads.loading]  # others are loaded around this one
+    with ExitStack() as stack:
         for model in models:
-            model.reads.loading = told
+            model.refuse_moved()
+            refuse_busy(model.units, "load_state_dict()")
+            for unit in model.units:
+                unit.reshard()  # a forward without backward may have left it unsharded
+                unit.synchronize()
+            stack.callback(_end_loading, model)
+            model.reads.loading = True
+            full = [unit for unit in model.units if _needs_full(unit)]
+            if full:
+                stack.enter_context(summoned(model, full, writeback=True))
         yield
-    finally:
-        for model in models:
-            model.reads.loading = None
-            for group in model.index.groups:
-                group.offload.used(group.shard)
+
+
+def _end_loading(model: Model) -> None:
+    model.reads.loading = False
+    for group in model.index.groups:
+        group.offload.used(group.shard)
+
+
+def _needs_full(unit: Unit) -> bool:
+    """Whether more is done with its parameters, as they are loaded, than to copy into them; or whether they are of a
+    class that is not exchanged (sharded_parameter.py)."""
+    if any(group.at_rest and not all(isinstance(one, AtRest) for one in group.params) for group in unit.groups):
+        return True
+    holders = (one for one in unit.module.modules() if any(p in unit.params for p in one.parameters(recurse=False)))
+    return any(map(loads_by_itself, holders))

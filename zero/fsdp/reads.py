@@ -6,8 +6,9 @@ torch.amp.GradScaler reads all gradients.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
@@ -20,18 +21,19 @@ from zero.fsdp.shown import refuse_read
 from zero.fsdp.unit import Index, Unit
 from zero.shards.cut import Owner
 from zero.shards.shard_group import ShardGroup
+from zero.shards.sharded_parameter import AtRest
 
 
 class Reads:
     """Reads of the parameters of one model, as sharded_parameter.py asks for them.
 
     scaled: the groups of ranks that have elements of the gradients.
-    `loading`: while full weights are loaded (full_weights.py), what is called with each parameter and value.
+    `loading`: whether full weights are loaded now (full_weights.py).
     """
 
     def __init__(self, index: Index, comms: Sequence[Comm], backward: Backward, scaled: Sequence[Comm]) -> None:
         self._index, self._backward = index, backward
-        self.loading: Callable[[nn.Parameter, Tensor], object] | None = None
+        self.loading = False
         self._first_read = Together(comms, "the first reading of parameters of another unit")
         self._overflow = [(comm, comm.channel("the search for gradients that are not finite")) for comm in scaled]
 
@@ -40,25 +42,28 @@ class Reads:
         """Whether parameters are full for who reads them now: within forward and backward."""
         return bool(self._index.running) or (in_a_backward() and self._backward.expected)
 
-    def shape(self, param: nn.Parameter) -> Sequence[int] | None:
-        """The full shape, if a parameter is read as full now or while full weights are loaded."""
-        place = self._index[param]
-        return place.group.full_shape(place.position) if self._are_full or self.loading is not None else None
+    def like(self, param: nn.Parameter) -> Tensor | None:
+        """A tensor without memory like the full parameter, if that is read as full now or full weights are loaded."""
+        if not (self._are_full or self.loading):
+            return None
+        group, index = self._index[param]
+        shapes = group.shapes
+        return torch.empty_strided(shapes.full[index], shapes.strides[index], dtype=group.full.dtype, device="meta")
 
     def load(self, owner: Owner, index: int, shard: Tensor, value: Tensor) -> bool:
         """While full weights are loaded, writes this rank's elements of a full value, and returns True."""
-        if self.loading is None:
+        if not self.loading or isinstance(value, AtRest):  # of shards each rank copies its own
             return False
         assert isinstance(owner, ShardGroup)
         param, full_shape = owner.params[index], owner.full_shape(index)
-        if value.shape != full_shape:
+        if value.shape != full_shape and value.numel() != 1:
             raise RuntimeError(f"{owner.names[index]} has the shape {list(full_shape)}, not {list(value.shape)}")
+        value = value.detach()  # on every rank, also if it owns nothing: it may be received here
         with as_plain_tensors():
             if index in owner.spans:
-                shard.copy_(owner.own_slice(index, value.detach()))
+                shard.copy_(owner.own_slice(index, value.expand(full_shape)))
             else:
                 increment_version(param)  # so that graphs that saved it are refused on every rank
-        self.loading(param, value)
         return True
 
     def unshard(self, param: nn.Parameter) -> bool:

@@ -66,7 +66,7 @@ class Steps:
         """Collective. Raises RuntimeError on every rank if a step would be wrong on any."""
         with self._together, as_plain_tensors():
             if self._stepping:  # an optimizer around this one steps, too
-                self.take_back([param for param in params if param in self._stepping])
+                self.take_back(optimizer, [param for param in params if param in self._stepping])
             problem = next(filter(None, self._checks.problems(optimizer, params)), None)
             if problem is not None:
                 raise RuntimeError(problem)
@@ -114,11 +114,11 @@ class Steps:
             if unit.needed_by and unshard:
                 unit.unshard()
 
-    def take_back(self, hidden: Sequence[nn.Parameter]) -> None:
+    def take_back(self, optimizer: Optimizer, hidden: Sequence[nn.Parameter]) -> None:
         """Has parameters that a step has given other data lie where they were again, with that data."""
         places = [self._index[param] for param in hidden]
         with torch.no_grad():
-            take_back(hidden, [place.group.bound[place.position] for place in places])
+            take_back(hidden, [place.group.bound[place.position] for place in places], [vars(optimizer)])
 
     def rest(self, params: Sequence[nn.Parameter]) -> None:
         """Makes parameters that are not stepped now say that they are shards; gradients may be full, under no_sync."""
@@ -226,7 +226,7 @@ class StepHook:
     def _take_back(self, optimizer: Optimizer) -> None:
         if type(optimizer) not in ELEMENTWISE:  # torch's own write in place
             for steps, _, hidden in self._held:
-                steps.take_back(hidden)
+                steps.take_back(optimizer, hidden)
 
     def restore(self, optimizer: Optimizer, *, unshard: bool = True) -> None:
         held, self._held = self._held, []

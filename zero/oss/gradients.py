@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from zero._torch import in_a_backward, without_memory
+from zero._torch import WithoutMemory, in_a_backward
 from zero.comm import Comm
 from zero.shards import norm
 from zero.shards.owned_shards import OwnedShards
@@ -33,7 +33,7 @@ from zero.wrap.refused import CREATE_GRAPH, refuse_sparse
 _KEPT, _CLEARED = {"detach", "alias"}, {"zero_", "_foreach_zero_"}
 
 
-class OwnedGradient(Tensor):
+class OwnedGradient(WithoutMemory):
     """The gradient of one parameter, of which each rank has a shard. It has no memory in its own shape.
 
     `title`: the parameter's name. `of`: what the optimizer steps of it, whose `grad` this one stands for; None of a
@@ -50,7 +50,7 @@ class OwnedGradient(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, title: str, of: Tensor | None, **cast: Any) -> OwnedGradient:
-        made = without_memory(cls, like, **cast)
+        made = cls.like(like, **cast)
         made.title, made.of, made.stands, made.kept, made.unreduced = title, of, False, None, None
         return made
 

@@ -251,8 +251,12 @@ class OSS(Optimizer):
             part=self.part,
             cuts=self.shards.cut == "even",
             keeps_masters=bool(self.shards.masters),
-            loaded=self.shards.note_versions,
+            loaded=self._loaded,
         )
+
+    def _loaded(self) -> None:
+        self.shards.note_versions()
+        self.state_dicts.forget()
 
     def consolidate_state_dict(self, to: int | None = 0, *, recipient_rank: int | None = None) -> None:
         """Collective. Gathers the full state on rank `to` of the group (None: on all), for `state_dict` to return.

@@ -39,7 +39,6 @@ class StateDicts:
 
     def load_state_dict(self, stepped: SteppedShards, state_dict: dict[str, Any]) -> None:
         state.load(stepped, state_dict)
-        self.forget()
 
     def take(
         self, stepped: SteppedShards, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]
@@ -49,7 +48,6 @@ class StateDicts:
         Keeps the tensors without copying them. Master weights are not among them: write into `ShardGroup.master`.
         """
         state.hand_over(stepped, taken, groups)
-        self.forget()
 
 
 def mark_shards(inner: Optimizer, of: ReferenceType[Any]) -> None:

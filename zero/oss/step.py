@@ -113,7 +113,7 @@ class Step:
         self.return_options(outer)
         if type(self._inner) not in ELEMENTWISE:  # torch's own write in place
             with torch.no_grad():
-                self._shards.take_back()
+                self._shards.take_back(self._inner)
         self._state_dicts.forget()
         try:
             groups = self._stepped_groups()

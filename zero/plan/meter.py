@@ -14,7 +14,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor
 
-from zero._torch import DEVICE_OF, DispatchMode, wrap_others, wrapped_in
+from zero._torch import DEVICE_OF, DispatchMode, WithoutMemory, wrap_others, wrapped_in
 
 
 class Meter(DispatchMode):
@@ -45,7 +45,7 @@ class Meter(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_OF:
             return func(*args)
-        if wrap_others(types):
+        if wrap_others(types) or any(issubclass(kind, WithoutMemory) for kind in types):
             return NotImplemented  # such as DTensor: the operators on what it wraps are seen instead
         kwargs = kwargs or {}
         result = self.run(func, args, kwargs)

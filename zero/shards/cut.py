@@ -17,9 +17,9 @@ from zero.shards.layout import Layout, Span
 class Asked(Protocol):
     """Who is asked when a sharded parameter is read."""
 
-    def shape(self, param: nn.Parameter) -> Sequence[int] | None:
-        """The shape as which a parameter is read now, if that is not the shard's: within forward and backward, and
-        while full weights are loaded."""
+    def like(self, param: nn.Parameter) -> Tensor | None:
+        """A tensor without memory like the one as which a parameter is read now, if that is not the shard: within
+        forward and backward, and while full weights are loaded."""
 
     def load(self, owner: Owner, index: int, shard: Tensor, value: Tensor) -> bool:
         """While full weights are loaded, writes this rank's elements of a full value, and returns True."""

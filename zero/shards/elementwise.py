@@ -36,13 +36,17 @@ SILENT = _names(
 ABOUT = _names(
     """
     __dir__ __format__ __hash__ __repr__ _has_compatible_shallow_copy_type _is_view data_ptr detach_ dim_order
-    element_size is_contiguous is_distributed is_inference is_pinned is_same_size is_set_to is_shared storage
-    storage_offset storage_type stride untyped_storage
+    is_distributed is_inference is_pinned is_same_size is_set_to is_shared storage
+    storage_type untyped_storage
     """
 )
 
-# Functions and attributes that the shape answers.
-OF_SHAPE = {"__len__", "dim", "ndim", "ndimension", "nelement", "numel", "shape", "size"}
+# Functions and attributes that shape, strides and dtype answer.
+OF_SHAPE = _names(
+    """
+    __len__ dim element_size is_contiguous nbytes ndim ndimension nelement numel shape size storage_offset stride
+    """
+)
 
 # By which torch.amp.GradScaler looks for gradients that have overflowed: found by one rank, it counts on all.
 FINITE_CHECK = "amp_foreach_non_finite_check_and_unscale"

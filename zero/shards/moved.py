@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -43,12 +43,31 @@ def moved_problem(groups: Iterable[Bound]) -> str | None:
     return None if name is None else MOVED.format(name)
 
 
-def take_back(params: Sequence[Tensor], views: Sequence[Tensor]) -> None:
+def take_back(params: Sequence[Tensor], views: Sequence[Tensor], held: Iterable[Any]) -> None:
     """Writes data that a step has given its parameters (`p.data = ...`, by which some optimizers go back to earlier
     weights) to where it belongs, and binds the parameters to that again. They are plain ones. Data of another shape or
-    on another device stays, and is refused later."""
-    for index in elsewhere(params, views):
-        given, view = params[index].data, views[index]
-        if given.shape == view.shape and given.device == view.device:
-            view.copy_(given)
-            params[index].data = view
+    on another device stays, and is refused later.
+
+    held: what the optimizer holds. Where that is the memory from before, it gets memory of its own.
+    """
+    given = {index: params[index].data for index in elsewhere(params, views)}
+    fits = [at for at, data in given.items() if (data.shape, data.device) == (views[at].shape, views[at].device)]
+    if not fits:
+        return
+    overwritten = {views[at].untyped_storage().data_ptr() for at in fits}
+    for tensor in _tensors_in(held):
+        if tensor.untyped_storage().data_ptr() in overwritten and not any(tensor is param for param in params):
+            tensor.data = tensor.detach().clone()
+    for at, data in [(at, given[at].clone()) for at in fits]:
+        views[at].copy_(data)
+        params[at].data = views[at]
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, dict):
+            yield from _tensors_in(value.values())
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)

@@ -205,10 +205,11 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         with without_optimizer_hooks():  # those on the steps of all optimizers are called for the OSS
             optimizer.step(**options)
 
-    def take_back(self) -> None:
+    def take_back(self, optimizer: Optimizer) -> None:
         """Has shards that a step has given other data lie in their groups again, with that data."""
         for flat in self.shard_groups:
-            take_back([self[param] for param in flat.params], flat.views_of_shard(flat.main))
+            shards = [self[param] for param in flat.params]
+            take_back(shards, flat.views_of_shard(flat.main), [vars(optimizer)])
 
     def given_other_data(self) -> str | None:
         """Returns the name of a parameter whose shard lies elsewhere than in its group."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -101,9 +100,8 @@ def _in_the_shape_of(tensor: Any) -> Any:
     nobody need gather it, perhaps on one rank alone."""
     if isinstance(tensor, _Sharded) and isinstance(tensor, nn.Parameter):
         reads = _reads_of(tensor)
-        shape = None if reads is None else reads.shape(tensor)
-        if shape is not None:
-            return torch.empty(shape, device="meta")
+        full = None if reads is None else reads.like(tensor)
+        return tensor if full is None else full
     return tensor
 
 
@@ -118,7 +116,7 @@ def _load(shard: Any, value: Any) -> bool:
 
 def _spread_overflow(gradients: Sequence[Tensor], found: Tensor) -> None:
     """Collective. Tells all ranks what torch.amp.GradScaler has found in this rank's gradients."""
-    for reads in dict.fromkeys(map(_reads_of, gradients)):
+    for reads in dict.fromkeys(map(_reads_of, _shards_in(gradients))):
         if reads is not None:
             reads.spread_overflow(found)
 

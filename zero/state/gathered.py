@@ -7,6 +7,7 @@ They are received on the device of the shards, and moved from there; a rank that
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
@@ -78,6 +79,7 @@ def gathered(
     for _, of_group in groupby(shards_of(optimizer), key=lambda owned: owned.group):
         entries = [(owned, described[owned.owner].get(str(owned.number), {})) for owned in of_group]
         keys = dict.fromkeys(key for _, of_owner in entries for key in of_owner)
+        _refuse_partial(entries, keys)
         for key in keys:
             owners = [(owned, of_owner[key]) for owned, of_owner in entries if key in of_owner]
             # In no variable, which would keep it while the next entry is gathered.
@@ -132,6 +134,19 @@ def _collected(
     return whole if receives(optimizer, to) else []
 
 
+def _refuse_partial(entries: Iterable[tuple[ParamShard, dict[str, Any]]], keys: Iterable[str]) -> None:
+    """Raises ValueError, on every rank alike, if only some owners of a cut parameter have an entry."""
+    having: dict[tuple[int, str], bool] = {}
+    for owned, of_owner in entries:
+        for key in keys if owned.cut else ():
+            if having.setdefault((owned.number, key), key in of_owner) != (key in of_owner):
+                raise ValueError(
+                    f"the state {leaves.entry_of(key)!r} of {owned.name} is there on some of the ranks alone that have "
+                    "shards of the parameter: its optimizer makes state by the values of gradients. Shard it with "
+                    "partition='whole'."
+                )
+
+
 def _whole(owned: ParamShard, key: str, value: Any) -> Any:
     """Collective among ranks that have parts of the same tensor: an entry in the part's shape is a part as well."""
     if not isinstance(value, Tensor) or not value.dim():
@@ -149,7 +164,7 @@ def _whole(owned: ParamShard, key: str, value: Any) -> Any:
 
 def _full_shape(owned: ParamShard, key: str, entry: dict[str, Any]) -> tuple[int, ...] | None:
     """The shape of the full tensor of a state entry; None if the entry is not cut."""
-    if not owned.cut or "shape" not in entry:
+    if not owned.cut or "shape" not in entry or (math.prod(entry["shape"]) == 1 and owned.shape != (*entry["shape"],)):
         return None
     if owned.shape == (*entry["shape"],):
         return owned.full_shape

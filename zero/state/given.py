@@ -1,22 +1,24 @@
 """What was given to load: to every rank, or to the first alone, such as what it reads from a file. Then it is sent
-tensor by tensor: each rank receives one and keeps its shard."""
+tensor by tensor, as all ranks use it: each receives one and keeps its shard."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zero._torch import WithoutMemory, versions_in, with_versions
 from zero.comm import Comm
 from zero.state import leaves
 from zero.tensor_parallel import parts
 
 Label = Sequence[Any]
-"""What is given (WEIGHT, STATE or OPTION), the number of the parameter or of the group, and the key of its state or
-option."""
+"""What is given (WEIGHT, STATE or OPTION), the number of the parameter or of the group, and the name or the key."""
 
 WEIGHT, STATE, OPTION = "weight", "state", "option"
 
@@ -45,8 +47,27 @@ def first_alone(comms: Sequence[Comm], what: str, given: object, params: Iterabl
     return alone
 
 
+class Later(WithoutMemory):
+    """A tensor that the first rank has, and all receive once it is used: they run the same code. It has no memory."""
+
+    receive: Callable[[], Tensor]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Collective."""
+        return func(*map(_received, args), **{name: _received(value) for name, value in (kwargs or {}).items()})
+
+
+def _received(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_received, value))
+    return value.receive() if isinstance(value, Later) else value
+
+
 class FromFirst:
-    """Sends what the first rank alone was given: it calls `send`, and `end` or `fail`, and the others `received`.
+    """Sends what the first rank alone was given.
 
     device: where tensors are sent.
     """
@@ -55,79 +76,94 @@ class FromFirst:
         self._comms, self._device = comms, device
         self.is_first = all(comm.rank == 0 for comm in comms)
 
-    def send(self, label: Label, leaf: Any) -> None:
-        """Collective with `received`. leaf: a tensor, or a value of an optimizer's state."""
-        what, number, key = label
-        of = f"{'group' if what == OPTION else 'parameter'} {number}"
-        self._tell({"label": label, "leaf": leaves.all_described({key: leaf}, of, what)[key]})
-        if isinstance(leaf, Tensor) and leaf.dim():
-            self._broadcast(leaf.detach().to(self._device).contiguous())
+    def mapping(self, weights: Mapping[str, Any] | None) -> OrderedDict[str, Tensor]:
+        """Collective. Returns the first rank's weights on every rank, as tensors that are sent once they are used.
 
-    def end(self, result: Any = None) -> None:
-        """Collective with `received`. result: what JSON can say, for `result` on the other ranks."""
-        self._tell({"result": result})
-
-    def fail(self, error: Exception) -> None:
-        """Collective with `received`, which raises ValueError."""
-        self._tell({"problem": f"{type(error).__name__}: {error}"})
-
-    def received(self) -> Iterator[tuple[Label, Any]]:
-        """Collective. Yields what the first rank sends. `result` is its result afterwards."""
-        while True:
-            told = self._tell({})
-            if "problem" in told:
-                raise ValueError(f"{_ALONE}: {told['problem']}")
-            if "label" not in told:
-                self.result = told["result"]
-                return
-            described = told["leaf"]
-            if "shape" not in described:
-                yield told["label"], leaves.value_of(described)
-                continue
-            into = torch.empty(described["shape"], dtype=leaves.dtype_of(described), device=self._device)
-            self._broadcast(into)
-            yield told["label"], into
-
-    def ending(self, make: Callable[[], Any]) -> Any:
-        """Collective with `received`, after which others have the `result`: of a call on the first rank that sends.
-        Raises ValueError on every rank if the call raises."""
+        Raises ValueError on every rank for what is no tensor."""
+        contents: dict[str, Any] = {}
         try:
-            result = make()
-        except Exception as error:  # from the user's modules or values: every rank must raise it
-            self.fail(error)
-            raise ValueError(f"{_ALONE}: {type(error).__name__}: {error}") from error
-        self.end([*result] if isinstance(result, tuple) else result)
-        return result
+            contents = _contents(weights or {})
+        except ValueError as error:
+            self._tell({"problem": str(error)})
+            raise ValueError(f"{_ALONE}: {error}") from error
+        told = self._tell(contents)
+        found: OrderedDict[str, Tensor] = OrderedDict()
+        for name, dtype, shape in told["weights"]:
+            found[name] = later = Later.shaped(shape, getattr(torch, dtype))
+            later.receive = partial(self._pass_on, name, weights)
+        return with_versions(found, told["versions"])
+
+    def _pass_on(self, name: str, weights: Mapping[str, Any] | None) -> Tensor:
+        """Collective. Returns one of the first rank's weights."""
+        item = self._next(iter([((WEIGHT, 0, name), weights[name])])) if self.is_first and weights else None
+        (_, value) = item or self._receive() or (None, None)
+        assert isinstance(value, Tensor)
+        return value
 
     def passed_on(self, items: Iterable[tuple[Label, Any]] | None) -> Iterator[tuple[Label, Any]]:
         """Collective. Yields the items of the first rank on every rank. items: None on the others."""
         if not self.is_first:
-            yield from self.received()
+            while (item := self._receive()) is not None:
+                yield item
             return
         remaining = iter(items or ())
         while (item := self._next(remaining)) is not None:
             yield item
-        self.end()
+        self._tell({})
 
     def _next(self, remaining: Iterator[tuple[Label, Any]]) -> tuple[Label, Any] | None:
         """Sends the next item. Raises ValueError on every rank if there is none because the user's iterator raises."""
         try:
             item = next(remaining, None)
-            if item is not None:
-                self.send(*item)
+            described = None if item is None else _described(*item)
         except Exception as error:
-            self.fail(error)
+            self._tell({"problem": f"{type(error).__name__}: {error}"})
             raise ValueError(f"{_ALONE}: {error}") from error
+        if item is not None:
+            self._tell({"label": item[0], "leaf": described})
+            if isinstance(item[1], Tensor) and item[1].dim():
+                self._broadcast(item[1].detach().to(self._device).contiguous())
         return item
 
+    def _receive(self) -> tuple[Label, Any] | None:
+        """Collective with `_next`. None if there are no more items."""
+        told = self._tell({})
+        if "label" not in told:
+            return None
+        described = told["leaf"]
+        if "shape" not in described:
+            return told["label"], leaves.value_of(described)
+        into = torch.empty(described["shape"], dtype=leaves.dtype_of(described), device=self._device)
+        self._broadcast(into)
+        return told["label"], into
+
     def _tell(self, told: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the first rank tells."""
+        """Collective. Returns what the first rank tells. Raises ValueError on the others if that is a problem."""
         text = json.dumps(told)
         for comm in self._comms:
             text = comm.all_gather_text(text if comm.rank == 0 else "")[0]
         heard: dict[str, Any] = json.loads(text)
+        if "problem" in heard and not self.is_first:
+            raise ValueError(f"{_ALONE}: {heard['problem']}")
         return heard
 
     def _broadcast(self, tensor: Tensor) -> None:
         for comm in self._comms:
             comm.broadcast([tensor])
+
+
+def _contents(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The names, dtypes and shapes of weights, and the versions of modules that torch attaches to them. Raises
+    ValueError for what is no tensor."""
+    for name, value in weights.items():
+        if not isinstance(value, Tensor) or name.endswith("_extra_state"):
+            raise ValueError(f"{name!r} is extra state, and only tensors are sent. Pass the weights on every rank.")
+    entries = [(name, str(one.dtype).removeprefix("torch."), [*one.shape]) for name, one in weights.items()]
+    return {"weights": entries, "versions": versions_in(weights)}
+
+
+def _described(label: Label, leaf: Any) -> dict[str, Any]:
+    """leaf: a tensor, or a value of an optimizer's state. Raises ValueError for what cannot be sent."""
+    what, number, key = label
+    of = f"{'group' if what == OPTION else 'parameter'} {number}"
+    return leaves.all_described({key: leaf}, of, what)[key]

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from zero.measure import param_groups
 from zero.measure.param_groups import params_of
 from zero.shards.masters import settled
-from zero.shards.sharded_parameter import plain_state
+from zero.shards.sharded_parameter import mark_states, plain_state
 from zero.state import leaves
 from zero.state.own_dtypes import keep_dtypes
 from zero.state.param_shard import ParamShard
@@ -145,7 +145,7 @@ def _fitting(optimizer: SteppedShards, found: Iterable[Leaf]) -> Iterator[Leaf]:
     of_all = {owned.number: owned for owned in shards_of(optimizer)}
     cuts = any(owned.cut for owned in of_all.values()) if optimizer.cuts is None else optimizer.cuts
     for number, key, leaf in found:
-        owned = of_all.get(number) if cuts and isinstance(leaf, Tensor) and leaf.dim() else None
+        owned = of_all.get(number) if cuts and isinstance(leaf, Tensor) and leaf.numel() != 1 else None
         if owned is not None and leaf.shape != parts.shape(owned.param, owned.full_shape):
             raise ValueError(
                 f"the state of {owned.name} has {leaves.entry_of(key)!r} of shape {list(leaf.shape)}, but the "
@@ -193,6 +193,7 @@ def hand_over(
     with torch.no_grad():
         for shard, master in masters.items():
             shard.copy_(master)
+    mark_states(optimizer.optim)
     optimizer.loaded()
 
 

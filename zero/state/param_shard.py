@@ -62,6 +62,6 @@ class ParamShard:
         """Copies this shard's slice of a leaf of the state. is_shard: the leaf is the slice already."""
         if not isinstance(value, Tensor):
             return value
-        if is_shard or not self.cut or value.dim() == 0:
+        if is_shard or not self.cut or value.numel() == 1:
             return leaves.copied(value)
         return self.slot(value).clone().view(self.shape)

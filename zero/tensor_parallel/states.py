@@ -19,7 +19,7 @@ def state_hooks(module: nn.Module) -> None:
     if module not in _hooks:
         _hooks[module] = [
             module.register_state_dict_post_hook(_AsDTensors()),
-            module.register_load_state_dict_pre_hook(_cut),
+            module.register_load_state_dict_pre_hook(_Cut()),
         ]
 
 
@@ -39,16 +39,18 @@ class _AsDTensors(OwnHook):
                 state_dict[prefix + name] = table.like(dtensor, saved)
 
 
-def _cut(module: nn.Module, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+class _Cut(OwnHook):
     """Cuts whole tensors and DTensors to this rank's parts."""
-    errors = more[-1]
-    for name, param in params_of(module).items():
-        value = state_dict.get(prefix + name)
-        dtensor = None if param is None else table.dtensor_of(param)
-        if dtensor is not None and param is not None and isinstance(value, Tensor):
-            try:
-                part = parts.cut(param, value)
-                state_dict[prefix + name] = table.like(dtensor, part) if table.is_dtensor(param) else part
-            except ValueError as error:
-                errors.append(f"size mismatch for {prefix + name}, which is tensor parallel: it {error}.")
-                state_dict[prefix + name] = param.detach()
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *more: Any) -> None:
+        errors = more[-1]
+        for name, param in params_of(module).items():
+            value = state_dict.get(prefix + name)
+            dtensor = None if param is None else table.dtensor_of(param)
+            if dtensor is not None and param is not None and isinstance(value, Tensor):
+                try:
+                    part = parts.cut(param, value)
+                    state_dict[prefix + name] = table.like(dtensor, part) if table.is_dtensor(param) else part
+                except ValueError as error:
+                    errors.append(f"size mismatch for {prefix + name}, which is tensor parallel: it {error}.")
+                    state_dict[prefix + name] = param.detach()
