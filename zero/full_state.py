@@ -48,7 +48,7 @@ def full_state_dict(model: nn.Module, to: int | None = None, device: Device = "c
     inner, wrappers = unwrapped(model)
     receives = to is None or is_first(inner.parameters())
     full = full_weights(inner, comms_of(wrappers)[0], Recipient(to, device))
-    return dict(renamed(full, name_without_compile)) if receives else {}
+    return renamed(full, name_without_compile) if receives else {}
 
 
 @calling("zero.full_optimizer_state_dict")
@@ -70,11 +70,16 @@ def full_optimizer_state_dict(
     if not stepped.shard_groups:
         return _copied(optimizer.state_dict() if receives else {}, device)
     with Together([optimizer.comm] if isinstance(optimizer, OSS) else comms_of(wrappers), COLLECTION) as together:
-        full: dict[str, Any] = {}
+
+        def consolidated() -> dict[str, Any]:
+            together.agree()  # before anybody sends: hooks and the device are the recipient's alone
+            return (takes_part and states.consolidate(stepped, to, device)) or {}
+
         if receives:
-            full = with_state_hooks(optimizer, lambda: states.consolidate(stepped, to, device) or {})
-        elif takes_part:
-            states.consolidate(stepped, to, device)
+            torch.empty(0, device=device)  # raises if there is none
+            full = with_state_hooks(optimizer, consolidated)
+        else:
+            full = consolidated()
         together.agree()
         return full
 

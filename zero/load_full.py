@@ -159,11 +159,13 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
             keep_dtypes(optimizer, state_dict)
         return
     groups: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
-    items = _items(stepped, names_of(inner, stepped), state_dict)
-    if alone:
-        device = next((group.full.device for group in stepped.shard_groups), torch.device("cpu"))
-        items = FromFirst(comms, device).passed_on(items)
-    taken = cut(stepped, _without_options(items, groups))
+    with Together(comms, COLLECTION) as together:
+        items = _items(stepped, names_of(inner, stepped), state_dict)
+        if alone:
+            device = next((group.full.device for group in stepped.shard_groups), torch.device("cpu"))
+            items = FromFirst(comms, device).passed_on(items)
+        taken = cut(stepped, _without_options(items, groups))
+        together.agree()  # nothing has changed so far
     given = [leaves.closed(group) for group in groups]
     hand_over(stepped, taken, given if any(given) else numbered_groups(stepped))
 

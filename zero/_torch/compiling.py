@@ -54,7 +54,7 @@ def named_as_compiled(module: nn.Module, weights: Mapping[str, Any]) -> Mapping[
 
 def renamed(
     weights: Mapping[str, Any], name_of: Callable[[str], str], path_of: Callable[[str], str] | None = None
-) -> Mapping[str, Any]:
+) -> OrderedDict[str, Any]:
     """Weights under other names, with the versions of modules that torch attaches to a state_dict() by their paths."""
     found = OrderedDict((name_of(name), value) for name, value in weights.items())
     versions = versions_in(weights)

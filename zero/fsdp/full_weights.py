@@ -135,6 +135,10 @@ def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[st
         for model, _ in sharded:
             together.enter_context(model.together)
         sends = [model for model, units in sharded if not all(unit.summoned for unit in units)]
+        if _receives(sharded, comm, recipient):
+            torch.empty(0, device=recipient.device)  # raises if there is none
+        for model in sends:
+            model.together.agree()  # before anybody sends
         full = _full_weights(module, sharded, comm, recipient)
         for model in sends:
             model.together.agree()  # on every rank, whoever receives: what one alone has raised is raised on all
