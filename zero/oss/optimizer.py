@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import with_state_hooks
+from zero._torch import move_hooks, with_state_hooks
 from zero.comm import Comm
 from zero.measure.param_groups import called
 from zero.oss.checks import StepChecks
-from zero.oss.from_optimizer import from_optimizer
+from zero.oss.from_optimizer import from_optimizer, refuse_use
 from zero.oss.gradients import OwnedGradients
 from zero.oss.options import Arguments, build_inner
 from zero.oss.state_dicts import StateDicts, mark_shards
@@ -121,6 +121,8 @@ class OSS(Optimizer):
     ) -> OSS:
         """Collective. Builds an OSS from an existing optimizer of full parameters; see zero.oss.from_optimizer."""
         built: OSS = from_optimizer(cls, optimizer, group, **options)
+        move_hooks(optimizer, built, with_gradients)
+        refuse_use(optimizer)
         return built
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -215,14 +217,7 @@ class OSS(Optimizer):
         The step raises RuntimeError on every rank if a hook scaled gradients differently on different ranks.
         """
 
-        def with_gradients(oss: OSS, args: Any, kwargs: Any) -> Any:
-            if not oss.gradients.are_sharded:
-                return hook(oss, args, kwargs)
-            oss.gradients.refuse()
-            with oss._checks.around_hook():
-                return hook(oss.optim, args, kwargs)
-
-        return super().register_step_pre_hook(with_gradients)
+        return super().register_step_pre_hook(with_gradients(hook))
 
     # ---------------------------------------------------------------------------------------------- state
 
@@ -293,6 +288,19 @@ class OSS(Optimizer):
             "an OSS cannot be copied or pickled: its state is spread over the ranks. Save state_dict() after "
             "consolidate_state_dict(), and build another OSS to load it into."
         )
+
+
+def with_gradients(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what an OSS calls for a hook before its step; see `register_step_pre_hook`."""
+
+    def call(oss: OSS, args: Any, kwargs: Any) -> Any:
+        if not oss.gradients.are_sharded:
+            return hook(oss, args, kwargs)
+        oss.gradients.refuse()
+        with oss._checks.around_hook():
+            return hook(oss.optim, args, kwargs)
+
+    return call
 
 
 def _switch(of: ReferenceType[OSS], name: str, *args: Any, **kwargs: Any) -> Any:
