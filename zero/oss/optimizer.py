@@ -61,6 +61,8 @@ class OSS(Optimizer):
         precision.
     master_dtype: torch.float32: owners keep master weights of their shards in this dtype; parameters of a narrower
         dtype are the rounded masters (2Ψ + 2Ψ + 12Ψ/W bytes with Adam; section 3.1 of the paper).
+    rounded: with master_dtype, float32 parameters that OSS rounds, with the dtypes to which it does; their masters keep
+        what they were. zero.setup(precision=) chooses them.
     defaults: also offload, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload); see
         zero.offload.
 
@@ -80,6 +82,7 @@ class OSS(Optimizer):
         partition: Partition = "auto",
         broadcast_fp16: bool | torch.dtype = False,
         master_dtype: torch.dtype | None = None,
+        rounded: Mapping[nn.Parameter, torch.dtype] | None = None,
         **defaults: Any,
     ) -> None:
         self.comm = Comm(group)
@@ -91,6 +94,7 @@ class OSS(Optimizer):
             partition=partition,
             broadcast_fp16=broadcast_fp16,
             master_dtype=master_dtype,
+            rounded=rounded,
         )
         self.sent_as, self.finding = how.options.sent_as, how.finding
         self._built = False
