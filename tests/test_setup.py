@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adagrad, Adam, Optimizer
 from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, SequentialLR
 
 import matrix
@@ -126,6 +126,7 @@ def with_rows(model: nn.Module) -> Optimizer:
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adam": lambda model: Adam(in_groups(model), lr=0.01, betas=(0.8, 0.9)),
     "sgd": lambda model: SGD(in_groups(model), lr=0.1, momentum=0.9, nesterov=True),
+    "adagrad": lambda model: Adagrad(in_groups(model), lr=0.1),  # has state as soon as it is built
     "a class of a user's": lambda model: Handing(in_groups(model), lr=0.1, momentum=0.5),
 }
 

@@ -82,13 +82,15 @@ class Arguments:
         """Returns what is known or measured of the optimizer, and an error message if it cannot be sharded so."""
         optim, partition = self.optim, self.partition
         if comm.world == 1:
-            return known(self._class), None
-        if isinstance(optim, Optimizer):
+            found = known(self._class)
+        elif isinstance(optim, Optimizer):
             found = finding_of_built(optim)
-            uncut = uncut_state(optim) if cut_for(partition, found) == "even" else None
         else:
-            found, uncut = finding_of(optim, self.defaults, [options(group) for group in self.groups or [{}]]), None
-        return found, optimizer_problem(title(self._class), found, partition) or uncut
+            found = finding_of(optim, self.defaults, [options(group) for group in self.groups or [{}]])
+        problem = None if found is None else optimizer_problem(title(self._class), found, partition)
+        if problem is None and isinstance(optim, Optimizer) and comm.world > 1 and cut_for(partition, found) == "even":
+            problem = uncut_state(optim)
+        return found, problem
 
 
 def _foreign(given: str, model: nn.Module, groups: list[dict[str, Any]]) -> str | None:

@@ -11,6 +11,7 @@ Stages 1 to 3 cast in the same places: the inputs of what stage 3 makes units, a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from weakref import finalize
 
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zero._torch import wraps_others
 from zero.comm import Comm
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.units import unit_modules
@@ -64,6 +66,7 @@ class Rounding:
             for dtype, of_dtype in policy.by_dtype(model, named).items()
             for _, param in of_dtype
             if dtype is not None and param.is_floating_point() and param.itemsize > dtype.itemsize
+            if not wraps_others(param)  # quantised, and computed with as it is
         }
 
     def start_alike(self, comm: Comm) -> None:
@@ -80,12 +83,14 @@ class Rounding:
         """Registers hooks that cast inputs, for as long as the wrapper exists."""
         _, hooks = self._policy.prepare(self._model.modules())
         for module in self._units.values():
-            hooks.append(module.register_forward_pre_hook(self._cast, with_kwargs=True))
+            cast = partial(_cast, self._policy, module is self._model)
+            hooks.append(module.register_forward_pre_hook(cast, with_kwargs=True))
         if wrapper is not self._model:
             finalize(wrapper, _remove, hooks)
 
-    def _cast(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._policy.cast_inputs(module, (args, kwargs), root=module is self._model)
+
+def _cast(policy: MixedPrecision, root: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return policy.cast_inputs(module, (args, kwargs), root=root)
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:

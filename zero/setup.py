@@ -118,9 +118,9 @@ def _optimizer(asked: Arguments, wrapped: nn.Module) -> Optimizer:
     optim = asked.optim
     if not isinstance(optim, Optimizer):
         optim = optim(parts_of(asked.groups) or asked.model.parameters(), **asked.defaults)
-    if isinstance(wrapped, FSDP):
+    elif isinstance(wrapped, FSDP):
         _cut_state(optim, running_model(wrapped))
-    else:
+    if not asked.stage:
         refuse_shards(optim)
     return optim
 

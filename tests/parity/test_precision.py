@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,6 +187,24 @@ def test_stages_train_to_the_numbers_by_hand(rank, world, stage, precision, tran
     state = zero.full_optimizer_state_dict(model, optimizer)["state"]
     moments = [value for of in state.values() for value in of.values() if isinstance(value, Tensor) and value.dim()]
     assert {value.dtype for value in [*moments, *found.values()]} == {torch.float32}
+
+
+OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "on the CPU": lambda _: {"offload": zero.CPUOffload()},
+    "on disk": lambda folder: {"offload": zero.DiskOffload(folder / "shards")},
+    "whole": lambda _: {"partition": "whole"},
+}
+
+
+@matrix.combined("stage, where", [1, 2, 3], OPTIONS, each=2)
+@ranks.on(2)
+def test_with_offload_and_partitions(rank, world, stage, where, tmp_path):
+    expected = Net()
+    wanted = Loop(rank).by_hand(expected, OPTIMIZERS["adam"](expected.parameters()), torch.bfloat16)
+    given = OPTIONS[where](tmp_path)
+    model, optimizer = zero.setup(Net(), OPTIMIZERS["adam"], stage=stage, precision="bf16", **given)
+    assert Loop(rank).at_stage(model, optimizer) == wanted
+    same(masters(model, optimizer), parameters(expected), "the masters")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
