@@ -80,10 +80,10 @@ def setup(
     mixed_precision: at stage 3, as in FSDP. master_dtype: at stages 1 and 2, as in OSS. Both for other choices of
         dtypes, in place of precision.
 
-    At stage 1 DistributedDataParallel averages gradients, by a communication hook if all ranks run on one host; for a
-    hook of your own construct DistributedDataParallel yourself. Without torch.distributed, stages 0 and 1 return the
-    model as it is. Raises ValueError on every rank for stages, options, parameters and optimizers that cannot be used,
-    and RuntimeError if a launcher has started several ranks but torch.distributed is not initialised.
+    At stage 1 DistributedDataParallel averages gradients, by a communication hook if all ranks run on one host, or in
+    16 bits; for one of your own construct DistributedDataParallel yourself. Without torch.distributed, stages 0 and 1
+    return the model as it is. Raises ValueError on every rank for stages, options, parameters and optimizers that
+    cannot be used, and RuntimeError if a launcher has started several ranks, but torch.distributed is not initialised.
     """
     dtypes = {"precision": precision, "mixed_precision": mixed_precision, "master_dtype": master_dtype}
     given = {name: value for name, value in {"offload": offload, **dtypes}.items() if value is not None}
