@@ -349,7 +349,7 @@ def test_calls_beside_the_loop(rank: int, world: int, stage: int, tmp_path: Path
 
 
 class Two:
-    """Two models of one shape, each with an optimizer. Hooks save and load the first one's weights: they take it out."""
+    """Two models of one shape, each with an optimizer. Hooks save and load one's weights, and take it out."""
 
     def __init__(self, plugin: ZeroPlugin) -> None:
         self.accelerator = build(3, zero_plugin=plugin)
