@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adam, Optimizer
 
 import ranks
 import zero
@@ -87,6 +87,18 @@ def test_what_trains_nothing_needs_no_group(tmp_path: Path):
 
 # ------------------------------------------------------------------------------------------ options by the stage
 
+
+class Forgetful(SGD):
+    def __init__(self, params: Any, scale: float = 1.0) -> None:
+        super().__init__(params, lr=0.1 * scale)
+
+
+def with_rows(model: nn.Module) -> Optimizer:
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state[model.weight]["momentum_buffer"] = torch.ones(4)
+    return optimizer
+
+
 UNUSABLE: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "offload at stage 0": (
         lambda model: zero.setup(model, Adam, stage=0, offload=zero.CPUOffload()),
@@ -96,9 +108,25 @@ UNUSABLE: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         lambda model: zero.setup(model, Adam, stage=2, mixed_precision=zero.MixedPrecision()),
         "at stages 1 and 2, convert the model to 16 bits and pass master_dtype",
     ),
-    "an instance": (
-        lambda model: zero.setup(model, Adam(model.parameters()), stage=2),
-        r"Pass its class and its arguments.*zero.setup\(model, Adam, stage=2",
+    "an option beside a built optimizer": (
+        lambda model: zero.setup(model, Adam(model.parameters()), stage=3, lr=0.1),
+        r"an Adam that is built already, and lr= for it.*param_groups.*zero.setup\(model, Adam, stage=3, lr=",
+    ),
+    "parameters beside a built optimizer": (
+        lambda model: zero.setup(model, Adam(model.parameters()), stage=1, params=model.parameters()),
+        r"an Adam that is built already, and params= for it",
+    ),
+    "an OSS": (
+        lambda model: zero.setup(model, zero.OSS(model.parameters(), Adam), stage=2),
+        "an OSS, which shards its state already",
+    ),
+    "an optimizer that does not keep its arguments": (
+        lambda model: zero.setup(model, Forgetful(model.parameters()), stage=2),
+        "Forgetful does not keep what it was built with: scale",
+    ),
+    "built on one rank": (
+        lambda model: zero.setup(model, Adam if dist.get_rank() else Adam(model.parameters()), stage=0),
+        "differ between ranks",
     ),
     "a parameter twice": (
         lambda model: zero.setup(model, Adam, stage=3, params=[*model.parameters(), model.weight]),
@@ -115,6 +143,21 @@ for at in range(4):
         lambda model, stage=at: zero.setup(nn.parallel.DistributedDataParallel(model), Adam, stage=stage),
         r"zero\.setup .* wrapped already in a DistributedDataParallel.*zero\.unwrap\(model\)",
     )
+    UNUSABLE[f"an optimizer that lacks a parameter at stage {at}"] = (
+        lambda model, stage=at: zero.setup(model, SGD([model.weight], lr=0.1), stage=stage),
+        "the SGD given to zero.setup does not have 1 trained parameters of the model, such as 'bias'.*add_param_group",
+    )
+    UNUSABLE[f"an optimizer of two models at stage {at}"] = (
+        lambda model, stage=at: zero.setup(
+            model, Adam([*model.parameters(), *nn.Linear(4, 4).parameters()]), stage=stage
+        ),
+        "the Adam given to zero.setup has 2 parameters that are not the model's, such as parameter 2 of group 0",
+    )
+    if at:
+        UNUSABLE[f"state of another shape at stage {at}"] = (
+            lambda model, stage=at: zero.setup(model, with_rows(model), stage=stage),
+            r"parameter 0, of shape \[4, 4\], the state 'momentum_buffer' of shape \[4\].*partition='whole'",
+        )
     UNUSABLE[f"no parameters at stage {at}"] = (
         lambda model, stage=at: zero.setup(model, Adam, stage=stage, params=[]),
         "zero.setup was given no parameters",

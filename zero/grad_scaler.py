@@ -33,6 +33,7 @@ class GradScaler(TorchGradScaler):
         allow_fp16 = allow_fp16 or bool(optimizer.shards.masters)  # float16 gradients are widened before the step
         stepped = optimizer.optim if are_sharded else optimizer
         found = super().unscale_gradients(stepped, inv_scale, found_inf, allow_fp16)
+        optimizer.gradients.scale_averages(inv_scale)
         # A rank that owns no gradient must skip or take the step as the other ranks do.
         overflows = [one.to(inv_scale.device) for one in found.values()] or [torch.zeros_like(found_inf)]
         total = torch.stack(overflows).amax(0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -12,29 +12,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero._torch import uncompiled
+from zero.arguments import Arguments, Optim, ranks_of
 from zero.averaging import Averaging
 from zero.comm import Comm
 from zero.fsdp import FSDP
-from zero.measure.kinds import Finding, finding_of, known, title
-from zero.measure.param_groups import called, options
+from zero.fsdp.fsdp import running_model
+from zero.fsdp.model import Model
+from zero.fsdp.optimizer_state import register
+from zero.fsdp.precision import MixedPrecision
+from zero.measure.param_groups import called
 from zero.oss import OSS
+from zero.oss.from_optimizer import states_of
 from zero.oss.optimizer import refuse_unaveraged
+from zero.precision import DTYPES, Rounding, compute_under_autocast
 from zero.sdp import ShardedDDP
-from zero.shards.arguments import as_groups, named_params, parts_of
-from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
-from zero.shards.shapes import shared_memory
+from zero.shards.arguments import parts_of
+from zero.shards.partition import Partition
+from zero.shards.sharded_parameter import mark_states
+from zero.state.optimizer_state import cut, leaves_of
 from zero.state.shard_mark import refuse_shards
+from zero.state.stepped import of_user
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, show_everywhere
-from zero.wrap.ddp import average_by_reading
-from zero.wrappers import Wrapped
+from zero.wrap.ddp import average_by_reading, average_in_float32
 
 if TYPE_CHECKING:
     from zero.fsdp.precision import GivenPrecision
-
-Optim = Callable[..., Optimizer]
-"""The class of an optimizer."""
 
 
 @overload
@@ -56,6 +59,7 @@ def setup(
     partition: Partition = "auto",
     auto_wrap_policy: Any = None,
     offload: Any = None,
+    precision: Literal["fp32", "bf16", "fp16"] | None = None,
     mixed_precision: GivenPrecision = None,
     master_dtype: torch.dtype | None = None,
     **defaults: Any,
@@ -63,56 +67,105 @@ def setup(
     """Collective. The wrapped model and its optimizer at a stage. Every stage trains to the same numbers.
 
     stage: what is sharded: 0 nothing (DistributedDataParallel), 1 optimizer state, 2 also gradients, 3 also parameters.
-    optim, defaults: the optimizer's class and arguments.
-    params: parameters of the model, or groups of them with options of their own; by default all.
+    optim: the optimizer that was built of model.parameters(), or its class, with its arguments as `defaults`. A built
+        one goes on with its groups, hooks and state, which must be the same on every rank. Stages 0 and 3 return it;
+        stages 1 and 2 return an OSS made of it, and its schedulers set the rates of that: see OSS.from_optimizer.
+    params: with a class, parameters of the model, or groups of them with options of their own; by default all.
     process_group, partition, auto_wrap_policy: as in OSS and FSDP. device_mesh: the group, as a mesh of one dimension.
     offload: at stages 1 to 3, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload).
-    mixed_precision: at stage 3, as in FSDP. master_dtype: at stages 1 and 2, as in OSS.
+    precision: "bf16" or "fp16": a float32 model computes in these 16 bits, while master weights, sums of gradients and
+        optimizer state are float32, alike at every stage; "fp32": all is float32. Inputs of the model and of the units
+        of stage 3 are cast; batch normalisation and buffers stay in float32. Stage 0 computes under torch.autocast,
+        which chooses dtypes by operator, so that its numbers differ. Train fp16 with zero.GradScaler.
+    mixed_precision: at stage 3, as in FSDP. master_dtype: at stages 1 and 2, as in OSS. Both for other choices of
+        dtypes, in place of precision.
 
-    At stage 1 DistributedDataParallel averages gradients, by a communication hook if all ranks run on one host; for a
-    hook of your own construct DistributedDataParallel yourself. Without torch.distributed, stages 0 and 1 return the
-    model as it is. Raises ValueError on every rank for stages, options, parameters and optimizers that cannot be used,
-    and RuntimeError if a launcher has started several ranks but torch.distributed is not initialised.
+    At stage 1 DistributedDataParallel averages gradients, by a communication hook if all ranks run on one host, or in
+    16 bits; for one of your own construct DistributedDataParallel yourself. Without torch.distributed, stages 0 and 1
+    return the model as it is. Raises ValueError on every rank for stages, options, parameters and optimizers that
+    cannot be used, and RuntimeError if a launcher has started several ranks, but torch.distributed is not initialised.
     """
-    comm, problem = _ranks(process_group, device_mesh, model)
-    asked = {"offload": offload, "mixed_precision": mixed_precision, "master_dtype": master_dtype}
-    given = {name: value for name, value in asked.items() if value is not None}
-    groups, wrong = ([], None) if params is None else as_groups(params, call="zero.setup")
-    problem = problem or _unusable(optim, stage, given, model) or wrong or partition_problem(partition)
-    problem = problem or _foreign(model, groups)
-    found, problem = (None, problem) if problem or not stage else _measured(comm, optim, defaults, groups, partition)
-    comm.compare("the stages given to zero.setup", [f"stage {stage}"], problem)
+    dtypes = {"precision": precision, "mixed_precision": mixed_precision, "master_dtype": master_dtype}
+    given = {name: value for name, value in {"offload": offload, **dtypes}.items() if value is not None}
+    comm, problem = ranks_of(process_group, device_mesh, model)
+    asked = Arguments(model, optim, stage, params, partition, given, defaults)
+    asked.agree(comm, problem)
     with _telling(f"zero.setup(model, {called(optim)}, stage={stage})"):
         if stage in (1, 2):
-            return _with_oss(model, optim, comm, groups, stage, partition=partition, **given, **defaults)
-        wrapped = model
-        if stage == 3:
-            cut = _cut_by_fsdp(optim, partition, found)
-            wrapped = FSDP(model, process_group=comm, auto_wrap_policy=auto_wrap_policy, partition=cut, **given)
-        elif comm.group is not None:
-            wrapped = DistributedDataParallel(model, process_group=comm.group)
-        optimizer = optim(parts_of(groups) or model.parameters(), **defaults)
-        if stage == 0:
-            refuse_shards(optimizer)
-        return wrapped, optimizer
+            return _with_oss(asked, comm, auto_wrap_policy)
+        wrapped = _fsdp(asked, comm, auto_wrap_policy) if stage else _ddp(model, comm, DTYPES.get(precision))
+        return wrapped, _optimizer(asked, wrapped)
 
 
-def _cut_by_fsdp(optim: Optim, partition: Partition, found: Finding | None) -> Partition:
-    cut = cut_for(partition, found)
-    # Not the measured one: FSDP then checks other optimizers that step its parameters, too.
-    return partition if cut == "even" and known(optim) is not None else cut
+def _fsdp(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> nn.Module:
+    """Stage 3."""
+    options = {**asked.options, "partition": asked.fsdp_partition, "auto_wrap_policy": auto_wrap_policy}
+    if "precision" in options:
+        options["mixed_precision"] = MixedPrecision(DTYPES[options.pop("precision")])
+    return FSDP(asked.model, comm, **options)
 
 
-def _with_oss(
-    model: nn.Module, optim: Optim, comm: Comm, groups: list[dict[str, Any]], stage: int, **options: Any
-) -> tuple[nn.Module, OSS]:
+def _ddp(model: nn.Module, comm: Comm, dtype: torch.dtype | None) -> nn.Module:
+    """Stage 0."""
+    wrapped = model if comm.group is None else DistributedDataParallel(model, process_group=comm.group)
+    if dtype is not None:
+        compute_under_autocast(wrapped, dtype)
+    return wrapped
+
+
+def _optimizer(asked: Arguments, wrapped: nn.Module) -> Optimizer:
+    """The optimizer of stages 0 and 3."""
+    optim = asked.optim
+    if not isinstance(optim, Optimizer):
+        optim = optim(parts_of(asked.groups) or asked.model.parameters(), **asked.defaults)
+    elif isinstance(wrapped, FSDP):
+        _cut_state(optim, running_model(wrapped))
+    if not asked.stage:
+        refuse_shards(optim)
+    return optim
+
+
+def _cut_state(optimizer: Optimizer, model: Model) -> None:
+    """Cuts the state that an optimizer had before its parameters were cut."""
+    states = states_of(optimizer)
+    if states:
+        stepped = of_user(optimizer, model.index.groups, model.comm)
+        own = cut(stepped, leaves_of(states))
+        optimizer.state.clear()
+        for param, of_shard in own.items():
+            optimizer.state[param] = of_shard
+        mark_states(optimizer)
+        register(model, optimizer)  # before the first step: the state can be saved already
+
+
+def _with_oss(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> tuple[nn.Module, OSS]:
     """Stages 1 and 2."""
-    averaged = _averaged(model, comm) if stage == 1 else None
-    named = [(name, parts.of(param)) for name, param in model.named_parameters()]
-    sharding = OSS(groups or named, optim, comm, **options)  # type: ignore[arg-type]
-    if isinstance(averaged, DistributedDataParallel):
-        refuse_unaveraged(sharding, Averaging(averaged).problem)
-    return averaged or ShardedDDP(model, sharding), sharding
+    model, options, ddp = asked.model, {**asked.options}, asked.stage == 1
+    dtype = DTYPES.get(options.pop("precision", None))
+    if dtype is None:
+        averaged = _averaged(model, comm) if ddp else None  # all ranks' masters then start from the first one's weights
+        sharding = _oss(asked, comm, options)
+        wrapped = averaged or ShardedDDP(model, sharding)
+    else:
+        rounding = Rounding(MixedPrecision(dtype), model, auto_wrap_policy)
+        rounding.start_alike(comm)
+        sharding = _oss(asked, comm, {**options, "master_dtype": torch.float32, "rounded": rounding.dtypes})
+        rounding.round_rest(sharding)
+        wrapped = _averaged(model, comm, rounded_of=sharding) if ddp else ShardedDDP(model, sharding)
+        rounding.cast_inputs(wrapped)
+    if isinstance(wrapped, DistributedDataParallel):
+        refuse_unaveraged(sharding, Averaging(wrapped).problem)
+    return wrapped, sharding
+
+
+def _oss(asked: Arguments, comm: Comm, options: dict[str, Any]) -> OSS:
+    named = [(name, parts.of(param)) for name, param in asked.model.named_parameters()]
+    how: Any = {"group": comm, "partition": asked.partition, **options}
+    if not isinstance(asked.optim, Optimizer):
+        return OSS(asked.groups or named, asked.optim, **how, **asked.defaults)
+    sharding = OSS.from_optimizer(asked.optim, **how)
+    sharding.shards.rename(sharding.param_groups, {param: name for name, param in named})
+    return sharding
 
 
 @contextmanager
@@ -125,95 +178,17 @@ def _telling(call: str) -> Iterator[None]:
         raise
 
 
-def _foreign(model: nn.Module, groups: list[dict[str, Any]]) -> str | None:
-    """Returns an error message for parameters that are none of the model's."""
-    own = {*model.parameters()}
-    foreign = [(name, param) for name, param in named_params(groups) if param not in own]
-    if not foreign:
-        return None
-    name, param = foreign[0]
-    return (
-        f"zero.setup(params=) was given {len(foreign)} parameters that are not the model's, such as {name} of shape "
-        f"{list(param.shape)}. Pass parameters of the same model object, as it is now; of two models, set up each, or "
-        "one module that holds both."
-    )
+def _averaged(model: nn.Module, comm: Comm, rounded_of: OSS | None = None) -> nn.Module:
+    """Stage 1's DistributedDataParallel. Without views it would hold every gradient twice, more than stage 1 saves.
 
-
-def _ranks(group: Any, mesh: DeviceMesh | None, model: nn.Module) -> tuple[Comm, str | None]:
-    """Returns the ranks that train the model together, and an error message if they cannot."""
-    problem = None
-    if mesh is not None and mesh.ndim > 1:
-        problem = (
-            f"device_mesh={mesh} has {mesh.ndim} dimensions. Pass the one that the model trains over: mesh['dp']. "
-            "Hybrid strategies take two: zero.FSDP(model, device_mesh=mesh, sharding_strategy='HYBRID_SHARD')."
-        )
-    elif mesh is not None:
-        if group is not None:
-            problem = "process_group and device_mesh both say which ranks train the model. Pass one of them."
-        group = mesh.get_group()
-    comm = Comm(group)
-    return comm, problem or parts.problem(model.named_parameters(), [comm])
-
-
-def _measured(
-    comm: Comm,
-    optim: Optim,
-    defaults: Mapping[str, Any],
-    groups: Iterable[dict[str, Any]],
-    partition: Partition,
-) -> tuple[Finding | None, str | None]:
-    """Returns what is known or measured of the optimizer, and an error message if it cannot be sharded so."""
-    found = (
-        known(optim) if comm.world == 1 else finding_of(optim, defaults, [options(group) for group in groups or [{}]])
-    )
-    return found, None if found is None else optimizer_problem(title(optim), found, partition)
-
-
-# The stages at which an option means something.
-_STAGES = {"offload": (1, 2, 3), "mixed_precision": (3,), "master_dtype": (1, 2)}
-
-_INSTEAD = {
-    "offload": "Shards can be offloaded: take stage 1, 2 or 3.",
-    "mixed_precision": "Below stage 3 train under torch.autocast, or, at stages 1 and 2, convert the model to 16 bits "
-    "and pass master_dtype=torch.float32.",
-    "master_dtype": "At stage 3 keep the model in float32, whose shards are the masters, and pass mixed_precision="
-    "zero.MixedPrecision(param_dtype=torch.bfloat16); at stage 0 nothing keeps masters.",
-}
-
-
-def _unusable(optim: object, stage: object, given: Mapping[str, Any], model: nn.Module) -> str | None:
-    """Returns an error message for a stage that is unknown, an optimizer, or options that mean nothing at the stage."""
-    if stage not in (0, 1, 2, 3):
-        return f"stage={stage!r} is unknown. Choose 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP)."
-    wrapped = next(((name, one) for name, one in model.named_modules() if isinstance(one, Wrapped)), None)
-    if wrapped is not None and (stage < 3 or isinstance(uncompiled(model), Wrapped)):
-        where = f", as {wrapped[0]!r}," if wrapped[0] else ""
-        return (
-            f"zero.setup was given a model that is wrapped already{where} in a {type(wrapped[1]).__name__}, as in a "
-            "notebook whose cell runs again. Pass what zero.unwrap(model) returns."
-        )
-    if isinstance(optim, Optimizer):
-        name = type(optim).__name__
-        return (
-            f"zero.setup was given an {name} that is built already. Pass its class and its arguments, and parameter "
-            f"groups as params=: zero.setup(model, {name}, stage={stage}, lr=...). To shard it as it is, see "
-            "zero.OSS.from_optimizer."
-        )
-    if stage == 0 and any(map(parts.takes, model.parameters())):
-        return "the model has DTensors, which DistributedDataParallel (stage 0) does not take. Take stage 1, 2 or 3."
-    wrong = next((name for name in given if stage not in _STAGES[name]), None)
-    if wrong is not None:
-        return f"{wrong}={given[wrong]!r} means nothing at stage {stage}. {_INSTEAD[wrong]}"
-    named = ((repr(name), param) for name, param in model.named_parameters())
-    return shared_memory(named, model.named_buffers()) if stage else None
-
-
-def _averaged(model: nn.Module, comm: Comm) -> nn.Module:
-    """Stage 1's DistributedDataParallel. Without views it would hold every gradient twice, more than stage 1 saves."""
+    rounded_of: what steps parameters of 16 bits, whose gradients are averaged in float32."""
     if comm.group is None:
         return model
     put_into(model)
     show_everywhere(model)
     wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
-    average_by_reading(wrapped, comm)
+    if rounded_of is None:
+        average_by_reading(wrapped, comm)
+    else:
+        average_in_float32(wrapped, comm, rounded_of.gradients.keep_average)
     return wrapped

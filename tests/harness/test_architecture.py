@@ -19,7 +19,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EVERY_STAGE = ("setup", "averaging", "scripts", "full_state", "load_full", "grad_scaler", "wrappers")
+EVERY_STAGE = (
+    *("setup", "arguments", "precision", "averaging", "scripts", "full_state", "load_full", "grad_scaler", "wrappers"),
+)
 BELOW = ["_torch", "measure", "comm", "tensor_parallel", "shards", "state", "offload", "wrap", "oss", "sdp", "fsdp"]
 ROOMS = [*BELOW, EVERY_STAGE, "checkpoint", "plan", "integrations", "top"]
 """Each imports only rooms before it. "top" is all else: `join`, and zero itself, which nothing imports."""

@@ -83,6 +83,29 @@ def test_it_trains_on_as_the_optimizer_would(rank, world, name):
     assert found["state"].keys() == wanted["state"].keys()
 
 
+@ranks.on(2)
+def test_what_holds_groups_and_hooks_goes_on(rank, world):
+    """Such as a scheduler that keeps the list, or one dictionary of it, and a handle that removes a hook later."""
+    model, seen = net(), list[str]()
+    given = SGD(groups(model), lr=0.1)
+    held, first, kept = given.param_groups, given.param_groups[0], model[0].weight.clone()
+    handle = given.register_step_pre_hook(lambda *_: seen.append("before"))
+    given.register_step_post_hook(lambda *_: seen.append("after"))
+    given.register_state_dict_pre_hook(lambda _: seen.append("saving"))
+    given.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+    optimizer = zero.OSS.from_optimizer(given)
+    assert optimizer.param_groups is held and held[0] is first and not seen
+    first["lr"] = 0.0
+    train(model, optimizer, rank, [0])
+    assert torch.equal(model[0].weight, kept) and not torch.equal(model[0].bias, net()[0].bias)
+    handle.remove()
+    train(model, optimizer, rank, [1])
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["before", "after", "after", "saving", "loaded"]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert len(held) == 3
+
+
 @ranks.raises(2, RuntimeError, "SGD was given to OSS.from_optimizer", "Step the OSS")
 def test_the_optimizer_that_was_given_away_steps_no_more(rank, world):
     model = net()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -56,6 +57,24 @@ class HooksOfSteps:
         after: Any = optimizer._optimizer_step_post_hooks
         before.move_to_end(self._before)
         after.move_to_end(self._after, last=False)
+
+
+_TABLES = [
+    f"_optimizer_{call}_{when}_hooks" for call in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+]
+
+
+def move_hooks(optimizer: Optimizer, to: Optimizer, around: Callable[[Any], Any]) -> None:
+    """Makes an optimizer's hooks those of another. around: returns what is called for a hook before a step.
+
+    The tables themselves move, in which the handles that registering has returned remove hooks."""
+    for name in _TABLES:
+        hooks = vars(optimizer).get(name, OrderedDict())
+        if "step_pre" in name:
+            hooks.update([(number, around(hook)) for number, hook in hooks.items()])
+        hooks.update(vars(to)[name])
+        setattr(to, name, hooks)
+        setattr(optimizer, name, OrderedDict())
 
 
 def call_stepped(optimizer: Optimizer) -> None:

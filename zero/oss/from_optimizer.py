@@ -1,17 +1,22 @@
-"""OSS.from_optimizer: an OSS that takes over the groups, options, names and state of an existing optimizer."""
+"""An optimizer of full parameters that was built before: OSS.from_optimizer, an OSS that continues with its groups,
+options, names, state and hooks; and what keeps an optimizer from being sharded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zero._torch import call_stepped
 from zero.comm import Comm
 from zero.measure.built import argument_names
-from zero.measure.param_groups import called
+from zero.measure.param_groups import called, params_of
+from zero.state import leaves
+from zero.state import optimizer_state as state
 
 
 def from_optimizer(
@@ -22,10 +27,12 @@ def from_optimizer(
     optim: Callable[..., Optimizer] | None = None,
     **options: Any,
 ) -> Any:
-    """Collective. Builds an OSS from `optimizer`, which raises RuntimeError if it is stepped from now on.
+    """Collective. Builds an OSS from `optimizer`, which raises RuntimeError if it is stepped, saved or loaded from now
+    on.
 
-    All groups, also empty ones, keep their options and names. Schedulers of `optimizer` set the rates of the OSS. The
-    state, which must be the same on every rank, moves to the OSS.
+    All groups, also empty ones, keep their options and names, and remain the same list of the same dictionaries: what
+    holds it, such as a scheduler of `optimizer`, sets the rates of the OSS. The state, which must be the same on every
+    rank, moves to the OSS, and so do hooks, which their handles remove there.
 
     sharded: OSS, or a class made of it.
     optimizer: built of full parameters, before or after ShardedDDP or DistributedDataParallel wraps the model.
@@ -36,34 +43,38 @@ def from_optimizer(
     Raises ValueError on every rank for anything but a torch optimizer, for an OSS, for arguments that the optimizer
     does not store, and for state that does not fit; TypeError for unknown options.
     """
-    kept: dict[str, Any] = {}
-    problem = None
-    if not isinstance(optimizer, Optimizer):
-        problem = f"OSS.from_optimizer was given a {type(optimizer).__name__}. Pass a torch.optim.Optimizer."
-    elif isinstance(optimizer, sharded):
-        problem = "OSS.from_optimizer was given an OSS, which shards its state already. Use it as it is."
-    elif optim is None:
-        kept, missing = arguments(optimizer)
-        if missing:
-            name = called(type(optimizer))
-            problem = (
-                f"{name} does not keep what it was built with: {', '.join(missing)} is neither in its defaults nor an "
-                f"attribute. Pass optim={name}, or a functools.partial of it with the arguments that are not its "
-                "defaults."
-            )
-    states = len(optimizer.state) if problem is None else 0
-    signature = [f"optimizer {type(optimizer).__name__} with state of {states} parameters"]
+    problem = problem_of(optimizer, sharded, rebuilds=optim is None)
+    states = states_of(optimizer) if problem is None else {}
+    signature = [f"optimizer {type(optimizer).__name__} with state of {len(states)} parameters"]
     Comm(group).compare("the optimizers given to OSS.from_optimizer", signature, problem)
-    found = optimizer.state_dict() if states else None
+    kept = arguments(optimizer)[0] if optim is None else {}
     groups = [{**one, "params": [*one["params"]]} for one in optimizer.param_groups]
     built = sharded(groups, optim or type(optimizer), group, **options, **kept)
-    if found is not None:
-        built.load_state_dict(found)
+    if states:
+        state.load(built.stepped_shards, {"state": states, "param_groups": state.numbered_groups(built.stepped_shards)})
+    for before, now in zip(optimizer.param_groups, built.param_groups, strict=True):
+        before.update(now)
+    built.param_groups = optimizer.param_groups
     optimizer.state.clear()
-    optimizer.param_groups = built.param_groups  # into which its schedulers go on to write
-    call_stepped(optimizer)
-    optimizer.register_step_pre_hook(_refuse_step)
     return built
+
+
+def problem_of(optimizer: object, sharded: Any, *, rebuilds: bool = True) -> str | None:
+    """Returns an error message for what no OSS can be built from, else None. sharded: OSS. rebuilds: from the arguments
+    that the optimizer stores."""
+    if not isinstance(optimizer, Optimizer):
+        return f"OSS.from_optimizer was given a {type(optimizer).__name__}. Pass a torch.optim.Optimizer."
+    if isinstance(optimizer, sharded):
+        return "OSS.from_optimizer was given an OSS, which shards its state already. Use it as it is."
+    missing = arguments(optimizer)[1] if rebuilds else []
+    if not missing:
+        return None
+    name = called(type(optimizer))
+    return (
+        f"{name} does not keep what it was built with: {', '.join(missing)} is neither in its defaults nor an "
+        f"attribute. Pass zero.setup or OSS the class and its arguments; or pass OSS.from_optimizer optim={name}, or a "
+        "functools.partial of it with the arguments that are not its defaults."
+    )
 
 
 def arguments(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
@@ -72,8 +83,36 @@ def arguments(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
     return {name: held[name] for name in names if name in held}, [name for name in names if name not in held]
 
 
-def _refuse_step(optimizer: Optimizer, *_: Any) -> NoReturn:
+def states_of(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
+    """The state by number of the parameter, as state_dict() has it before hooks."""
+    params = enumerate(params_of(optimizer))
+    return {number: optimizer.state[param] for number, param in params if optimizer.state.get(param)}
+
+
+def uncut_state(optimizer: Optimizer) -> str | None:
+    """Returns an error message for state that cannot be cut with its parameter, else None."""
+    params = params_of(optimizer)
+    for number, of_one in states_of(optimizer).items():
+        for key, leaf in leaves.opened(of_one).items():
+            if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape != params[number].shape:
+                return (
+                    f"the {type(optimizer).__name__} has for its parameter {number}, of shape "
+                    f"{list(params[number].shape)}, the state {leaves.entry_of(key)!r} of shape {list(leaf.shape)}, "
+                    "which cannot be cut between ranks with the parameter. Pass partition='whole', or clear the state."
+                )
+    return None
+
+
+def refuse_use(optimizer: Optimizer) -> None:
+    """Has an optimizer that was given to an OSS raise where it would step or save by itself."""
+    call_stepped(optimizer)  # its schedulers look for it
+    optimizer.register_step_pre_hook(partial(_refuse, "would step full parameters on each rank by itself", "Step"))
+    optimizer.register_state_dict_pre_hook(partial(_refuse, "has no state any more", "Save the state of"))
+    optimizer.register_load_state_dict_pre_hook(partial(_refuse, "has no state any more", "Load into"))
+
+
+def _refuse(why: str, remedy: str, optimizer: Optimizer, *_: Any) -> NoReturn:
     raise RuntimeError(
-        f"this {type(optimizer).__name__} was given to OSS.from_optimizer, and would step full parameters on each rank "
-        "by itself. Step the OSS that it returned."
+        f"this {type(optimizer).__name__} was given to OSS.from_optimizer, or to zero.setup, and {why}. {remedy} the "
+        "OSS that it returned."
     )

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from zero._torch import WithoutMemory, in_a_backward
@@ -118,6 +119,8 @@ class OwnedGradients:
     def __init__(self, shards: OwnedShards, comm: Comm) -> None:
         self.are_sharded = False
         self._shards, self._comm = shards, comm
+        # Without ShardedDDP, by parameter: this rank's slice of an average that `param.grad` has rounded.
+        self._averages: dict[nn.Parameter, Tensor] = {}
         self._norm = comm.channel("the norm of all gradients")
         # What stood in `param.grad` when it was looked at last.
         self._standing: dict[nn.Parameter, OwnedGradient] = {}
@@ -218,8 +221,9 @@ class OwnedGradients:
         shards = self._shards
         for shard in shards.values():
             shard.grad = None
-        for group, index, share in _shares(self._shards.shard_groups):
+        for group, index, share in self._shares():
             shards[group.params[index]].grad = group.to_main(share, for_step=True)
+        self._averages.clear()
         return any(param.grad is not None for param in shards), None
 
     def norm(self, norm_type: float) -> Tensor:
@@ -229,7 +233,7 @@ class OwnedGradients:
             self.refuse()
             owned = [(param, shard.grad) for param, shard in shards.items()]
         else:
-            shares = {group.params[index]: share for group, index, share in _shares(shards.shard_groups)}
+            shares = {group.params[index]: share for group, index, share in self._shares()}
             owned = [(param, shares.get(param)) for param in shards]
         dtypes = {shard.dtype for shard in shards.values()}
         device = shards.shard_groups[0].full.device
@@ -244,9 +248,41 @@ class OwnedGradients:
     def clip(self, max_norm: float, total: Tensor) -> Tensor:
         """Scales all gradients, whose norm is `total`, to at most max_norm. Returns the norm before."""
         full = [param.grad for param in self._shards if param.grad is not None]
-        held, offloaded = self._shards.gradients() if self.are_sharded else full, self._shards.offload.active
-        norm.clip(held, total, max_norm, offloaded=offloaded)
+        held = self._shards.gradients() if self.are_sharded else [*full, *self._averages.values()]
+        norm.clip(held, total, max_norm, offloaded=self._shards.offload.active)
+        self._round_averages()
         return total
+
+    # ------------------------------------------------------------------------------ averages that were rounded
+
+    def keep_average(self, param: nn.Parameter, average: Tensor) -> None:
+        """Keeps this rank's slice of a gradient that was averaged in a wider dtype than that of the parameter. It is
+        stepped in place of the elements of `param.grad` that are it, rounded: not of those that the user has written.
+        """
+        place = self._shards.places.get(param)
+        if place is not None and place.span is not None:
+            self._averages[param] = place.group.own_slice(place.position, average).clone()
+
+    def scale_averages(self, factor: Tensor) -> None:
+        """Scales what `keep_average` has kept; called where `param.grad` was scaled."""
+        for average in self._averages.values():
+            average.mul_(factor.to(average.device))
+        self._round_averages()
+
+    def _round_averages(self) -> None:
+        """Puts them, rounded, into `param.grad`: what was rounded before it was scaled is another number."""
+        for group, index, share in _shares(self._shards.shard_groups) if self._averages else ():
+            average = self._averages.get(group.params[index])
+            if average is not None:
+                share.copy_(average)
+
+    def _shares(self) -> Iterator[tuple[ShardGroup, int, Tensor]]:
+        """As the function of this name, with averages in place of what was rounded."""
+        for group, index, share in _shares(self._shards.shard_groups):
+            average = self._averages.get(group.params[index])
+            if average is not None:
+                share = torch.where(average.to(share.dtype) == share, average, share.to(average.dtype))
+            yield group, index, share
 
 
 _OWN_ONLY = (

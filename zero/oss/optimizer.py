@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import with_state_hooks
+from zero._torch import move_hooks, with_state_hooks
 from zero.comm import Comm
 from zero.measure.param_groups import called
 from zero.oss.checks import StepChecks
-from zero.oss.from_optimizer import from_optimizer
+from zero.oss.from_optimizer import from_optimizer, refuse_use
 from zero.oss.gradients import OwnedGradients
 from zero.oss.options import Arguments, build_inner
 from zero.oss.state_dicts import StateDicts, mark_shards
@@ -61,6 +61,8 @@ class OSS(Optimizer):
         precision.
     master_dtype: torch.float32: owners keep master weights of their shards in this dtype; parameters of a narrower
         dtype are the rounded masters (2Ψ + 2Ψ + 12Ψ/W bytes with Adam; section 3.1 of the paper).
+    rounded: with master_dtype, float32 parameters that OSS rounds, with the dtypes to which it does; their masters keep
+        what they were. zero.setup(precision=) chooses them.
     defaults: also offload, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload); see
         zero.offload.
 
@@ -80,6 +82,7 @@ class OSS(Optimizer):
         partition: Partition = "auto",
         broadcast_fp16: bool | torch.dtype = False,
         master_dtype: torch.dtype | None = None,
+        rounded: Mapping[nn.Parameter, torch.dtype] | None = None,
         **defaults: Any,
     ) -> None:
         self.comm = Comm(group)
@@ -91,6 +94,7 @@ class OSS(Optimizer):
             partition=partition,
             broadcast_fp16=broadcast_fp16,
             master_dtype=master_dtype,
+            rounded=rounded,
         )
         self.sent_as, self.finding = how.options.sent_as, how.finding
         self._built = False
@@ -121,6 +125,8 @@ class OSS(Optimizer):
     ) -> OSS:
         """Collective. Builds an OSS from an existing optimizer of full parameters; see zero.oss.from_optimizer."""
         built: OSS = from_optimizer(cls, optimizer, group, **options)
+        move_hooks(optimizer, built, with_gradients)
+        refuse_use(optimizer)
         return built
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -215,14 +221,7 @@ class OSS(Optimizer):
         The step raises RuntimeError on every rank if a hook scaled gradients differently on different ranks.
         """
 
-        def with_gradients(oss: OSS, args: Any, kwargs: Any) -> Any:
-            if not oss.gradients.are_sharded:
-                return hook(oss, args, kwargs)
-            oss.gradients.refuse()
-            with oss._checks.around_hook():
-                return hook(oss.optim, args, kwargs)
-
-        return super().register_step_pre_hook(with_gradients)
+        return super().register_step_pre_hook(with_gradients(hook))
 
     # ---------------------------------------------------------------------------------------------- state
 
@@ -297,6 +296,19 @@ class OSS(Optimizer):
             "an OSS cannot be copied or pickled: its state is spread over the ranks. Save state_dict() after "
             "consolidate_state_dict(), and build another OSS to load it into."
         )
+
+
+def with_gradients(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what an OSS calls for a hook before its step; see `register_step_pre_hook`."""
+
+    def call(oss: OSS, args: Any, kwargs: Any) -> Any:
+        if not oss.gradients.are_sharded:
+            return hook(oss, args, kwargs)
+        oss.gradients.refuse()
+        with oss._checks.around_hook():
+            return hook(oss.optim, args, kwargs)
+
+    return call
 
 
 def _switch(of: ReferenceType[OSS], name: str, *args: Any, **kwargs: Any) -> Any:

@@ -42,6 +42,7 @@ class Options:
     partition: Partition
     broadcast_fp16: bool | torch.dtype
     master_dtype: torch.dtype | None
+    rounded: Mapping[nn.Parameter, torch.dtype] | None
     offload: Offload
 
     @property
@@ -59,6 +60,7 @@ class Options:
         return [
             f"partition {self.partition}",
             f"broadcast_fp16 {self.broadcast_fp16}, master_dtype {self.master_dtype}, {self.offload.alike}",
+            f"rounded {[*map(str, (self.rounded or {}).values())]}",
         ]
 
     def problem(self) -> str | None:
@@ -146,6 +148,7 @@ class Arguments:
             self._comm,
             cut=self.cut,
             master_dtype=self.options.stepped_as,
+            rounded=self.options.rounded,
             offload=self.options.offload,
         )
         shards.add(param_groups)

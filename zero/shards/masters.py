@@ -22,10 +22,15 @@ from zero.shards.shard_group import ShardGroup
 _CHUNK = 2**22
 
 
-def make_main(group: ShardGroup, dtype: torch.dtype | None) -> None:
-    """Makes the tensor that is stepped for a group whose dtype is narrower than `dtype`, or which is offloaded."""
+def make_main(group: ShardGroup, dtype: torch.dtype | None, rounded_to: torch.dtype | None = None) -> None:
+    """Makes the tensor that is stepped for a group whose dtype is narrower than `dtype`, or which is offloaded.
+
+    rounded_to: the dtype in which parameters are stored from now on; the masters keep what they were."""
     shard, offload = group.shard, group.offload
-    if dtype is not None and shard.is_floating_point() and dtype.itemsize > shard.element_size():
+    if rounded_to is not None and rounded_to.itemsize < shard.element_size():
+        shard = shard.clone()
+        group.round_to(rounded_to)
+    elif dtype is not None and shard.is_floating_point() and dtype.itemsize > shard.element_size():
         shard = shard.to(dtype)
     elif not offload.active or offload.has(shard):
         return

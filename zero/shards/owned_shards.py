@@ -49,9 +49,11 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         *,
         cut: Literal["even", "whole"],
         master_dtype: torch.dtype | None,
+        rounded: Mapping[nn.Parameter, torch.dtype] | None = None,
         offload: Offload = DEVICE,
     ) -> None:
         super().__init__()
+        self._rounded = rounded or {}
         self._comm, self.cut = comm, cut
         self._master_dtype, self.offload = master_dtype, offload
         self._begin()
@@ -80,23 +82,27 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         self.given += [[*group["params"]] for group in param_groups]
         # In reverse, the order of gradients: then a bucket of ShardedDDP gets its gradients one after another.
         params = [param for group in param_groups for param in group["params"]][::-1]
-        added = lay_out(
-            params,
-            [name for group in param_groups for name in names(group)][::-1],
-            Placement(self._comm),
-            cut=self.cut,
-            loads=self._loads,
-            limit=bucket_limit(params, overlaps=any(map(self._comm.overlaps, params))) if numel is None else None,
-            limit_numel=numel,
-            options=GroupOptions(offload=self.offload),
-        )
+        names_of = [name for group in param_groups for name in names(group)][::-1]
+        added: list[ShardGroup] = []
+        for dtype in dict.fromkeys(map(self._rounded.get, params)):
+            alike = [index for index, param in enumerate(params) if self._rounded.get(param) is dtype]
+            added += lay_out(
+                [params[index] for index in alike],
+                [names_of[index] for index in alike],
+                Placement(self._comm),
+                cut=self.cut,
+                loads=self._loads,
+                limit=bucket_limit(params, overlaps=any(map(self._comm.overlaps, params))) if numel is None else None,
+                limit_numel=numel,
+                options=GroupOptions(offload=self.offload),
+            )
         self.shard_groups += added
         self.places.update(places_in(added))
         self._note_trained()
         offloads = self.offload.of_groups([flat.layout.numel for flat in reversed(added)])
         for flat, offload in zip(added, reversed(offloads), strict=True):
             flat.offload = offload
-            masters.make_main(flat, self._master_dtype)
+            masters.make_main(flat, self._master_dtype, self._rounded.get(flat.params[0]))
             stepped = flat.views_of_shard(flat.main)
             for index, param in enumerate(flat.params):
                 self[param] = nn.Parameter(stepped[index], requires_grad=param.requires_grad)

@@ -111,6 +111,14 @@ class ShardGroup:
             self.reshard()
             self.shard_in_full = self._options.shard_in_full and self.frees and alike
 
+    def round_to(self, dtype: torch.dtype) -> None:
+        """Stores the parameters of a group that gathers in place in another dtype from here on."""
+        self.full = self.full.to(dtype)
+        self._full_views = self._views_to_bind()
+        self._bind(self._full_views)
+        self.shard = self.own_of_full
+        self.shard_views = [with_own_storage(view) for view in self.views_of_shard(self.shard)]
+
     def __repr__(self) -> str:
         return f"ShardGroup({len(self.params)} x {self.full.dtype}, {self.state.value}, {self.layout.world} ranks)"
 

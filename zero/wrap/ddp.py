@@ -10,13 +10,14 @@ the CPU time of Gloo's all-reduce, which copies every byte through the kernel tw
 
 # No `from __future__ import annotations`: DistributedDataParallel compares the annotations of its hooks with types.
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, proxy
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -134,6 +135,28 @@ def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
         done: torch.futures.Future[Tensor] = torch.futures.Future()
         done.set_result(buffer)
         return done
+
+    model.register_comm_hook(None, average)
+
+
+def average_in_float32(model: DistributedDataParallel, comm: Comm, keep: Callable[[Any, Tensor], object]) -> None:
+    """Registers a communication hook that averages gradients of 16 bits in float32. DistributedDataParallel rounds the
+    averages to the parameters' dtype; `keep` is called with each parameter and its average before that."""
+
+    def average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        buffer, params, first = bucket.buffer(), bucket.parameters(), bucket.buffer().storage_offset()
+        wide = buffer.float()
+        views = [wide.as_strided(of.shape, of.stride(), of.storage_offset() - first) for of in bucket.gradients()]
+        bucket.set_buffer(wide)
+
+        def rounded(_: Any) -> Tensor:
+            if wide is not buffer:
+                buffer.copy_(wide)
+                for param, view in zip(params, views, strict=True):
+                    keep(param, view)
+            return buffer
+
+        return allreduce_hook(comm.group, bucket).then(rounded)  # type: ignore[arg-type]
 
     model.register_comm_hook(None, average)
 

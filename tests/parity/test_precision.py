@@ -1,0 +1,276 @@
+"""zero.setup(precision=): stages 1 to 3 train to the same numbers, bit for bit: those of a few lines of torch that keep
+float32 weights, compute with rounded ones, and average float32 gradients."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim import SGD, Optimizer
+
+import matrix
+import ranks
+import zero
+from assertions import close, same
+from precisions import OPTIMIZERS, Block, ByHand, Loop, Net, loss_of, masters, parameters, unlike
+from runs import average_gradients
+from transports import TRANSPORTS, by
+from zoo import WIDTH, batch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# ------------------------------------------------------------------------------------------------- the same numbers
+
+
+@matrix.combined("stage, precision, transport, name", [1, 2, 3], DTYPES, TRANSPORTS, OPTIMIZERS)
+@ranks.on(2)
+def test_stages_train_to_the_numbers_by_hand(rank, world, stage, precision, transport, name):
+    expected, optim, loop = Net(), OPTIMIZERS[name], Loop(rank)
+    wanted = loop.by_hand(expected, optim(expected.parameters()), DTYPES[precision])
+    with by(transport):
+        model, optimizer = zero.setup(unlike(rank), optim, stage=stage, precision=precision)
+        assert loop.at_stage(model, optimizer) == wanted
+        found = masters(model, optimizer)
+    same(found, parameters(expected), "the masters")
+    weights = zero.full_state_dict(model)
+    if rank == 0:  # whose buffers count
+        buffers = dict(expected.named_buffers())
+        same({name: weights[name] for name in buffers}, buffers, "the buffers")
+    state = zero.full_optimizer_state_dict(model, optimizer)["state"]
+    moments = [value for of in state.values() for value in of.values() if isinstance(value, Tensor) and value.dim()]
+    assert {value.dtype for value in [*moments, *found.values()]} == {torch.float32}
+
+
+OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
+    "on the CPU": lambda _: {"offload": zero.CPUOffload()},
+    "on disk": lambda folder: {"offload": zero.DiskOffload(folder / "shards")},
+    "whole": lambda _: {"partition": "whole"},
+}
+
+
+@matrix.combined("stage, where", [1, 2, 3], OPTIONS, each=2)
+@ranks.on(2)
+def test_with_offload_and_partitions(rank, world, stage, where, tmp_path):
+    expected = Net()
+    wanted = Loop(rank).by_hand(expected, OPTIMIZERS["adam"](expected.parameters()), torch.bfloat16)
+    given = OPTIONS[where](tmp_path)
+    model, optimizer = zero.setup(Net(), OPTIMIZERS["adam"], stage=stage, precision="bf16", **given)
+    assert Loop(rank).at_stage(model, optimizer) == wanted
+    same(masters(model, optimizer), parameters(expected), "the masters")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_float16_with_a_scaler_loses_no_small_gradient(rank, world, stage):
+    expected, loop = Net(), Loop(rank, scale=2.0**16)
+    wanted = loop.by_hand(expected, OPTIMIZERS["adam"](expected.parameters()), torch.float16)
+    model, optimizer = zero.setup(Net(), OPTIMIZERS["adam"], stage=stage, precision="fp16")
+    assert loop.at_stage(model, optimizer) == wanted
+    same(masters(model, optimizer), parameters(expected), "the masters")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("scale", [None, 2.0**16])
+@ranks.on(2)
+def test_clipped_numbers_are_those_by_hand_within_rounding(rank, world, stage, scale):
+    """The norm is summed in another order; what is clipped is not rounded to 16 bits."""
+    expected, loop = Net(), Loop(rank, scale=scale, max_norm=0.1 if scale is None else 1e-5)
+    loop.by_hand(expected, OPTIMIZERS["sgd"](expected.parameters()), torch.float16)
+    model, optimizer = zero.setup(Net(), OPTIMIZERS["sgd"], stage=stage, precision="fp16")
+    loop.at_stage(model, optimizer)
+    found = masters(model, optimizer)
+    assert all(close(found[name], value, 1e-6) for name, value in parameters(expected).items())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_units_of_a_policy_that_are_computed_again(rank, world, stage):
+    """And an optimizer that was built, has state, and lacks what is frozen."""
+    expected, net = Net(), Net()
+    build = partial(SGD, lr=0.1, momentum=0.9)
+    optimizers = [build([p for p in one.parameters() if p.requires_grad]) for one in (expected, net)]
+    for one, optimizer in zip((expected, net), optimizers, strict=True):
+        Loop(rank, range(2)).by_hand(one, optimizer, torch.bfloat16)
+    units = ModuleWrapPolicy({Block})
+    model, optimizer = zero.setup(
+        _without_hooks(net), optimizers[1], stage=stage, precision="bf16", auto_wrap_policy=units
+    )
+    net.recomputed = True
+    wanted = Loop(rank, range(2, 5)).by_hand(_without_hooks(expected), optimizers[0], torch.bfloat16)
+    assert Loop(rank, range(2, 5)).at_stage(model, optimizer) == wanted
+    trained = [name for name, param in net.named_parameters() if param.requires_grad]
+    weights, state = zero.full_state_dict(model), zero.full_optimizer_state_dict(model, optimizer)["state"]
+    found = {name: state[number].get("master", weights[name]) for number, name in enumerate(trained)}
+    same(found, {name: parameters(expected)[name] for name in trained}, "the masters")
+
+
+def _without_hooks(net: nn.Module) -> nn.Module:
+    for module in net.modules():
+        module._forward_pre_hooks.clear()
+        module._forward_hooks.clear()
+    return net
+
+
+@ranks.on(2)
+def test_accumulated_numbers_are_alike_at_all_stages_and_close_by_hand(rank, world):
+    """Under no_sync autograd adds up, in the 16 bits in which it writes."""
+
+    def weights_after(model: nn.Module, optimizer: Optimizer, average: Callable[[], None]) -> None:
+        for step in range(2):
+            optimizer.zero_grad()
+            with zero.no_sync(model):
+                loss_of(model, rank, 2 * step).backward()
+            loss_of(model, rank, 2 * step + 1).backward()
+            average()
+            optimizer.step()
+
+    expected = Net()
+    plain = OPTIMIZERS["sgd"](expected.parameters())
+    weights_after(ByHand(expected, torch.bfloat16), plain, lambda: average_gradients(expected))
+    found = []
+    for stage in (1, 2, 3):
+        trained = zero.setup(Net(), OPTIMIZERS["sgd"], stage=stage, precision="bf16")
+        weights_after(*trained, lambda: None)
+        found.append(masters(*trained))
+    same(found[1:], found[:1] * 2, "stages 2 and 3 beside stage 1")
+    assert all(close(found[0][name], value, 3e-2) for name, value in parameters(expected).items())
+
+
+@ranks.on(2)
+def test_stage_0_computes_under_autocast_within_its_forward_alone(rank, world):
+    model, optimizer = zero.setup(Net(), OPTIMIZERS["sgd"], stage=0, precision="bf16")
+    found = Loop(rank).at_stage(model, optimizer)
+    assert model(batch(rank, 0)).dtype is torch.bfloat16
+    expected, optimizer = zero.setup(Net(), OPTIMIZERS["sgd"], stage=3, precision="bf16")
+    assert found == pytest.approx(Loop(rank).at_stage(expected, optimizer), rel=2e-2)
+    with pytest.raises(RuntimeError):
+        model(torch.ones(3, WIDTH + 1))
+    assert not torch.is_autocast_enabled("cpu")
+
+
+@ranks.on(2)
+def test_fp32_is_float32(rank, world):
+    expected = Net()
+    wanted = Loop(rank).by_hand(expected, OPTIMIZERS["sgd"](expected.parameters()), torch.float32)
+    for stage in range(4):
+        model, optimizer = zero.setup(unlike(rank), OPTIMIZERS["sgd"], stage=stage, precision="fp32")
+        assert Loop(rank).at_stage(model, optimizer) == wanted
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_modules_compute_in_16_bits_and_batch_normalisation_does_not(rank, world, stage):
+    net, seen = Net(), dict[str, set[torch.dtype]]()
+    model, optimizer = zero.setup(net, SGD, stage=stage, precision="bf16", lr=0.1)
+    for name, module in net.named_modules():
+        if hasattr(module, "weight"):
+            module.register_forward_pre_hook(
+                lambda of, args, name=name: seen.update({name: {of.weight.dtype, args[0].dtype}})
+            )
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    assert seen.pop("batch_norm") == {torch.float32}
+    assert len(seen) == 11 and all(dtypes == {torch.bfloat16} for dtypes in seen.values())
+    if stage < 3:
+        narrow = sum(param.numel() for name, param in net.named_parameters() if "batch_norm" not in name)
+        assert sum(param.nbytes for param in net.parameters()) == 2 * narrow + 4 * 2 * WIDTH
+
+
+# ------------------------------------------------------------------------------------------------- around training
+
+
+@ranks.on(2)
+def test_checkpoints_go_on_at_every_other_stage(rank, world, tmp_path):
+    def setup(stage: int) -> tuple[nn.Module, Optimizer]:
+        return zero.setup(Net(), OPTIMIZERS["adam"], stage=stage, precision="bf16")
+
+    for stage in (1, 2, 3):
+        model, optimizer = setup(stage)
+        Loop(rank, range(2)).at_stage(model, optimizer)
+        zero.checkpoint.save(tmp_path / str(stage), model, optimizer)
+        wanted = Loop(rank, range(2, 4)).at_stage(model, optimizer)
+        for other in (1, 2, 3):
+            again, restored = setup(other)
+            zero.checkpoint.load(tmp_path / str(stage), again, restored)
+            assert Loop(rank, range(2, 4)).at_stage(again, restored) == wanted, f"from stage {stage} to {other}"
+            same(masters(again, restored), masters(model, optimizer), "the masters")
+
+
+@ranks.on(2)
+def test_at_stage_1_what_is_written_into_gradients_counts(rank, world):
+    model, optimizer = zero.setup(Net(), SGD, stage=1, precision="bf16", lr=1.0)
+    before = masters(model, optimizer)
+    loss_of(model, rank, 0).backward()
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.fill_(0.5)
+    optimizer.step()
+    trained = [name for name, param in Net().named_parameters() if param.requires_grad]
+    found = masters(model, optimizer)
+    same({name: found[name] for name in trained}, {name: before[name] - 0.5 for name in trained})
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks.on(2)
+def test_casts_end_with_the_wrapper(rank, world, stage):
+    net, kept = Net(), []
+    net.first.register_forward_pre_hook(lambda _, args: kept.append(args[0].dtype))
+    model, optimizer = zero.setup(net, SGD, stage=stage, precision="bf16", lr=0.1)
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    assert zero.unwrap(model) is net
+    del model, optimizer
+    gc.collect()
+    assert net.float()(batch(rank, 0)).dtype is torch.float32
+    assert kept == [torch.bfloat16, torch.float32]
+
+
+def alone(rank: int, world: int, stage: int) -> list[float]:
+    model, optimizer = zero.setup(Net(), OPTIMIZERS["adam"], stage=stage, precision="bf16")
+    return Loop(0).at_stage(model, optimizer)
+
+
+def test_one_process_trains_alone_to_the_same_numbers():
+    expected = Net()
+    wanted = Loop(0).by_hand(expected, OPTIMIZERS["adam"](expected.parameters()), torch.bfloat16)
+    for stage in (1, 2, 3):
+        assert ranks.run(alone, bare=True, args=(stage,)) == [wanted]
+    assert ranks.run(alone, bare=True, args=(0,))[0] == pytest.approx(wanted, rel=2e-2)
+
+
+# ---------------------------------------------------------------------------------------------------------- refusals
+
+REFUSED: dict[str, tuple[dict[str, Any], Callable[[nn.Module], nn.Module], str]] = {
+    "an unknown precision": ({"precision": "half"}, lambda net: net, "Choose 'fp32', 'bf16', 'fp16'"),
+    "masters beside it": ({"precision": "bf16", "master_dtype": torch.float32}, lambda net: net, "both say in which"),
+    "a policy beside it": (
+        {"precision": "bf16", "mixed_precision": zero.MixedPrecision()},
+        lambda net: net,
+        r"precision='bf16' and mixed_precision=MixedPrecision.*Pass one of them",
+    ),
+    "a model in 16 bits": ({"precision": "bf16"}, lambda net: net.bfloat16(), "'first.weight' is torch.bfloat16"),
+}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_contradicts_is_refused_on_every_rank(name, stage):
+    ranks.expect_error(refused, 2, ValueError, REFUSED[name][2], args=(name, stage))
+
+
+def refused(rank: int, world: int, name: str, stage: int) -> None:
+    given, change, _ = REFUSED[name]
+    zero.setup(change(Net()), SGD, stage=stage, lr=0.1, **given)
+
+
+@ranks.raises(2, ValueError, "precision fp16", "precision bf16", timeout=15)
+def test_precisions_that_differ_between_ranks_are_refused(rank, world):
+    zero.setup(Net(), SGD, stage=2, lr=0.1, precision=("bf16", "fp16")[rank])
