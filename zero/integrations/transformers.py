@@ -11,17 +11,25 @@ from zero.integrations.oldest import refuse_older
 
 refuse_older("transformers")
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
+from zero.comm import Comm
 from zero.fsdp import FSDP
-from zero.integrations.accelerate import Accelerator, ZeroPlugin, states
+from zero.fsdp.full_weights import loading
+from zero.fsdp.model import models_of
+from zero.integrations.accelerate import Accelerator, ZeroPlugin, full_files, states
 from zero.integrations.accelerate.choosing import chosen_plugin, hidden_environment
 from zero.integrations.accelerate.fsdp_keys import fields
 from zero.integrations.accelerate.sections import of_trainer
@@ -50,6 +58,8 @@ class ZeroTrainerMixin:
     model_wrapped: nn.Module
     optimizer: Any
     lr_scheduler: Any
+    state: Any
+    _issue_warnings_after_load: Callable[[Any], None]
 
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | int | None = None, **kwargs: Any) -> None:
         self._zero_plugin = zero_plugin
@@ -122,10 +132,6 @@ class ZeroTrainerMixin:
     def _sharded(self) -> bool:
         return isinstance(self.model_wrapped, Wrapped)
 
-    @property
-    def _writer(self) -> int | None:
-        return None if self.args.save_on_each_node else 0
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Collective. Saves the full weights, as `from_pretrained` loads them."""
         self._saves_to_go_on = _internal_call
@@ -138,7 +144,7 @@ class ZeroTrainerMixin:
         dtype = None if self._saves_to_go_on else self.accelerator.saved_dtype
         with self._full_adapters() as full:
             if state_dict is None and self._sharded and (dtype is not None or not full):
-                state_dict = states.full_weights(self.model_wrapped, self._writer, dtype)
+                state_dict = full_files.full_weights(self.model_wrapped, self.args.should_save, dtype)
             super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
 
     @contextmanager
@@ -149,22 +155,24 @@ class ZeroTrainerMixin:
         if not (isinstance(wrapped, FSDP) and hasattr(self.model, "peft_config")):
             yield False
             return
-        first = self._writer is not None
+        first = not self.args.save_on_each_node
         with torch.no_grad(), wrapped.summon_full_params(writeback=False, rank0_only=first, offload_to_cpu=True):
             yield True
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._full_parameters():
-            super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._load_weights(resume_from_checkpoint, super()._load_from_checkpoint)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
-        with self._full_parameters():
-            super()._load_best_model()  # type: ignore[misc]
+        own = super()._load_best_model  # type: ignore[misc]
+        self._load_weights(self.state.best_model_checkpoint, lambda _: own())
 
-    def _full_parameters(self) -> AbstractContextManager[None]:
-        """Collective. In this context weights may be loaded into the plain module."""
-        wrapped = self.model_wrapped
-        return wrapped.summon_full_params() if isinstance(wrapped, FSDP) else nullcontext()
+    def _load_weights(self, folder: str, load: Callable[[str], None]) -> None:
+        """Collective. Loads what rank 0 reads. load: the Trainer's own method, on every rank, for adapters of peft."""
+        if hasattr(self.model, "peft_config"):
+            with loading([one for one, _ in models_of(self.model)]):
+                load(folder)
+            return
+        self._issue_warnings_after_load(full_files.load_weights(self.model, partial(_files, folder), strict=False))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         state: Any = {"in": "zero"}
@@ -174,17 +182,22 @@ class ZeroTrainerMixin:
         if in_shards:
             states.save_sharded(output_dir, [self.model_wrapped], [self.optimizer.optimizer])
         elif self._sharded:
-            state = states.full_state(self.accelerator.sharding, self.optimizer.optimizer, self._writer)
+            state = full_files.full_state(self.model_wrapped, self.optimizer, self.args.should_save)
         with self._optimizer_is(_StandIn(state) if self._sharded else self.optimizer):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not (self._sharded and states.is_sharded(checkpoint)):
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        """Collective. Loads what rank 0 reads. The Trainer's own reads it on every rank, onto the rank's device."""
+        files = [Path(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
+        there = checkpoint is not None and all(file.is_file() for file in files)
+        if not Comm.default().all_gather_text("1" if there else "")[0]:
             return
-        states.load_sharded(checkpoint, [self.model_wrapped], [self.optimizer.optimizer])
-        with self._optimizer_is(_StandIn(None)):
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if states.is_sharded(str(checkpoint)):
+            states.load_sharded(str(checkpoint), [self.model_wrapped], [self.optimizer.optimizer])
+        else:
+            found = full_files.on_first("the state of the optimizer", partial(full_files.mapped, files[0]))
+            self.optimizer.load_state_dict(found)
+        self.lr_scheduler.load_state_dict(torch.load(files[1], weights_only=True))
 
     @contextmanager
     def _optimizer_is(self, optimizer: Any) -> Iterator[None]:
@@ -196,7 +209,7 @@ class ZeroTrainerMixin:
 
 
 class _StandIn:
-    """For an optimizer whose state is saved and loaded elsewhere."""
+    """For an optimizer whose state is gathered elsewhere."""
 
     def __init__(self, state: Any) -> None:
         self._state = state
@@ -204,8 +217,16 @@ class _StandIn:
     def state_dict(self) -> Any:
         return self._state
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing."""
+
+def _files(folder: str) -> list[Path]:
+    """The files with full weights in a checkpoint. Raises FileNotFoundError if there are none."""
+    for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
+        if (file := Path(folder, name)).is_file():
+            return [file]
+    for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        if (file := Path(folder, name)).is_file():
+            return [Path(folder, one) for one in sorted({*json.loads(file.read_text())["weight_map"].values()})]
+    raise FileNotFoundError(f"{folder} has no {SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME} or an index of several such files.")
 
 
 class Trainer(ZeroTrainerMixin, transformers.Trainer):  # type: ignore[misc]

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from zero._torch import follow
 from zero.grad_scaler import GradScaler
-from zero.integrations.accelerate import choosing, sections, states
+from zero.integrations.accelerate import choosing, full_files, sections, states
 from zero.integrations.accelerate.keys import DTYPES
 from zero.integrations.accelerate.plugin import ZeroPlugin
 from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together
@@ -81,7 +81,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.scaler is not None:
             handler = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
             self.scaler = GradScaler(self.device.type, **{**plugin.scaler, **handler})
-        self._gathered: dict[str, Any] | None = None
         choosing.ask_for_ram_efficient_loading(plugin.cpu_ram_efficient_loading)
 
     # ------------------------------------------------------------------------------------------ preparing
@@ -239,31 +238,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Collective. The full weights on every rank, as copies, under the model's own names."""
-        if self._gathered is not None:
-            return self._gathered
-        return states.full_weights(model, None, self.saved_dtype)
-
-    def save_model(self, model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Collective. As Accelerate's."""
-        weights = states.full_weights(model, self._writer, self.saved_dtype)
-        if weights:
-            self._gathered = OrderedDict(weights)
-            try:
-                super().save_model(model, save_directory, *args, **kwargs)
-            finally:
-                self._gathered = None
-        self.wait_for_everyone()
-
-    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Collective. A prepared optimizer's full state in the plain optimizer's format on the ranks that write."""
-        inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-        return states.full_state(self.sharding, inner, self._writer)
+        """Collective. The full weights under the model's own names, as copies on the CPU of rank 0, which writes them:
+        {} on other ranks. With save_on_each_node one rank of each host has them."""
+        return full_files.full_weights(model, self._writes, self.saved_dtype)
 
     @property
-    def _writer(self) -> int | None:
-        """The rank that writes; None if one rank of each host writes."""
-        return None if self.project_configuration.save_on_each_node else 0
+    def _writes(self) -> bool:
+        each_node = self.project_configuration.save_on_each_node
+        return bool(self.is_local_main_process if each_node else self.is_main_process)
 
     @property
     def saved_dtype(self) -> torch.dtype | None:
@@ -277,44 +259,48 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         def write(_: Any, __: Any, folder: str) -> None:
             sharded = self.zero_plugin.state_dict_type == "SHARDED_STATE_DICT"
-            each_node = self.project_configuration.save_on_each_node
-            if self.is_local_main_process if each_node else self.is_main_process:
+            if self._writes:
                 numbers = range(max(len(models), len(optimizers)))
                 states.remove_other_kinds(folder, numbers, sharded=sharded, safe=safe_serialization)
-            weights = [] if sharded else [states.full_weights(model, self._writer) for model in models]
+            weights = [] if sharded else [full_files.full_weights(model, self._writes) for model in models]
             of_models = [*weights]
             for hook in hooks:
                 hook(models, weights, folder)
             if sharded:
                 states.save_sharded(folder, models, [one.optimizer for one in optimizers])
                 return
-            left = {number: one for number, one in enumerate(of_models) if any(one is other for other in weights)}
-            full = (self.full_optimizer_state(one) for one in optimizers)  # collective, one in memory at a time
-            states.save_full(folder, left, full, safe=safe_serialization, each_node=each_node)
+            self._save_weights(folder, of_models, weights, safe=safe_serialization)
+            weights.clear()
+            of_models.clear()  # nothing stays while the state of optimizers is gathered
+            for number, one in enumerate(optimizers):
+                holder, path = self.sharding.holder_of(one.optimizer), states.optimizer_file(folder, number)
+                self.save(full_files.full_state(holder, one, self._writes), path)
 
         with self._emptied("_save_model_state_pre_hook", write):
             location = super().save_state(output_dir, safe_serialization, **kwargs)
         self.wait_for_everyone()
         return location
 
+    def _save_weights(self, folder: str, of_models: Sequence[Any], left: Sequence[Any], *, safe: bool) -> None:
+        """Those that hooks have left."""
+        for number, one in enumerate(of_models):
+            if any(one is other for other in left):
+                self.save(OrderedDict(one), states.weights_file(folder, number, safe=safe), safe_serialization=safe)
+
     def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Collective. As Accelerate's. Loads what `save_state` wrote at any stage, or Accelerate without zero."""
         models, optimizers, hooks = self._models, self._optimizers, [*self._load_model_state_pre_hook.values()]
-        strict = {name: kwargs[name] for name in ("strict",) if name in kwargs}
 
         def read(_: Any, folder: str) -> None:
             left = [*models]
             for hook in hooks:
                 hook(left, folder)
+            loaded = [model for model in models if model not in left]
             if states.is_sharded(folder):
-                loaded = [model for model in models if model not in left]
                 states.load_sharded(folder, models, [one.optimizer for one in optimizers], loaded)
-                return
-            for number, model in enumerate(models):
-                if model in left:
-                    states.load_weights(model, folder, number, **strict)
-            for number, optimizer in enumerate(optimizers):
-                states.load_optimizer(optimizer, folder, number, **(load_kwargs or {}))
+            else:
+                strict = kwargs.get("strict", True)
+                states.load_full(folder, models, optimizers, loaded, strict=strict, **(load_kwargs or {}))
 
         with self._emptied("_load_model_state_pre_hook", read):
             super().load_state(input_dir, load_kwargs, **kwargs)

@@ -223,9 +223,9 @@ class Sharding:
             )
         return found
 
-    def wrapper_of(self, optimizer: Optimizer) -> nn.Module | None:
-        """The wrapper that holds the optimizer's parameters."""
-        return next((one for one in self.wrapped if steps(optimizer, inside(one))), None)
+    def holder_of(self, optimizer: Optimizer) -> nn.Module:
+        """The wrapper that holds the optimizer's parameters; a module of none where nothing is wrapped."""
+        return next((one for one in self.wrapped if steps(optimizer, inside(one))), nn.Module())
 
 
 def _all_or_none(optimizer: OSS, given: set[nn.Parameter]) -> bool:
