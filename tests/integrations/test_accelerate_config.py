@@ -22,7 +22,7 @@ from zero.integrations.accelerate import ZeroPlugin, deepspeed_keys, fsdp_keys
 PRE = BackwardPrefetch.BACKWARD_PRE
 
 FSDP: dict[str, tuple[Any, dict[str, Any]]] = {
-    "fsdp_version": ("2", {"stage": 3}),
+    "fsdp_version": ("2", {"stage": 3, "mixed_precision_policy": "auto", "autocast": False}),
     "fsdp_sharding_strategy": (4, {"sharding_strategy": "HYBRID_SHARD"}),
     "fsdp_reshard_after_forward": (False, {"sharding_strategy": "SHARD_GRAD_OP"}),
     "fsdp_offload_params": (True, {"offload": CPUOffload()}),
@@ -80,7 +80,7 @@ OTHER_OPTION = {"transformer_cls_to_wrap": "transformer_layer_cls_to_wrap"}
 def test_what_the_launcher_adds_is_not_taken_for_asked() -> None:
     assert ZeroPlugin.from_environment({}) is None
     plugin = ZeroPlugin.from_environment(launched())
-    assert plugin == ZeroPlugin(stage=3, cpu_ram_efficient_loading=True)
+    assert plugin == ZeroPlugin(3, cpu_ram_efficient_loading=True, mixed_precision_policy="auto")
     for asked, expected in [
         ({"reshard_after_forward": "SHARD_GRAD_OP"}, "SHARD_GRAD_OP"),  # Accelerate drops it: its own default wins
         ({"sharding_strategy": "SHARD_GRAD_OP"}, "SHARD_GRAD_OP"),
@@ -108,6 +108,7 @@ def test_accelerates_own_plugins_are_taken() -> None:
     found = ZeroPlugin.from_fsdp_plugin(plugin)
     assert (found.stage, found.sharding_strategy, found.state_dict_type) == (3, "SHARD_GRAD_OP", "SHARDED_STATE_DICT")
     assert found.mixed_precision_policy.param_dtype == torch.bfloat16 and found.offload == CPUOffload()
+    assert not found.autocast
     assert (found.auto_wrap_policy, found.transformer_cls_names_to_wrap) == ("TRANSFORMER_BASED_WRAP", ("A",))
     assert found.ignored_modules == "head" and found.activation_checkpointing
     given = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 3}

@@ -365,9 +365,12 @@ def test_arguments_are_honoured_or_refused_on_every_rank(rank: int, world: int, 
         got = build(None, tmp_path, fsdp=True, fsdp_config={**config, "transformer_layer_cls_to_wrap": "GPT2Block"})
         got.train()
         assert isinstance(got.model_wrapped, zero.FSDP)
+        assert not got.accelerator.zero_plugin.autocast  # as version 2, which is the Trainer's default, too
     with launched(rank, world, ACCELERATE_USE_FSDP="true", FSDP_SHARDING_STRATEGY="SHARD_GRAD_OP", FSDP_VERSION="1"):
         got = build(None, tmp_path)
-        assert got.accelerator.zero_plugin == ZeroPlugin(stage=3, sharding_strategy="SHARD_GRAD_OP")
+        assert got.accelerator.zero_plugin == ZeroPlugin(
+            3, sharding_strategy="SHARD_GRAD_OP", mixed_precision_policy="auto"
+        )
 
     def of_fsdp(**config: Any) -> dict[str, Any]:
         return {"stage": None, "fsdp": True, "fsdp_config": config}

@@ -279,4 +279,5 @@ def _of_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"):
         if config.get(name):
             raise ValueError(f"fsdp_config: {name}={config[name]!r} is not available: zero does not support torch_xla.")
-    return fields({name: value for name, value in config.items() if not name.startswith("xla")})
+    given = {name: value for name, value in config.items() if not name.startswith("xla")}
+    return fields({"version": 2, **given})  # the Trainer's default

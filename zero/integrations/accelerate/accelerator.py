@@ -72,9 +72,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             # Only the Trainer shows whether False was asked for: in a GradientAccumulationPlugin it is the default.
             self.gradient_state.plugin_kwargs.setdefault("sync_each_batch", True)
         self.zero_plugin = plugin
-        narrow = None if plugin.master_dtype is None else DTYPES.get(self.mixed_precision)
-        self.sharding = Sharding(plugin, self.device, narrow)
-        if narrow is not None:
+        self.sharding = Sharding(plugin, self.device, DTYPES.get(self.mixed_precision))
+        if self.sharding.narrow:
             self.native_amp = False  # which is autocast
         self._unscaled: WeakSet[Optimizer] = WeakSet()
         self._engine_steps: WeakSet[LRScheduler] = WeakSet()
@@ -140,10 +139,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.sharding.place(model)
         before, plugin = [*self._models], self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO
+        amp, self.native_amp = self.native_amp, self.native_amp and self.zero_plugin.autocast
         try:
             super().prepare_model(model, device_placement=False, evaluation_mode=True)
         finally:
-            plugin.backend, self._models = backend, before
+            plugin.backend, self._models, self.native_amp = backend, before, amp
         if backend != DynamoBackend.NO:
             if plugin.use_regional_compilation:
                 return compile_regions(model, **plugin.to_kwargs())  # type: ignore[no-any-return]

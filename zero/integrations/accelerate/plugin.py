@@ -57,7 +57,8 @@ class ZeroPlugin(SimpleNamespace):
     min_num_params: int | None = None  # of a unit, by SIZE_BASED_WRAP
     as_one_unit: tuple[str, ...] = ()  # names of classes that are units without units inside
     ignored_modules: Iterable[nn.Module] | str = ()  # as in FSDP; also a regular expression for full names
-    mixed_precision_policy: Any = None  # FSDP's mixed_precision; without one that of the Accelerator is autocast
+    mixed_precision_policy: Any = None  # FSDP's mixed_precision; "auto": in the dtype of the Accelerator's
+    autocast: bool = True  # whether the Accelerator's mixed_precision is autocast
     master_dtype: torch.dtype | None = None  # torch.float32: the model is in 16 bits, and shards of masters are not
     sync_module_states: bool = True  # all ranks start from the weights of rank 0
     activation_checkpointing: bool = False  # of each unit
@@ -81,6 +82,8 @@ class ZeroPlugin(SimpleNamespace):
             raise ValueError(f"stage={stage!r} is unknown. Choose 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).")
         for name, value in given.items():
             stages = _STAGES.get(name, (0, 1, 2, 3) if hasattr(ZeroPlugin, name) else (1, 2, 3))
+            if (name, value) == ("mixed_precision_policy", "auto"):
+                stages = (1, 2, 3)
             if stage not in stages:
                 raise ValueError(
                     f"{name}={value!r} is an option of stage {' or '.join(map(str, stages))}, but stage is {stage}. "
