@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, TorchDynamoPlugin
+from accelerate.utils.deepspeed import DummyOptim
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -195,8 +196,9 @@ def test_each_of_two_optimizers_is_clipped_by_the_norm_of_its_own_gradients(rank
         assert farthest(weights, expected_weights) <= 1e-6, (stage, by_plugin)
 
 
-def in_sixteen_bits(stage: int, **more: Any) -> ZeroPlugin:
-    return ZeroPlugin.from_json({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}, **more})
+def in_sixteen_bits(stage: int) -> ZeroPlugin:
+    """As a deepspeed_config makes it with mixed_precision: bf16."""
+    return ZeroPlugin(stage, master_dtype=torch.float32, mixed_precision="bf16")
 
 
 @pytest.mark.slow
@@ -471,6 +473,7 @@ def test_what_cannot_be_is_refused_on_every_rank(rank: int, world: int) -> None:
     masters, without = in_sixteen_bits(2), ZeroPlugin(stage=2, mixed_precision="no")
     told: dict[str, Callable[[], Any]] = {
         "Prepare both in one call": lambda: build(2).prepare(GPT()),
+        "Build the optimizer": lambda: build(2).prepare(GPT(), DummyOptim([])),
         "an optimizer was prepared before its model": optimizer_first,
         "no stage to shard at was given": lambda: build(2, zero_plugin=None),
         "parallelism_config is not available": lambda: build(2, parallelism_config=object()),

@@ -321,40 +321,6 @@ def test_what_reads_gradients_of_an_adapter_is_refused_on_every_rank(rank: int, 
         assert told.startswith("RuntimeError") and "lora_A.default" in told, told
 
 
-def of_deepspeed(stage: int, **options: Any) -> Any:
-    """What configurations in the documentation of transformers look like."""
-    from zero.integrations.accelerate import ZeroPlugin
-
-    names = ("lr", "betas", "eps", "weight_decay")
-    warmup = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
-    adamw = {"type": "AdamW", "params": {**dict.fromkeys(names, "auto"), **options}}
-    schedule = {"type": "WarmupDecayLR", "params": {**warmup, "warmup_type": "linear"}}
-    given = {"optimizer": adamw, "scheduler": schedule, "gradient_clipping": "auto"}
-    return ZeroPlugin.from_json({"zero_optimization": {"stage": stage}, "train_batch_size": "auto", **given})
-
-
-@pytest.mark.slow
-@ranks.on(2, timeout=100)
-def test_configurations_of_deepspeed_are_filled_from_the_arguments(rank: int, world: int, tmp_path: Path) -> None:
-    arguments = {"weight_decay": 0.1, "adam_beta2": 0.9, "warmup_steps": 2, "max_steps": 6}
-    with launched(rank, world):
-        plain = build(0, tmp_path, **arguments)
-        plain.optimizer = torch.optim.AdamW(plain.model.parameters(), lr=1e-2, betas=(0.9, 0.9), weight_decay=0.1)
-        rates = [0.0, 0.0, 0.5, 1.0, 0.75, 0.5, 0.25]  # relative, of one step after another
-        plain.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(plain.optimizer, rates.__getitem__)
-        plain.train()
-        expected = weights(plain)
-    for stage in (2, 3):
-        with launched(rank, world):
-            trainer = build(of_deepspeed(stage), tmp_path, **arguments)
-            trainer.train()
-            assert losses(trainer) == losses(plain)
-            assert same(weights(trainer), expected)
-    with launched(rank, world):
-        trainer = build(of_deepspeed(2, lr=0.5), tmp_path, **arguments)
-        assert "lr is 0.5 in the configuration of zero, but 0.01" in ranks.refusal(trainer.train)
-
-
 @pytest.mark.slow
 @ranks.on(2, timeout=100)
 def test_arguments_are_honoured_or_refused_on_every_rank(rank: int, world: int, tmp_path: Path) -> None:

@@ -31,8 +31,8 @@ from zero.fsdp.full_weights import loading
 from zero.fsdp.model import models_of
 from zero.integrations.accelerate import Accelerator, ZeroPlugin, full_files, states
 from zero.integrations.accelerate.choosing import chosen_plugin, hidden_environment
+from zero.integrations.accelerate.deepspeed_keys import NOT_READ
 from zero.integrations.accelerate.fsdp_keys import fields
-from zero.integrations.accelerate.sections import of_trainer
 from zero.wrappers import Wrapped
 
 
@@ -72,20 +72,12 @@ class ZeroTrainerMixin:
                 "Pass the plain model and zero_plugin."
             )
         super().__init__(*args, **kwargs)
-        for section, given in zip(self._sections, (self.optimizer, self.lr_scheduler), strict=True):
-            if section is not None and given is not None:
-                raise ValueError(
-                    f"the Trainer was given a {type(given).__name__}, and the configuration of zero has a section "
-                    f"{section.name!r}. Keep one of them."
-                )
 
     # ----------------------------------------------------------------------------------------- construction
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's own, whose Accelerator then becomes zero's."""
         plugin = plugin_for(self.args, self._zero_plugin)
-        self._sections = plugin.optimizer, plugin.scheduler
-        plugin = plugin.replace(optimizer=None, scheduler=None)  # the Trainer builds both itself
         asked, self.args.fsdp_plugin_args = self.args.fsdp_plugin_args, None
         try:
             with hidden_environment():
@@ -101,23 +93,6 @@ class ZeroTrainerMixin:
         if self._full_numel is None and isinstance(self.model, PreTrainedModel):
             self._full_numel = self.model.num_parameters(exclude_embeddings=True)
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
-
-    def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """The Trainer's own, or that of the configuration, which has all parameters in one group, as DeepSpeed's."""
-        section, trained = self._sections[0], (self.model if model is None else model).parameters()
-        if section is not None and self.optimizer is None:
-            params = [param for param in trained if param.requires_grad]
-            self.optimizer = section.optimizer(params, of_trainer(self.args, 0), must_match="TrainingArguments")
-        return super().create_optimizer(model)  # type: ignore[misc]
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The Trainer's own, or that of the configuration."""
-        section = self._sections[1]
-        if section is not None and self.lr_scheduler is None:
-            values = of_trainer(self.args, num_training_steps)
-            stepped = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = section.scheduler(stepped, values, must_match="TrainingArguments")
-        return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """The Trainer's own, with the number of full parameters."""
@@ -244,8 +219,7 @@ def plugin_for(args: Any, given: ZeroPlugin | int | None) -> ZeroPlugin:
     """The ZeroPlugin of a Trainer with these TrainingArguments. Raises ValueError for arguments that contradict it."""
     if getattr(args, "deepspeed", None) is not None:
         raise ValueError(
-            "TrainingArguments(deepspeed=...) makes transformers build models by DeepSpeed. Leave it out, and pass "
-            "zero_plugin=ZeroPlugin.from_json(path) to the Trainer."
+            f"TrainingArguments(deepspeed=...) makes transformers build models by DeepSpeed. Leave it out: {NOT_READ}"
         )
     if args.auto_find_batch_size:
         raise ValueError(
@@ -262,7 +236,6 @@ def plugin_for(args: Any, given: ZeroPlugin | int | None) -> ZeroPlugin:
         "mixed_precision": (plugin.mixed_precision, args.mixed_precision),
         "gradient_accumulation_steps": (plugin.gradient_accumulation_steps, args.gradient_accumulation_steps),
         "gradient_clipping": (plugin.gradient_clipping, args.max_grad_norm),
-        "train_micro_batch_size_per_gpu": (plugin.micro_batch_size, args.per_device_train_batch_size),
     }
     for name, (asked, found) in theirs.items():
         if asked is not None and asked != found:
@@ -271,7 +244,7 @@ def plugin_for(args: Any, given: ZeroPlugin | int | None) -> ZeroPlugin:
                 "same, or leave it out of the configuration."
             )
     # The Trainer applies these itself.
-    return plugin.replace(gradient_accumulation_steps=None, gradient_clipping=None, micro_batch_size=None)
+    return plugin.replace(gradient_accumulation_steps=None, gradient_clipping=None)
 
 
 def _of_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -12,16 +12,15 @@ from weakref import WeakSet
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, DynamoBackend, compile_regions
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from zero._torch import follow
 from zero.grad_scaler import GradScaler
-from zero.integrations.accelerate import choosing, full_files, sections, states
+from zero.integrations.accelerate import choosing, full_files, states
 from zero.integrations.accelerate.keys import DTYPES
 from zero.integrations.accelerate.plugin import ZeroPlugin
 from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together
@@ -76,23 +75,23 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.sharding.narrow:
             self.native_amp = False  # which is autocast
         self._unscaled: WeakSet[Optimizer] = WeakSet()
-        self._engine_steps: WeakSet[LRScheduler] = WeakSet()
         if self.scaler is not None:
             handler = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
-            self.scaler = GradScaler(self.device.type, **{**plugin.scaler, **handler})
+            self.scaler = GradScaler(self.device.type, **handler)
         choosing.ask_for_ram_efficient_loading(plugin.cpu_ram_efficient_loading)
 
     # ------------------------------------------------------------------------------------------ preparing
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Collective. As Accelerate's. A model and its optimizer belong in one call."""
-        plugin, ranks = self.zero_plugin, 1 if self.split_batches else self.num_processes
-        given, schedulers = sections.without_placeholders(args, (plugin.optimizer, plugin.scheduler), ranks)
-        self._engine_steps.update(schedulers)
-        self._check_batches(given)
+        if placeholder := next((one for one in args if isinstance(one, DummyOptim | DummyScheduler)), None):
+            raise ValueError(
+                f"prepare() got a {type(placeholder).__name__}, which stands for what DeepSpeed's own configuration "
+                "describes. Build the optimizer and the schedule in the script: docs/integrations.md, Configurations."
+            )
         if self.zero_plugin.stage == 0:
-            return super().prepare(*given, device_placement=device_placement)
-        return super().prepare(*self._sharded(given, device_placement), device_placement=device_placement)
+            return super().prepare(*args, device_placement=device_placement)
+        return super().prepare(*self._sharded(args, device_placement), device_placement=device_placement)
 
     def _sharded(self, args: Sequence[Any], device_placement: Sequence[bool] | None) -> list[Any]:
         """The objects, with models and optimizers replaced by sharded ones."""
@@ -167,24 +166,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         prepared = states.ShardedAcceleratedOptimizer(optimizer, self)
         self._optimizers.append(prepared)
         return prepared
-
-    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """As Accelerate's. Those of DeepSpeed's configurations count steps of the optimizer, whatever the ranks."""
-        prepared = super().prepare_scheduler(scheduler)
-        if scheduler in self._engine_steps:
-            prepared.split_batches = True  # else it counts each of them once a rank
-        return prepared
-
-    def _check_batches(self, args: Iterable[Any]) -> None:
-        sizes = [one.batch_size for one in args if isinstance(one, DataLoader) and one.batch_size is not None]
-        expected = self.zero_plugin.micro_batch_size
-        if sizes and expected is not None:
-            found = min(sizes) // (self.num_processes if self.split_batches else 1)
-            if found != expected:
-                raise ValueError(
-                    f"train_micro_batch_size_per_gpu is {expected}, but the data loaders have batches of {found}. Set "
-                    "it to 'auto', or give the data loader that batch_size."
-                )
 
     # ----------------------------------------------------------------------------------- between backward and step
 
