@@ -150,16 +150,21 @@ class ZeroTrainerMixin:
         self._issue_warnings_after_load(full_files.load_weights(self.model, partial(_files, folder), strict=False))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Collective."""
+        if not self._sharded:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
         state: Any = {"in": "zero"}
-        in_shards = self._sharded and self.accelerator.zero_plugin.state_dict_type == "SHARDED_STATE_DICT"
-        if not in_shards and self.args.should_save:
-            states.remove_other_kinds(output_dir, [0], sharded=False)
+        in_shards, writes = self.accelerator.zero_plugin.state_dict_type == "SHARDED_STATE_DICT", self.args.should_save
         if in_shards:
             states.save_sharded(output_dir, [self.model_wrapped], [self.optimizer.optimizer])
-        elif self._sharded:
-            state = full_files.full_state(self.model_wrapped, self.optimizer, self.args.should_save)
-        with self._optimizer_is(_StandIn(state) if self._sharded else self.optimizer):
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        else:
+            state = full_files.full_state(self.model_wrapped, self.optimizer, writes)
+        if writes:
+            if not in_shards:
+                states.remove_other_kinds(output_dir, [0], sharded=False)
+            torch.save(state, Path(output_dir, OPTIMIZER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Collective. Loads what rank 0 reads. The Trainer's own reads it on every rank, onto the rank's device."""
@@ -173,24 +178,6 @@ class ZeroTrainerMixin:
             found = full_files.on_first("the state of the optimizer", partial(full_files.mapped, files[0]))
             self.optimizer.load_state_dict(found)
         self.lr_scheduler.load_state_dict(torch.load(files[1], weights_only=True))
-
-    @contextmanager
-    def _optimizer_is(self, optimizer: Any) -> Iterator[None]:
-        own, self.optimizer = self.optimizer, optimizer
-        try:
-            yield
-        finally:
-            self.optimizer = own
-
-
-class _StandIn:
-    """For an optimizer whose state is gathered elsewhere."""
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-
-    def state_dict(self) -> Any:
-        return self._state
 
 
 def _files(folder: str) -> list[Path]:
