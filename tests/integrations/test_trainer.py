@@ -253,6 +253,11 @@ def test_lora_by_peft_is_trained_saved_and_resumed(rank: int, world: int, tmp_pa
             found |= {f"saved {name}": value for name, value in adapter.items()}
             expected = expected or found
             assert same(found, expected), stage
+    trainer.state.best_model_checkpoint = f"{place}/checkpoint-2"
+    trainer._load_best_model()  # into the sharded model
+    best = load_file(f"{place}/checkpoint-2/adapter_model.safetensors")
+    found = {name.replace(".default.", "."): value for name, value in weights(trainer).items()}
+    assert not same(best, adapter) and all(torch.equal(found[name], value) for name, value in best.items())
     with launched(rank, world):
         again = build(2, f"{tmp_path}/again", model=lora)
         again.train(resume_from_checkpoint=f"{tmp_path}/3/checkpoint-2")

@@ -13,7 +13,7 @@ refuse_older("transformers")
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,6 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from zero.comm import Comm
 from zero.fsdp import FSDP
-from zero.fsdp.full_weights import loading
-from zero.fsdp.model import models_of
 from zero.integrations.accelerate import Accelerator, ZeroPlugin, full_files, states
 from zero.integrations.accelerate.choosing import chosen_plugin, hidden_environment
 from zero.integrations.accelerate.deepspeed_keys import NOT_READ
@@ -144,7 +142,8 @@ class ZeroTrainerMixin:
     def _load_weights(self, folder: str, load: Callable[[str], None]) -> None:
         """Collective. Loads what rank 0 reads. load: the Trainer's own method, on every rank, for adapters of peft."""
         if hasattr(self.model, "peft_config"):
-            with loading([one for one, _ in models_of(self.model)]):
+            wrapped = self.model_wrapped  # peft asks modules for their state_dict(), which are full in this context
+            with wrapped.summon_full_params(offload_to_cpu=True) if isinstance(wrapped, FSDP) else nullcontext():
                 load(folder)
             return
         self._issue_warnings_after_load(full_files.load_weights(self.model, partial(_files, folder), strict=False))
