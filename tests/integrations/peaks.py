@@ -130,6 +130,21 @@ def accelerate(rank: int, world: int, stage: int, folder: str) -> Peaks:
     return peaks
 
 
+def narrow(rank: int, world: int, stage: int, folder: str) -> Peaks:
+    """Accelerate, where saved weights are in 16 bits."""
+    from zero.integrations.accelerate import Accelerator, ZeroPlugin
+
+    plain, place = Blocks(), shared_folder(folder, f"narrow {stage}")
+    peaks, plugin = Peaks(plain, [*plain.blocks]), ZeroPlugin(stage, save_16bit_model=True, mixed_precision="bf16")
+    with launched(rank, world), peaks.watching():
+        accelerator = Accelerator(cpu=True, zero_plugin=plugin)
+        plain = Blocks()
+        model, _ = accelerator.prepare(plain, Adam(plain.parameters()))
+        peaks.count(accelerator, "get_state_dict", "save_model")
+        accelerator.save_model(model, place)
+    return peaks
+
+
 def gpt2() -> Any:
     import transformers
 

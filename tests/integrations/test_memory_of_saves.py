@@ -13,6 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries: too few w
 LOAD_BOTH, LOAD_STATE = "_load_optimizer_and_scheduler", "load_optimizer_state_dict"
 SAVED = {
     "accelerate": {"get_state_dict": 1, "save_model": 1, "save_state": 2, "load_state": 0},
+    "narrow": {"get_state_dict": 0.5, "save_model": 0.5},
     "trainer": {"_save_checkpoint": 2, "_load_from_checkpoint": 0, "_load_best_model": 0, LOAD_BOTH: 0},
     "adapter": {"_save_checkpoint": 1, "_load_from_checkpoint": 1, "_load_best_model": 1, LOAD_BOTH: 0},
     "lightning": {"save_checkpoint": 3, "load_checkpoint": 0, "load_model_state_dict": 0, LOAD_STATE: 0},

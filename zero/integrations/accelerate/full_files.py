@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from zero._torch import name_without_compile
 from zero.comm import Comm
 from zero.fsdp.full_weights import named_tensors
+from zero.fsdp.model import models_of
 from zero.full_state import full_optimizer_state_dict, full_state_dict, full_tensors
 from zero.load_full import load_full_state_dict
 from zero.wrappers import unwrapped
@@ -33,7 +34,7 @@ def full_weights(model: nn.Module, writes: bool, dtype: torch.dtype | None = Non
     """
     if dtype is None:
         return _for_writers(writes, lambda to: full_state_dict(model, to=to))
-    return _for_writers(writes, lambda to: _with_ties(model, _cast(full_tensors(model, to=to), dtype)))
+    return _for_writers(writes, lambda to: _cast(model, to, dtype))
 
 
 def full_state(model: nn.Module, optimizer: Optimizer, writes: bool) -> dict[str, Any]:
@@ -49,17 +50,19 @@ def _for_writers(writes: bool, gather: Callable[[int], dict[str, Any]]) -> dict[
     return found
 
 
-def _cast(stream: Iterator[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in stream}
-
-
-def _with_ties(model: nn.Module, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a stream by all names that they have. Streams have one of each."""
+def _cast(model: nn.Module, to: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Collective. The full weights in another dtype on rank `to`, of which one unit at a time has its own."""
+    inner = unwrapped(model)[0]
+    names = {name_without_compile(name): value for name, value in named_tensors(inner).items()}
     first: dict[Tensor, str] = {}
-    names = {name_without_compile(name): value for name, value in named_tensors(unwrapped(model)[0]).items()}
     for name, value in names.items():
         first.setdefault(value, name)
-    return {name: weights[first[value]] for name, value in names.items() if first[value] in weights}
+    whole = [(name, value) for value, name in first.items()] if Comm.default().rank == to else []
+    found = {
+        name: value.detach().to("cpu", dtype if value.is_floating_point() else value.dtype, copy=True)
+        for name, value in (full_tensors(model, to=to) if models_of(inner) else whole)
+    }
+    return {name: found[first[value]] for name, value in names.items() if first[value] in found}  # with those tied
 
 
 # ---------------------------------------------------------------------------------------------------- reading
