@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero._torch import loads_by_itself, name_without_compile, named_as_compiled, renamed, warn_user
+from zero._torch import (
+    loads_by_itself,
+    name_without_compile,
+    named_as_compiled,
+    renamed,
+    versions_of,
+    warn_user,
+    with_versions,
+)
 from zero.comm import COLLECTION, Comm
 from zero.comm.together import Together
 from zero.comm.waiting import calling
@@ -102,7 +111,9 @@ def _load(inner: nn.Module, weights: Given, strict: bool) -> Any:
                 into.copy_(value)
             loaded.add(into)
     if kept:
-        found = inner.load_state_dict(_named(inner, kept), strict=False)
+        # They are of this version: a stream has none.
+        named = OrderedDict(named_as_compiled(inner, kept))
+        found = inner.load_state_dict(with_versions(named, versions_of(inner)), strict=False)
         unexpected += found.unexpected_keys
         loaded |= {expected[name] for name in kept.keys() & expected.keys()}
     missing = [name for name, tensor in expected.items() if tensor not in loaded]

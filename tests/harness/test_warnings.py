@@ -20,9 +20,11 @@ def here(warned: Any) -> list[bool]:
 def test_files_that_are_read(tmp_path: Path) -> None:
     from zero.integrations.accelerate import ZeroPlugin
 
-    config = {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}, "steps_per_print": 10}
-    with pytest.warns(UserWarning, match="steps_per_print|offload_param") as warned:
-        ZeroPlugin.from_json(config)
+    file = tmp_path / "config.yaml"
+    section = "zero_stage: 2, offload_param_device: cpu, deepspeed_hostfile: hosts"
+    file.write_text(f"deepspeed_config: {{{section}}}\n")
+    with pytest.warns(UserWarning, match="deepspeed_hostfile|offload_param_device") as warned:
+        ZeroPlugin.from_yaml(file)
     assert here(warned) == [True, True]
 
 

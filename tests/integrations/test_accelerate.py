@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, TorchDynamoPlugin
+from accelerate.utils.deepspeed import DummyOptim
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -74,8 +75,7 @@ class Script:
         return self
 
     def weights(self) -> Weights:
-        found = self.accelerator.get_state_dict(self.model)
-        return {name: value.detach().clone() for name, value in found.items()}
+        return zero.full_state_dict(self.model)
 
 
 def farthest(one: Weights, other: Weights) -> float:
@@ -181,7 +181,7 @@ def of_two_halves(rank: int, stage: int, *, by_plugin: bool) -> tuple[list[float
                 accelerator.clip_grad_norm_([param for group in one.param_groups for param in group["params"]], 0.05)
             one.step()
             one.zero_grad()
-    return losses, {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    return losses, zero.full_state_dict(model)
 
 
 @pytest.mark.slow
@@ -196,8 +196,9 @@ def test_each_of_two_optimizers_is_clipped_by_the_norm_of_its_own_gradients(rank
         assert farthest(weights, expected_weights) <= 1e-6, (stage, by_plugin)
 
 
-def in_sixteen_bits(stage: int, **more: Any) -> ZeroPlugin:
-    return ZeroPlugin.from_json({"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}, **more})
+def in_sixteen_bits(stage: int) -> ZeroPlugin:
+    """As a deepspeed_config makes it with mixed_precision: bf16."""
+    return ZeroPlugin(stage, master_dtype=torch.float32, mixed_precision="bf16")
 
 
 @pytest.mark.slow
@@ -317,6 +318,7 @@ def test_saved_weights_are_all_there_and_load_into_the_plain_model(rank: int, wo
             script = Script(build(3, zero_plugin=plugin)).train(stop=1)
             place = Path(tmp_path, str(title))
             script.accelerator.save_model(script.model, str(place), max_shard_size="20KB" if title == 3 else "1GB")
+            script.accelerator.wait_for_everyone()
             expected = script.weights()
             assert type(script.accelerator.unwrap_model(script.model)) is GPT
         files = [*place.glob("*.safetensors")]
@@ -349,7 +351,7 @@ def test_calls_beside_the_loop(rank: int, world: int, stage: int, tmp_path: Path
 
 
 class Two:
-    """Two models of one shape, each with an optimizer. Hooks save and load one's weights, and take it out."""
+    """Two models of one shape, each with an optimizer. Hooks save and load the first one's weights and take it out."""
 
     def __init__(self, plugin: ZeroPlugin) -> None:
         self.accelerator = build(3, zero_plugin=plugin)
@@ -369,7 +371,7 @@ class Two:
 
     def seen(self) -> list[Weights]:
         """The weights of both models, and the momenta of both optimizers."""
-        weights = [self.accelerator.get_state_dict(model) for model in self.models]
+        weights = [zero.full_state_dict(model) for model in self.models]
         pairs = zip(self.models, self.optimizers, strict=True)
         states = [zero.full_optimizer_state_dict(model, one)["state"] for model, one in pairs]
         momenta = [{str(name): value["momentum_buffer"] for name, value in state.items()} for state in states]
@@ -411,6 +413,34 @@ def test_a_folder_that_is_saved_into_again_has_no_other_state(rank: int, world: 
         torch.distributed.barrier()
 
 
+@ranks.on(2)
+def test_on_hosts_of_their_own_both_ranks_have_what_they_write(rank: int, world: int, tmp_path: Path) -> None:
+    narrow = ZeroPlugin(stage=3, save_16bit_model=True, mixed_precision="bf16")
+    for plugin, dtype in ((ZeroPlugin(stage=2), torch.float32), (narrow, torch.bfloat16)):
+        with launched(rank, world, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1"):
+            script = Script(build(3, zero_plugin=plugin), model=partial(GPT, layers=1)).train(stop=1)
+            script.accelerator.project_configuration.save_on_each_node = True
+            found, place = script.accelerator.get_state_dict(script.model), Path(tmp_path, f"{rank} {dtype}")
+            assert farthest(found, {name: value.to(dtype) for name, value in script.weights().items()}) == 0
+            script.accelerator.save_model(script.model, place)
+            assert load_file(place / "model.safetensors").keys() < found.keys()  # those that are tied are there once
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2)
+def test_a_state_that_rank_0_cannot_read_is_refused_on_every_rank(
+    rank: int, world: int, stage: int, tmp_path: Path
+) -> None:
+    with launched(rank, world):
+        script = Script(build(stage), model=partial(GPT, layers=1)).train(stop=1)
+        script.accelerator.save_state(str(tmp_path))
+        for name in ("optimizer.bin", "model.safetensors"):
+            if rank == 0:
+                Path(tmp_path, name).unlink()
+            told = ranks.refusal(partial(script.accelerator.load_state, str(tmp_path)))
+            assert told.startswith("ValueError") and "No such file" in told and "rank 0" in told, told
+
+
 @matrix.only
 @ranks.on(2)
 def test_compiled_blocks_train_as_plain_ones_and_save_names_of_those(rank: int, world: int, tmp_path: Path) -> None:
@@ -443,6 +473,7 @@ def test_what_cannot_be_is_refused_on_every_rank(rank: int, world: int) -> None:
     masters, without = in_sixteen_bits(2), ZeroPlugin(stage=2, mixed_precision="no")
     told: dict[str, Callable[[], Any]] = {
         "Prepare both in one call": lambda: build(2).prepare(GPT()),
+        "Build the optimizer": lambda: build(2).prepare(GPT(), DummyOptim([])),
         "an optimizer was prepared before its model": optimizer_first,
         "no stage to shard at was given": lambda: build(2, zero_plugin=None),
         "parallelism_config is not available": lambda: build(2, parallelism_config=object()),

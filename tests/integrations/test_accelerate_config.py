@@ -16,13 +16,13 @@ from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from accelerate.utils import launch as accelerate_launch
 from torch.distributed import fsdp
 
-from zero import SPEED_FIRST, BackwardPrefetch, CPUOffload, DiskOffload, MixedPrecision, Prefetch
+from zero import BackwardPrefetch, CPUOffload, DiskOffload, MixedPrecision, Prefetch
 from zero.integrations.accelerate import ZeroPlugin, deepspeed_keys, fsdp_keys
 
 PRE = BackwardPrefetch.BACKWARD_PRE
 
 FSDP: dict[str, tuple[Any, dict[str, Any]]] = {
-    "fsdp_version": ("2", {"stage": 3}),
+    "fsdp_version": ("2", {"stage": 3, "mixed_precision_policy": "auto", "autocast": False}),
     "fsdp_sharding_strategy": (4, {"sharding_strategy": "HYBRID_SHARD"}),
     "fsdp_reshard_after_forward": (False, {"sharding_strategy": "SHARD_GRAD_OP"}),
     "fsdp_offload_params": (True, {"offload": CPUOffload()}),
@@ -43,8 +43,9 @@ FSDP: dict[str, tuple[Any, dict[str, Any]]] = {
 BESIDE = {
     "fsdp_transformer_layer_cls_to_wrap": {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
     "fsdp_min_num_params": {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"},
+    "offload_param_device": {"offload_param_nvme_path": "/scratch"},
 }
-"""The policy that reads a key."""
+"""What a key needs."""
 
 
 def from_yaml(folder: Path, **sections: Any) -> ZeroPlugin:
@@ -80,7 +81,7 @@ OTHER_OPTION = {"transformer_cls_to_wrap": "transformer_layer_cls_to_wrap"}
 def test_what_the_launcher_adds_is_not_taken_for_asked() -> None:
     assert ZeroPlugin.from_environment({}) is None
     plugin = ZeroPlugin.from_environment(launched())
-    assert plugin == ZeroPlugin(stage=3, cpu_ram_efficient_loading=True)
+    assert plugin == ZeroPlugin(3, cpu_ram_efficient_loading=True, mixed_precision_policy="auto")
     for asked, expected in [
         ({"reshard_after_forward": "SHARD_GRAD_OP"}, "SHARD_GRAD_OP"),  # Accelerate drops it: its own default wins
         ({"sharding_strategy": "SHARD_GRAD_OP"}, "SHARD_GRAD_OP"),
@@ -108,48 +109,39 @@ def test_accelerates_own_plugins_are_taken() -> None:
     found = ZeroPlugin.from_fsdp_plugin(plugin)
     assert (found.stage, found.sharding_strategy, found.state_dict_type) == (3, "SHARD_GRAD_OP", "SHARDED_STATE_DICT")
     assert found.mixed_precision_policy.param_dtype == torch.bfloat16 and found.offload == CPUOffload()
+    assert not found.autocast
     assert (found.auto_wrap_policy, found.transformer_cls_names_to_wrap) == ("TRANSFORMER_BASED_WRAP", ("A",))
     assert found.ignored_modules == "head" and found.activation_checkpointing
-    given = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 3}
-    expected = ZeroPlugin(stage=2, master_dtype=torch.float32, **given)
-    assert ZeroPlugin.from_deepspeed_plugin(DeepSpeedPlugin(zero_stage=2, **given)) == expected
+    given = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 3, "offload_optimizer_device": "cpu"}
+    found = ZeroPlugin.from_deepspeed_plugin(DeepSpeedPlugin(zero_stage=2, **given))
+    del given["offload_optimizer_device"]
+    assert found == ZeroPlugin(2, master_dtype=torch.float32, offload=CPUOffload(pin_memory=False), **given)
 
 
-ZERO: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-    "stage": (3, 3, {"stage": 3}),
-    "reduce_bucket_size": (2, 5e8, {"reduce_bucket_size": 500_000_000}),
-    "offload_optimizer": (3, {"device": "cpu", "pin_memory": True}, {"offload": CPUOffload()}),
-    "offload_param": (3, {"device": "nvme", "nvme_path": "/scratch"}, {"offload": DiskOffload("/scratch")}),
-    "cpu_offload": (3, True, {"offload": CPUOffload(pin_memory=False)}),
-    "cpu_offload_param": (3, True, {"offload": CPUOffload(pin_memory=False)}),
-    "overlap_comm": (3, True, {"prefetch": SPEED_FIRST}),
-    "stage3_prefetch_bucket_size": (3, 5e7, {"prefetch": Prefetch(PRE, forward_prefetch=True)}),
-    "prefetch_bucket_size": (3, 0, {"prefetch": Prefetch(None)}),
-    "stage3_gather_16bit_weights_on_model_save": (3, True, {"save_16bit_model": True}),
-    "stage3_gather_fp16_weights_on_model_save": (3, True, {"save_16bit_model": True}),
-    "mics_shard_size": (3, 4, {"sharding_strategy": "HYBRID_SHARD", "shard_size": 4}),
-    "zero_hpz_partition_size": (3, 1, {"sharding_strategy": "FULL_SHARD"}),
-    "leaf_module": (3, {"classes": ["Moe"]}, {"as_one_unit": ("Moe",)}),
-    "ignore_unused_parameters": (2, True, {}),
+DEEPSPEED: dict[str, tuple[int, Any, dict[str, Any]]] = {
+    "zero_stage": (3, 1, {"stage": 1, "master_dtype": torch.float32}),
+    "gradient_accumulation_steps": (2, "4", {"gradient_accumulation_steps": 4}),
+    "gradient_clipping": (2, 0.5, {"gradient_clipping": 0.5}),
+    "offload_optimizer_device": (3, "cpu", {"offload": CPUOffload(pin_memory=False)}),
+    "offload_param_device": (3, "nvme", {"offload": DiskOffload("/scratch")}),
+    "zero3_init_flag": (3, True, {"cpu_ram_efficient_loading": True}),
+    "zero3_save_16bit_model": (3, "true", {"save_16bit_model": True}),
+    "deepspeed_moe_layer_cls_names": (3, "Moe,Other", {"as_one_unit": ("Moe", "Other")}),
 }
-IDLE = {"contiguous_gradients": True, "stage3_max_live_parameters": 1e9, "reduce_bucket_size": 5e8}
-
-
-def of_zero(stage: int, **keys: Any) -> ZeroPlugin:
-    return ZeroPlugin.from_json({"zero_optimization": {"stage": stage, **keys}, "train_batch_size": "auto"})
+IDLE = {"deepspeed_hostfile": "hosts", "deepspeed_multinode_launcher": "standard"}
 
 
 BUILD: dict[str, Callable[..., ZeroPlugin]] = {
     "fsdp_config": lambda folder, **keys: from_yaml(folder, fsdp_config=keys),
     "yaml": from_yaml,
     "Accelerate's plugin": lambda _, **keys: ZeroPlugin.from_fsdp_plugin(FullyShardedDataParallelPlugin(**keys)),
-    "zero_optimization": lambda _, **keys: of_zero(**keys),
-    "json": lambda _, **keys: ZeroPlugin.from_json({**DEEPSPEED, **keys}),
+    "deepspeed_config": lambda folder, **keys: from_yaml(folder, deepspeed_config=keys),
+    "DeepSpeed's plugin": lambda _, **keys: ZeroPlugin.from_deepspeed_plugin(DeepSpeedPlugin(hf_ds_config=keys)),
     "ZeroPlugin": lambda _, **options: ZeroPlugin(**options),
 }
 HONOURED = [
     *(("fsdp_config", key, {}, *case) for key, case in FSDP.items()),
-    *(("zero_optimization", key, {"stage": stage}, *case) for key, (stage, *case) in ZERO.items()),
+    *(("deepspeed_config", key, {"zero_stage": stage}, *case) for key, (stage, *case) in DEEPSPEED.items()),
 ]
 
 
@@ -161,48 +153,18 @@ def test_every_key_is_honoured(
 ) -> None:
     plugin = BUILD[build](tmp_path, **{**beside, **BESIDE.get(key, {}), key: value})
     assert {name: getattr(plugin, name) for name in expected} == expected
-    if beside and key != "stage":
+    if beside and key != "zero_stage":
         assert BUILD[build](tmp_path, **{**beside, key: "auto"}) == BUILD[build](tmp_path, **beside)
 
 
-def test_keys_that_mean_nothing_here_are_named() -> None:
+def test_keys_that_mean_nothing_here_are_named(tmp_path: Path) -> None:
+    plain = from_yaml(tmp_path, deepspeed_config={"zero_stage": 3})
     with pytest.warns(UserWarning, match="without an effect here") as warned:
-        assert of_zero(3, **IDLE) == of_zero(3)
+        assert from_yaml(tmp_path, deepspeed_config={"zero_stage": 3, **IDLE}) == plain
     assert len(warned) == 1
     assert all(name in str(warned[0].message) for name in IDLE)
-    with pytest.warns(UserWarning, match="offload_param is for stage 3"):
-        assert of_zero(2, offload_param={"device": "cpu"}).handed == {}
-
-
-DEEPSPEED = {
-    "zero_optimization": {"stage": 2},
-    "fp16": {"enabled": True, "initial_scale_power": 10, "loss_scale_window": 500, "loss_scale": 0},
-    "bf16": {"enabled": False},
-    "gradient_clipping": 1.0,
-    "gradient_accumulation_steps": 2,
-    "train_batch_size": 24,
-    "communication_data_type": "bf16",
-    "optimizer": "auto",
-}
-
-
-def test_the_rest_of_a_configuration_of_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps({**DEEPSPEED, "steps_per_print": 2000}))
-    with pytest.warns(UserWarning, match="steps_per_print"):
-        plugin = ZeroPlugin.from_json(path)
-    expected = ZeroPlugin(
-        stage=2,
-        mixed_precision="fp16",
-        master_dtype=torch.float32,
-        gradient_clipping=1.0,
-        gradient_accumulation_steps=2,
-        micro_batch_size=3,
-        reduce_dtype=torch.bfloat16,
-        scaler={"init_scale": 1024.0, "growth_interval": 500},
-    )
-    assert plugin == expected
+    with pytest.warns(UserWarning, match="offload_param_device is for stage 3"):
+        assert from_yaml(tmp_path, deepspeed_config={"offload_param_device": "cpu"}).handed == {}
 
 
 def test_accelerates_own_words_for_deepspeed(tmp_path: Path) -> None:
@@ -237,22 +199,20 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "yaml": [
         ({"fsdp_config": V2, "deepspeed_config": {"zero_stage": 2}}, "fsdp_config and deepspeed_config"),
-        ({"parallelism_config": {"tp_size": 2}, "fsdp_config": V2}, "parallelism_config is not available"),
+        ({"parallelism_config": {"tp_size": 2}, "fsdp_config": V2}, "parallelism_config=.* is not available"),
     ],
     "Accelerate's plugin": [
         ({"state_dict_config": fsdp.FullStateDictConfig(offload_to_cpu=False)}, "state_dict_config"),
     ],
-    "zero_optimization": [
-        ({"stage": 3, "zero_quantized_weights": True}, "zero_quantized_weights"),
-        ({"stage": 4}, "stage=4"),
-        ({"stage": 3, "offload_param": {"device": "nvme"}}, "nvme_path"),
-        ({"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}, "ratio"),
-    ],
-    "json": [
-        ({"train_batch_size": 25}, "train_batch_size=25"),
-        ({"optimizer": {"type": "Lamb"}}, "type='Lamb'.* build the optimizer"),
-        ({"scheduler": {"type": "OneCycle"}}, "type='OneCycle'.* build the scheduler"),
+    "deepspeed_config": [
+        ({"zero_stage": 4}, "stage=4"),
+        ({"zero_stage": 3, "offload_param_device": "nvme"}, "offload_param_nvme_path"),
+        ({"deepspeed_config_file": "ds.json"}, "ds.json.* docs/integrations.md"),
         ({"wings": 2}, "wings is not known"),
+    ],
+    "DeepSpeed's plugin": [
+        ({"zero_optimization": {"stage": 3, "overlap_comm": True}}, "overlap_comm: .* docs/integrations.md"),
+        ({"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}, "optimizer: .* docs/integrations.md"),
     ],
     "ZeroPlugin": [
         ({"stage": 5}, "0 \\(DDP\\)"),

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from trainers import build, examples, gpt2
 
 import matrix
 import ranks
@@ -21,41 +22,12 @@ if find_spec("transformers") is None or find_spec("accelerate") is None:
     pytest.skip("needs transformers and accelerate", allow_module_level=True)
 
 STAGES = (1, 2, 3)
-VOCABULARY = 61
-QUIET = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
 pytestmark = [
     # peft still asks transformers by the old name.
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
     # It is the device of ranks without a GPU.
     pytest.mark.filterwarnings("ignore:.pin_memory. argument is set as true:UserWarning"),
 ]
-
-
-def gpt2(seed: int = 5) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(seed)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=16, n_embd=16, n_layer=2, n_head=2))
-
-
-def examples(count: int = 32) -> list[dict[str, Tensor]]:
-    tokens = torch.randint(VOCABULARY, (count, 10), generator=torch.Generator().manual_seed(2))
-    return [{"input_ids": row, "labels": row} for row in tokens]
-
-
-def build(stage: Any, folder: str, *, model: Callable[[], nn.Module] = gpt2, **options: Any) -> Any:
-    """The Trainer as its users build it, at stage 0 transformers' own; stage: also a ZeroPlugin, or None."""
-    import transformers
-
-    from zero.integrations.transformers import Trainer
-
-    args = transformers.TrainingArguments(
-        output_dir=folder,
-        per_device_train_batch_size=2,
-        **{"learning_rate": 1e-2, "max_steps": 4, "max_grad_norm": 0.0, **QUIET, **options},
-    )
-    given = {"model": model(), "args": args, "train_dataset": examples(), "eval_dataset": examples(6)}
-    return transformers.Trainer(**given) if stage == 0 else Trainer(**given, zero_plugin=stage)
 
 
 def losses(trainer: Any) -> list[float]:
@@ -281,6 +253,11 @@ def test_lora_by_peft_is_trained_saved_and_resumed(rank: int, world: int, tmp_pa
             found |= {f"saved {name}": value for name, value in adapter.items()}
             expected = expected or found
             assert same(found, expected), stage
+    trainer.state.best_model_checkpoint = f"{place}/checkpoint-2"
+    trainer._load_best_model()  # into the sharded model
+    best = load_file(f"{place}/checkpoint-2/adapter_model.safetensors")
+    found = {name.replace(".default.", "."): value for name, value in weights(trainer).items()}
+    assert not same(best, adapter) and all(torch.equal(found[name], value) for name, value in best.items())
     with launched(rank, world):
         again = build(2, f"{tmp_path}/again", model=lora)
         again.train(resume_from_checkpoint=f"{tmp_path}/3/checkpoint-2")
@@ -349,40 +326,6 @@ def test_what_reads_gradients_of_an_adapter_is_refused_on_every_rank(rank: int, 
         assert told.startswith("RuntimeError") and "lora_A.default" in told, told
 
 
-def of_deepspeed(stage: int, **options: Any) -> Any:
-    """What configurations in the documentation of transformers look like."""
-    from zero.integrations.accelerate import ZeroPlugin
-
-    names = ("lr", "betas", "eps", "weight_decay")
-    warmup = {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}
-    adamw = {"type": "AdamW", "params": {**dict.fromkeys(names, "auto"), **options}}
-    schedule = {"type": "WarmupDecayLR", "params": {**warmup, "warmup_type": "linear"}}
-    given = {"optimizer": adamw, "scheduler": schedule, "gradient_clipping": "auto"}
-    return ZeroPlugin.from_json({"zero_optimization": {"stage": stage}, "train_batch_size": "auto", **given})
-
-
-@pytest.mark.slow
-@ranks.on(2, timeout=100)
-def test_configurations_of_deepspeed_are_filled_from_the_arguments(rank: int, world: int, tmp_path: Path) -> None:
-    arguments = {"weight_decay": 0.1, "adam_beta2": 0.9, "warmup_steps": 2, "max_steps": 6}
-    with launched(rank, world):
-        plain = build(0, tmp_path, **arguments)
-        plain.optimizer = torch.optim.AdamW(plain.model.parameters(), lr=1e-2, betas=(0.9, 0.9), weight_decay=0.1)
-        rates = [0.0, 0.0, 0.5, 1.0, 0.75, 0.5, 0.25]  # relative, of one step after another
-        plain.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(plain.optimizer, rates.__getitem__)
-        plain.train()
-        expected = weights(plain)
-    for stage in (2, 3):
-        with launched(rank, world):
-            trainer = build(of_deepspeed(stage), tmp_path, **arguments)
-            trainer.train()
-            assert losses(trainer) == losses(plain)
-            assert same(weights(trainer), expected)
-    with launched(rank, world):
-        trainer = build(of_deepspeed(2, lr=0.5), tmp_path, **arguments)
-        assert "lr is 0.5 in the configuration of zero, but 0.01" in ranks.refusal(trainer.train)
-
-
 @pytest.mark.slow
 @ranks.on(2, timeout=100)
 def test_arguments_are_honoured_or_refused_on_every_rank(rank: int, world: int, tmp_path: Path) -> None:
@@ -393,9 +336,12 @@ def test_arguments_are_honoured_or_refused_on_every_rank(rank: int, world: int, 
         got = build(None, tmp_path, fsdp=True, fsdp_config={**config, "transformer_layer_cls_to_wrap": "GPT2Block"})
         got.train()
         assert isinstance(got.model_wrapped, zero.FSDP)
+        assert not got.accelerator.zero_plugin.autocast  # as version 2, which is the Trainer's default, too
     with launched(rank, world, ACCELERATE_USE_FSDP="true", FSDP_SHARDING_STRATEGY="SHARD_GRAD_OP", FSDP_VERSION="1"):
         got = build(None, tmp_path)
-        assert got.accelerator.zero_plugin == ZeroPlugin(stage=3, sharding_strategy="SHARD_GRAD_OP")
+        assert got.accelerator.zero_plugin == ZeroPlugin(
+            3, sharding_strategy="SHARD_GRAD_OP", mixed_precision_policy="auto"
+        )
 
     def of_fsdp(**config: Any) -> dict[str, Any]:
         return {"stage": None, "fsdp": True, "fsdp_config": config}

@@ -28,6 +28,7 @@ from zero._torch.compiling import named_as_compiled as named_as_compiled
 from zero._torch.compiling import renamed as renamed
 from zero._torch.compiling import uncompiled as uncompiled
 from zero._torch.compiling import versions_in as versions_in
+from zero._torch.compiling import versions_of as versions_of
 from zero._torch.compiling import with_versions as with_versions
 from zero._torch.modules import BATCH_NORM as BATCH_NORM
 from zero._torch.modules import OwnHook as OwnHook

@@ -67,6 +67,11 @@ def versions_in(weights: Mapping[str, Any]) -> dict[str, Any] | None:
     return getattr(weights, "_metadata", None)
 
 
+def versions_of(module: nn.Module) -> dict[str, Any]:
+    """The versions of a module and those inside it."""
+    return {path: {"version": one._version} for path, one in module.named_modules()}
+
+
 def with_versions(weights: OrderedDict[str, Any], versions: Mapping[str, Any] | None) -> OrderedDict[str, Any]:
     """Attaches them."""
     if versions is not None:

@@ -11,20 +11,26 @@ from zero.integrations.oldest import refuse_older
 
 refuse_older("transformers")
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
+from zero.comm import Comm
 from zero.fsdp import FSDP
-from zero.integrations.accelerate import Accelerator, ZeroPlugin, states
+from zero.integrations.accelerate import Accelerator, ZeroPlugin, full_files, states
 from zero.integrations.accelerate.choosing import chosen_plugin, hidden_environment
+from zero.integrations.accelerate.deepspeed_keys import NOT_READ
 from zero.integrations.accelerate.fsdp_keys import fields
-from zero.integrations.accelerate.sections import of_trainer
 from zero.wrappers import Wrapped
 
 
@@ -50,6 +56,8 @@ class ZeroTrainerMixin:
     model_wrapped: nn.Module
     optimizer: Any
     lr_scheduler: Any
+    state: Any
+    _issue_warnings_after_load: Callable[[Any], None]
 
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | int | None = None, **kwargs: Any) -> None:
         self._zero_plugin = zero_plugin
@@ -62,20 +70,12 @@ class ZeroTrainerMixin:
                 "Pass the plain model and zero_plugin."
             )
         super().__init__(*args, **kwargs)
-        for section, given in zip(self._sections, (self.optimizer, self.lr_scheduler), strict=True):
-            if section is not None and given is not None:
-                raise ValueError(
-                    f"the Trainer was given a {type(given).__name__}, and the configuration of zero has a section "
-                    f"{section.name!r}. Keep one of them."
-                )
 
     # ----------------------------------------------------------------------------------------- construction
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's own, whose Accelerator then becomes zero's."""
         plugin = plugin_for(self.args, self._zero_plugin)
-        self._sections = plugin.optimizer, plugin.scheduler
-        plugin = plugin.replace(optimizer=None, scheduler=None)  # the Trainer builds both itself
         asked, self.args.fsdp_plugin_args = self.args.fsdp_plugin_args, None
         try:
             with hidden_environment():
@@ -92,23 +92,6 @@ class ZeroTrainerMixin:
             self._full_numel = self.model.num_parameters(exclude_embeddings=True)
         return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
 
-    def create_optimizer(self, model: nn.Module | None = None) -> Any:
-        """The Trainer's own, or that of the configuration, which has all parameters in one group, as DeepSpeed's."""
-        section, trained = self._sections[0], (self.model if model is None else model).parameters()
-        if section is not None and self.optimizer is None:
-            params = [param for param in trained if param.requires_grad]
-            self.optimizer = section.optimizer(params, of_trainer(self.args, 0), must_match="TrainingArguments")
-        return super().create_optimizer(model)  # type: ignore[misc]
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """The Trainer's own, or that of the configuration."""
-        section = self._sections[1]
-        if section is not None and self.lr_scheduler is None:
-            values = of_trainer(self.args, num_training_steps)
-            stepped = self.optimizer if optimizer is None else optimizer
-            self.lr_scheduler = section.scheduler(stepped, values, must_match="TrainingArguments")
-        return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
-
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """The Trainer's own, with the number of full parameters."""
         name = getattr(self.model, "main_input_name", "input_ids")
@@ -122,10 +105,6 @@ class ZeroTrainerMixin:
     def _sharded(self) -> bool:
         return isinstance(self.model_wrapped, Wrapped)
 
-    @property
-    def _writer(self) -> int | None:
-        return None if self.args.save_on_each_node else 0
-
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Collective. Saves the full weights, as `from_pretrained` loads them."""
         self._saves_to_go_on = _internal_call
@@ -138,7 +117,7 @@ class ZeroTrainerMixin:
         dtype = None if self._saves_to_go_on else self.accelerator.saved_dtype
         with self._full_adapters() as full:
             if state_dict is None and self._sharded and (dtype is not None or not full):
-                state_dict = states.full_weights(self.model_wrapped, self._writer, dtype)
+                state_dict = full_files.full_weights(self.model_wrapped, self.args.should_save, dtype)
             super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
 
     @contextmanager
@@ -149,63 +128,66 @@ class ZeroTrainerMixin:
         if not (isinstance(wrapped, FSDP) and hasattr(self.model, "peft_config")):
             yield False
             return
-        first = self._writer is not None
+        first = not self.args.save_on_each_node
         with torch.no_grad(), wrapped.summon_full_params(writeback=False, rank0_only=first, offload_to_cpu=True):
             yield True
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._full_parameters():
-            super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._load_weights(resume_from_checkpoint, super()._load_from_checkpoint)  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
-        with self._full_parameters():
-            super()._load_best_model()  # type: ignore[misc]
+        own = super()._load_best_model  # type: ignore[misc]
+        self._load_weights(self.state.best_model_checkpoint, lambda _: own())
 
-    def _full_parameters(self) -> AbstractContextManager[None]:
-        """Collective. In this context weights may be loaded into the plain module."""
-        wrapped = self.model_wrapped
-        return wrapped.summon_full_params() if isinstance(wrapped, FSDP) else nullcontext()
+    def _load_weights(self, folder: str, load: Callable[[str], None]) -> None:
+        """Collective. Loads what rank 0 reads. load: the Trainer's own method, on every rank, for adapters of peft."""
+        if hasattr(self.model, "peft_config"):
+            wrapped = self.model_wrapped  # peft asks modules for their state_dict(), which are full in this context
+            with wrapped.summon_full_params(offload_to_cpu=True) if isinstance(wrapped, FSDP) else nullcontext():
+                load(folder)
+            return
+        self._issue_warnings_after_load(full_files.load_weights(self.model, partial(_files, folder), strict=False))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Collective."""
+        if not self._sharded:
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
         state: Any = {"in": "zero"}
-        in_shards = self._sharded and self.accelerator.zero_plugin.state_dict_type == "SHARDED_STATE_DICT"
-        if not in_shards and self.args.should_save:
-            states.remove_other_kinds(output_dir, [0], sharded=False)
+        in_shards, writes = self.accelerator.zero_plugin.state_dict_type == "SHARDED_STATE_DICT", self.args.should_save
         if in_shards:
             states.save_sharded(output_dir, [self.model_wrapped], [self.optimizer.optimizer])
-        elif self._sharded:
-            state = states.full_state(self.accelerator.sharding, self.optimizer.optimizer, self._writer)
-        with self._optimizer_is(_StandIn(state) if self._sharded else self.optimizer):
-            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        else:
+            state = full_files.full_state(self.model_wrapped, self.optimizer, writes)
+        if writes:
+            if not in_shards:
+                states.remove_other_kinds(output_dir, [0], sharded=False)
+            torch.save(state, Path(output_dir, OPTIMIZER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or not (self._sharded and states.is_sharded(checkpoint)):
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        """Collective. Loads what rank 0 reads. The Trainer's own reads it on every rank, onto the rank's device."""
+        files = [Path(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME)]
+        there = checkpoint is not None and all(file.is_file() for file in files)
+        if not Comm.default().all_gather_text("1" if there else "")[0]:
             return
-        states.load_sharded(checkpoint, [self.model_wrapped], [self.optimizer.optimizer])
-        with self._optimizer_is(_StandIn(None)):
-            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-
-    @contextmanager
-    def _optimizer_is(self, optimizer: Any) -> Iterator[None]:
-        own, self.optimizer = self.optimizer, optimizer
-        try:
-            yield
-        finally:
-            self.optimizer = own
+        if states.is_sharded(str(checkpoint)):
+            states.load_sharded(str(checkpoint), [self.model_wrapped], [self.optimizer.optimizer])
+        else:
+            found = full_files.on_first("the state of the optimizer", partial(full_files.mapped, files[0]))
+            self.optimizer.load_state_dict(found)
+        self.lr_scheduler.load_state_dict(torch.load(files[1], weights_only=True))
 
 
-class _StandIn:
-    """For an optimizer whose state is saved and loaded elsewhere."""
-
-    def __init__(self, state: Any) -> None:
-        self._state = state
-
-    def state_dict(self) -> Any:
-        return self._state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing."""
+def _files(folder: str) -> list[Path]:
+    """The files with full weights in a checkpoint. Raises FileNotFoundError if there are none."""
+    for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
+        if (file := Path(folder, name)).is_file():
+            return [file]
+    for name in (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
+        if (file := Path(folder, name)).is_file():
+            return [Path(folder, one) for one in sorted({*json.loads(file.read_text())["weight_map"].values()})]
+    raise FileNotFoundError(f"{folder} has no {SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME} or an index of several such files.")
 
 
 class Trainer(ZeroTrainerMixin, transformers.Trainer):  # type: ignore[misc]
@@ -223,8 +205,7 @@ def plugin_for(args: Any, given: ZeroPlugin | int | None) -> ZeroPlugin:
     """The ZeroPlugin of a Trainer with these TrainingArguments. Raises ValueError for arguments that contradict it."""
     if getattr(args, "deepspeed", None) is not None:
         raise ValueError(
-            "TrainingArguments(deepspeed=...) makes transformers build models by DeepSpeed. Leave it out, and pass "
-            "zero_plugin=ZeroPlugin.from_json(path) to the Trainer."
+            f"TrainingArguments(deepspeed=...) makes transformers build models by DeepSpeed. Leave it out: {NOT_READ}"
         )
     if args.auto_find_batch_size:
         raise ValueError(
@@ -241,7 +222,6 @@ def plugin_for(args: Any, given: ZeroPlugin | int | None) -> ZeroPlugin:
         "mixed_precision": (plugin.mixed_precision, args.mixed_precision),
         "gradient_accumulation_steps": (plugin.gradient_accumulation_steps, args.gradient_accumulation_steps),
         "gradient_clipping": (plugin.gradient_clipping, args.max_grad_norm),
-        "train_micro_batch_size_per_gpu": (plugin.micro_batch_size, args.per_device_train_batch_size),
     }
     for name, (asked, found) in theirs.items():
         if asked is not None and asked != found:
@@ -250,7 +230,7 @@ def plugin_for(args: Any, given: ZeroPlugin | int | None) -> ZeroPlugin:
                 "same, or leave it out of the configuration."
             )
     # The Trainer applies these itself.
-    return plugin.replace(gradient_accumulation_steps=None, gradient_clipping=None, micro_batch_size=None)
+    return plugin.replace(gradient_accumulation_steps=None, gradient_clipping=None)
 
 
 def _of_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -258,4 +238,5 @@ def _of_fsdp_config(config: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("xla", "xla_fsdp_v2", "xla_fsdp_grad_ckpt", "xla_fsdp_settings"):
         if config.get(name):
             raise ValueError(f"fsdp_config: {name}={config[name]!r} is not available: zero does not support torch_xla.")
-    return fields({name: value for name, value in config.items() if not name.startswith("xla")})
+    given = {name: value for name, value in config.items() if not name.startswith("xla")}
+    return fields({"version": 2, **given})  # the Trainer's default

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakSet
@@ -12,16 +12,15 @@ from weakref import WeakSet
 import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, DynamoBackend, compile_regions
+from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from zero._torch import follow
 from zero.grad_scaler import GradScaler
-from zero.integrations.accelerate import choosing, sections, states
+from zero.integrations.accelerate import choosing, full_files, states
 from zero.integrations.accelerate.keys import DTYPES
 from zero.integrations.accelerate.plugin import ZeroPlugin
 from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together
@@ -72,29 +71,27 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             # Only the Trainer shows whether False was asked for: in a GradientAccumulationPlugin it is the default.
             self.gradient_state.plugin_kwargs.setdefault("sync_each_batch", True)
         self.zero_plugin = plugin
-        narrow = None if plugin.master_dtype is None else DTYPES.get(self.mixed_precision)
-        self.sharding = Sharding(plugin, self.device, narrow)
-        if narrow is not None:
+        self.sharding = Sharding(plugin, self.device, DTYPES.get(self.mixed_precision))
+        if self.sharding.narrow:
             self.native_amp = False  # which is autocast
         self._unscaled: WeakSet[Optimizer] = WeakSet()
-        self._engine_steps: WeakSet[LRScheduler] = WeakSet()
         if self.scaler is not None:
             handler = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
-            self.scaler = GradScaler(self.device.type, **{**plugin.scaler, **handler})
-        self._gathered: dict[str, Any] | None = None
+            self.scaler = GradScaler(self.device.type, **handler)
         choosing.ask_for_ram_efficient_loading(plugin.cpu_ram_efficient_loading)
 
     # ------------------------------------------------------------------------------------------ preparing
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Collective. As Accelerate's. A model and its optimizer belong in one call."""
-        plugin, ranks = self.zero_plugin, 1 if self.split_batches else self.num_processes
-        given, schedulers = sections.without_placeholders(args, (plugin.optimizer, plugin.scheduler), ranks)
-        self._engine_steps.update(schedulers)
-        self._check_batches(given)
+        if placeholder := next((one for one in args if isinstance(one, DummyOptim | DummyScheduler)), None):
+            raise ValueError(
+                f"prepare() got a {type(placeholder).__name__}, which stands for what DeepSpeed's own configuration "
+                "describes. Build the optimizer and the schedule in the script: docs/integrations.md, Configurations."
+            )
         if self.zero_plugin.stage == 0:
-            return super().prepare(*given, device_placement=device_placement)
-        return super().prepare(*self._sharded(given, device_placement), device_placement=device_placement)
+            return super().prepare(*args, device_placement=device_placement)
+        return super().prepare(*self._sharded(args, device_placement), device_placement=device_placement)
 
     def _sharded(self, args: Sequence[Any], device_placement: Sequence[bool] | None) -> list[Any]:
         """The objects, with models and optimizers replaced by sharded ones."""
@@ -141,10 +138,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.sharding.place(model)
         before, plugin = [*self._models], self.state.dynamo_plugin
         backend, plugin.backend = plugin.backend, DynamoBackend.NO
+        amp, self.native_amp = self.native_amp, self.native_amp and self.zero_plugin.autocast
         try:
             super().prepare_model(model, device_placement=False, evaluation_mode=True)
         finally:
-            plugin.backend, self._models = backend, before
+            plugin.backend, self._models, self.native_amp = backend, before, amp
         if backend != DynamoBackend.NO:
             if plugin.use_regional_compilation:
                 return compile_regions(model, **plugin.to_kwargs())  # type: ignore[no-any-return]
@@ -168,24 +166,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         prepared = states.ShardedAcceleratedOptimizer(optimizer, self)
         self._optimizers.append(prepared)
         return prepared
-
-    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """As Accelerate's. Those of DeepSpeed's configurations count steps of the optimizer, whatever the ranks."""
-        prepared = super().prepare_scheduler(scheduler)
-        if scheduler in self._engine_steps:
-            prepared.split_batches = True  # else it counts each of them once a rank
-        return prepared
-
-    def _check_batches(self, args: Iterable[Any]) -> None:
-        sizes = [one.batch_size for one in args if isinstance(one, DataLoader) and one.batch_size is not None]
-        expected = self.zero_plugin.micro_batch_size
-        if sizes and expected is not None:
-            found = min(sizes) // (self.num_processes if self.split_batches else 1)
-            if found != expected:
-                raise ValueError(
-                    f"train_micro_batch_size_per_gpu is {expected}, but the data loaders have batches of {found}. Set "
-                    "it to 'auto', or give the data loader that batch_size."
-                )
 
     # ----------------------------------------------------------------------------------- between backward and step
 
@@ -239,31 +219,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().unwrap_model(inner, keep_fp32_wrapper, keep_torch_compile)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Collective. The full weights on every rank, as copies, under the model's own names."""
-        if self._gathered is not None:
-            return self._gathered
-        return states.full_weights(model, None, self.saved_dtype)
-
-    def save_model(self, model: nn.Module, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Collective. As Accelerate's."""
-        weights = states.full_weights(model, self._writer, self.saved_dtype)
-        if weights:
-            self._gathered = OrderedDict(weights)
-            try:
-                super().save_model(model, save_directory, *args, **kwargs)
-            finally:
-                self._gathered = None
-        self.wait_for_everyone()
-
-    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any] | None:
-        """Collective. A prepared optimizer's full state in the plain optimizer's format on the ranks that write."""
-        inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-        return states.full_state(self.sharding, inner, self._writer)
+        """Collective. The full weights under the model's own names, as copies on the CPU of rank 0, which writes them:
+        {} on other ranks. With save_on_each_node one rank of each host has them."""
+        return full_files.full_weights(model, self._writes, self.saved_dtype)
 
     @property
-    def _writer(self) -> int | None:
-        """The rank that writes; None if one rank of each host writes."""
-        return None if self.project_configuration.save_on_each_node else 0
+    def _writes(self) -> bool:
+        each_node = self.project_configuration.save_on_each_node
+        return bool(self.is_local_main_process if each_node else self.is_main_process)
 
     @property
     def saved_dtype(self) -> torch.dtype | None:
@@ -277,44 +240,48 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         def write(_: Any, __: Any, folder: str) -> None:
             sharded = self.zero_plugin.state_dict_type == "SHARDED_STATE_DICT"
-            each_node = self.project_configuration.save_on_each_node
-            if self.is_local_main_process if each_node else self.is_main_process:
+            if self._writes:
                 numbers = range(max(len(models), len(optimizers)))
                 states.remove_other_kinds(folder, numbers, sharded=sharded, safe=safe_serialization)
-            weights = [] if sharded else [states.full_weights(model, self._writer) for model in models]
+            weights = [] if sharded else [full_files.full_weights(model, self._writes) for model in models]
             of_models = [*weights]
             for hook in hooks:
                 hook(models, weights, folder)
             if sharded:
                 states.save_sharded(folder, models, [one.optimizer for one in optimizers])
                 return
-            left = {number: one for number, one in enumerate(of_models) if any(one is other for other in weights)}
-            full = (self.full_optimizer_state(one) for one in optimizers)  # collective, one in memory at a time
-            states.save_full(folder, left, full, safe=safe_serialization, each_node=each_node)
+            self._save_weights(folder, of_models, weights, safe=safe_serialization)
+            weights.clear()
+            of_models.clear()  # nothing stays while the state of optimizers is gathered
+            for number, one in enumerate(optimizers):
+                holder, path = self.sharding.holder_of(one.optimizer), states.optimizer_file(folder, number)
+                self.save(full_files.full_state(holder, one, self._writes), path)
 
         with self._emptied("_save_model_state_pre_hook", write):
             location = super().save_state(output_dir, safe_serialization, **kwargs)
         self.wait_for_everyone()
         return location
 
+    def _save_weights(self, folder: str, of_models: Sequence[Any], left: Sequence[Any], *, safe: bool) -> None:
+        """Those that hooks have left."""
+        for number, one in enumerate(of_models):
+            if any(one is other for other in left):
+                self.save(OrderedDict(one), states.weights_file(folder, number, safe=safe), safe_serialization=safe)
+
     def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Collective. As Accelerate's. Loads what `save_state` wrote at any stage, or Accelerate without zero."""
         models, optimizers, hooks = self._models, self._optimizers, [*self._load_model_state_pre_hook.values()]
-        strict = {name: kwargs[name] for name in ("strict",) if name in kwargs}
 
         def read(_: Any, folder: str) -> None:
             left = [*models]
             for hook in hooks:
                 hook(left, folder)
+            loaded = [model for model in models if model not in left]
             if states.is_sharded(folder):
-                loaded = [model for model in models if model not in left]
                 states.load_sharded(folder, models, [one.optimizer for one in optimizers], loaded)
-                return
-            for number, model in enumerate(models):
-                if model in left:
-                    states.load_weights(model, folder, number, **strict)
-            for number, optimizer in enumerate(optimizers):
-                states.load_optimizer(optimizer, folder, number, **(load_kwargs or {}))
+            else:
+                strict = kwargs.get("strict", True)
+                states.load_full(folder, models, optimizers, loaded, strict=strict, **(load_kwargs or {}))
 
         with self._emptied("_load_model_state_pre_hook", read):
             super().load_state(input_dir, load_kwargs, **kwargs)

@@ -35,7 +35,7 @@ def fields(given: Mapping[str, Any], section: str = "fsdp_config", *, launched: 
         written: OTHER_NAMES.get(written.removeprefix(_PREFIX), written.removeprefix(_PREFIX)) for written in given
     }
     keys = Keys(given, section, others)
-    keys.take("version", _version)
+    version = keys.take("version", _version, 1)
     found: dict[str, Any] = {"stage": 3, "sharding_strategy": _strategy(keys, launched=launched)}
     found["offload"] = keys.take("offload_params", _offload)
     found |= _wrapping(keys, launched=launched)
@@ -47,7 +47,8 @@ def fields(given: Mapping[str, Any], section: str = "fsdp_config", *, launched: 
     found["activation_checkpointing"] = keys.take("activation_checkpointing", flag, False)
     keys.refuse("activation_checkpointing_offload", "checkpointed inputs stay where they are. Leave it out.")
     found["ignored_modules"] = keys.take("ignored_modules", lambda one: one if isinstance(one, str) else tuple(one), ())
-    found["mixed_precision_policy"] = keys.take("mixed_precision_policy", as_policy)
+    found["mixed_precision_policy"] = keys.take("mixed_precision_policy", as_policy, "auto")
+    found["autocast"] = version == 1  # beside the policy; the second version has no autocast
     found["param_init_fn"] = keys.take("param_init_fn")
     if found["cpu_ram_efficient_loading"] and not found["sync_module_states"]:
         raise ValueError(

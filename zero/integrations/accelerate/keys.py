@@ -14,7 +14,7 @@ import torch
 
 from zero._torch import warn_user
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "bfp16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 STATE_DICT_TYPES = ("FULL_STATE_DICT", "SHARDED_STATE_DICT")
 NOT_SAID = (None, "auto", "none", "None", "")
@@ -52,27 +52,19 @@ class Keys:
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{self.title(name)}={value!r}: {error}") from error
 
-    def section(self, name: str, others: Mapping[str, str] | None = None) -> Keys:
-        """The keys of a section inside of this one."""
-        return Keys(self.take(name, _mapping, {}), f"{self.name}, {name}", others)
-
     def title(self, name: str) -> str:
         """The key as it was written, with its section."""
         return f"{self.name}: {self._written.get(name, name)}"
 
     def says(self, name: str) -> bool:
         """Whether the key is given, with a value that switches something on."""
-        value = self._left.get(name)
-        if isinstance(value, Mapping):
-            return bool(value) and value.get("enabled", True) is not False
-        return value not in (*NOT_SAID, "false", 0)
+        return self._left.get(name) not in (*NOT_SAID, "false", 0)
 
     def refuse(self, names: str, reason: str) -> None:
         """Raises ValueError if one of the keys, separated by blanks, switches something on."""
         for name in names.split():
             if self.says(name):
-                value = "" if isinstance(self._left[name], Mapping) else f"={self._left[name]!r}"
-                raise ValueError(f"{self.title(name)}{value} is not available: {reason}")
+                raise ValueError(f"{self.title(name)}={self._left[name]!r} is not available: {reason}")
             self._left.pop(name, None)
 
     def without_effect(self, names: str, reason: str) -> None:
@@ -81,15 +73,8 @@ class Keys:
             if name in self._left and self._left.pop(name) not in NOT_SAID:
                 self._without_effect.setdefault(reason, []).append(self._written[name])
 
-    def done(self, refused: Mapping[str, str] | None = None, without_effect: Mapping[str, str] | None = None) -> None:
-        """Raises ValueError for keys that were not read; warns once of those without an effect.
-
-        refused, without_effect: keys that are refused, with the reason; reasons with the keys that have no effect.
-        """
-        for names, reason in (refused or {}).items():
-            self.refuse(names, reason)
-        for reason, names in (without_effect or {}).items():
-            self.without_effect(names, reason)
+    def done(self) -> None:
+        """Raises ValueError for keys that were not read; warns once of those without an effect."""
         if self._left:
             raise ValueError(
                 f"{self.name}: {', '.join(self._written[name] for name in self._left)} is not known to zero. "
@@ -98,12 +83,6 @@ class Keys:
         if self._without_effect and int(os.environ.get("RANK", 0)) == 0:
             listed = [f"{', '.join(names)} ({reason})" for reason, names in self._without_effect.items()]
             warn_user(f"{self.name}: without an effect here: {'; '.join(listed)}.")
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError("expected a section with keys of its own")
-    return value
 
 
 def flag(value: Any) -> bool:

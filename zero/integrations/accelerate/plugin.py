@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import MappingProxyType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,7 +12,6 @@ from torch import nn
 
 from zero.integrations.accelerate import deepspeed_keys, fsdp_keys
 from zero.integrations.accelerate.keys import STATE_DICT_TYPES, Keys
-from zero.integrations.accelerate.sections import Section
 from zero.shards.partition import Partition
 
 # At which stages an option of the plugin means something. Others may stay where the stage of a script changes.
@@ -57,7 +55,8 @@ class ZeroPlugin(SimpleNamespace):
     min_num_params: int | None = None  # of a unit, by SIZE_BASED_WRAP
     as_one_unit: tuple[str, ...] = ()  # names of classes that are units without units inside
     ignored_modules: Iterable[nn.Module] | str = ()  # as in FSDP; also a regular expression for full names
-    mixed_precision_policy: Any = None  # FSDP's mixed_precision; without one that of the Accelerator is autocast
+    mixed_precision_policy: Any = None  # FSDP's mixed_precision; "auto": in the dtype of the Accelerator's
+    autocast: bool = True  # whether the Accelerator's mixed_precision is autocast
     master_dtype: torch.dtype | None = None  # torch.float32: the model is in 16 bits, and shards of masters are not
     sync_module_states: bool = True  # all ranks start from the weights of rank 0
     activation_checkpointing: bool = False  # of each unit
@@ -69,10 +68,6 @@ class ZeroPlugin(SimpleNamespace):
     mixed_precision: str | None = None  # the Accelerator's, as the next one
     gradient_accumulation_steps: int | None = None
     gradient_clipping: float | None = None  # to this norm, in each step of an optimizer
-    micro_batch_size: int | None = None  # that data loaders must have
-    scaler: Mapping[str, Any] = MappingProxyType({})  # arguments of zero.GradScaler
-    optimizer: Section | None = None  # what stands in for DummyOptim
-    scheduler: Section | None = None  # and for DummyScheduler
 
     def __init__(self, stage: int, **options: Any) -> None:
         given = {name: value for name, value in options.items() if value != getattr(ZeroPlugin, name, None)}
@@ -81,6 +76,8 @@ class ZeroPlugin(SimpleNamespace):
             raise ValueError(f"stage={stage!r} is unknown. Choose 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).")
         for name, value in given.items():
             stages = _STAGES.get(name, (0, 1, 2, 3) if hasattr(ZeroPlugin, name) else (1, 2, 3))
+            if (name, value) == ("mixed_precision_policy", "auto"):
+                stages = (1, 2, 3)
             if stage not in stages:
                 raise ValueError(
                     f"{name}={value!r} is an option of stage {' or '.join(map(str, stages))}, but stage is {stage}. "
@@ -114,19 +111,14 @@ class ZeroPlugin(SimpleNamespace):
         return cls(**_of_yaml(Path(path)))
 
     @classmethod
-    def from_json(cls, path: str | Path | Mapping[str, Any]) -> ZeroPlugin:
-        """The plugin for a DeepSpeed configuration: a file, or its contents. Otherwise as `from_yaml`."""
-        given = (path,) if isinstance(path, Mapping) else (json.loads(Path(path).read_text()), str(path))
-        return cls(**deepspeed_keys.fields(*given))
-
-    @classmethod
     def from_fsdp_plugin(cls, plugin: Any) -> ZeroPlugin:
         """The plugin for Accelerate's FullyShardedDataParallelPlugin. Otherwise as `from_yaml`."""
         return cls(**fsdp_keys.of_plugin(plugin))
 
     @classmethod
     def from_deepspeed_plugin(cls, plugin: Any) -> ZeroPlugin:
-        """The plugin for Accelerate's DeepSpeedPlugin. Otherwise as `from_yaml`."""
+        """The plugin for Accelerate's DeepSpeedPlugin without a configuration of DeepSpeed's. Otherwise as
+        `from_yaml`."""
         return cls(**deepspeed_keys.of_plugin(plugin))
 
     @classmethod
@@ -160,10 +152,5 @@ def _of_yaml(path: Path) -> dict[str, Any]:
         has = " and ".join(sections) or "neither fsdp_config nor deepspeed_config"
         raise ValueError(f"{path} has {has}. Keep one.")
     [(name, section)] = sections.items()
-    found = (fsdp_keys.fields if name == "fsdp_config" else deepspeed_keys.of_flat)(section, f"{path}, {name}")
-    known = found.get("mixed_precision")
-    if said is not None and known not in (None, said):
-        raise ValueError(
-            f"{path}: mixed_precision={said!r}, but the DeepSpeed configuration enables {known}. Keep one."
-        )
-    return {**found, "mixed_precision": known or said}
+    found = (fsdp_keys if name == "fsdp_config" else deepspeed_keys).fields(section, f"{path}, {name}")
+    return {**found, "mixed_precision": said}

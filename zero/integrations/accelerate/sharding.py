@@ -41,17 +41,23 @@ Clip = Callable[[float, float], Tensor]
 class Sharding:
     """The models and optimizers that an Accelerator has sharded, also those that it no longer holds itself.
 
-    dtype: of 16 bits, in which models compute that have float32 master weights; None where they compute as they are.
+    dtype: of the Accelerator's mixed_precision; None for float32. narrow: whether models are rounded to it, and have
+    float32 master weights beside: at stages 1 and 2 that is what comes closest to FSDP's mixed precision.
     """
 
     def __init__(self, plugin: ZeroPlugin, device: torch.device, dtype: torch.dtype | None) -> None:
         self.plugin, self._device = plugin, device
         policy, sent = plugin.mixed_precision_policy, plugin.reduce_dtype
-        if dtype is not None:
+        as_fsdp = policy == "auto" and dtype is not None
+        self.narrow = dtype is not None and (plugin.master_dtype is not None or (as_fsdp and plugin.stage < 3))
+        if self.narrow:
             policy = MixedPrecision(param_dtype=dtype, buffer_dtype=dtype, reduce_dtype=sent)
-        elif policy is None and sent is not None:
-            policy = MixedPrecision(reduce_dtype=sent)
-        self._precision, self.narrow = policy, dtype is not None
+        elif as_fsdp:
+            buffers = dtype if plugin.autocast else None  # of FSDP's first version alone
+            policy = MixedPrecision(param_dtype=dtype, reduce_dtype=sent or dtype, buffer_dtype=buffers)
+        elif policy in (None, "auto"):
+            policy = None if sent is None else MixedPrecision(reduce_dtype=sent)
+        self._precision, self._as_fsdp = policy, as_fsdp
         # The wrapped models that still exist, in the order of wrapping.
         self.wrapped: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         self._optimizers: WeakKeyDictionary[OSS, None] = WeakKeyDictionary()
@@ -68,9 +74,12 @@ class Sharding:
         """Rounds a model to 16 bits, if it is to have master weights: in place, and before its optimizer is sharded.
 
         At stages 1 and 2 parameters and buffers are of 16 bits from here on. At stage 3 the parameters, which become
-        the masters, are float32, and FSDP does the rest.
+        the masters, are float32, and FSDP does the rest; by FSDP's words they are not rounded.
         """
         if not self.narrow or self._precision is None:
+            for param in model.parameters() if self._as_fsdp else ():
+                if param.requires_grad and param.is_floating_point():
+                    param.data = param.data.float()
             return
         held = {param for one in self._optimizers for param in params_of(one)}
         if not held.isdisjoint(model.parameters()):
@@ -100,7 +109,7 @@ class Sharding:
                     f"an optimizer was prepared whose parameters are on {elsewhere[0].device}, not on {self._device}. "
                     "Prepare the model in the same call: model, optimizer = accelerator.prepare(model, optimizer)."
                 )
-            partition, masters = self.plugin.partition, self.plugin.master_dtype
+            partition, masters = self.plugin.partition, torch.float32 if self.narrow else self.plugin.master_dtype
             optimizer = OSS.from_optimizer(optimizer, partition=partition, master_dtype=masters, **self.plugin.handed)
         if isinstance(optimizer, OSS):
             self._optimizers[optimizer] = None
@@ -223,9 +232,9 @@ class Sharding:
             )
         return found
 
-    def wrapper_of(self, optimizer: Optimizer) -> nn.Module | None:
-        """The wrapper that holds the optimizer's parameters."""
-        return next((one for one in self.wrapped if steps(optimizer, inside(one))), None)
+    def holder_of(self, optimizer: Optimizer) -> nn.Module:
+        """The wrapper that holds the optimizer's parameters; a module of none where nothing is wrapped."""
+        return next((one for one in self.wrapped if steps(optimizer, inside(one))), nn.Module())
 
 
 def _all_or_none(optimizer: OSS, given: set[nn.Parameter]) -> bool:

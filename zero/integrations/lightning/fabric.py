@@ -10,15 +10,16 @@ from typing import Any
 import torch
 from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero import checkpoint
-from zero._torch import named_as_compiled
 from zero.fsdp import FSDP
-from zero.full_state import full_optimizer_state_dict, full_state_dict
+from zero.full_state import full_state_dict
 from zero.integrations.lightning import sharding
+from zero.load_full import load_full_state_dict
 from zero.scripts import clip_grad_norm_
+
+_KINDS = (nn.Module, Optimizer)
 
 
 class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
@@ -104,22 +105,16 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any | Tensor]:
-        """Collective. Full weights: at stage 3 on rank 0, {} elsewhere."""
-        wrapper = _wrapper(module)
-        return full_state_dict(wrapper, to=0 if isinstance(wrapper, FSDP) else None)
+        """Collective. Full weights on rank 0's CPU, {} elsewhere."""
+        return full_state_dict(_wrapper(module), to=0)
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Collective at stage 3."""
-        wrapper = _wrapper(module)
-        target = wrapper.module if isinstance(wrapper, DistributedDataParallel) else wrapper
-        super().load_module_state_dict(target, dict(named_as_compiled(target, state_dict)), strict)
+        """Collective."""
+        load_full_state_dict(_wrapper(module), state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Collective. The full state in the plain optimizer's format, on rank 0; {} elsewhere."""
-        wrapper = sharding.fsdp_of(optimizer)
-        if wrapper is not None:
-            return full_optimizer_state_dict(wrapper, optimizer, to=0)
-        return super().get_optimizer_state(optimizer)
+        """Collective. The full state in the plain optimizer's format, as the weights."""
+        return sharding.full_state(optimizer)
 
     def save_checkpoint(
         self,
@@ -145,6 +140,10 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
     ) -> dict[str, Any]:
         """Collective. Loads both kinds of checkpoints."""
         if not sharding.is_in_shards(path):
+            if isinstance(self.checkpoint_io, sharding.MappedCheckpointIO):
+                given = state if isinstance(state, dict) else {}
+                copied = {name for name, value in given.items() if isinstance(value, _KINDS)}
+                self.checkpoint_io.copied = lambda name: isinstance(state, _KINDS) or name in copied
             return super().load_checkpoint(path, state, strict, weights_only)
         given = {"model": state} if isinstance(state, nn.Module) else state
         if not isinstance(given, dict):
@@ -167,5 +166,4 @@ def _divided(state: dict[str, Any]) -> tuple[nn.Module, list[Optimizer], dict[st
     if len(models) != 1:
         raise ValueError(f"a sharded checkpoint holds one model, but there are {len(models)}. Use checkpoint='full'.")
     optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
-    kinds = (nn.Module, Optimizer)
-    return models[0], optimizers, {name: value for name, value in state.items() if not isinstance(value, kinds)}
+    return models[0], optimizers, {name: value for name, value in state.items() if not isinstance(value, _KINDS)}

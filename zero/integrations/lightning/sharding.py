@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero.fsdp import FSDP
 from zero.fsdp.model import sharded_params
+from zero.full_state import full_optimizer_state_dict
 from zero.grad_scaler import GradScaler
 from zero.measure.param_groups import steps
 from zero.oss import OSS
@@ -26,6 +30,24 @@ REST = "lightning.ckpt"
 """The file in the directory of a sharded checkpoint with what Lightning saves besides weights and optimizer state."""
 SHARDS = "zero_checkpoint"
 """The entry in it that names the zero.checkpoint in that directory: whenever a save ends, both are of one step."""
+
+
+class MappedCheckpointIO(TorchCheckpointIO):
+    """Lightning's own reader, onto the CPU, by which each rank takes its elements of one tensor after another.
+
+    copied: whether an entry is copied as it is loaded. Such entries are mapped from the file: they take no memory until
+    they are read, and the ranks of a host share that. Others are copied here: callbacks may keep their tensors, under
+    which the file must not be written again.
+    """
+
+    copied: Callable[[str], bool] = ("state_dict", "optimizer_states", "current_model_state").__contains__
+
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+        on_disk = Path(path).is_file() and zipfile.is_zipfile(path)  # others are elsewhere, or of a torch before 1.6
+        if weights_only is False or not on_disk:
+            return super().load_checkpoint(path, map_location, weights_only)
+        found: dict[str, Any] = torch.load(path, map_location=map_location, mmap=True, weights_only=True)
+        return {name: value if self.copied(name) else deepcopy(value) for name, value in found.items()}
 
 
 class ShardedStrategy:
@@ -61,6 +83,7 @@ class ShardedStrategy:
         self._stage, self._in_shards, self._oss = stage, checkpoint == "sharded", dict(oss or {})
         self._syncs_each_batch = sync_each_batch and stage > 1
         theirs = {name: options.pop(name) for name in self.lightnings if name in options}
+        theirs["checkpoint_io"] = theirs.get("checkpoint_io") or MappedCheckpointIO()
         self._options = options
         super().__init__(**theirs)
 
@@ -121,6 +144,11 @@ def fsdp_of(optimizer: Optimizer) -> FSDP | None:
     """The FSDP of a strategy that holds the optimizer's parameters."""
     wrappers = [wrapper for known in _sharded.values() if (wrapper := known()) is not None]
     return next((one for one in wrappers if steps(optimizer, one.module)), None)
+
+
+def full_state(optimizer: Optimizer) -> dict[str, Any]:
+    """Collective. The full state in the plain optimizer's format, on rank 0's CPU; {} elsewhere."""
+    return full_optimizer_state_dict(fsdp_of(optimizer) or nn.Module(), optimizer, to=0)  # an OSS needs no model
 
 
 def scale_for_shards(plugin: Any) -> None:

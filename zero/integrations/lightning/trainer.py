@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero import checkpoint as saved
-from zero._torch import follow, named_as_compiled
+from zero._torch import follow
 from zero.comm import Comm
 from zero.fsdp import FSDP
-from zero.full_state import full_optimizer_state_dict, full_state_dict
+from zero.full_state import full_state_dict
 from zero.integrations.lightning import averages, sharding
 from zero.integrations.lightning.launcher import Launcher
+from zero.load_full import load_full_optimizer_state_dict, load_full_state_dict
 from zero.scripts import clip_grad_norm_, unwrap
 
 
@@ -151,23 +152,12 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Collective. Full weights: at stage 3 on rank 0, {} elsewhere; {} where they are saved in shards."""
-        if self._in_shards:
-            return {}
-        wrapper = sharding.sharded_before(self.lightning_module)
-        if wrapper is not None:
-            return full_state_dict(wrapper, to=0)
-        return self.lightning_module.state_dict()
+        """Collective. Full weights on rank 0's CPU, {} elsewhere; {} where they are saved in shards."""
+        return {} if self._in_shards else full_state_dict(self._whole(), to=0)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Collective. The full state in the plain optimizer's format, on rank 0; {} elsewhere, and as above."""
-        if self._in_shards:
-            return {}
-        plain: Any = getattr(optimizer, "optimizer", optimizer)
-        wrapper = None if self.lightning_module is None else sharding.sharded_before(self.lightning_module)
-        if wrapper is not None:
-            return full_optimizer_state_dict(wrapper, plain, to=0)
-        return super().optimizer_state(plain)
+        """Collective. The full state in the plain optimizer's format, as the weights."""
+        return {} if self._in_shards else sharding.full_state(getattr(optimizer, "optimizer", optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Collective where it is saved in shards, into a directory."""
@@ -192,18 +182,16 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
         """Collective at stage 3. Takes full weights."""
         if sharding.SHARDS in checkpoint:
             return  # which have been loaded
+        weights = checkpoint["state_dict"]
         if isinstance(self.model, FSDP):
             weights = averages.weights_to_load(cast("dict[str, Any]", checkpoint), self.lightning_module)
-            self.model.load_state_dict(named_as_compiled(self.model, weights), strict=strict)
-        else:
-            own = self.lightning_module
-            own.load_state_dict(named_as_compiled(own, checkpoint["state_dict"]), strict=strict)
+        load_full_state_dict(self._whole(), weights, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Takes full state, of any strategy."""
+        """Collective. Takes full state, of any strategy."""
         if sharding.SHARDS not in checkpoint:
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-                optimizer.load_state_dict(state)
+                load_full_optimizer_state_dict(self._whole(), optimizer, state)
 
     def _optimizers_in(self, checkpoint: Mapping[str, Any]) -> list[Optimizer] | None:
         return [*self.optimizers] or None if "optimizer_states" in checkpoint else None
