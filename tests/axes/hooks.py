@@ -289,6 +289,7 @@ def on_many(mode: str) -> Place:
 
 hooks("on each gradient", on_gradients, reads, scales, *RAISES, **how)
 hooks("on each accumulated gradient", on_accumulated, reads, scales_in_place, *RAISES, **how)
+how["or_refused"] = "needs the full tensor"  # registered between steps of stage 3
 hooks("on all gradients of a block", on_many("all"), reads, *RAISES, **how)
 hooks("on any gradient of a block", on_many("any"), reads, *RAISES, **how)
 
