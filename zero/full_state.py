@@ -94,7 +94,8 @@ def full_tensors(
 
     A rank that gets them holds at most one unit at a time, as far as the caller keeps none. Tied weights come once.
     Ranks that get none iterate, too, over nothing. Whoever breaks off ends the iteration on all ranks, and the model
-    can be used; where every rank gets tensors, one that goes on raises RuntimeError.
+    can be used; where every rank gets tensors, one that goes on raises RuntimeError. An iterator that is kept after it
+    was broken off, as a traceback keeps it, has to be closed by its `close()`. Extra state of modules is not in it.
 
     optimizer: that trains the model. Its state has names such as "layers.0.weight/exp_avg", and numbers are tensors
         without dimensions. to, device: as of `full_state_dict`.

@@ -90,7 +90,7 @@ class StepChecks:
     ) -> Iterator[str]:
         """tensorwise: name and finding of an optimizer that needs uncut parameters, if there is one."""
         stepped = [param for param in params if param.grad is not None]
-        kind = type(optimizer).__name__
+        kind, held = type(optimizer).__name__, {*stepped}
         for unit in self._index.units_of(stepped):
             if unit.summoned or Need.BACKWARD in unit.needed_by:
                 name = next(self._index[param].name for param in stepped if param in unit.params)
@@ -98,7 +98,7 @@ class StepChecks:
                     f"{name!r} is unsharded, not this rank's shard, while {kind}.step() is called: backward is not "
                     "complete, or this is inside summon_full_params(). Step after backward, outside it."
                 )
-            for name in filter(None, [bucket.name_of_unreduced({*stepped}) for bucket in unit.buckets]):
+            for name in filter(None, [bucket.name_of_unreduced(held) for bucket in unit.buckets]):
                 yield (
                     f"{name!r} has a gradient that was not reduced: the last backward ran under no_sync(). Run the "
                     "last backward before step() outside it."
