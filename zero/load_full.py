@@ -162,7 +162,8 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
         unit.reshard()  # a forward without backward may have left it unsharded
     if not alone and isinstance(state_dict, dict):
         _refuse_shard(stepped, comms, state_dict)
-        if stepped.shard_groups and not isinstance(optimizer, OSS):
+        has_masters = any("master" in of_one for of_one in state_dict["state"].values())
+        if not isinstance(optimizer, OSS) and (stepped.shard_groups or has_masters):
             load(stepped, state_dict)
             return
         optimizer.load_state_dict(state_dict)

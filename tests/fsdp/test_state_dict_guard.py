@@ -77,3 +77,16 @@ def test_hooks_on_state_dicts_of_modules_inside_see_full_parameters(rank, world)
     for found in (model.state_dict(), zero.full_state_dict(model)):
         same(dict(found), expected)
         same(seen, expected)
+
+
+@ranks.on(2)
+def test_full_weights_do_not_load_into_a_module_inside(rank, world):
+    model = zero.FSDP(Stack())
+    full = zero.full_state_dict(model)
+    words = r"'first\.weight' of shape \[10, 10\], of which this rank has a shard.*zero\.load_full_state_dict"
+    with pytest.raises(RuntimeError, match=words):
+        model.module.load_state_dict(full)
+    with model.summon_full_params():
+        model.module.load_state_dict(full)
+    model.load_state_dict(full)
+    same(zero.full_state_dict(model), full)

@@ -233,6 +233,30 @@ def test_casts_end_with_the_wrapper(rank, world, stage):
     assert kept == [torch.bfloat16, torch.float32]
 
 
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks.on(2)
+def test_masters_are_the_weights_where_no_masters_are_kept(rank, world, stage, optim, alone):
+    """Full weights of stages 1 and 2 are rounded; what is stepped goes with the state. One layer is frozen."""
+    net = Net()
+    net.first.requires_grad_(False)
+    model, optimizer = zero.setup(net, OPTIMIZERS[optim], stage=stage, precision="bf16")
+    Loop(rank).at_stage(model, optimizer)
+    weights, state = zero.full_state_dict(model), zero.full_optimizer_state_dict(model, optimizer)
+    expected = masters(model, optimizer)
+    for to in (0, 3):
+        other = Net()
+        other.first.requires_grad_(False)
+        again, fresh = zero.setup(other, OPTIMIZERS[optim], stage=to)
+        given = (weights, state) if rank == 0 or not alone else (None, None)
+        zero.load_full_state_dict(again, given[0])
+        zero.load_full_optimizer_state_dict(again, fresh, given[1])
+        found = zero.full_state_dict(again)
+        same({name: found[name] for name in expected}, expected, f"at stage {to}")
+        assert not any("master" in of_one for of_one in fresh.state.values())
+
+
 def alone(rank: int, world: int, stage: int) -> list[float]:
     model, optimizer = zero.setup(Net(), OPTIMIZERS["adam"], stage=stage, precision="bf16")
     return Loop(0).at_stage(model, optimizer)

@@ -95,6 +95,12 @@ def _unshard_to_read(values: Iterable[Any]) -> bool:
     return unsharded
 
 
+def reads_full(param: nn.Parameter) -> bool:
+    """Whether a sharded parameter is read as the full one now: within forward, and while full weights are loaded."""
+    reads = _reads_of(param)
+    return reads is not None and reads.like(param) is not None
+
+
 def _in_the_shape_of(tensor: Any) -> Any:
     """What a question about the shape is asked: of a parameter that is read as a full tensor one of that shape, so that
     nobody need gather it, perhaps on one rank alone."""

@@ -20,7 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero._torch import as_plain_tensors
 from zero.measure import param_groups
+from zero.measure.kinds import known
 from zero.measure.param_groups import params_of
 from zero.shards.masters import settled
 from zero.shards.sharded_parameter import mark_states, plain_state
@@ -182,15 +184,19 @@ def refuse_other_shard(
 def hand_over(
     optimizer: SteppedShards, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]
 ) -> None:
-    """Loads this rank's shards of a state, by `part(param)`, and the options of the groups."""
-    masters = {
-        shard: state.pop("master") for shard, state in taken.items() if optimizer.keeps_masters and "master" in state
-    }
+    """Loads this rank's shards of a state, by `part(param)`, and the options of the groups.
+
+    Master weights are what is stepped: without them it is the parameters, which then have their values. Optimizers that
+    are not torch's may have an entry of that name of their own.
+    """
+    takes_masters = optimizer.keeps_masters or known(type(optimizer.optim)) is not None
+    masters = {shard: state.pop("master") for shard, state in taken.items() if takes_masters and "master" in state}
     options = [deepcopy(param_groups.options(group)) for group in groups]
-    restore(optimizer.optim, taken, options)
+    # Not the empty states of frozen parameters, which torch's Adam takes for its own.
+    restore(optimizer.optim, {shard: state for shard, state in taken.items() if state}, options)
     for option, group in zip(options, optimizer.param_groups, strict=True):
         group.update(option)
-    with torch.no_grad():
+    with torch.no_grad(), as_plain_tensors():
         for shard, master in masters.items():
             shard.copy_(master)
     mark_states(optimizer.optim)
