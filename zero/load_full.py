@@ -160,15 +160,11 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
     alone = first_alone(comms, what, state_dict, params_of(optimizer))
     for unit in (unit for one, _ in models_of(inner) for unit in one.units):
         unit.reshard()  # a forward without backward may have left it unsharded
-    if not alone and isinstance(state_dict, dict):
+    if not alone and isinstance(state_dict, Mapping):
         _refuse_shard(stepped, comms, state_dict)
-        has_masters = any("master" in of_one for of_one in state_dict["state"].values())
-        if not isinstance(optimizer, OSS) and (stepped.shard_groups or has_masters):
-            load(stepped, state_dict)
-            return
-        optimizer.load_state_dict(state_dict)
-        if not isinstance(optimizer, OSS):
-            keep_dtypes(optimizer, state_dict)
+        with Together(comms, COLLECTION) as together:
+            _load_state(stepped, optimizer, dict(state_dict))
+            together.agree()
         return
     groups: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
     with Together(comms, COLLECTION) as together:
@@ -182,9 +178,20 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
     hand_over(stepped, taken, given if any(given) else numbered_groups(stepped))
 
 
+def _load_state(stepped: SteppedShards, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    has_masters = any("master" in of_one for of_one in state_dict.get("state", {}).values())
+    if not isinstance(optimizer, OSS) and (stepped.shard_groups or has_masters):
+        load(stepped, state_dict)
+        return
+    optimizer.load_state_dict(state_dict)
+    if not isinstance(optimizer, OSS):
+        keep_dtypes(optimizer, state_dict)
+
+
 def _items(stepped: SteppedShards, names: Mapping[int, str], given: Given) -> Iterator[tuple[Label, Any]]:
     """Yields leaves of state, and options of groups."""
-    if isinstance(given, dict):
+    if isinstance(given, Mapping):
+        given = dict(given)
         if marks_of(given):
             raise ValueError("the state is one rank's shard. Save what zero.full_optimizer_state_dict() returns.")
         states = fitting(stepped, given)
@@ -195,7 +202,7 @@ def _items(stepped: SteppedShards, names: Mapping[int, str], given: Given) -> It
     numbers = {name: number for number, name in names.items()}
     made = [state_made_by(stepped.optim, group, group["params"][0].dtype) for group in stepped.param_groups]
     by_number = [of_group for of_group, group in zip(made, stepped.param_groups, strict=True) for _ in group["params"]]
-    pairs: Iterable[tuple[str, Tensor]] = given or ()  # type: ignore[assignment]
+    pairs: Iterable[tuple[str, Tensor]] = given or ()
     for label, tensor in pairs:
         cuts = [at for at, letter in enumerate(label) if letter == WITHIN]  # names of modules may have it, too
         name = next((label[:at] for at in reversed(cuts) if label[:at] in numbers), "")
@@ -218,11 +225,11 @@ def _without_options(items: Iterable[tuple[Label, Any]], groups: Sequence[dict[s
             yield number, key, leaf
 
 
-def _refuse_shard(stepped: SteppedShards, comms: Sequence[Comm], state_dict: dict[str, Any]) -> None:
+def _refuse_shard(stepped: SteppedShards, comms: Sequence[Comm], state_dict: Mapping[str, Any]) -> None:
     """Collective. Raises ValueError on every rank where any was given the shard of another."""
     problem, what = None, "the state given to zero.load_full_optimizer_state_dict"
     try:
-        refuse_other_shard(stepped, marks_of(state_dict), "Load what zero.full_optimizer_state_dict returns.")
+        refuse_other_shard(stepped, marks_of(dict(state_dict)), "Load what zero.full_optimizer_state_dict returns.")
     except ValueError as error:
         problem = str(error)
     for comm in comms:

@@ -257,6 +257,21 @@ def test_masters_are_the_weights_where_no_masters_are_kept(rank, world, stage, o
         assert not any("master" in of_one for of_one in fresh.state.values())
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks.on(2)
+def test_masters_change_no_parameters_that_other_ranks_have_as_well(rank, world, stage):
+    """At stages 1 and 2 without masters: ranks would compute with other weights."""
+    model, optimizer = zero.setup(Net(), OPTIMIZERS["adam"], stage=stage, precision="bf16")
+    Loop(rank).at_stage(model, optimizer)
+    weights, state = zero.full_state_dict(model), zero.full_optimizer_state_dict(model, optimizer)
+    again, fresh = zero.setup(Net(), OPTIMIZERS["adam"], stage=stage)
+    zero.load_full_state_dict(again, weights)
+    zero.load_full_optimizer_state_dict(again, fresh, state)
+    assert not any("master" in of_one for of_one in fresh.state.values())
+    for name, value in zero.full_state_dict(again).items():
+        assert torch.equal(value, weights[name].to(value.dtype)), name
+
+
 def alone(rank: int, world: int, stage: int) -> list[float]:
     model, optimizer = zero.setup(Net(), OPTIMIZERS["adam"], stage=stage, precision="bf16")
     return Loop(0).at_stage(model, optimizer)

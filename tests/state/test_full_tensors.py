@@ -188,3 +188,16 @@ def test_hooks_on_the_optimizers_state_see_full_state(rank: int, world: int, sta
     for number, param in enumerate(model.parameters()) if rank == 0 else ():
         if stage < 3:
             assert full["state"][number]["exp_avg"].shape == param.shape
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks.on(2, timeout=30)
+def test_a_state_that_one_rank_alone_cannot_load_is_refused_on_every_rank(rank: int, world: int, stage: int) -> None:
+    model, optimizer = trained(rank, stage)
+    full = zero.full_optimizer_state_dict(model, optimizer)
+    if rank == 1:
+        full["param_groups"] = [full["param_groups"][0], full["param_groups"][0]]
+    told = ranks.refusal(partial(zero.load_full_optimizer_state_dict, model, optimizer, full))
+    assert "parameter group" in told, told
+    loss_on(rank, 0)(model).backward()
+    optimizer.step()

@@ -186,18 +186,20 @@ def hand_over(
 ) -> None:
     """Loads this rank's shards of a state, by `part(param)`, and the options of the groups.
 
-    Master weights are what is stepped: without them it is the parameters, which then have their values. Optimizers that
-    are not torch's may have an entry of that name of their own.
+    Master weights are what is stepped. Where none are kept they become the parameters at stages 0 and 3; at 1 and 2
+    they are dropped, as the other ranks would not hear of them. Optimizers that are not torch's may have an entry of
+    that name of their own.
     """
     takes_masters = optimizer.keeps_masters or known(type(optimizer.optim)) is not None
     masters = {shard: state.pop("master") for shard, state in taken.items() if takes_masters and "master" in state}
+    writes_masters = optimizer.keeps_masters or optimizer.steps_parameters  # before torch replaces the groups
     options = [deepcopy(param_groups.options(group)) for group in groups]
     # Not the empty states of frozen parameters, which torch's Adam takes for its own.
     restore(optimizer.optim, {shard: state for shard, state in taken.items() if state}, options)
     for option, group in zip(options, optimizer.param_groups, strict=True):
         group.update(option)
     with torch.no_grad(), as_plain_tensors():
-        for shard, master in masters.items():
+        for shard, master in masters.items() if writes_masters else ():
             shard.copy_(master)
     mark_states(optimizer.optim)
     optimizer.loaded()
