@@ -4,6 +4,7 @@ else raises on every rank, and nothing is lost."""
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 import re
@@ -315,6 +316,8 @@ def test_what_each_rank_would_compute_otherwise_is_refused_on_every_rank(rank, w
     net = both.model.module
     first = net.first.weight
     for name, use in NEED_FULL.items():
+        if name == "it is broadcast" and "has_torch_function" not in inspect.getsource(dist.broadcast):
+            continue  # earlier versions of torch ask no tensor
         if partition == "whole" and name == "it is made orthogonal":
             continue  # torch returns at once from what is empty, and does nothing
         refused(name, RuntimeError, use, first, "needs the full tensor.*first.*summon_full_params")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import gpus
 import ranks
 import zero
 from rows import Net, Rows, adam, changed, momentum
@@ -21,7 +22,7 @@ def evolve(t, i):
     """The same on every rank, as of an evolution strategy that draws by one seed."""
     with torch.no_grad():
         t.loss(i)
-    noise = torch.Generator().manual_seed(i)
+    noise = gpus.generator(i)
     for p in t.n.parameters():
         p.grad = torch.randn(p.shape, generator=noise)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
 
+import gpus
 import ranks
 import zero
 from assertions import same
@@ -53,6 +54,7 @@ def fail(_: Tensor) -> None:
     raise Told
 
 
+@gpus.cpu_only("elsewhere autograd ends in a thread of its own, and the next forward restores them")
 @ranks.on(2, timeout=20)
 def test_no_full_gradient_of_a_backward_that_an_exception_ended_stays(rank, world):
     """Neither of the unit in which it ended, nor of the root, which is there until the end."""

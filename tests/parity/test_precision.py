@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import SGD, Optimizer
 
+import gpus
 import matrix
 import ranks
 import zero
@@ -56,6 +57,7 @@ OPTIONS: dict[str, Callable[[Path], dict[str, Any]]] = {
 }
 
 
+@gpus.cpu_only("the reference is stepped on the GPU")
 @matrix.combined("stage, where", [1, 2, 3], OPTIONS, each=2)
 @ranks.on(2)
 def test_with_offload_and_partitions(rank, world, stage, where, tmp_path):
