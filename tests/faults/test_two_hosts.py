@@ -99,6 +99,41 @@ def test_two_hosts_train_to_the_numbers_of_one_and_both_say_when_the_link_fails(
             assert 0 < at - cut < SECONDS, told
 
 
+CONNECT = """
+import os, sys
+from datetime import timedelta
+import torch
+import torch.distributed as dist
+from zero._torch import gloo_group
+from zero.comm.store import StoreRendezvous
+rank = int(sys.argv[1])
+store = dist.TCPStore("first-host", 29417, 2, rank == 0)
+with StoreRendezvous(store, rank, 2, timedelta(seconds=30)) as exchange:
+    group = gloo_group(dist.PrefixStore("own", store), rank, 2, timedelta(seconds=30), exchange.address())
+group.allreduce([number := torch.tensor(rank + 1.0)]).wait()
+assert number == 3
+exchange.all_gather(b"")
+os._exit(0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.faults
+@pytest.mark.skipif(bool(two_hosts.problem()), reason=two_hosts.problem() or "it can be run")
+def test_hosts_that_know_themselves_by_a_loopback_address_alone_reach_one_another(tmp_path):
+    """As Debian's installer writes it; torch's own Gloo group would wait there until its timeout."""
+    hosts = Hosts(tmp_path, know_themselves=False)
+    try:
+        commands = [f"{hosts.command(name)} {sys.executable} -c '{CONNECT}' {rank}" for rank, name in enumerate(HOSTS)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        ranks_of = [subprocess.Popen(one, shell=True, env=environment, stderr=-1) for one in commands]
+        for one in ranks_of:
+            _, said = one.communicate(timeout=60)
+            assert one.returncode == 0, said.decode()
+    finally:
+        hosts.end()
+
+
 def fail(hosts: Hosts, stage: str, folder: Path, job: subprocess.Popen[bytes]) -> float:
     """Cuts the link while both train at a stage, until both have said so. When that was."""
     training = [folder / f"training-{stage}-{rank}" for rank in range(2)]

@@ -55,7 +55,9 @@ def problem() -> str:
 class Hosts:
     """Two of them, from here until `end`. Raises CalledProcessError where they cannot be made."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, know_themselves: bool = True) -> None:
+        """know_themselves: by the address at which the other reaches them; else by 127.0.1.1, as Debian has it."""
+        self._know_themselves = know_themselves
         self._holders: dict[str, subprocess.Popen[str]] = {}
         self._as_root = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
         try:
@@ -65,8 +67,6 @@ class Hosts:
             raise
 
     def _start(self, folder: Path) -> None:
-        names = folder / "hosts"
-        names.write_text("127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in HOSTS.items()))
         first, second = HOSTS
         self._holders[first] = self._hold(["unshare", *self._as_root, "--net", "--uts", "--mount"])
         within = self._entering(first) if self._as_root else []  # both are of one user namespace
@@ -74,6 +74,9 @@ class Hosts:
         there = str(self._holders[second].pid)
         self.run(first, ["ip", "link", "add", "name", "link0", "type", "veth", "peer", "name", "link0", "netns", there])
         for name, address in HOSTS.items():
+            names = folder / f"hosts-of-{name}"
+            known = HOSTS if self._know_themselves else {**HOSTS, name: "127.0.1.1"}
+            names.write_text("127.0.0.1 localhost\n" + "".join(f"{at} {one}\n" for one, at in known.items()))
             for command in (
                 ["hostname", name],
                 ["mount", "--bind", str(names), "/etc/hosts"],

@@ -62,8 +62,10 @@ from zero._torch.process_groups import another_like as another_like
 from zero._torch.process_groups import backend_of as backend_of
 from zero._torch.process_groups import coalesced as coalesced
 from zero._torch.process_groups import collectives_of_one_tensor as collectives_of_one_tensor
+from zero._torch.process_groups import gloo_group as gloo_group
 from zero._torch.process_groups import host_of as host_of
 from zero._torch.process_groups import in_stream_order as in_stream_order
+from zero._torch.process_groups import nccl_version as nccl_version
 from zero._torch.process_groups import shortest_timeout_of as shortest_timeout_of
 from zero._torch.process_groups import store_of as store_of
 from zero._torch.process_groups import timeout_of as timeout_of
@@ -97,6 +99,7 @@ from zero._torch.tensors import without_values as without_values
 from zero._torch.tensors import wrap_others as wrap_others
 from zero._torch.tensors import wrapped_in as wrapped_in
 from zero._torch.tensors import wraps_others as wraps_others
+from zero._torch.tensors import zero_all as zero_all
 
 NEWEST_TESTED = (2, 15)
 

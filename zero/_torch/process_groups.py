@@ -11,6 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
+# For which ranks may connect with one another over Gloo.
+_CONNECTS = timedelta(minutes=1)
+
 # Seconds that an abort may take before nobody waits for it.
 _ABORTS = 5.0
 
@@ -61,6 +64,32 @@ def in_stream_order(options: _Options) -> _Options:
     """
     options.asyncOp = False  # type: ignore[attr-defined]
     return options
+
+
+def nccl_version() -> tuple[int, ...] | None:
+    """The version of NCCL that torch was built with; None without one, or with another library such as RCCL."""
+    if torch.version.cuda is None or not dist.is_nccl_available():
+        return None
+    return tuple(torch.cuda.nccl.version())
+
+
+def gloo_group(store: dist.Store, rank: int, world: int, timeout: timedelta, address: str) -> Any:
+    """Collective. A Gloo group that torch.distributed does not know. address: of this host, where the other ranks
+    connect; empty for the one that torch chooses by the host's name or GLOO_SOCKET_IFNAME."""
+    gloo: Any = dist.ProcessGroupGloo
+    device = gloo.create_device(hostname=address) if address else gloo.create_default_device()
+    options = gloo._Options()
+    options._devices, options._timeout = [device], min(timeout, _CONNECTS)
+    try:
+        group = gloo(store, rank, world, options)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {rank} could not connect with the others over Gloo in {options._timeout.total_seconds():.0f} s. "
+            f"Its own address is {device}. Where this is not in the network between the hosts, set GLOO_SOCKET_IFNAME "
+            f"to its interface on each, such as eth0. {error}"
+        ) from error
+    group._set_default_timeout(timeout)
+    return group
 
 
 def another_like(group: dist.ProcessGroup, device: torch.device, store: dist.Store) -> Any:

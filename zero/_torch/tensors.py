@@ -101,6 +101,15 @@ def copy_all(into: list[Tensor], tensors: list[Tensor]) -> None:
             place.copy_(tensor)
 
 
+def zero_all(tensors: list[Tensor]) -> None:
+    """Fills each tensor with zeros, in a few kernels however many there are; see copy_all."""
+    if all(map(has_values, tensors)):
+        torch._foreach_zero_(tensors)
+    else:
+        for tensor in tensors:
+            tensor.zero_()
+
+
 def add_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     """Adds to each tensor of one list that of another, in a few kernels however many there are; see copy_all."""
     if all(map(has_values, tensors)):

@@ -15,7 +15,16 @@ from weakref import WeakKeyDictionary, proxy, ref
 import torch
 import torch.distributed as dist
 
-from zero._torch import abort, another_like, backend_of, shortest_timeout_of, store_of, timeout_of
+from zero._torch import (
+    abort,
+    another_like,
+    backend_of,
+    gloo_group,
+    nccl_version,
+    shortest_timeout_of,
+    store_of,
+    timeout_of,
+)
 from zero.comm import settings
 from zero.comm.host_memory.rendezvous import rendezvous
 from zero.comm.host_memory.transport import HostMemory
@@ -87,7 +96,8 @@ class Link:
                 return HostMemory(self.log, peers, self.rank, self.world)
             # Not torch.distributed.new_group(): it is collective over all ranks of the job, or
             # (use_local_synchronization) waits for ever if ranks are in different numbers of groups (torch 2.13).
-            gloo = dist.ProcessGroupGloo(self._watch(exchange), self.rank, self.world, timeout)
+            address = exchange.address()
+            gloo = gloo_group(self._watch(exchange), self.rank, self.world, timeout, address)
             return Gloo(self.log, gloo, self.rank, self.world)
 
     def _agree_on_checks(self, exchange: StoreRendezvous) -> None:
@@ -97,7 +107,7 @@ class Link:
     def _device_transport(self, device: torch.device, backend: str, checks: Transport) -> Transport:
         """Collective. Returns a transport for an accelerator, with a communicator of its own for reductions."""
         assert self._store is not None
-        store, second = self._store, settings.second_communicator()
+        store, second = self._store, settings.second_communicator(nccl_version())
         if backend != "fake":
             # Keys of its own: another rank may not have ended the exchange before this one.
             with StoreRendezvous(dist.PrefixStore(str(device), store), self.rank, self.world, _TIMEOUT) as exchange:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
+import socket
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from threading import Thread
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
 from zero._torch import host_of
 from zero.comm import waiting
+
+# Seconds within which a store that can be reached answers.
+_ANSWERS = 1.0
 
 
 class StoreRendezvous:
@@ -35,8 +44,18 @@ class StoreRendezvous:
         self._rounds += 1
         self._store.set(keys[self.rank], data.hex() or "-")
         self._wait(keys)
-        texts = [self._store.get(key).decode() for key in keys]
+        texts = [value.decode() for value in self._store.multi_get(keys)]  # one request, however many ranks there are
         return [b"" if text == "-" else bytes.fromhex(text) for text in texts]
+
+    def address(self) -> str:
+        """Collective. Returns an address of this host at which ranks of other hosts reach it. Empty if there are none,
+        or if GLOO_SOCKET_IFNAME says it."""
+        own, there = address_towards(self.host)
+        told = [json.loads(text) for text in self.all_gather(json.dumps([own, there]).encode())]
+        if "GLOO_SOCKET_IFNAME" in os.environ:
+            return ""
+        # Where the store is, the host may know its own name by a loopback address alone: others know it by another.
+        return own or next((there for own, there in told if own), "")
 
     def _wait(self, keys: list[str]) -> None:
         patience = timedelta(seconds=waiting.PATIENCE)
@@ -59,27 +78,51 @@ class StoreRendezvous:
                 self._store.delete_key("left")
 
 
+def address_towards(host: str) -> tuple[str, str]:
+    """Returns the address of this host on the way to another, empty if that is this host itself, and the other's."""
+    with suppress(OSError):
+        family, kind, protocol, _, there = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as towards:
+            towards.connect(there)  # of datagrams: this sends nothing
+            own: str = towards.getsockname()[0]
+        return "" if own.startswith("127.") or own == "::1" else own, str(there[0])
+    return "", ""
+
+
 class RaisedText:
     """The text of an error that a rank has raised, for ranks that find themselves out of step with it. store: of the
-    group; None for one of a single rank."""
+    group; None for one of a single rank.
+
+    No method raises, or takes longer than a second: the store may have ended, or be out of reach."""
 
     def __init__(self, store: dist.Store | None) -> None:
         self._store = None if store is None else dist.PrefixStore("zero", store)
 
     def publish(self, text: str) -> None:
-        with suppress(Exception):  # the store has ended
-            if self._store is not None:
-                self._store.set("raised", text)
+        self._ask(lambda store: store.set("raised", text))
 
     def withdraw(self) -> None:
-        with suppress(Exception):  # it has ended, cannot delete keys, or another rank has done it
-            if self._store is not None:
-                self._store.delete_key("raised")
+        self._ask(lambda store: store.delete_key("raised"))
 
     def explained(self, reason: str) -> str:
         """Returns the reason why a group is broken, with the text if there is one."""
-        with suppress(Exception):
-            if self._store is not None and self._store.check(["raised"]):
-                text = self._store.get("raised").decode()
-                return reason if text in reason else f"{text} ({reason})"
-        return reason
+        text = self._ask(lambda store: store.get("raised").decode() if store.check(["raised"]) else None)
+        if text is None:
+            return reason
+        return reason if text in reason else f"{text} ({reason})"
+
+    def _ask(self, question: Callable[[dist.Store], Any]) -> Any:
+        """Asks the store in a thread, and leaves that alone where it takes long. Returns the answer, or None."""
+        answers: list[Any] = []
+        store = self._store
+        if store is None:
+            return None
+
+        def ask() -> None:
+            with suppress(Exception):  # it has ended, cannot delete keys, or another rank has done it
+                answers.append(question(store))
+
+        asking = Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(_ANSWERS)
+        return answers[0] if answers else None

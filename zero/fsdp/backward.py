@@ -237,7 +237,7 @@ class Backward:
         # Before waiting: an all-gather into its memory need not wait for the reduction.
         unit.post_backward(within_forward=self._within_forward)
         if self.reduces:
-            self._finish_reduce()
+            self._pack(unit)
         else:
             self._left_unreduced = True
             for bucket in unit.buckets:
@@ -247,8 +247,14 @@ class Backward:
         if self.reduces:
             self._launch_reduce(unit)
 
-    def _launch_reduce(self, unit: Unit) -> None:
+    def _pack(self, unit: Unit) -> None:
+        """Packs the unit's messages, and waits for the reduction before: nothing lies between the two on the wire."""
+        for bucket in unit.buckets:
+            if bucket.trained:
+                bucket.pack()
         self._finish_reduce()
+
+    def _launch_reduce(self, unit: Unit) -> None:
         for bucket in unit.buckets:
             if bucket.trained:
                 bucket.launch()
@@ -278,6 +284,7 @@ class Backward:
                 for bucket in unit.buckets:
                     bucket.pre_backward()
                     bucket.take_written()
+                self._pack(unit)
                 self._launch_reduce(unit)
         self._finish_reduce()
         for unit in self._units if not within else ():

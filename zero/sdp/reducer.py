@@ -184,6 +184,8 @@ class Reducer:
                 self._take_rest(self._launched)
             elif not bucket.complete:
                 return
+            if bucket.trained:
+                bucket.pack()  # before it waits: nothing lies between two reductions on the wire
             self._finish_in_flight()
             if bucket.trained:
                 bucket.launch()

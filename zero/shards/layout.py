@@ -20,7 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,6 +70,12 @@ class Layout:
     @property
     def numel(self) -> int:
         return self.bounds[-1]
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all segments have one length."""
+        length = self.bounds[1]
+        return all(high - low == length for low, high in pairwise(self.bounds))
 
     def segment(self, rank: int) -> slice:
         return slice(self.bounds[rank], self.bounds[rank + 1])

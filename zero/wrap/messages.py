@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from zero._torch import copy_all
+from zero._torch import copy_all, zero_all
 from zero.comm.packing import concatenate, lengths
 from zero.comm.transport import Message
 from zero.shards.shard_group import ShardGroup
@@ -43,6 +43,7 @@ class InOneMessage:
             for numel, both in zip(group.layout.numels, lengths_with_padding, strict=True)
             for size in (numel, both - numel)
         ]
+        self._padding = {number for number, size in enumerate(self._pieces) if size and number % 2}
 
     @cached_property
     def _lengths(self) -> list[int]:
@@ -51,10 +52,13 @@ class InOneMessage:
 
     def messages(self, taken: Gradients) -> list[Message]:
         """Returns the messages to reduce."""
-        packed = self._group.full.new_zeros(self._numel, dtype=self._dtype)
+        packed = self._group.full.new_empty(self._numel, dtype=self._dtype)
+        views = packed.split(self._pieces)
+        missing = {2 * index for index in range(len(views) // 2) if index not in taken}
+        if missing or self._padding:
+            zero_all([views[number] for number in sorted(self._padding | missing)])
         if taken:
-            views = packed.split(self._pieces)[::2]
-            copy_all([views[index] for index in taken], [*taken.values()])
+            copy_all([views[2 * index] for index in taken], [*taken.values()])
         return [(packed, self._lengths)]
 
     def cut(self, sums: Tensor) -> Iterable[tuple[int, Tensor]]:

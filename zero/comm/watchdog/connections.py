@@ -27,17 +27,6 @@ def listen() -> socket.socket:
     return socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
 
 
-def address_towards(host: str) -> str:
-    """Returns the address of this host on the way to another; empty if that is this host itself."""
-    with suppress(OSError):
-        family, kind, protocol, _, there = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, protocol) as towards:
-            towards.connect(there)  # of datagrams: this sends nothing
-            own: str = towards.getsockname()[0]
-        return "" if own.startswith("127.") or own == "::1" else own
-    return ""
-
-
 class Connections:
     """nonce: a name that all ranks know, so that nobody else is listened to. hear: called with the rank and its
     message. lost: called with the rank when its connection ends. keep: seconds after which a host that does not answer

@@ -14,9 +14,9 @@ from threading import Event, Thread
 from weakref import finalize, ref
 
 from zero.comm.oplog import Log
-from zero.comm.store import StoreRendezvous
+from zero.comm.store import StoreRendezvous, address_towards
 from zero.comm.watchdog import loop
-from zero.comm.watchdog.connections import Connections, Message, address_towards, listen
+from zero.comm.watchdog.connections import Connections, Message, listen
 from zero.comm.watchdog.hub import Hub, Position
 
 # Seconds between two looks at the log of this rank.
@@ -52,7 +52,7 @@ class Watchdog:
         hear, lost = (self._learn_from, self._lose_hub) if self._hub is None else (self._hub.hear, self._hub.lost)
         self._connections = Connections(self._rank, exchange.nonce, hear, lost, limit)
         listening = None if self._rank else listen()
-        own = [] if listening is None else [address_towards(exchange.host), listening.getsockname()[1]]
+        own = [] if listening is None else [address_towards(exchange.host)[0], listening.getsockname()[1]]
         host, port = json.loads(exchange.all_gather(json.dumps(own).encode())[0])
         self._log.at_failure.insert(0, self._fail)  # before transfers are aborted, which may take long
         self._log.inquire = self._inquire
