@@ -25,7 +25,8 @@ from transports import between_hosts, overlapping
 from zero._torch import abort
 from zero.comm import Comm, work
 from zero.comm.host_memory import attach
-from zoo import Stack, loss_on
+from zero.comm.oplog import Log
+from zoo import WIDTH, Stack, loss_on
 
 # --------------------------------------------------------------------------------------------------- A failed transfer
 
@@ -81,6 +82,29 @@ def test_both_communicators_of_a_group_are_aborted_at_once():
     both = Aborting(*events), Aborting(*reversed(events))
     abort(both, torch.device("cpu"))
     assert both[0].ended and both[1].ended
+
+
+def test_groups_that_fail_together_are_aborted_at_once():
+    """The averaging over replicas waits for a rank that is gone, and the abort of the shards' group for the device."""
+    events = threading.Event(), threading.Event()
+    both = Aborting(*events), Aborting(*reversed(events))
+    logs = [Log(0, 2), Log(0, 2)]
+    logs[0].fail_with(logs[1])
+    for log, backend in zip(logs, both, strict=True):
+        log.at_failure.append(lambda _, backend=backend: abort([backend], torch.device("cpu")))
+    logs[0].mark_broken("rank 1 is gone")
+    assert both[0].ended and both[1].ended and logs[1].broken == "rank 1 is gone"
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_lost_rank_of_a_hybrid_group_ends_the_transfers_of_both(which):
+    with simulated() as there:
+        comms = there.comm(1, 4), there.comm(0, 2)
+        model = zero.FSDP(Stack(), process_group=comms, sharding_strategy="HYBRID_SHARD")
+        model(torch.ones(2, WIDTH)).sum().backward()
+        comms[which].log.mark_broken("rank 1 is gone")
+        assert there.aborted == [1, 1]
+        assert "rank 1 is gone" in refusal(lambda: model(torch.ones(2, WIDTH)))
 
 
 def test_buffers_of_what_was_launched_before_ranks_were_out_of_step_are_kept():

@@ -47,8 +47,8 @@ class SimulatedLink(Link):
             blocks=False,
             checks=checks,
             name="nccl",
-            reduces_by=groups[1],
-            abort=lambda: simulated.aborted.append(1),
+            second=lambda: groups[1],
+            abort=lambda _: simulated.aborted.append(1),
         )
         of = {"cpu": checks}
         self.transports = Transports(lambda kind: Local() if world == 1 else of.get(kind, overlapping))

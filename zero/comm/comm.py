@@ -227,6 +227,14 @@ class Comm:
         self._transports[device.type].collect(transfers, to, device)
 
 
+def fail_together(comms: Sequence[Comm], device: torch.device) -> None:
+    """Collective. Has a failure in one of the groups be one of all: the device may wait for ranks of another one."""
+    for one in comms:
+        one.transport_name(device)  # chosen now, as it is what aborts
+        for other in comms:
+            one.log.fail_with(other.log)
+
+
 def _narrows(dtype: torch.dtype, tensor: Tensor) -> bool:
     return tensor.is_floating_point() and dtype.itemsize < tensor.element_size()
 

@@ -113,14 +113,14 @@ class Link:
             with StoreRendezvous(dist.PrefixStore(str(device), store), self.rank, self.world, _TIMEOUT) as exchange:
                 store = self._watch(exchange)
                 second = bytes([0]) not in exchange.all_gather(bytes([second]))
-        group, reduces_by = self._group, another_like(self._group, device, store) if second else None
+        group = self._group
         return Overlapping(
             *(self.log, group, self.rank, self.world),
             blocks=False,
             checks=checks,
             name=backend,
-            reduces_by=reduces_by,
-            abort=lambda: abort([one for one in (group, reduces_by) if one is not None], device),
+            second=(lambda: another_like(group, device, store)) if second else None,
+            abort=lambda groups: abort(groups, device),
         )
 
     def _watch(self, exchange: StoreRendezvous) -> dist.Store:

@@ -16,7 +16,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from threading import Thread
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 from zero.comm import settings
 from zero.comm.store import RaisedText
@@ -58,6 +60,8 @@ class Log:
         self.broken: str | None = None
         self.at_failure: list[Callable[[str], object]] = []
         self.inquire: Callable[[], object] = lambda: None
+        # Of groups whose operations the device may wait for before those of this one.
+        self._coupled: WeakSet[Log] = WeakSet()
         self.each = settings.check_each()
         # The position in the schedule: a digest of the operations since it began.
         self._position = 0
@@ -210,8 +214,20 @@ class Log:
         """Has every later operation raise with this reason, unless an earlier one is known."""
         if self.broken is None:
             self.broken = reason
+            # All at once: an abort waits for all that the device runs, and that may wait for another group's ranks.
+            coupled = [Thread(target=log.mark_broken, args=(reason,), daemon=True) for log in self._coupled]
+            for thread in coupled:
+                thread.start()
             for act in self.at_failure:
                 act(reason)
+            for thread in coupled:
+                thread.join()
+
+    def fail_with(self, other: Log) -> None:
+        """Has a failure of either group be one of both."""
+        if other is not self:
+            self._coupled.add(other)
+            other._coupled.add(self)
 
     def fail(self, channel: int | None, buffers: object, error: BaseException) -> None:
         """Records the failure of a transfer. Raises RuntimeError with a message for the user for an error of a backend

@@ -77,7 +77,9 @@ class ProcessGroupTransport(Transport):
         collective, works = getattr(self._reduces_by, self._to_reduce.all_to_all), []
         for rows, (message, counts) in zip(received, messages, strict=True):
             into, sent, own = _real(rows.view(-1)), _real(message), [counts[self._rank]] * self._world
-            works.append(collective(into, sent, own, [*counts], _ALL_TO_ALL))
+            # Without counts NCCL uses its own all-to-all, which takes equal parts.
+            given = ([], []) if _are_equal_counts(tuple(counts)) else (own, [*counts])
+            works.append(collective(into, sent, *given, _ALL_TO_ALL))
         return works
 
     def broadcast(self, flat: Tensor, source: int) -> None:
@@ -181,8 +183,9 @@ class Overlapping(ProcessGroupTransport):
     (streams.py): neither a launch nor a wait blocks the host.
 
     checks: the transport on the CPU by which the ranks compare their operations.
-    reduces_by: a process group for reductions alone, so that these need not wait for gathers; by default `group`.
-    abort: aborts the launched operations after a failure: other operations on the device would wait for them.
+    second: makes a process group for reductions alone, with the first of them, so that they need not wait for gathers;
+        None, or what it returns, stands for `group`.
+    abort: aborts the launched operations of groups after a failure: others on the device would wait for them.
     """
 
     overlaps = True
@@ -197,16 +200,22 @@ class Overlapping(ProcessGroupTransport):
         blocks: bool,
         checks: Transport,
         name: str,
-        reduces_by: Any = None,
-        abort: Callable[[], object] | None = None,
+        second: Callable[[], Any] | None = None,
+        abort: Callable[[list[Any]], object] | None = None,
     ) -> None:
         super().__init__(log, group, rank, world, blocks=blocks)
-        self._checks, self.name = checks, name
-        if reduces_by is not None:
-            self._reduces_by, self._to_reduce = reduces_by, collectives_of_one_tensor(reduces_by)
+        self._checks, self.name, self._second = checks, name, second
+        self._groups = groups = [group]
         if abort is not None:
             self._launching = launching = RLock()
-            log.at_failure.append(lambda _: _abort(launching, abort))
+            log.at_failure.append(lambda _: _abort(launching, lambda: abort(groups)))
+
+    def _begin_to_reduce(self) -> None:
+        """Not where the group is made: replicas only average, and gather and reduce nothing."""
+        second, self._second = self._second, None
+        if second is not None and (made := second()) is not None:
+            self._reduces_by, self._to_reduce = made, collectives_of_one_tensor(made)
+            self._groups.append(made)
 
     def compare(self, channel: int, *, flags: int = 0) -> int:
         return self._checks.compare(channel, flags=flags)
@@ -225,6 +234,8 @@ class Overlapping(ProcessGroupTransport):
         return works
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
+        if self._second is not None:
+            self._begin_to_reduce()
         if not scatters(messages):
             return super().reduce(messages, times, into, channel)
         message, counts = messages[0]
@@ -255,11 +266,15 @@ def _are_equal(bounds: tuple[int, ...]) -> bool:
     return len(set(lengths(bounds))) == 1
 
 
+def _are_equal_counts(counts: tuple[int, ...]) -> bool:
+    return counts.count(counts[0]) == len(counts)
+
+
 def scatters(messages: Sequence[Message]) -> bool:
     """Returns whether a backend that overlaps reduces these by a reduce-scatter: one message of equal shards, whose
     sums have the dtype of the message."""
     message, counts = messages[0]
-    return len(messages) == 1 and counts.count(counts[0]) == len(counts) and message.dtype not in SIXTEEN_BITS
+    return len(messages) == 1 and _are_equal_counts(tuple(counts)) and message.dtype not in SIXTEEN_BITS
 
 
 def refuse_differing_logs(transport: Transport, log: Log) -> None:

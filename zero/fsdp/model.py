@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero._torch import as_plain_tensors, params_of, transformed
-from zero.comm import Comm
+from zero.comm import Comm, fail_together
 from zero.comm.streams import streams_in
 from zero.comm.together import Together
 from zero.fsdp.backward import Backward
@@ -83,7 +83,10 @@ class Model:
         streams = streams_in(group.streams for group in self.index.groups)
         common = self.index, self.comms, streams, self.prefetch, self.together
         self.backward = Backward(*common)
-        self.reads = Reads(self.index, self.comms, self.backward, [self.comm, *others_of(self.index)])
+        others = others_of(self.index)
+        if others:
+            fail_together([*self.comms, *others], self.index.groups[0].full.device)
+        self.reads = Reads(self.index, self.comms, self.backward, [self.comm, *others])
         self.schedule = Schedule(*common, self.backward, self.reads)
         # How to restore what steps have hidden, which are running or have raised.
         self.unfinished_steps: list[tuple[Callable[[Optimizer], None], ReferenceType[Optimizer]]] = []

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch import move_hooks, with_state_hooks
-from zero.comm import Comm
-from zero.measure.param_groups import called
+from zero.comm import Comm, fail_together
+from zero.measure.param_groups import called, params_of
 from zero.oss.checks import StepChecks
 from zero.oss.from_optimizer import from_optimizer, refuse_use
 from zero.oss.gradients import OwnedGradients
@@ -32,6 +32,7 @@ from zero.shards.partition import Partition
 from zero.state.gathered import gathered
 from zero.state.optimizer_state import cut, hand_over, numbered_groups
 from zero.state.stepped import SteppedShards
+from zero.tensor_parallel.parts import others_of
 from zero.wrap.dtensor_checks import checked_by_itself
 
 
@@ -101,6 +102,8 @@ class OSS(Optimizer):
         self.state_dicts = StateDicts()
         super().__init__(how.groups, {})
         self.shards = how.lay_out(self.param_groups)
+        if others := others_of(params_of(self)):
+            fail_together([self.comm, *others], next(iter(self.shards.shard_groups)).full.device)
         self.gradients = OwnedGradients(self.shards, self.comm)
         self.optim = build_inner(self.comm, self.shards, self.param_groups, optim, defaults)
         self.defaults = dict(self.optim.defaults)
