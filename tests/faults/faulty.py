@@ -36,15 +36,29 @@ PLACES = ["forward", "backward", "save", "load", "construction", "summon_full_pa
 
 @dataclass(frozen=True)
 class Case:
-    """fault: what the victim does. where: in which part of the run."""
+    """fault: what the victim does. where: in which part of the run. hybrid: two replicas are sharded over two ranks."""
 
     fault: str
     where: str
     stage: int
     transport: str
+    hybrid: bool = False
 
     def __str__(self) -> str:
-        return f"{self.fault} in {self.where}, stage {self.stage}, {self.transport}"
+        return f"{self.fault} in {self.where}, stage {self.stage}{' hybrid' * self.hybrid}, {self.transport}"
+
+    @property
+    def world(self) -> int:
+        return 4 if self.hybrid else WORLD
+
+    def groups(self, rank: int) -> dict[str, Any]:
+        """Collective. Options that say among which ranks it is sharded."""
+        timeout = timedelta(seconds=GROUP_TIMEOUT)
+        if not self.hybrid:
+            return {"process_group": dist.new_group(timeout=timeout)}
+        made = {ranks: dist.new_group(ranks, timeout=timeout) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+        own = tuple(group for ranks, group in made.items() if rank in ranks)
+        return {"process_group": own, "sharding_strategy": "HYBRID_SHARD"}
 
     @property
     def possible(self) -> bool:
@@ -115,10 +129,10 @@ def run(rank: int, world: int, case: Case, folder: Path) -> tuple[float, str]:
     """How long after the fault this rank ended, and with which error. A victim that raises or leaves ends for good."""
     (folder / f"process-{rank}").write_text(str(os.getpid()))
     trigger = Trigger(case, rank, folder)
-    group = dist.new_group(timeout=timedelta(seconds=GROUP_TIMEOUT))
+    groups = case.groups(rank)
     with by(case.transport):
         try:
-            _train(case, group, trigger, folder)
+            _train(case, groups, trigger, folder)
             told = "no error"
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
@@ -130,8 +144,8 @@ def run(rank: int, world: int, case: Case, folder: Path) -> tuple[float, str]:
     return ended, told
 
 
-def _train(case: Case, group: Any, trigger: Trigger, folder: Path) -> None:
-    model, optimizer = _build(case, group, trigger, folder)
+def _train(case: Case, groups: dict[str, Any], trigger: Trigger, folder: Path) -> None:
+    model, optimizer = _build(case, groups, trigger, folder)
     if case.where == "load":
         zero.checkpoint.save(folder / "run", model, optimizer)
     for step in range(STEPS):
@@ -154,8 +168,8 @@ def _visit(where: str, model: Any, optimizer: Optimizer, trigger: Trigger, folde
         trigger.pull(where)
 
 
-def _build(case: Case, group: Any, trigger: Trigger, folder: Path) -> tuple[nn.Module, Optimizer]:
-    optim = partial(FailingSGD, trigger=trigger)
+def _build(case: Case, groups: dict[str, Any], trigger: Trigger, folder: Path) -> tuple[nn.Module, Optimizer]:
+    group, optim = groups["process_group"], partial(FailingSGD, trigger=trigger)
     if case.where == "construction":
         zero.setup(nn.Linear(8, 8), torch.optim.SGD, stage=3, process_group=group, lr=0.01)  # so that ranks have met
         zero.OSS(nn.Linear(8, 8).parameters(), optim, group, partition="even", lr=0.01)  # so that it was measured
@@ -165,7 +179,10 @@ def _build(case: Case, group: Any, trigger: Trigger, folder: Path) -> tuple[nn.M
         return model, zero.OSS(model.parameters(), optim, group, partition="even", lr=0.01)
     policy = CustomPolicy(lambda _: trigger.pull("construction") or False)
     offload = zero.DiskOffload(folder / "shards") if case.where == "offload" else None
-    options = {"auto_wrap_policy": policy, "offload": offload, "process_group": group}
+    options = {"auto_wrap_policy": policy, "offload": offload, **groups}
+    if case.hybrid:
+        model = zero.FSDP(model, **options)
+        return model, torch.optim.SGD(model.parameters(), lr=0.01)
     return zero.setup(model, torch.optim.SGD, stage=case.stage, lr=0.01, **options)
 
 

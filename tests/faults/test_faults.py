@@ -39,6 +39,8 @@ SOME = [  # each end, stage and transport, and most places; one that stops takes
         ]
     )
 ]
+HYBRID = [Case("killed", "backward", 3, transport, hybrid=True) for transport in TRANSPORTS]
+CASES, SOME = [*CASES, *HYBRID], [*SOME, *HYBRID[-1:]]
 SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in SOME[1:]]
 
 
@@ -53,6 +55,8 @@ def expected_text(case):
         return r"Fault: the victim's own.*\(on rank 1\)"
     if case.stage == 1 and case.where in ("forward", "backward"):
         return "RuntimeError: "  # DistributedDataParallel's own, if it is not ours
+    if case.hybrid:
+        return r"RuntimeError: rank \d failed in \w+ .+: (another rank|rank \d) of the group of 2 has stopped"
     has = "has" if case.fault == "stopped" and case.transport != "host memory" else "has stopped"
     return rf"RuntimeError: rank \d failed in \w+ .+: (another rank|rank 1) of the group of {WORLD} {has}"
 
@@ -61,12 +65,12 @@ def expected_text(case):
 @pytest.mark.parametrize("case", CASES if matrix.FAULTS else [SOME[0], *SLOW], ids=str)
 def test_when_one_rank_fails_all_others_end_and_say_where(case, tmp_path):
     try:
-        outcomes = [ranks.Outcome("returned", value) for value in ranks.run(faulty.run, WORLD, (case, tmp_path))]
+        outcomes = [ranks.Outcome("returned", value) for value in ranks.run(faulty.run, case.world, (case, tmp_path))]
     except ranks.RankError as error:
         outcomes = error.outcomes
     if not outcomes[VICTIM].returned:
         assert outcomes.pop(VICTIM).verdict.startswith("died with exit code")
-    assert len(outcomes) >= WORLD - 1
+    assert len(outcomes) >= case.world - 1
     for outcome in outcomes:
         assert outcome.returned, f"{outcome.verdict}\n{outcome.detail}"
         seconds, text = outcome.value
