@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from zero._torch import wraps_others
 from zero.comm import Comm
 from zero.fsdp.precision import MixedPrecision
-from zero.fsdp.units import unit_modules
+from zero.fsdp.units import smallest_leaves, unit_modules
 from zero.oss import OSS
 from zero.tensor_parallel import parts
 
@@ -55,11 +55,13 @@ class Rounding:
     """How stages 1 and 2 round a model and cast its inputs.
 
     policy: a `param_dtype` of 16 bits, and what is kept in float32. auto_wrap_policy: chooses the units, as of FSDP.
+    comm: the ranks.
     """
 
-    def __init__(self, policy: MixedPrecision, model: nn.Module, auto_wrap_policy: Any) -> None:
-        self._policy, self._model = policy, model
-        self._units = unit_modules(model, auto_wrap_policy)  # by the size that they have now
+    def __init__(self, policy: MixedPrecision, model: nn.Module, auto_wrap_policy: Any, comm: Comm) -> None:
+        self._policy, self._model, self._comm = policy, model, comm
+        leaves = smallest_leaves(None, beside=any(comm.link.overlaps(param.device) for param in model.parameters()))
+        self._units = unit_modules(model, auto_wrap_policy, leaves_from=leaves)  # by the size that they have now
         named = [*model.named_parameters()]
         self.dtypes: dict[nn.Parameter, torch.dtype] = {
             param: dtype
@@ -69,9 +71,9 @@ class Rounding:
             if not wraps_others(param)  # quantised, and computed with as it is
         }
 
-    def start_alike(self, comm: Comm) -> None:
+    def start_alike(self) -> None:
         """Collective. All ranks start from the first one's values, before these are rounded."""
-        comm.broadcast([*self._model.parameters(), *self._model.buffers()])
+        self._comm.broadcast([*self._model.parameters(), *self._model.buffers()])
 
     def round_rest(self, optimizer: OSS) -> None:
         """Rounds the frozen parameters that the optimizer does not have."""

@@ -147,8 +147,8 @@ def _with_oss(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> tuple[nn.M
         sharding = _oss(asked, comm, options)
         wrapped = averaged or ShardedDDP(model, sharding)
     else:
-        rounding = Rounding(MixedPrecision(dtype), model, auto_wrap_policy)
-        rounding.start_alike(comm)
+        rounding = Rounding(MixedPrecision(dtype), model, auto_wrap_policy, comm)
+        rounding.start_alike()
         sharding = _oss(asked, comm, {**options, "master_dtype": torch.float32, "rounded": rounding.dtypes})
         rounding.round_rest(sharding)
         wrapped = _averaged(model, comm, rounded_of=sharding) if ddp else ShardedDDP(model, sharding)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 from torch import nn
 
 import zero
 from inner import unit_names
+from simulated.world import simulated
 from zoo import Block, DecoderBlock
 
 
@@ -68,3 +70,23 @@ UNITS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
 def test_units_are_the_blocks_that_repeat(case):
     make, expected = UNITS[case]
     assert unit_names(zero.FSDP(make())) == expected
+
+
+def words(tied: bool) -> nn.Module:
+    """Both ends are larger than a block, and the norm is smaller."""
+    net = nn.Sequential(nn.Embedding(200, 8), *decoders(2), nn.LayerNorm(8), nn.Linear(8, 200, bias=False))
+    if tied:
+        net[4].weight = net[0].weight
+    return net
+
+
+ENDS = {"least memory": ["", "0", "1", "2", "4"], "beside": ["", "0", "1", "2", "4"], "in turn": ["", "1", "2"]}
+
+
+@pytest.mark.parametrize("how", ENDS)
+@pytest.mark.parametrize("tied", [False, True])
+def test_large_layers_at_both_ends_are_units_where_transfers_overlap_or_memory_counts(how, tied):
+    options = {"prefetch": zero.MEMORY_FIRST} if how == "least memory" else {}
+    with simulated() if how == "beside" else nullcontext() as there:
+        model = zero.FSDP(words(tied), process_group=there.comm(1, 4) if there else None, **options)
+        assert unit_names(model) == (ENDS["in turn"] if tied else ENDS[how])

@@ -56,6 +56,9 @@ class SimulatedLink(Link):
     def without_backend(self, devices: object) -> str | None:
         return None
 
+    def overlaps(self, device: torch.device) -> bool:
+        return self.world > 1 and device.type != "cpu"
+
     def joined(self, across: Link) -> Link:
         rank, world = self.rank * across.world + across.rank, self.world * across.world
         return SimulatedLink(self.simulated, rank, world)

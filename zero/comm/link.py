@@ -65,6 +65,13 @@ class Link:
         group = self._group
         return next((device.type for device in devices if backend_of(group, device) is None), None)
 
+    def overlaps(self, device: torch.device) -> bool:
+        """Whether transfers of what is on the device overlap with computing. Chooses no transport, which is
+        collective."""
+        if self._group is None or self.world == 1:
+            return False
+        return device.type != "cpu" or backend_of(self._group, device) not in (None, "gloo")
+
     def _choose(self, kind: str) -> Transport:
         if self._group is None or self.world == 1:
             return Local()

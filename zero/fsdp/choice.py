@@ -39,11 +39,13 @@ class UnitChoice:
         self._left_out = {*ignored, *sharded}
         self.units: dict[str, nn.Module] = {}
 
-    def divide(self, policy: Policy, as_one_unit: Sequence[nn.Module | type[nn.Module]], *, small: bool) -> str | None:
+    def divide(
+        self, policy: Policy, as_one_unit: Sequence[nn.Module | type[nn.Module]], leaves: float | None
+    ) -> str | None:
         """Chooses the units, see `unit_modules`. Returns an error message if the policy is unusable, else None."""
         excluded = [*self._nested.values()]
         try:
-            self.units = unit_modules(self.module, policy, as_one_unit, excluded=excluded, small=small)
+            self.units = unit_modules(self.module, policy, as_one_unit, excluded=excluded, leaves_from=leaves)
         except ValueError as error:
             return str(error)
         return None

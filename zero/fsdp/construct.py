@@ -21,7 +21,7 @@ from zero.fsdp.model import Model, sharded_params
 from zero.fsdp.options import GivenOptions, Options, ShardingStrategy, place, refuse_number_of_ranks, refuse_unknown
 from zero.fsdp.prefetch import Prefetch, as_prefetch
 from zero.fsdp.torch_options import NAMES, as_precision, from_torch
-from zero.fsdp.units import Policy, largest_unit
+from zero.fsdp.units import Policy, largest_unit, smallest_leaves
 from zero.offload import NAMES as OFFLOAD
 from zero.offload import take_offload
 from zero.shards.announce import announce
@@ -81,7 +81,9 @@ def construct(module: nn.Module, given: Arguments, nested: dict[str, Inside]) ->
             change(module)
         sharded = {param for fsdp in nested.values() for param in fsdp.model.index}
         choice = UnitChoice(module, {name: fsdp.wrapper for name, fsdp in nested.items()}, sharded, asked.ignored)
-        problem = problem or choice.divide(given.auto_wrap_policy, given.as_one_unit, small=options.prefetch.limit == 1)
+        beside = any(comm.link.overlaps(device) for comm in placement.all_groups() for device in choice.devices())
+        leaves = smallest_leaves(options.prefetch.limit, beside=beside)
+        problem = problem or choice.divide(given.auto_wrap_policy, given.as_one_unit, leaves)
         problem = problem or _problem(choice, nested, options, placement)
         lines = [f"{strategy}, {options.signature()}", *choice.signature()]
     placement.compare(_GIVEN, lines, problem)

@@ -24,17 +24,16 @@ def unit_modules(
     as_one_unit: Sequence[nn.Module | type[nn.Module]] = (),
     *,
     excluded: Sequence[nn.Module] = (),
-    small: bool = False,
+    leaves_from: float | None = None,
 ) -> dict[str, nn.Module]:
     """Returns the modules that become units, by name, from the outside in; the root, named "", is always the first.
 
     Parameters in no chosen module belong to the unit around them. as_one_unit: modules, or classes of modules, that
-    become units without units inside them. excluded: modules in which no units are chosen. small: the user wants units
-    that are as small as is sensible.
+    become units without units inside them. excluded: modules in which no units are chosen. leaves_from: see `blocks`.
 
     Raises ValueError for an unknown type of policy, and for a unit without a forward.
     """
-    given = blocks(root, excluded=excluded, small=small) if policy is None else _by_policy(root, policy)
+    given = blocks(root, excluded=excluded, leaves_from=leaves_from) if policy is None else _by_policy(root, policy)
     if given is None:
         raise ValueError(
             f"auto_wrap_policy is a {type(policy).__name__}. Pass a policy of torch.distributed.fsdp.wrap, such as "
@@ -120,14 +119,21 @@ def largest_unit(units: Sequence[Unit]) -> tuple[Unit, str]:
 # Where no policy chooses: the blocks that a model repeats.
 
 
-def blocks(root: nn.Module, *, excluded: Sequence[nn.Module] = (), small: bool = False) -> set[nn.Module]:
+def blocks(root: nn.Module, *, excluded: Sequence[nn.Module] = (), leaves_from: float | None = None) -> set[nn.Module]:
     """Returns the modules that become units.
 
-    excluded: modules in which none are chosen. small: chooses other large modules, as embeddings and output layers,
-    too.
+    excluded: modules in which none are chosen. leaves_from: chooses also modules without children, as embeddings and
+    output layers, that have so many times the largest block's bytes or more; None: no others.
     """
     chosen = repeated_blocks(root, excluded)
-    return chosen | _large_leaves(root, chosen) if small else chosen
+    return chosen if leaves_from is None else chosen | _large_leaves(root, chosen, leaves_from)
+
+
+def smallest_leaves(limit: int | None, *, beside: bool) -> float | None:
+    """How large modules without children become units; see `blocks`. limit: of Prefetch, how many units are in flight.
+    beside: transfers overlap computing. Else to gather an embedding twice costs more time than its memory is worth,
+    unless the user asks for the least memory."""
+    return 0.25 if limit == 1 else 1.0 if beside else None
 
 
 def only_holds(module: nn.Module) -> bool:
@@ -136,17 +142,19 @@ def only_holds(module: nn.Module) -> bool:
     return isinstance(module, containers) and type(module).forward is nn.Module.forward
 
 
-def _large_leaves(root: nn.Module, blocks: set[nn.Module]) -> set[nn.Module]:
-    """Returns childless modules outside the blocks with a quarter of the largest block's bytes or more, untied ones."""
+def _large_leaves(root: nn.Module, blocks: set[nn.Module], leaves_from: float) -> set[nn.Module]:
+    """Returns childless modules outside the blocks with so many times the largest block's bytes or more, untied ones.
+    Without blocks the smallest is one of 1 MiB, unless the least memory is wanted."""
     inside = {module for block in blocks for module in block.modules()}
     holders = Counter(param for module in root.modules() for param in module.parameters(recurse=False))
     largest = max((sum(param.nbytes for param in block.parameters()) for block in blocks), default=0)
+    least = leaves_from * (largest if blocks or leaves_from < 1 else _SMALL)
     chosen = set()
     for module in root.modules():
         own = [*module.parameters(recurse=False)]
         calls = module not in inside and module is not root and not only_holds(module)
         leaf = calls and own and not [*module.children()]
-        if leaf and all(holders[param] == 1 for param in own) and 4 * sum(param.nbytes for param in own) >= largest:
+        if leaf and all(holders[param] == 1 for param in own) and sum(param.nbytes for param in own) >= least:
             chosen.add(module)
     return chosen
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from zero.fsdp import MixedPrecision, Prefetch
 from zero.fsdp.prefetch import as_prefetch
 from zero.fsdp.torch_options import as_precision
-from zero.fsdp.units import Policy, unit_modules
+from zero.fsdp.units import Policy, smallest_leaves, unit_modules
 from zero.measure.kinds import finding_of, title
 from zero.plan.result import Plan
 from zero.plan.sizes import Options, Sizes
@@ -64,7 +64,8 @@ def plan(
     if problem := _misfit(model, worlds, wanted, optimizer, options):
         raise ValueError(problem)
     given = as_prefetch(prefetch)
-    sizes = Sizes(model, unit_modules(model, auto_wrap_policy, small=given.limit == 1))
+    leaves = smallest_leaves(given.limit, beside=options.backend == "nccl" and max(worlds) > 1)
+    sizes = Sizes(model, unit_modules(model, auto_wrap_policy, leaves_from=leaves))
     options = replace(options, master_dtype=options.master_dtype or _stored(model, options.precision.param_dtype))
     job = Job(sizes, worlds[0], optimizer, options, given, batch)
     costs = [cost_of(replace(job, world=world), stage) for world in worlds for stage in wanted]

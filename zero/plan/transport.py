@@ -124,6 +124,9 @@ class RehearsedLink(Link):
     def without_backend(self, devices: Iterable[torch.device]) -> str | None:
         return None
 
+    def overlaps(self, device: torch.device) -> bool:
+        return self._rehearsal.overlaps
+
 
 def rehearsed(rank: int, world: int, like: Rehearsed) -> Comm:
     """Returns one rank of a simulated group that sends nothing."""
