@@ -1,4 +1,4 @@
-"""What wires.py and graphs.py compare: a GPT computed in bfloat16 with float32 master weights, sharded by each or not."""
+"""What wires.py and graphs.py compare: a GPT in bfloat16 with float32 master weights, sharded by each or not."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
