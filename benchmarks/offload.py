@@ -89,6 +89,8 @@ def zero_step(numel: int, *, stage: int) -> Callable[[], object]:
     dtype = torch.bfloat16 if stage == 1 else torch.float32
     for param, gradient in zip(model.parameters(), of_sizes(numel, dtype), strict=True):
         (param if stage == 1 else optimizer.part(param)).grad = gradient
+    if stage == 2:
+        optimizer.gradients.show((param, "it") for param in model.parameters())  # as a backward does at its end
     return optimizer.step
 
 
