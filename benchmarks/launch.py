@@ -67,9 +67,10 @@ def run_hosts(work: Work, world: int, *, seconds: float | None = None) -> list[A
 
 
 def run_one_of(work: Work, world: int, *, seconds: float | None = None) -> Any:
-    """Calls `work` on one rank in the middle of a world that is not there: its collectives return at once, and bring
-    nothing. In a world of one it is as any other. seconds: after which the rank is ended."""
-    return _run(work, [world // 2], world, seconds=seconds)[0]
+    """Calls `work` on the first rank of a world that is not there: its collectives return at once, and bring nothing.
+    Another one would train on whatever lies in the memory into which it is to receive the first one's weights. In a
+    world of one it is as any other. seconds: after which the rank is ended."""
+    return _run(work, [0], world, seconds=seconds)[0]
 
 
 def _run(
