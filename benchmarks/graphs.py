@@ -5,20 +5,22 @@ too. With --hosts W all ranks are real, pose as hosts on however few GPUs there 
 
     python benchmarks/graphs.py --world 8 --bandwidth 300 --tokens 2048
 
-Each contestant trains twice, in fresh processes, on a stream of its own: WARM_UP steps, and then --steps more, by the
-host or as replays of one graph. Both begin alike and compute deterministically, so that all losses, and at the end all
-parameters and states that the optimizer has here, are to have the same bits. Prints milliseconds of a step, medians,
-and of the host until it has launched one. Writes graphs.json, with the whole of what was raised. Without a GPU nothing
-is recorded: steps are compared with steps.
+Each contestant has a fresh process, and trains twice on a stream of its own: WARM_UP steps, and then --steps more, by
+the host or as replays of one graph. Both begin alike and compute deterministically, so that all losses, and at the end
+all parameters and states that the optimizer has here, are to have the same bits. Prints milliseconds of a step,
+medians, and of the host until it has launched one. Writes graphs.json, with the whole of what was raised. Without a GPU
+nothing is recorded: steps are compared with steps.
 """
 
 import argparse
+import gc
 import json
 import os
 import re
 import statistics
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -105,14 +107,23 @@ class Run:
     bits: list[int]
 
 
-def measure(title: str, settings: Settings, recorded: bool, rank: Rank) -> dict[str, Any]:
-    """One Run, as a dictionary."""
+def measure(title: str, settings: Settings, rank: Rank) -> dict[str, Any]:
+    """Both Runs, as dictionaries, or what the second one raised."""
     warnings.simplefilter("ignore")
     compute_deterministically()
-    on_gpu = rank.device.type == "cuda"
-    stream = torch.cuda.Stream() if on_gpu else None
     wires = Wires(settings, rank.device) if settings.bandwidth else None
-    with torch.cuda.stream(stream), wires.patched() if wires else nullcontext(), let_through():
+    with wires.patched() if wires else nullcontext(), let_through():
+        eager = train(title, settings, rank, recorded=False)
+        gc.collect()
+        try:
+            return {"eager": asdict(eager), "replayed": asdict(train(title, settings, rank, recorded=True))}
+        except Exception:
+            return {"eager": asdict(eager), "failed": traceback.format_exc()}
+
+
+def train(title: str, settings: Settings, rank: Rank, *, recorded: bool) -> Run:
+    stream = torch.cuda.Stream() if rank.device.type == "cuda" else None
+    with torch.cuda.stream(stream):
         loss, optimizer = CONTESTANTS[title](settings, rank)
         batch = settings.batch(rank.device)
 
@@ -123,9 +134,8 @@ def measure(title: str, settings: Settings, recorded: bool, rank: Rank) -> dict[
             optimizer.zero_grad()
             return found.detach()
 
-        losses = [step().item() for _ in range(WARM_UP)]
+        losses, times = [step().item() for _ in range(WARM_UP)], []
         run = record(step, stream) if recorded and stream is not None else step
-        times = []
         for _ in range(settings.steps):
             wait_for_device(rank.device)
             begin = time.perf_counter()
@@ -135,7 +145,7 @@ def measure(title: str, settings: Settings, recorded: bool, rank: Rank) -> dict[
             times.append((1000 * (time.perf_counter() - begin), 1000 * launched))
             losses.append(found.item())
         step_ms, host_ms = (statistics.median(figures) for figures in zip(*times, strict=True))
-        return asdict(Run(step_ms, host_ms, losses, bits_of(optimizer)))
+        return Run(step_ms, host_ms, losses, bits_of(optimizer))
 
 
 def record(step: Callable[[], Tensor], stream: torch.cuda.Stream) -> Callable[[], Tensor]:
@@ -184,25 +194,23 @@ def difference(eager: Run, replayed: Run) -> str:
     return f"{different} of {len(eager.bits)} tensors differ" if different else "the same bits"
 
 
-def reason(failure: RankFailed) -> str:
+def reason(told: str) -> str:
     """What was raised first, in one line."""
-    raised = re.search(r"^[\w.]+(?:Error|Exception)\b.*", str(failure), re.MULTILINE)
-    return (raised.group() if raised else str(failure).strip().splitlines()[-1])[:300]
+    raised = re.search(r"^[\w.]+(?:Error|Exception)\b.*", told, re.MULTILINE)
+    return (raised.group() if raised else told.strip().splitlines()[-1])[:300]
 
 
 def compare(title: str, settings: Settings, launch: Callable[[Any], Any]) -> dict[str, Any]:
     """What both trainings came to, and prints a line of it at once."""
-    found: dict[str, Any] = {}
-    for how, recorded in {"eager": False, "replayed": True}.items():
-        try:
-            found[how] = launch(partial(measure, title, settings, recorded))
-        except RankFailed as failure:
-            found["failed"] = str(failure)
-            print(f"{title:18} {how} FAILED: {reason(failure)}", flush=True)
-            return found
-    eager, replayed = (Run(**found[how]) for how in ("eager", "replayed"))
-    figures = (eager.step_ms, replayed.step_ms, eager.host_ms, replayed.host_ms)
-    print(f"{title:18}", *(f"{one:9.2f}" for one in figures), "", difference(eager, replayed), flush=True)
+    try:
+        found: dict[str, Any] = launch(partial(measure, title, settings))
+    except RankFailed as failure:
+        found = {"failed": str(failure)}
+    runs = [Run(**found[how]) if how in found else None for how in ("eager", "replayed")]
+    eager, replayed = runs
+    figures = [getattr(run, figure, None) for figure in ("step_ms", "host_ms") for run in runs]
+    told = difference(eager, replayed) if eager and replayed else f"FAILED: {reason(found['failed'])}"
+    print(f"{title:18}", *(f"{'-' if one is None else f'{one:.2f}':>9}" for one in figures), "", told, flush=True)
     return found
 
 
@@ -220,7 +228,7 @@ def main() -> None:
     add("--width", default=2048 if on_gpu else 64, help="of the model (default: %(default)s)")
     parser.add_argument("--reduce-dtype", choices=["float32", "bfloat16"], default="float32")
     add("--steps", default=8, help="timed steps (default: %(default)s)")
-    add("--seconds", default=60, help="that a training may take (default: %(default)s)")
+    add("--seconds", default=60, help="that a contestant may take (default: %(default)s)")
     choices: dict[str, Any] = {"choices": CONTESTANTS, "metavar": "NAME", "default": [*CONTESTANTS]}
     parser.add_argument("--only", nargs="+", **choices, help=f"of {', '.join(CONTESTANTS)}")
     add("--out", type=Path, metavar="DIR", default=OUT, help="folder of the results (default: %(default)s)")
