@@ -83,6 +83,12 @@ ITEMS = [
         "tests/fsdp/test_mixed_precision.py tests/fsdp/test_strategies.py",
         120,
     ),
+    Item(
+        "transfers that sleep, as on docs/gpus.md",
+        'PYTHON benchmarks/wires.py --only "nothing sharded" FSDP2 "zero stage 3" "zero stage 2" --rounds 2 --out OUT',
+        120,
+    ),
+    Item("graphs over NCCL", "PYTHON benchmarks/graphs.py --hosts 2 --layers 4 --width 1024 --out OUT/nccl", 120),
 ]
 
 
