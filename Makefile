@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # process, they would wait for one another.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help check test test-quick mutants nightly faults hosts gpu fuzz axes matrix soak stages bench peers api clean
+.PHONY: help check test test-quick mutants nightly faults hosts gpu lent fuzz axes matrix soak stages bench peers api clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -64,6 +64,9 @@ ON_GPUS := tests/parity tests/faults/test_faults.py tests/oss tests/sdp tests/of
 
 gpu: $(READY)  ## The tests to which a GPU matters, on the GPUs of this machine, over NCCL; WORKERS=8 runs more at once
 	@ZERO_TEST_DEVICE=cuda $(BIN)/python -m pytest -q -n $(or $(WORKERS),5) --dist worksteal $(ON_GPUS) $(ARGS)
+
+lent: $(READY)  ## Tests and benchmarks for minutes on one GPU, in turn; ARGS="--seconds 560 --only 1 3", READY= BIN= as for gpu
+	@$(BIN)/python benchmarks/lent.py $(ARGS)
 
 soak: $(READY)  ## 3,000 steps at every stage and transport: nothing grows; STEPS=10000 takes more
 	@ZERO_SOAK=$(or $(STEPS),3000) $(BIN)/pytest -q -s -p no:xdist tests/harness/test_soak.py $(ARGS)

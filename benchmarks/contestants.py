@@ -1,9 +1,8 @@
-"""What benchmarks/wires.py compares: a GPT computed in bfloat16 with float32 master weights, sharded by each or not."""
+"""What wires.py and graphs.py compare: a GPT in bfloat16 with float32 master weights, sharded by each or not."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,9 @@ from launch import Rank
 class Settings:
     """world: ranks, of which one runs. bandwidth: GB/s that a rank receives. tokens: of this rank's batch.
 
-    reduce_dtype: float32 or bfloat16, in which gradients are sent; at stage 2 they always have the model's 16 bits.
+    reduce_dtype: float32 or bfloat16, in which gradients are sent; at stages 1 and 2 they always have the model's 16
+    bits. rate: of learning; by default 0, since what the fake group brings are not the ranks' gradients, and the
+    weights would diverge. capturable: the optimizer counts its steps on the GPU. ctas, one: see wires.py.
     """
 
     world: int
@@ -30,6 +31,10 @@ class Settings:
     compile: bool
     reduce_dtype: str
     steps: int
+    rate: float = 0.0
+    capturable: bool = False
+    ctas: int = 0
+    one: bool = False
 
     @property
     def words(self) -> int:
@@ -52,9 +57,11 @@ class Settings:
 Trained = tuple[Callable[..., Tensor], torch.optim.Optimizer]
 
 
-def adam(params: Any, device: torch.device) -> AdamW:
-    """At a rate of 0, since what the fake group brings are not the ranks' gradients, and the weights would diverge."""
-    return AdamW(params, lr=0.0, fused=device.type == "cuda")
+def adam(settings: Settings, device: torch.device) -> Callable[..., AdamW]:
+    """A partial, in which zero sees the class: a function of ours it would measure, and by the CPU, where fused steps
+    of torch 2.11 depend on the length."""
+    on_gpu = device.type == "cuda"
+    return partial(AdamW, lr=settings.rate, fused=on_gpu, capturable=on_gpu and settings.capturable)
 
 
 def unsharded(settings: Settings, rank: Rank) -> Trained:
@@ -64,7 +71,7 @@ def unsharded(settings: Settings, rank: Rank) -> Trained:
         with torch.autocast(rank.device.type, torch.bfloat16):
             return model(*batch)
 
-    return loss, adam(model.parameters(), rank.device)
+    return loss, adam(settings, rank.device)(model.parameters())
 
 
 def fsdp1(settings: Settings, rank: Rank) -> Trained:
@@ -79,7 +86,7 @@ def fsdp1(settings: Settings, rank: Rank) -> Trained:
         use_orig_params=True,
         device_id=rank.device,
     )
-    return sharded, adam(sharded.parameters(), rank.device)
+    return sharded, adam(settings, rank.device)(sharded.parameters())
 
 
 def fsdp2(settings: Settings, rank: Rank) -> Trained:
@@ -92,26 +99,30 @@ def fsdp2(settings: Settings, rank: Rank) -> Trained:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model, adam(model.parameters(), rank.device)
+    return model, adam(settings, rank.device)(model.parameters())
 
 
-def stage_3(settings: Settings, rank: Rank) -> Trained:
+def stage_3(settings: Settings, rank: Rank, *, reshards: bool = True) -> Trained:
     precision = zero.MixedPrecision(torch.bfloat16, getattr(torch, settings.reduce_dtype))
-    policy = ModuleWrapPolicy({Block})
-    model = zero.FSDP(settings.build(rank.device), auto_wrap_policy=policy, mixed_precision=precision)
-    return model, adam(model.parameters(), rank.device)
+    model = zero.FSDP(
+        settings.build(rank.device),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        mixed_precision=precision,
+        reshard_after_forward=reshards,
+    )
+    return model, adam(settings, rank.device)(model.parameters())
 
 
-def stage_2(settings: Settings, rank: Rank) -> Trained:
-    # Not `adam`, which zero would measure: by the CPU, where fused steps of torch 2.11 depend on the length.
-    model, optim = settings.build(rank.device).bfloat16(), partial(AdamW, lr=0.0, fused=rank.device.type == "cuda")
-    return zero.setup(model, optim, stage=2, partition="even", master_dtype=torch.float32)
+def with_oss(stage: int, settings: Settings, rank: Rank) -> Trained:
+    """Stages 1 and 2."""
+    model, optim = settings.build(rank.device).bfloat16(), adam(settings, rank.device)
+    return zero.setup(model, optim, stage=stage, partition="even", master_dtype=torch.float32)
 
 
-CONTESTANTS = {
+CONTESTANTS: dict[str, Callable[[Settings, Rank], Trained]] = {
     "nothing sharded": unsharded,
     "FSDP1": fsdp1,
     "FSDP2": fsdp2,
     "zero stage 3": stage_3,
-    "zero stage 2": stage_2,
+    "zero stage 2": partial(with_oss, 2),
 }

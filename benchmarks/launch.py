@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -59,13 +60,28 @@ def run_ranks(work: Work, world: int, on_tick: Callable[[], object] = lambda: No
     return _run(work, range(world), world, on_tick)
 
 
-def run_one_of(work: Work, world: int) -> Any:
-    """Calls `work` on one rank in the middle of a world that is not there: its collectives return at once, and bring
-    nothing. In a world of one it is as any other."""
-    return _run(work, [world // 2], world, lambda: None)[0]
+def run_hosts(work: Work, world: int, *, seconds: float | None = None) -> list[Any]:
+    """As `run_ranks`, but over NCCL, on however few GPUs there are. NCCL refuses two ranks of one host on one GPU, so
+    they pose as hosts, which send by sockets. seconds: after which the ranks are ended."""
+    return _run(work, range(world), world, seconds=seconds, hosts=True)
 
 
-def _run(work: Work, ranks: Sequence[int], world: int, on_tick: Callable[[], object]) -> list[Any]:
+def run_one_of(work: Work, world: int, *, seconds: float | None = None) -> Any:
+    """Calls `work` on the first rank of a world that is not there: its collectives return at once, and bring nothing.
+    Another one would train on whatever lies in the memory into which it is to receive the first one's weights. In a
+    world of one it is as any other. seconds: after which the rank is ended."""
+    return _run(work, [0], world, seconds=seconds)[0]
+
+
+def _run(
+    work: Work,
+    ranks: Sequence[int],
+    world: int,
+    on_tick: Callable[[], object] = lambda: None,
+    *,
+    seconds: float | None = None,
+    hosts: bool = False,
+) -> list[Any]:
     # Importing torch takes seconds, so a server imports it once and forks the ranks. Forking this
     # process instead would hang as soon as it had used autograd.
     context = multiprocessing.get_context("forkserver")
@@ -78,25 +94,29 @@ def _run(work: Work, ranks: Sequence[int], world: int, on_tick: Callable[[], obj
                 receiver, sender = context.Pipe(duplex=False)
                 process: BaseProcess = context.Process(
                     target=_be_rank,
-                    args=(work, rank, world, None if len(ranks) < world else Path(folder), sender),
+                    args=(work, rank, world, None if len(ranks) < world else Path(folder), hosts, sender),
                     daemon=True,
                 )
                 process.start()
                 sender.close()  # so that a rank's death ends its channel
                 processes.append(process)
                 channels.append(receiver)
-            return _collect(channels, on_tick)
+            return _collect(channels, on_tick, seconds)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
 
 
-def _collect(channels: list[Connection], on_tick: Callable[[], object]) -> list[Any]:
+def _collect(channels: list[Connection], on_tick: Callable[[], object], seconds: float | None) -> list[Any]:
     results: dict[int, Any] = {}
+    until = None if seconds is None else time.monotonic() + seconds
     while len(results) < len(channels):
         failures = []
-        ready = wait([channel for rank, channel in enumerate(channels) if rank not in results])
+        left = None if until is None else max(0.0, until - time.monotonic())
+        ready = wait([channel for rank, channel in enumerate(channels) if rank not in results], left)
+        if not ready:
+            raise RankFailed(f"TimeoutError: not done in {seconds:g} s")
         for rank, channel in enumerate(channels):
             message = _receive(channel) if channel in ready else {}
             if "error" in message:
@@ -118,12 +138,12 @@ def _receive(channel: Connection) -> dict[str, Any]:
         return {"error": "its process died without a word"}
 
 
-def _be_rank(work: Work, rank: int, world: int, folder: Path | None, channel: Connection) -> None:
+def _be_rank(work: Work, rank: int, world: int, folder: Path | None, hosts: bool, channel: Connection) -> None:
     def send(message: dict[str, Any]) -> None:
         channel.send_bytes(json.dumps(message).encode())
 
     try:
-        with _process_group(rank, world, folder) as device:
+        with _process_group(rank, world, folder, hosts) as device:
             result = work(Rank(rank, world, device, tick=lambda: send({"tick": True})))
         send({"result": result})
     except Exception:
@@ -133,8 +153,8 @@ def _be_rank(work: Work, rank: int, world: int, folder: Path | None, channel: Co
 
 
 @contextmanager
-def _process_group(rank: int, world: int, folder: Path | None) -> Iterator[torch.device]:
-    """folder: where the ranks meet; None where there are no others."""
+def _process_group(rank: int, world: int, folder: Path | None, hosts: bool) -> Iterator[torch.device]:
+    """folder: where the ranks meet; None where there are no others. hosts: whether ranks on GPUs pose as hosts."""
     torch.set_num_threads(1)
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
@@ -145,7 +165,10 @@ def _process_group(rank: int, world: int, folder: Path | None) -> Iterator[torch
 
         dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     else:
-        meet = f"file://{folder / 'rendezvous'}"
-        dist.init_process_group(backend_of(world), init_method=meet, rank=rank, world_size=world, timeout=TIMEOUT)
+        meet, backend = f"file://{folder / 'rendezvous'}", backend_of(world)
+        if hosts and gpus:  # NCCL reads these once
+            os.environ.update(NCCL_HOSTID=f"host-{os.getpid()}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+            backend = "nccl"
+        dist.init_process_group(backend, init_method=meet, rank=rank, world_size=world, timeout=TIMEOUT)
     yield device
     dist.destroy_process_group()

@@ -89,6 +89,8 @@ def zero_step(numel: int, *, stage: int) -> Callable[[], object]:
     dtype = torch.bfloat16 if stage == 1 else torch.float32
     for param, gradient in zip(model.parameters(), of_sizes(numel, dtype), strict=True):
         (param if stage == 1 else optimizer.part(param)).grad = gradient
+    if stage == 2:
+        optimizer.gradients.show((param, "it") for param in model.parameters())  # as a backward does at its end
     return optimizer.step
 
 
@@ -167,12 +169,12 @@ def table_of_training(found: dict[str, dict[str, float]]) -> str:
     return align([head, *lines])
 
 
-def train(settings: Settings) -> tuple[dict[str, dict[str, float]], list[str]]:
+def train(settings: Settings, threads: int) -> tuple[dict[str, dict[str, float]], list[str]]:
     """What each contestant took on the GPU, and which failed."""
     found, failed = {}, []
     for title in CONTESTANTS:
         try:
-            found[title] = run_ranks(partial(measure_training, title, settings), 1)[0]
+            found[title] = run_ranks(partial(measure_training, title, settings, threads=threads), 1)[0]
         except RankFailed as failure:
             failed.append(f"{title}: {failure}")
     return found, failed
@@ -184,7 +186,7 @@ def main() -> None:
     )
     add = partial(parser.add_argument, metavar="N", type=int)
     parser.add_argument("--parameters", type=float, metavar="N", default=100e6, help="that are stepped on the CPU")
-    add("--threads", default=os.cpu_count(), help="of the CPU's step (default: %(default)s)")
+    add("--threads", default=os.cpu_count(), help="of the CPU's steps (default: %(default)s)")
     add("--turns", default=9, help="timed steps of each (default: %(default)s)")
     add("--layers", default=18, help="blocks of the GPT that a GPU trains (default: %(default)s)")
     add("--width", default=2048, help="of the GPT (default: %(default)s)")
@@ -209,7 +211,7 @@ def main() -> None:
         sizes = {"tokens": given.tokens, "layers": given.layers, "width": given.width, "steps": given.turns}
         settings = Settings(world=1, bandwidth=0.0, compile=False, reduce_dtype="float32", **sizes)
         content["gpu"] = torch.cuda.get_device_name()
-        content["training"], not_trained = train(settings)
+        content["training"], not_trained = train(settings, given.threads)
         failed += not_trained
         print(f"GPT of {given.layers} blocks of {given.width}, {given.tokens} tokens, {content['gpu']}; B: bytes an")
         print(f"element of this rank\n\n{table_of_training(content['training'])}\n")

@@ -82,11 +82,12 @@ CONTESTANTS: dict[str, Callable[[Settings, Rank], Trained]] = {
 }
 
 
-def measure_training(title: str, settings: Settings, rank: Rank) -> dict[str, float]:
-    """Medians over the steps.
+def measure_training(title: str, settings: Settings, rank: Rank, *, threads: int = 1) -> dict[str, float]:
+    """Medians over the steps. threads: of the CPU's step.
 
     down, up: bytes of a settled step between GPU and CPU; host: by how many bytes the
     process grew at most; all three an element of the model. peak: bytes on the GPU."""
+    torch.set_num_threads(threads)
     return_freed_blocks_at_once()
     wait_for_device(rank.device)
     before = measure_process_peak()

@@ -6,6 +6,10 @@ streams, allocations and the host's work are real. On the CPU the host sleeps, s
 
     python benchmarks/wires.py --world 8 --bandwidth 300 --tokens 8192
 
+That kernel is of one thread. With --ctas N it is of N programs that copy what arrives, and take their part of the GPU
+from the computing, as NCCL's do (ctas.py). Transfers on different streams have the whole bandwidth each; with --one
+they follow one another in the order of their launches, as in one communicator.
+
 Every contestant runs in fresh processes, in turn, over and over; its steps run with and without the wires, in turn.
 Prints a table of medians, and writes wires.json and wires.png. Without a GPU the default model is tiny.
 """
@@ -16,6 +20,7 @@ import statistics
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -48,10 +53,12 @@ class Wires:
     `on`: whether collectives take their time. `seconds`: what those took, or were to take, so far.
     """
 
-    def __init__(self, bandwidth: float, device: torch.device) -> None:
+    def __init__(self, settings: Settings, device: torch.device) -> None:
         self.on, self.seconds = True, 0.0
-        self._bytes_a_second, self._device = 1e9 * bandwidth, device
-        self._cycles = cycles_a_second() if device.type == "cuda" else 0.0
+        self._bytes_a_second, self._device = 1e9 * settings.bandwidth, device
+        self._sleep = time.sleep if device.type == "cpu" else sleeping(settings, device)
+        # The event after the last transfer, for which the next one waits.
+        self._last = torch.cuda.Event() if settings.one and device.type == "cuda" else None
 
     def send(self, group: dist.ProcessGroup, tensor: Tensor, times: float = 1.0) -> None:
         """tensor: of all ranks together. On a GPU what ranks compare on their hosts takes no time of the wires."""
@@ -59,10 +66,12 @@ class Wires:
             return
         seconds = times * tensor.nbytes * (group.size() - 1) / group.size() / self._bytes_a_second
         self.seconds += seconds
-        if self.on and self._device.type == "cuda":
-            torch.cuda._sleep(int(seconds * self._cycles))
+        if self.on and self._last is not None:
+            self._last.wait()
+            self._sleep(seconds)
+            self._last.record()
         elif self.on:
-            time.sleep(seconds)
+            self._sleep(seconds)
 
     def gather(self, group: dist.ProcessGroup, into: Tensor, tensor: Tensor, options: Any = None) -> dist.Work:
         work = bring_own(group, into, tensor)
@@ -110,6 +119,16 @@ class Wires:
         return mock.patch.multiple(dist.ProcessGroup, **known)
 
 
+def sleeping(settings: Settings, device: torch.device) -> Callable[[float], object]:
+    """Launches a kernel that takes so many seconds."""
+    if settings.ctas:
+        from ctas import Copies  # needs Triton
+
+        return Copies(settings.ctas, settings.bandwidth, device)
+    cycles = cycles_a_second()
+    return lambda seconds: torch.cuda._sleep(int(seconds * cycles))
+
+
 def cycles_a_second() -> float:
     """Of the clock by which torch.cuda._sleep counts."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -144,7 +163,7 @@ class Round:
 def measure(title: str, settings: Settings, rank: Rank) -> dict[str, Any]:
     """One Round, as a dictionary."""
     warnings.simplefilter("ignore")
-    wires = Wires(settings.bandwidth, rank.device)
+    wires = Wires(settings, rank.device)
     with wires.patched():
         loss, optimizer = CONTESTANTS[title](settings, rank)
         batch = settings.batch(rank.device)
@@ -215,22 +234,27 @@ def _shown(figure: str, value: float) -> str:
 def describe(settings: Settings) -> str:
     parameters = sum(param.numel() for param in settings.build(torch.device("meta")).parameters())
     compiled = ", compiled" if settings.compile else ""
+    wires = f"{settings.bandwidth:g} GB/s" + ", one communicator" * settings.one
+    wires += f", {settings.ctas} CTAs" if settings.ctas else ""
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"no GPU, {processor()}"
     return (
-        f"one rank of {settings.world}, {settings.bandwidth:g} GB/s, {settings.tokens} tokens, GPT of {parameters:,} "
+        f"one rank of {settings.world}, {wires}, {settings.tokens} tokens, GPT of {parameters:,} "
         f"parameters ({settings.layers} blocks of {settings.width}{compiled}), computed in bfloat16, gradients sent in "
         f"{settings.reduce_dtype}, AdamW; {where}, torch {torch.__version__}, {time.strftime('%d %B %Y').lstrip('0')}"
     )
 
 
 def write(out: Path, settings: Settings, subject: str, rows: list[Row]) -> None:
-    # The rank imports this file, and does not need matplotlib.
-    from panels import draw_panels
-
     out.mkdir(parents=True, exist_ok=True)
     found = {row.title: [asdict(one) for one in row.rounds] for row in rows}
     content = {"subject": subject, "settings": asdict(settings), "contestants": found}
     (out / "wires.json").write_text(json.dumps(content, indent=2) + "\n")
+    print(f"\nwrote {out / 'wires.json'}")
+    try:  # here, since the rank imports this file
+        from panels import draw_panels
+    except ImportError as error:
+        print(f"no picture: {error}")
+        return
     panels = {"step, ms": ("step_ms", 1), "exposed, ms": ("exposed_ms", 1), "host, ms": ("host_ms", 1)}
     if torch.cuda.is_available():
         panels |= {"reserved, MiB": ("reserved", MIB)}
@@ -241,7 +265,7 @@ def write(out: Path, settings: Settings, subject: str, rows: list[Row]) -> None:
     draw_panels(
         out / "wires.png", drawn, title="A training step on a wire that sleeps (lower is better)", caption=subject
     )
-    print(f"\nwrote {out / 'wires.json'} and {out / 'wires.png'}")
+    print(f"wrote {out / 'wires.png'}")
 
 
 def main() -> None:
@@ -257,11 +281,15 @@ def main() -> None:
     add("--width", default=2048 if on_gpu else 64, help="of the model (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="compile each block")
     parser.add_argument("--reduce-dtype", choices=["float32", "bfloat16"], default="float32")
+    add("--ctas", default=0, help="programs of a transfer's kernel, by Triton; 0: a kernel of one thread that sleeps")
+    parser.add_argument("--one", action="store_true", help="transfers wait for one another")
+    choices: dict[str, Any] = {"choices": CONTESTANTS, "metavar": "NAME", "default": [*CONTESTANTS]}
+    parser.add_argument("--only", nargs="+", **choices, help=f"of {', '.join(CONTESTANTS)}")
     add("--steps", default=10, help="timed steps a round, with the wires and without (default: %(default)s)")
     add("--rounds", default=3, help="turns of each contestant (default: %(default)s)")
     add("--out", type=Path, metavar="DIR", default=OUT, help="folder of the results (default: %(default)s)")
     given = vars(parser.parse_args())
-    rounds, out = given.pop("rounds"), given.pop("out")
+    rounds, out, only = given.pop("rounds"), given.pop("out"), given.pop("only")
     settings = Settings(**given)
     if settings.tokens % CONTEXT or min(settings.world, settings.tokens, settings.steps, rounds) < 1:
         parser.error(f"--tokens is a multiple of {CONTEXT}; --world, --steps and --rounds are numbers from 1 up")
@@ -269,10 +297,10 @@ def main() -> None:
     print(subject)
     if not on_gpu:
         print("Without a GPU the host sleeps, nothing overlaps, and the default model is tiny.")
-    taken: dict[str, list[Round]] = {title: [] for title in CONTESTANTS}
+    taken: dict[str, list[Round]] = {title: [] for title in only}
     failed: dict[str, str] = {}
     for _ in range(rounds):
-        for title in [title for title in CONTESTANTS if title not in failed]:
+        for title in [title for title in only if title not in failed]:
             try:
                 taken[title].append(Round(**run_one_of(partial(measure, title, settings), settings.world)))
             except RankFailed as failure:
