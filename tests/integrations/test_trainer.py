@@ -225,8 +225,19 @@ def added() -> Any:
     return base
 
 
+def two() -> Any:
+    """Of which one is frozen, and saved in a folder of its own."""
+    import peft
+
+    model = lora()
+    model.add_adapter("other", peft.LoraConfig(task_type="CAUSAL_LM", r=3, **OF_ATTENTION))
+    return model
+
+
 ADAPTERS: dict[str, Callable[[], Any]] = {
     "added": added,
+    "two": two,
+    "embeddings": partial(adapted, "LoraConfig", target_modules=["wte"], init_lora_weights=False, bias="all"),
     "modules to save": partial(adapted, "LoraConfig", **WITH_A_MODULE),
     "prompts": partial(adapted, "PromptTuningConfig", num_virtual_tokens=3),
     "encoded prompts": partial(adapted, "PromptEncoderConfig", num_virtual_tokens=3, encoder_hidden_size=8),
@@ -264,6 +275,10 @@ def test_lora_by_peft_is_trained_saved_and_resumed(rank: int, world: int, tmp_pa
         assert all(torch.equal(value, expected[name]) for name, value in weights(again).items())
 
 
+def written(folder: Path) -> list[bytes]:
+    return [file.read_bytes() for file in sorted(folder.rglob("adapter_model.safetensors"))]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 @pytest.mark.parametrize("kind", ADAPTERS)
@@ -279,8 +294,12 @@ def test_an_adapter_is_saved_as_under_ddp_byte_for_byte(rank: int, world: int, t
                 trainer.train(resume_from_checkpoint=resumed)
                 trainer.save_model(place / "final")
                 torch.distributed.barrier()
-                files = [place / name / "adapter_model.safetensors" for name in ("checkpoint-2", "final")]
-                found[stage, resumed] = [losses(trainer), *(file.read_bytes() for file in files)]
+                found[stage, resumed] = [losses(trainer), *map(written, (place / "checkpoint-2", place / "final"))]
+                if resumed:
+                    trainer._load_from_checkpoint(resumed)  # into the sharded model
+                    trainer.save_model(place / "again")
+                    torch.distributed.barrier()
+                    assert written(place / "again") == written(place / "checkpoint-2")
     assert all(one == found[0, None] for one in found.values())
 
 
