@@ -87,4 +87,4 @@ def _zeros(value: Any) -> Any:
     if not isinstance(value, _Asked):
         return value
     value.asked.add(value.key)
-    return torch.zeros((), dtype=value.dtype).expand(value.shape)
+    return torch.zeros((), dtype=value.dtype, device="cpu").expand(value.shape)
