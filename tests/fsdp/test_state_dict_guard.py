@@ -98,6 +98,17 @@ def test_names_and_shapes_are_given_and_no_values(rank, world):
 
 
 @ranks.on(2)
+def test_frozen_modules_that_load_by_themselves_stay_sharded_while_others_are_loaded(rank, world):
+    plain = Stack()
+    plain.first.requires_grad_(False).register_load_state_dict_pre_hook(lambda *_: None)
+    model = zero.FSDP(plain)
+    inner = [one for one, _ in models_of(model)]
+    for frozen in (False, True):
+        with loading(inner, frozen=frozen):
+            assert [unit.summoned for one in inner for unit in one.units].count(True) == frozen
+
+
+@ranks.on(2)
 def test_full_weights_do_not_load_into_a_module_inside(rank, world):
     model = zero.FSDP(Stack())
     full = zero.full_state_dict(model)
