@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -161,6 +162,7 @@ def _state(
 def _as_tensor(name: str, key: str, leaf: Any) -> Tensor:
     if isinstance(leaf, Tensor):
         return leaf
+    leaf = leaf.item() if isinstance(leaf, np.generic) else leaf
     if isinstance(leaf, (bool, int, float, complex)):
         dtype = {float: torch.float64, complex: torch.complex128}.get(type(leaf))  # Python's own
         return torch.tensor(leaf, dtype=dtype, device="cpu")

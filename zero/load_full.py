@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,6 +18,7 @@ from zero._torch import (
     renamed,
     versions_of,
     warn_user,
+    with_load_hooks,
     with_versions,
 )
 from zero.comm import COLLECTION, Comm
@@ -25,7 +27,8 @@ from zero.comm.waiting import calling
 from zero.fsdp.full_weights import loading, named_tensors
 from zero.fsdp.model import models_of
 from zero.full_state import WITHIN
-from zero.measure.built import state_made_by
+from zero.measure.built import first_state, state_made_by
+from zero.measure.kinds import Kind, known
 from zero.measure.param_groups import options, params_of
 from zero.oss import OSS
 from zero.state import leaves
@@ -39,12 +42,16 @@ from zero.state.optimizer_state import (
     load,
     numbered_groups,
     refuse_other_shard,
+    shards_of,
+    unsharded,
 )
 from zero.state.own_dtypes import keep_dtypes
 from zero.state.shard_mark import marks_of
 from zero.state.stepped import SteppedShards
 from zero.wrap.wrapper import Wrapper
 from zero.wrappers import comms_of, names_of, prepared, stepped_by, unwrapped
+
+Taken = dict[nn.Parameter, dict[str, Any]]
 
 Given = Mapping[str, Any] | Iterable[tuple[str, Tensor]] | None
 
@@ -55,8 +62,8 @@ def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) 
     yields, or a file of the plain model's. Returns what `load_state_dict` does: missing and unexpected names.
 
     weights: a mapping, or an iterator of pairs (name, tensor), by the module's own names, with or without `_orig_mod.`
-        of torch.compile; an iterator may read a file tensor by tensor. If all names of a mapping begin with `module.`,
-        as in files of DistributedDataParallel, that is taken off with a warning. Either the same on every rank, or on
+        of torch.compile; an iterator may read a file tensor by tensor. If all names begin with `module.`, as in files
+        of DistributedDataParallel, that is taken off with a warning. Either the same on every rank, or on
         rank 0 alone, with None or {} on all others: those receive rank 0's tensor by tensor.
 
     Each rank takes its elements of one tensor after another: besides its shards it holds one tensor, and one unit whose
@@ -97,7 +104,7 @@ def _load(inner: nn.Module, weights: Given, strict: bool) -> Any:
         return inner.load_state_dict(_named(inner, weights), strict)
     expected, by_itself = named_tensors(inner), _loaded_by_themselves(inner)
     kept, unexpected, problems, loaded = dict[str, Any](), list[str](), list[str](), set[Tensor]()
-    for given, value in weights or ():
+    for given, value in _without_module(expected, weights or ()):
         name = name_without_compile(given)
         into = expected.get(name)
         if name.endswith("_extra_state") or name.startswith(by_itself):
@@ -125,6 +132,23 @@ def _load(inner: nn.Module, weights: Given, strict: bool) -> Any:
     return nn.Module().load_state_dict({})._replace(missing_keys=missing, unexpected_keys=unexpected)
 
 
+_OF_DDP = (
+    "all names begin with 'module.', as those that DistributedDataParallel saves: it is taken off, and the rest is "
+    "loaded."
+)
+
+
+def _without_module(expected: Iterable[str], pairs: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Takes 'module.' off the names of a stream, if the first has it, and none that is expected."""
+    strips = None
+    for name, value in pairs:
+        if strips is None:
+            strips = name.startswith("module.") and not any(one.startswith("module.") for one in expected)
+            if strips:
+                warn_user(_OF_DDP)
+        yield name.removeprefix("module.") if strips else name, value
+
+
 def _loaded_by_themselves(inner: nn.Module) -> tuple[str, ...]:
     """The beginnings of names that belong to modules which the user's code loads in another way than by copying."""
     found = (path for path, one in inner.named_modules() if not isinstance(one, Wrapper) and loads_by_itself(one))
@@ -134,10 +158,7 @@ def _loaded_by_themselves(inner: nn.Module) -> tuple[str, ...]:
 def _named(inner: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the weights by the names that the module has now."""
     if weights and all(name.startswith("module.") for name in weights) and not hasattr(inner, "module"):
-        warn_user(
-            "all names of the weights begin with 'module.', as those that DistributedDataParallel saves: it is taken "
-            "off, and the rest is loaded."
-        )
+        warn_user(_OF_DDP)
         weights = renamed(weights, lambda name: name.removeprefix("module").removeprefix("."))
     return named_as_compiled(inner, weights)
 
@@ -150,8 +171,8 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
     state_dict: the same on every rank, or on rank 0 alone, with None or {} on all others. Those then receive the state
         tensor by tensor, and hold one beside their shards. An iterator has no options: the optimizer keeps its own.
 
-    Raises ValueError, and changes nothing, if it does not fit: on every rank if rank 0 alone has it, or if neither rank
-    0 nor every rank has it.
+    Raises ValueError, and changes nothing, if it does not fit, or an iterator ended early: on every rank if rank 0
+    alone has it, or if neither rank 0 nor every rank has it.
     """
     (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
     stepped = stepped_by(inner, wrappers, optimizer)
@@ -175,7 +196,27 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
         taken = cut(stepped, _without_options(items, groups))
         together.agree()  # nothing has changed so far
     given = [leaves.closed(group) for group in groups]
-    hand_over(stepped, taken, given if any(given) else numbered_groups(stepped))
+    _hand_over(stepped, optimizer, taken, given if any(given) else numbered_groups(stepped))
+
+
+def _hand_over(stepped: SteppedShards, optimizer: Optimizer, taken: Taken, groups: list[dict[str, Any]]) -> None:
+    """Loads this rank's shards. The user's hooks see them, as they do at stage 3."""
+    if not isinstance(optimizer, OSS):
+        hand_over(stepped, taken, groups)
+        return
+    own = {owned.number: stepped.part(owned.param) for owned in shards_of(stepped, stepped.comm.rank)}
+    own |= dict(unsharded(stepped))
+
+    def load(state_dict: dict[str, Any]) -> None:
+        states = {own[number]: state for number, state in state_dict["state"].items()}
+        hand_over(stepped, states, state_dict["param_groups"])
+
+    numbered = zip(groups, numbered_groups(stepped), strict=True)
+    state_dict = {
+        "state": {number: taken[part] for number, part in own.items() if part in taken},
+        "param_groups": [{**group, "params": with_numbers["params"]} for group, with_numbers in numbered],
+    }
+    with_load_hooks(optimizer, state_dict, load)
 
 
 def _load_state(stepped: SteppedShards, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -202,8 +243,8 @@ def _items(stepped: SteppedShards, names: Mapping[int, str], given: Given) -> It
     numbers = {name: number for number, name in names.items()}
     made = [state_made_by(stepped.optim, group, group["params"][0].dtype) for group in stepped.param_groups]
     by_number = [of_group for of_group, group in zip(made, stepped.param_groups, strict=True) for _ in group["params"]]
-    pairs: Iterable[tuple[str, Tensor]] = given or ()
-    for label, tensor in pairs:
+    entries: dict[int, set[str]] = {}
+    for label, tensor in _without_module(numbers, given or ()):
         cuts = [at for at, letter in enumerate(label) if letter == WITHIN]  # names of modules may have it, too
         name = next((label[:at] for at in reversed(cuts) if label[:at] in numbers), "")
         key = label[len(name) + 1 :]
@@ -212,8 +253,36 @@ def _items(stepped: SteppedShards, names: Mapping[int, str], given: Given) -> It
                 f"{label!r} is the state of no parameter of the {type(stepped.optim).__name__}. Names are as "
                 f"zero.full_tensors yields them, such as {next(iter(numbers), '')}{WITHIN}exp_avg."
             )
-        is_number = isinstance(by_number[numbers[name]].get(key), (int, float, complex)) and not tensor.dim()
-        yield (STATE, numbers[name], key), tensor.item() if is_number else tensor
+        entries.setdefault(numbers[name], set()).add(leaves.entry_of(key))
+        yield (STATE, numbers[name], key), _as_made(by_number[numbers[name]].get(key), tensor)
+    _refuse_incomplete(stepped, names, entries)
+
+
+def _as_made(made: Any, tensor: Tensor) -> Any:
+    """A number in place of a tensor, if the optimizer makes one. made: what it makes."""
+    if not isinstance(made, (int, float, complex, np.generic)) or tensor.dim():
+        return tensor
+    return type(made)(tensor.item()) if isinstance(made, np.generic) else tensor.item()
+
+
+def _refuse_incomplete(stepped: SteppedShards, names: Mapping[int, str], entries: Mapping[int, set[str]]) -> None:
+    """Raises ValueError where a stream has ended early: if trained parameters have no state beside others that have,
+    or, with torch's own element-wise optimizers, if they have a part of what these make. entries: what has come."""
+    found, missing = known(type(stepped.optim)), list[str]()
+    is_elementwise = found is not None and found.kind is Kind.ELEMENTWISE
+    numbers = iter(range(len(names)))
+    for group in stepped.param_groups if entries else ():
+        made = {*first_state(stepped.optim, group, torch.float32)} if is_elementwise else set()
+        for param, number in zip(group["params"], numbers, strict=False):
+            if number in entries:
+                missing += [f"{names[number]}{WITHIN}{key}" for key in sorted(made - entries[number])]
+            elif param.requires_grad:
+                missing += [f"{names[number]}{WITHIN}{key}" for key in sorted(made)] or [names[number]]
+    if missing:
+        raise ValueError(
+            f"the stream has no state for {len(missing)} entries, such as {missing[0]!r}, and may have ended early. "
+            "Where parameters were trained without any, pass what zero.full_optimizer_state_dict returns."
+        )
 
 
 def _without_options(items: Iterable[tuple[Label, Any]], groups: Sequence[dict[str, Any]]) -> Iterator[Leaf]:

@@ -14,6 +14,8 @@ import ranks
 import zero
 from assertions import same
 from inner import unsharded
+from zero.fsdp.full_weights import loading, naming
+from zero.fsdp.model import models_of
 from zoo import Stack, batch
 
 GIVEN: dict[str, tuple[Callable[[Any], object], list[str]]] = {
@@ -77,6 +79,33 @@ def test_hooks_on_state_dicts_of_modules_inside_see_full_parameters(rank, world)
     for found in (model.state_dict(), zero.full_state_dict(model)):
         same(dict(found), expected)
         same(seen, expected)
+
+
+@ranks.on(2)
+def test_names_and_shapes_are_given_and_no_values(rank, world):
+    plain = Stack()
+    model = zero.FSDP(copy.deepcopy(plain))
+    for context in (naming, loading):
+        with context([one for one, _ in models_of(model)]):
+            for inner, expected in ((model.module, plain), (model.blocks[1], plain.blocks[1])):
+                found = inner.state_dict()
+                assert {name: one.shape for name, one in found.items()} == {
+                    name: one.shape for name, one in expected.state_dict().items()
+                }
+            with pytest.raises(NotImplementedError, match="meta"):
+                found["up.weight"].cpu()
+    assert ranks.refusal(model.module.state_dict).startswith("RuntimeError")
+
+
+@ranks.on(2)
+def test_frozen_modules_that_load_by_themselves_stay_sharded_while_others_are_loaded(rank, world):
+    plain = Stack()
+    plain.first.requires_grad_(False).register_load_state_dict_pre_hook(lambda *_: None)
+    model = zero.FSDP(plain)
+    inner = [one for one, _ in models_of(model)]
+    for frozen in (False, True):
+        with loading(inner, frozen=frozen):
+            assert [unit.summoned for one in inner for unit in one.units].count(True) == frozen
 
 
 @ranks.on(2)

@@ -21,10 +21,10 @@ WIDTH, BLOCKS = 64, 8
 
 
 class MeterOfMemory(Meter):
-    """Does not count what is mapped from a file: that memory can be had back at any time."""
+    """Does not count what is mapped from a file: that memory can be had back at any time; nor what has none."""
 
     def counts(self, tensor: Tensor) -> bool:
-        return not mapped(tensor)
+        return not tensor.is_meta and not mapped(tensor)
 
 
 def mapped(tensor: Tensor) -> bool:
@@ -179,6 +179,16 @@ def trainer(rank: int, world: int, stage: int, folder: str, model: Callable[[], 
 
 def adapter(*given: Any) -> Peaks:
     return trainer(*given, model=adapted)
+
+
+def prompted() -> Any:
+    import peft
+
+    return peft.get_peft_model(gpt2(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+
+
+def prompts(*given: Any) -> Peaks:
+    return trainer(*given, model=prompted)
 
 
 def lightning(rank: int, world: int, stage: int, folder: str) -> Peaks:

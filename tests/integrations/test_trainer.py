@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from trainers import build, examples, gpt2
+from trainers import build, gpt2, losses, same, weights
 
 import matrix
 import ranks
@@ -30,20 +29,8 @@ pytestmark = [
 ]
 
 
-def losses(trainer: Any) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 def norms(trainer: Any) -> Tensor:
     return torch.tensor([entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry])
-
-
-def weights(trainer: Any) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in zero.full_state_dict(trainer.model_wrapped).items()}
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.slow
@@ -197,133 +184,6 @@ def test_the_best_model_a_second_train_and_a_late_resume(rank: int, world: int, 
             trainer.train(resume_from_checkpoint=f"{tmp_path}/{stage}/checkpoint-2")
             found.append([first, second, weights(trainer)])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
-
-
-OF_ATTENTION = {"target_modules": ["c_attn"], "fan_in_fan_out": True, "init_lora_weights": False}
-WITH_A_MODULE = {"r": 2, **OF_ATTENTION, "modules_to_save": ["ln_f"]}
-
-
-def adapted(kind: str, **options: Any) -> Any:
-    import peft
-
-    base = gpt2()
-    torch.manual_seed(1)
-    return peft.get_peft_model(base, getattr(peft, kind)(task_type="CAUSAL_LM", **options))
-
-
-def lora() -> Any:
-    return adapted("LoraConfig", r=2, **OF_ATTENTION)
-
-
-def added() -> Any:
-    """An adapter in the model of transformers itself."""
-    import peft
-
-    base = gpt2()
-    torch.manual_seed(1)
-    base.add_adapter(peft.LoraConfig(task_type="CAUSAL_LM", **WITH_A_MODULE))
-    return base
-
-
-ADAPTERS: dict[str, Callable[[], Any]] = {
-    "added": added,
-    "modules to save": partial(adapted, "LoraConfig", **WITH_A_MODULE),
-    "prompts": partial(adapted, "PromptTuningConfig", num_virtual_tokens=3),
-    "encoded prompts": partial(adapted, "PromptEncoderConfig", num_virtual_tokens=3, encoder_hidden_size=8),
-    "AdaLoRA": partial(adapted, "AdaLoraConfig", **OF_ATTENTION, init_r=4, target_r=2, total_step=4),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
-@ranks.on(2, timeout=100)
-def test_lora_by_peft_is_trained_saved_and_resumed(rank: int, world: int, tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
-    expected: dict[str, Tensor] = {}
-    for stage in (0, 3):
-        place = f"{tmp_path}/{stage}"
-        with launched(rank, world):
-            trainer = build(stage, place, model=lora, save_strategy="steps", save_steps=2)
-            trainer.train()
-            trainer.save_model(f"{place}/final")
-            torch.distributed.barrier()
-            adapter = load_file(f"{place}/final/adapter_model.safetensors")
-            found = {"losses": torch.tensor(losses(trainer)), **weights(trainer)}
-            found |= {f"saved {name}": value for name, value in adapter.items()}
-            expected = expected or found
-            assert same(found, expected), stage
-    trainer.state.best_model_checkpoint = f"{place}/checkpoint-2"
-    trainer._load_best_model()  # into the sharded model
-    best = load_file(f"{place}/checkpoint-2/adapter_model.safetensors")
-    found = {name.replace(".default.", "."): value for name, value in weights(trainer).items()}
-    assert not same(best, adapter) and all(torch.equal(found[name], value) for name, value in best.items())
-    with launched(rank, world):
-        again = build(2, f"{tmp_path}/again", model=lora)
-        again.train(resume_from_checkpoint=f"{tmp_path}/3/checkpoint-2")
-        assert all(torch.equal(value, expected[name]) for name, value in weights(again).items())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
-@pytest.mark.parametrize("kind", ADAPTERS)
-@ranks.on(2, timeout=100)
-def test_an_adapter_is_saved_as_under_ddp_byte_for_byte(rank: int, world: int, tmp_path: Path, kind: str) -> None:
-    found = {}
-    for stage in (0, 2, 3):
-        place = Path(tmp_path, str(stage))
-        resumes = stage == 3 and kind not in ("added", "encoded prompts")  # which the Trainer itself cannot
-        for resumed in [None, f"{place}/checkpoint-2"][: 1 + resumes]:
-            with launched(rank, world):
-                trainer = build(stage, place, model=ADAPTERS[kind], save_strategy="steps", save_steps=2)
-                trainer.train(resume_from_checkpoint=resumed)
-                trainer.save_model(place / "final")
-                torch.distributed.barrier()
-                files = [place / name / "adapter_model.safetensors" for name in ("checkpoint-2", "final")]
-                found[stage, resumed] = [losses(trainer), *(file.read_bytes() for file in files)]
-    assert all(one == found[0, None] for one in found.values())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
-@ranks.on(2, timeout=100)
-def test_an_adapter_is_saved_by_hand_at_any_stage(rank: int, world: int, tmp_path: Path) -> None:
-    tokens = torch.stack([one["input_ids"] for one in examples(4)])[rank::2]
-    for kind in ("modules to save", "prompts"):
-        found = []
-        for stage in (0, 1, 2, 3):
-            plain, place = ADAPTERS[kind](), Path(tmp_path, f"{kind} {stage}")
-            model, optimizer = zero.setup(plain, torch.optim.SGD, stage=stage, lr=0.1)
-            model(input_ids=tokens, labels=tokens).loss.backward()
-            optimizer.step()
-            full = zero.FSDP.summon_full_params(model, writeback=False, rank0_only=True, offload_to_cpu=True)
-            with torch.no_grad(), full:
-                if rank == 0:
-                    plain.save_pretrained(place)
-            torch.distributed.barrier()
-            found.append((place / "adapter_model.safetensors").read_bytes())
-        assert found == found[:1] * 4
-        weights = zero.full_state_dict(model)  # of stage 3, where a module that is asked for its own has shards
-        told = ranks.refusal(partial(plain.save_pretrained, place / "shards", state_dict=weights))
-        assert ("RuntimeError" in told) == (kind == "modules to save"), told
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
-@ranks.on(2, timeout=100)
-def test_what_reads_gradients_of_an_adapter_is_refused_on_every_rank(rank: int, world: int, tmp_path: Path) -> None:
-    from transformers import TrainerCallback
-
-    class Allocate(TrainerCallback):
-        def on_pre_optimizer_step(self, _: Any, state: Any, __: Any, *, model: Any, **___: Any) -> None:
-            model.base_model.update_and_allocate(state.global_step)
-
-    for stage in (2, 3):
-        with launched(rank, world):
-            trainer = build(stage, tmp_path, model=partial(ADAPTERS["AdaLoRA"], tfinal=1, deltaT=1))
-            trainer.add_callback(Allocate())
-            told = ranks.refusal(trainer.train)
-        assert told.startswith("RuntimeError") and "lora_A.default" in told, told
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import zero
+
 VOCABULARY = 61
 QUIET = {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
 
@@ -37,3 +39,15 @@ def build(stage: Any, folder: str, *, model: Callable[[], nn.Module] = gpt2, **o
     )
     given = {"model": model(), "args": args, "train_dataset": examples(), "eval_dataset": examples(6)}
     return transformers.Trainer(**given) if stage == 0 else Trainer(**given, zero_plugin=stage)
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def weights(trainer: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in zero.full_state_dict(trainer.model_wrapped).items()}
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

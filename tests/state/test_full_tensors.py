@@ -169,6 +169,68 @@ def test_what_does_not_fit_is_refused_on_every_rank(rank: int, world: int, stage
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks.on(2, timeout=30)
+def test_a_stream_of_state_that_ends_early_changes_nothing(rank: int, world: int, stage: int) -> None:
+    model, optimizer = trained(rank, stage)
+    before = state_of(model, optimizer)
+    doubled = [(name, 2 * value) for name, value in before]
+    load = partial(zero.load_full_optimizer_state_dict, model, optimizer)
+    for alone in (False, True):
+        for length in (1, len(doubled) // 2, len(doubled) - 1):
+            given = iter(doubled[:length]) if rank == 0 or not alone else None
+            told = ranks.refusal(partial(load, given))
+            words = re.search(r"ValueError: .*no state for (\d+) entries, such as '(.*?)'", told)
+            assert words and int(words[1]) == len(doubled) - length, told
+            assert words[2] in [name for name, _ in doubled[length:]], told
+    same(dict(state_of(model, optimizer)), dict(before), "nothing has changed")
+    model.module.first.bias.requires_grad_(False)
+    load([one for one in doubled if "first.bias" not in one[0]])  # of a frozen parameter there need not be any
+    found = dict(state_of(model, optimizer))
+    assert all(torch.equal(found[name], value) for name, value in doubled if "first.bias" not in name)
+
+
+def state_of(model: nn.Module, optimizer: Any) -> list[tuple[str, Tensor]]:
+    return [(name, value) for name, value in zero.full_tensors(model, optimizer) if "/" in name]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks.on(2, timeout=30)
+def test_names_may_be_those_of_distributed_data_parallel(rank: int, world: int, stage: int) -> None:
+    model, optimizer = trained(rank, stage, net=Stack)
+    found = {f"module.{name}": 2 * value for name, value in zero.full_tensors(model, optimizer)}
+    weights, state = ({name: one for name, one in found.items() if ("/" in name) == is_state} for is_state in (0, 1))
+    for given in (weights, iter(weights.items()), iter(weights.items()) if rank == 0 else None):
+        with pytest.warns(UserWarning, match=r"begin with 'module\.'"):
+            zero.load_full_state_dict(model, given)
+    with pytest.warns(UserWarning, match=r"begin with 'module\.'"):
+        zero.load_full_optimizer_state_dict(model, optimizer, iter(state.items()))
+    same({f"module.{name}": value for name, value in zero.full_tensors(model, optimizer)}, found)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks.on(2, timeout=30)
+def test_hooks_on_loading_are_called_however_the_state_is_given(rank: int, world: int, stage: int) -> None:
+    model, optimizer = trained(rank, stage)
+    full, stream = zero.full_optimizer_state_dict(model, optimizer), state_of(model, optimizer)
+    seen: list[Any] = []
+
+    def before(one: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        seen.append(one is optimizer)
+        assert {*state_dict["state"]} <= {*range(len([*model.parameters()]))}
+        groups = [{**group, "lr": 0.5} for group in state_dict["param_groups"]]
+        return {**state_dict, "param_groups": groups}
+
+    optimizer.register_load_state_dict_pre_hook(before)
+    optimizer.register_load_state_dict_post_hook(lambda _: seen.append("loaded"))
+    for given in (full, iter(stream), full if rank == 0 else None, iter(stream) if rank == 0 else None):
+        optimizer.param_groups[0]["lr"] = 0.1
+        zero.load_full_optimizer_state_dict(model, optimizer, given)
+        assert seen == [True, "loaded"] and optimizer.param_groups[0]["lr"] == 0.5
+        seen.clear()
+    same(dict(state_of(model, optimizer)), dict(stream))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks.on(2)
 def test_an_engine_takes_the_weights_of_a_trainer(rank: int, world: int, stage: int) -> None:
     """The example."""

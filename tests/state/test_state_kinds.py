@@ -80,12 +80,20 @@ def at(stage: int, kind: str) -> tuple[nn.Module, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A nest with Python's numbers in place of numpy's, as they arrive, and tuples in place of sizes."""
+    """A nest with Python's numbers in place of numpy's, as a checkpoint has them, and tuples in place of sizes."""
     if isinstance(value, dict):
         return {key: plain(one) for key, one in value.items()}
     if isinstance(value, torch.Size):
         return tuple(value)
     return value.item() if isinstance(value, np.generic) else value
+
+
+def same_numbers(found: dict[int, dict[str, Any]], expected: dict[int, dict[str, Any]]) -> None:
+    """Of numpy's they have the same types."""
+    for number, state in expected.items():
+        for key, value in state.items():
+            if isinstance(value, np.generic):
+                assert type(found[number][key]) is type(value), key
 
 
 @pytest.mark.slow
@@ -99,12 +107,14 @@ def test_state_of_any_kind_comes_out_as_at_stage_0_and_goes_in_again(rank, world
     weights, state = deepcopy(zero.full_state_dict(expected[0])), deepcopy(expected[1].state_dict())
     full = deepcopy(zero.full_optimizer_state_dict(*found))
     same(plain(full["state"]), plain(state["state"]))
+    same_numbers(full["state"], state["state"])
     losses = train(*expected, rank, range(2, 4))
     for given in (full, full if rank == 0 else None):
         again = at(stage, kind)
         zero.load_full_state_dict(again[0], weights)
         zero.load_full_optimizer_state_dict(*again, deepcopy(given))
         same(plain(zero.full_optimizer_state_dict(*again)["state"]), plain(state["state"]))
+        same_numbers(again[1].state_dict()["state"], state["state"] if stage == 3 else {})
         assert train(*again, rank, range(2, 4)) == losses
     if kind != "lists":
         again = at(3 - stage, kind)

@@ -52,6 +52,7 @@ from zero._torch.optimizers import call_stepped as call_stepped
 from zero._torch.optimizers import follow as follow
 from zero._torch.optimizers import move_hooks as move_hooks
 from zero._torch.optimizers import takes_state_hooks as takes_state_hooks
+from zero._torch.optimizers import with_load_hooks as with_load_hooks
 from zero._torch.optimizers import with_state_hooks as with_state_hooks
 from zero._torch.optimizers import without_optimizer_hooks as without_optimizer_hooks
 from zero._torch.pinned import PinnedMemory as PinnedMemory

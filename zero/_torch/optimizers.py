@@ -40,6 +40,17 @@ def with_state_hooks(optimizer: Optimizer, make: Callable[[], dict[str, Any]]) -
     return found
 
 
+def with_load_hooks(optimizer: Optimizer, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
+    """Calls `load` in place of the optimizer's own load_state_dict(), between the user's hooks on that."""
+    state_dict = dict(state_dict)
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        changed = before(optimizer, state_dict)
+        state_dict = state_dict if changed is None else changed
+    load(state_dict)
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
+
+
 class HooksOfSteps:
     """Hooks of one optimizer's own, the last before a step and the first after it. torch can register hooks at the end
     only: its tables, which have no public names, are ordered dictionaries.

@@ -3,6 +3,9 @@
     gathered   one shard group after another, so that a rank holds one full group at most beside the weights it
                receives; a rank that receives none sends its shards and holds nothing
     loading    a context in which full values that are written into sharded parameters reach the shards
+    naming     a context in which only names and shapes are read
+
+In both contexts a state_dict() has tensors without values in place of shards.
 
 Buffers that mixed precision has cast are saved in their original dtype.
 """
@@ -250,10 +253,24 @@ def _named(module: nn.Module) -> dict[str, Any] | None:
 
 
 @contextmanager
-def loading(models: Sequence[Model]) -> Iterator[None]:
+def naming(models: Sequence[Model]) -> Iterator[None]:
+    """Within the context a state_dict() has tensors of the shapes of full weights, which raise if their values are
+    read: for whoever needs its names. Parameters that are full keep their values."""
+    before = [model.reads.naming for model in models]
+    try:
+        for model in models:
+            model.reads.naming = True
+        yield
+    finally:
+        for model, was in zip(models, before, strict=True):
+            model.reads.naming = was
+
+
+@contextmanager
+def loading(models: Sequence[Model], *, frozen: bool = True) -> Iterator[None]:
     """Collective. Within the context sharded parameters have the shapes of full ones, and a full value that is copied
     into one reaches this rank's shard. So the module's own load_state_dict() loads full weights, and gathers nothing,
-    but units of modules that the user's code loads in another way.
+    but units of modules that the user's code loads in another way. frozen: whether frozen parameters are loaded, too.
 
     Raises RuntimeError within forward, backward and summon_full_params().
     """
@@ -267,7 +284,7 @@ def loading(models: Sequence[Model]) -> Iterator[None]:
                 unit.synchronize()
             stack.callback(_end_loading, model)
             model.reads.loading = True
-            full = [unit for unit in model.units if _needs_full(unit)]
+            full = [unit for unit in model.units if _needs_full(unit, frozen=frozen)]
             if full:
                 stack.enter_context(summoned(model, full, writeback=True))
         yield
@@ -279,10 +296,12 @@ def _end_loading(model: Model) -> None:
         group.offload.used(group.shard)
 
 
-def _needs_full(unit: Unit) -> bool:
+def _needs_full(unit: Unit, *, frozen: bool) -> bool:
     """Whether more is done with its parameters, as they are loaded, than to copy into them; or whether they are of a
     class that is not exchanged (sharded_parameter.py)."""
-    if any(group.at_rest and not all(isinstance(one, AtRest) for one in group.params) for group in unit.groups):
+    loaded = {param for param in unit.params if frozen or param.requires_grad}
+    at_rest = (param for group in unit.groups if group.at_rest for param in group.params)
+    if any(param in loaded and not isinstance(param, AtRest) for param in at_rest):
         return True
-    holders = (one for one in unit.module.modules() if any(p in unit.params for p in one.parameters(recurse=False)))
+    holders = (one for one in unit.module.modules() if not loaded.isdisjoint(one.parameters(recurse=False)))
     return any(map(loads_by_itself, holders))

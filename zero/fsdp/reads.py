@@ -28,12 +28,12 @@ class Reads:
     """Reads of the parameters of one model, as sharded_parameter.py asks for them.
 
     scaled: the groups of ranks that have elements of the gradients.
-    `loading`: whether full weights are loaded now (full_weights.py).
+    `loading`: whether full weights are loaded now. `naming`: whether names and shapes are read (full_weights.py).
     """
 
     def __init__(self, index: Index, comms: Sequence[Comm], backward: Backward, scaled: Sequence[Comm]) -> None:
         self._index, self._backward = index, backward
-        self.loading = False
+        self.loading = self.naming = False
         self._first_read = Together(comms, "the first reading of parameters of another unit")
         self._overflow = [(comm, comm.channel("the search for gradients that are not finite")) for comm in scaled]
 
@@ -42,9 +42,13 @@ class Reads:
         """Whether parameters are full for who reads them now: within forward and backward."""
         return bool(self._index.running) or (in_a_backward() and self._backward.expected)
 
+    @property
+    def without_values(self) -> bool:
+        return self.loading or self.naming
+
     def like(self, param: nn.Parameter) -> Tensor | None:
-        """A tensor without memory like the full parameter, if that is read as full now or full weights are loaded."""
-        if not (self._are_full or self.loading):
+        """A tensor without memory like the full parameter, if that is read as full now or without values."""
+        if not (self._are_full or self.without_values):
             return None
         group, index = self._index[param]
         shapes = group.shapes

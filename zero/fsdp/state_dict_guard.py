@@ -47,6 +47,9 @@ class Refusal(OwnHook):
         self._groups, self._keeps = groups, keeps
 
     def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        reads = self._groups[0].reads()
+        if reads is not None and reads.without_values:  # then nothing is taken for a full weight
+            return
         sharded = [one for one in self._groups if one.comm.world > 1 and one.state is not GroupState.SUMMONED]
         if sharded and not keep_vars:
             raise RuntimeError(

@@ -12,8 +12,8 @@ from zero.integrations.oldest import refuse_older
 refuse_older("transformers")
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,11 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from zero.comm import Comm
-from zero.fsdp import FSDP
 from zero.integrations.accelerate import Accelerator, ZeroPlugin, full_files, states
 from zero.integrations.accelerate.choosing import chosen_plugin, hidden_environment
 from zero.integrations.accelerate.deepspeed_keys import NOT_READ
 from zero.integrations.accelerate.fsdp_keys import fields
+from zero.integrations.adapters import has_adapters, loading_adapters, saved_names, saving
 from zero.wrappers import Wrapped
 
 
@@ -115,22 +115,17 @@ class ZeroTrainerMixin:
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         dtype = None if self._saves_to_go_on else self.accelerator.saved_dtype
-        with self._full_adapters() as full:
-            if state_dict is None and self._sharded and (dtype is not None or not full):
-                state_dict = full_files.full_weights(self.model_wrapped, self.args.should_save, dtype)
+        writes, only = self.args.should_save, None
+        for_peft: Callable[[], AbstractContextManager[None]] = nullcontext
+        if has_adapters(self.model):
+            for_peft = partial(saving, self.model, rank0_only=not self.args.save_on_each_node)
+        if state_dict is None and self._sharded:
+            if has_adapters(self.model):
+                with for_peft():
+                    only = full_files.on_some(writes, "the adapters", partial(saved_names, self.model)) or ()
+            state_dict = full_files.full_weights(self.model_wrapped, writes, dtype, only)
+        with for_peft():
             super()._save(output_dir, state_dict=state_dict)  # type: ignore[misc]
-
-    @contextmanager
-    def _full_adapters(self) -> Iterator[bool]:
-        """Collective. For adapters of peft, which run modules and ask them for their own weights as they are saved, on
-        the writer alone: there all parameters are full in this context. Returns whether they are."""
-        wrapped = self.model_wrapped
-        if not (isinstance(wrapped, FSDP) and hasattr(self.model, "peft_config")):
-            yield False
-            return
-        first = not self.args.save_on_each_node
-        with torch.no_grad(), wrapped.summon_full_params(writeback=False, rank0_only=first, offload_to_cpu=True):
-            yield True
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._load_weights(resume_from_checkpoint, super()._load_from_checkpoint)  # type: ignore[misc]
@@ -141,9 +136,8 @@ class ZeroTrainerMixin:
 
     def _load_weights(self, folder: str, load: Callable[[str], None]) -> None:
         """Collective. Loads what rank 0 reads. load: the Trainer's own method, on every rank, for adapters of peft."""
-        if hasattr(self.model, "peft_config"):
-            wrapped = self.model_wrapped  # peft asks modules for their state_dict(), which are full in this context
-            with wrapped.summon_full_params(offload_to_cpu=True) if isinstance(wrapped, FSDP) else nullcontext():
+        if has_adapters(self.model):
+            with loading_adapters(self.model):
                 load(folder)
             return
         self._issue_warnings_after_load(full_files.load_weights(self.model, partial(_files, folder), strict=False))

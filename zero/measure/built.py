@@ -31,8 +31,11 @@ def finding_of_built(optimizer: Optimizer) -> Finding:
 def state_made_by(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The state that the optimizer's first step makes for a matrix of this dtype in such a group; empty for torch's
     own, whose state has the dtype of the parameter, and where that cannot be measured."""
-    if known(type(optimizer)) is not None:
-        return {}
+    return {} if known(type(optimizer)) is not None else first_state(optimizer, group, dtype)
+
+
+def first_state(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The same of any optimizer; empty where it cannot be measured."""
     return single_step(partial(_built_alike, optimizer), options(group), dtype).state
 
 

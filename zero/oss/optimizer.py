@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import move_hooks, with_state_hooks
+from zero._torch import move_hooks, with_load_hooks, with_state_hooks
 from zero.comm import Comm, fail_together
 from zero.measure.param_groups import called, params_of
 from zero.oss.checks import StepChecks
@@ -280,13 +280,7 @@ class OSS(Optimizer):
 
         Does not change the dictionary. Raises ValueError if it does not fit.
         """
-        state_dict = dict(state_dict)
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            changed = before(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        self.state_dicts.load_state_dict(self.stepped_shards, state_dict)
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        with_load_hooks(self, state_dict, partial(self.state_dicts.load_state_dict, self.stepped_shards))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As torch's own, which takes over the attributes in `state`."""

@@ -15,11 +15,17 @@ from zero.shards.layout import Layout, Span
 
 
 class Asked(Protocol):
-    """Who is asked when a sharded parameter is read."""
+    """Who is asked when a sharded parameter is read.
+
+    without_values: whether a state_dict() now has tensors like the full parameters, without values, in place of shards.
+    """
+
+    @property
+    def without_values(self) -> bool: ...
 
     def like(self, param: nn.Parameter) -> Tensor | None:
         """A tensor without memory like the one as which a parameter is read now, if that is not the shard: within
-        forward and backward, and while full weights are loaded."""
+        forward and backward, and while `without_values`."""
 
     def load(self, owner: Owner, index: int, shard: Tensor, value: Tensor) -> bool:
         """While full weights are loaded, writes this rank's elements of a full value, and returns True."""

@@ -42,7 +42,7 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
     if name in SILENT or (attribute and attribute not in VIEWS and attribute not in ABOUT_ATTRIBUTES):
         return _plainly(func, args, kwargs)
-    if (attribute or name) in OF_SHAPE:
+    if (attribute or name) in OF_SHAPE or (name == "detach" and _without_values(args[0])):
         return _plainly(func, [_in_the_shape_of(args[0]), *args[1:]] if args else args, kwargs)
     if name == "copy_" and _load(*args[:2]):
         return args[0]
@@ -99,6 +99,12 @@ def reads_full(param: nn.Parameter) -> bool:
     """Whether a sharded parameter is read as the full one now: within forward, and while full weights are loaded."""
     reads = _reads_of(param)
     return reads is not None and reads.like(param) is not None
+
+
+def _without_values(tensor: Any) -> bool:
+    """Whether a state_dict() has a tensor of the full shape in place of a parameter's shard."""
+    reads = _reads_of(tensor) if isinstance(tensor, _Sharded) and isinstance(tensor, nn.Parameter) else None
+    return reads is not None and reads.without_values
 
 
 def _in_the_shape_of(tensor: Any) -> Any:

@@ -122,7 +122,11 @@ def _described(leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, Tensor):
         kind = {"dtype": str(leaf.dtype).removeprefix("torch."), "device": leaf.device.type}
         return {**kind, "shape": list(leaf.shape)} if leaf.dim() else {**kind, **_described(leaf.item())}
-    value = leaf.item() if isinstance(leaf, np.generic) else leaf
+    value = leaf
+    if isinstance(leaf, np.generic):
+        value = leaf.item()
+        if not isinstance(value, np.generic):  # as of those that Python has not
+            return {"numpy": leaf.dtype.str, **_described(value)}
     if isinstance(value, complex):
         return {"complex": [value.real, value.imag]}
     if value is None or isinstance(value, int | float | str):
@@ -141,6 +145,8 @@ def value_of(description: dict[str, Any]) -> Any:
         kind, keys = description["opened"]
         return Opened(kind, tuple(keys))
     value = complex(*description["complex"]) if "complex" in description else description["value"]
+    if "numpy" in description:
+        return np.dtype(description["numpy"]).type(value)
     if "dtype" in description:
         return torch.tensor(value, dtype=dtype_of(description), device=description["device"])
     return value

@@ -27,14 +27,17 @@ from zero.wrappers import unwrapped
 T = TypeVar("T")
 
 
-def full_weights(model: nn.Module, writes: bool, dtype: torch.dtype | None = None) -> dict[str, Any]:
+def full_weights(
+    model: nn.Module, writes: bool, dtype: torch.dtype | None = None, only: Sequence[str] | None = None
+) -> dict[str, Any]:
     """Collective. The full weights on the CPU of each rank that writes, one after another; {} on other ranks.
 
-    dtype: to which floating-point tensors are cast.
+    dtype: to which floating-point tensors are cast. only: the names of those that this rank writes, by default all;
+    on every rank or on none.
     """
-    if dtype is None:
+    if dtype is None and only is None:
         return _for_writers(writes, lambda to: full_state_dict(model, to=to))
-    return _for_writers(writes, lambda to: _cast(model, to, dtype))
+    return _for_writers(writes, lambda to: _chosen(model, to, dtype, only))
 
 
 def full_state(model: nn.Module, optimizer: Optimizer, writes: bool) -> dict[str, Any]:
@@ -50,19 +53,22 @@ def _for_writers(writes: bool, gather: Callable[[int], dict[str, Any]]) -> dict[
     return found
 
 
-def _cast(model: nn.Module, to: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Collective. The full weights in another dtype on rank `to`, of which one unit at a time has its own."""
+def _chosen(model: nn.Module, to: int, dtype: torch.dtype | None, only: Sequence[str] | None) -> dict[str, Tensor]:
+    """Collective. Full weights on rank `to`, perhaps in another dtype, beside one unit that has its own."""
     inner = unwrapped(model)[0]
     names = {name_without_compile(name): value for name, value in named_tensors(inner).items()}
     first: dict[Tensor, str] = {}
     for name, value in names.items():
         first.setdefault(value, name)
+    chosen = {name: first[names[name_without_compile(name)]] for name in (names if only is None else only)}
+    kept = {*chosen.values()}
     whole = [(name, value) for value, name in first.items()] if Comm.default().rank == to else []
     found = {
-        name: value.detach().to("cpu", dtype if value.is_floating_point() else value.dtype, copy=True)
+        name: value.detach().to("cpu", dtype if value.is_floating_point() else None, copy=True)
         for name, value in (full_tensors(model, to=to) if models_of(inner) else whole)
+        if name in kept
     }
-    return {name: found[first[value]] for name, value in names.items() if first[value] in found}  # with those tied
+    return {name: found[of] for name, of in chosen.items() if of in found}  # with those tied
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -70,8 +76,13 @@ def _cast(model: nn.Module, to: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 def on_first(what: str, read: Callable[[], T]) -> T | None:
     """Collective. What rank 0 reads; None on other ranks. Raises ValueError on every rank if reading raises."""
+    return on_some(Comm.default().rank == 0, what, read)
+
+
+def on_some(here: bool, what: str, read: Callable[[], T]) -> T | None:
+    """Collective. The same for the ranks that pass here=True."""
     comm, found, problem = Comm.default(), None, None
-    if comm.rank == 0:
+    if here:
         try:
             found = read()
         except Exception as error:  # of whatever kind: the other ranks wait
