@@ -35,6 +35,7 @@ SECTIONS = {
             "count_parameters",
             "join",
             "GradScaler",
+            "graphed",
         ],
     ),
     "Options": (

@@ -49,6 +49,7 @@ from zero.full_state import (
     full_tensors,
 )
 from zero.grad_scaler import GradScaler
+from zero.graphs import graphed
 from zero.join import join
 from zero.load_full import load_full_optimizer_state_dict, load_full_state_dict
 from zero.offload import CPUOffload, DiskOffload
@@ -98,6 +99,7 @@ __all__ = [
     "full_state_dict",
     "full_tensors",
     "grad_norm",
+    "graphed",
     "join",
     "load_full_optimizer_state_dict",
     "load_full_state_dict",

@@ -108,8 +108,9 @@ from zero._torch import gloo_group
 from zero.comm.store import StoreRendezvous
 rank = int(sys.argv[1])
 store = dist.TCPStore("first-host", 29417, 2, rank == 0)
-with StoreRendezvous(store, rank, 2, timedelta(seconds=30)) as exchange:
-    group = gloo_group(dist.PrefixStore("own", store), rank, 2, timedelta(seconds=30), exchange.address())
+timeout, own = timedelta(seconds=30), dist.PrefixStore("own", store)
+with StoreRendezvous(store, rank, 2, timeout) as exchange:
+    group = gloo_group(dist.ProcessGroupGloo, own, rank, 2, timeout, exchange.address())
 group.allreduce([number := torch.tensor(rank + 1.0)]).wait()
 assert number == 3
 exchange.all_gather(b"")

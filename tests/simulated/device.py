@@ -38,15 +38,58 @@ class Stall(NamedTuple):
     seconds: float
 
 
+class NoGraph(AssertionError):
+    """What cannot be part of a CUDA graph."""
+
+
+class Capture:
+    """What torch.cuda.graph records (CUDA's programming guide, "Creating a graph using stream capture"): a stream joins
+    it by waiting for an event that was recorded in it, and the one that began it waits for all others at the end."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._begun_on, self._streams = stream, {stream}
+
+    def has(self, stream: Stream) -> bool:
+        return stream in self._streams
+
+    def waits(self, stream: Stream, event: Event) -> None:
+        if event.capture is self:
+            self._streams.add(stream)
+        elif stream in self._streams and event.clock:
+            raise NoGraph(f"{stream} waits for an event that was recorded before the graph")
+
+    def runs(self, stream: Stream) -> None:
+        if stream not in self._streams and stream is not stream.device.host:
+            raise NoGraph(f"{stream} runs beside the graph")
+
+    def end(self) -> None:
+        for stream in self._streams:
+            if not self._begun_on.knows(stream, stream.clock.get(stream, 0)):
+                raise NoGraph(f"{stream} is not waited for at the end of the graph")
+
+
+class Graph:
+    """torch.cuda.CUDAGraph. replays: how many."""
+
+    replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+
+
 class Event:
     def __init__(self, stream: Stream) -> None:
         self.clock, self.time, self.label = dict(stream.clock), stream.time, stream.label
         self._device = stream.device
+        capture = self._device.capture
+        self.capture = capture if capture is not None and capture.has(stream) else None
 
     def query(self) -> bool:
+        self._device.host_waits()
         return self.time <= self._device.host.time
 
     def synchronize(self) -> None:
+        self._device.host_waits()
         if self._device.waits_here():
             self._device.host.join(self.clock)
             self._device.host.time = max(self._device.host.time, self.time)
@@ -58,6 +101,7 @@ class Stream:
     def __init__(self, device: Device, name: str) -> None:
         self.device, self.name, self.label, self.time = device, name, "", 0.0
         self.clock: dict[Stream, int] = {}
+        device.streams.append(self)
 
     def __repr__(self) -> str:
         return self.name
@@ -73,6 +117,8 @@ class Stream:
     def run(self, seconds: float, label: str = "") -> int:
         """The next operation. Returns its tick."""
         host = self.device.host
+        if self.device.capture is not None:
+            self.device.capture.runs(self)
         self.join(host.clock)
         if host.time > self.time and self is self.device.computing:
             self.device.stalls.append(Stall("host", host.time - self.time))
@@ -94,6 +140,8 @@ class Stream:
             self.wait(Event(other))
 
     def wait(self, event: Event) -> None:
+        if self.device.capture is not None:
+            self.device.capture.waits(self, event)
         self.join(event.clock)
         if event.time > self.time and self is self.device.computing:
             self.device.stalls.append(Stall(event.label, event.time - self.time))
@@ -104,16 +152,18 @@ class Device:
     """In the place of torch.cuda.
 
     waited: where the package did. removed: where nothing does, as if the line were not there.
-    stalls: of the computing stream. recording: whether a CUDA graph is.
+    stalls: of the computing stream. recording: whether a CUDA graph is, by the user. capture: what one records.
     """
 
     def __init__(self) -> None:
+        self.streams: list[Stream] = []
         self.host = Stream(self, "host")
         self.computing = self._current = Stream(self, "computing")
         self.waited: set[Site] = set()
         self.removed: Site | None = None
         self.stalls: list[Stall] = []
         self.recording = False
+        self.capture: Capture | None = None
         self._numbers = count(1)
 
     def Stream(self, device: object = None, priority: int = 0) -> Stream:
@@ -123,7 +173,27 @@ class Device:
         return self._current
 
     def is_current_stream_capturing(self) -> bool:
-        return self.recording
+        return self.recording or self.capture is not None
+
+    CUDAGraph = Graph
+
+    @contextmanager
+    def graph(self, graph: Graph, *, stream: Stream, capture_error_mode: str) -> Iterator[None]:
+        for each in self.streams:  # torch synchronizes
+            self.host.join(each.clock)
+        self.capture = Capture(stream)
+        try:
+            with self.stream(stream):
+                yield
+            self.capture.end()
+        finally:
+            self.capture = None
+        self.current_stream().join(stream.clock)  # nothing has run: it is the replay that reads and writes
+
+    def host_waits(self) -> None:
+        """Called where the host waits for the device."""
+        if self.capture is not None:
+            raise NoGraph("the host waits for the device while a graph is recorded")
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:

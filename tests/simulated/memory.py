@@ -169,6 +169,7 @@ class Memory(TorchDispatchMode):
                 reads = []
         self.access(name, [*reads, *(one for one in writes if name != "copy_")], writes, self._seconds(func, args), "")
         if waits:
+            self._device.host_waits()
             self._device.host.join(self._device.current_stream().clock)
 
     def _count(self, name: str, reads: list[Tensor], writes: list[Tensor], *, number_is_read: bool) -> None:

@@ -93,6 +93,7 @@ from zero._torch.tensors import is_of_ddp as is_of_ddp
 from zero._torch.tensors import is_of_two_devices as is_of_two_devices
 from zero._torch.tensors import leaves as leaves
 from zero._torch.tensors import let_move as let_move
+from zero._torch.tensors import mapped as mapped
 from zero._torch.tensors import multiply_all as multiply_all
 from zero._torch.tensors import norms_of as norms_of
 from zero._torch.tensors import with_local as with_local

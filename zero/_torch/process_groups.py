@@ -73,10 +73,9 @@ def nccl_version() -> tuple[int, ...] | None:
     return tuple(torch.cuda.nccl.version())
 
 
-def gloo_group(store: dist.Store, rank: int, world: int, timeout: timedelta, address: str) -> Any:
-    """Collective. A Gloo group that torch.distributed does not know. address: of this host, where the other ranks
-    connect; empty for the one that torch chooses by the host's name or GLOO_SOCKET_IFNAME."""
-    gloo: Any = dist.ProcessGroupGloo
+def gloo_group(gloo: Any, store: dist.Store, rank: int, world: int, timeout: timedelta, address: str) -> Any:
+    """Collective. A Gloo group that torch.distributed does not know. gloo: torch's class. address: of this host, where
+    the other ranks connect; empty for the one that torch chooses by the host's name or GLOO_SOCKET_IFNAME."""
     device = gloo.create_device(hostname=address) if address else gloo.create_default_device()
     options = gloo._Options()
     options._devices, options._timeout = [device], min(timeout, _CONNECTS)

@@ -192,3 +192,8 @@ class WithoutMemory(Tensor):
 def leaves(value: Any) -> Iterable[Any]:
     """The leaves of nested tuples, lists, dicts and other containers that torch knows. There is no public function."""
     return _pytree.tree_iter(value)
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """The same nest with the function of each leaf. There is no public function."""
+    return _pytree.tree_map(function, value)

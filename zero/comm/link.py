@@ -104,7 +104,8 @@ class Link:
             # Not torch.distributed.new_group(): it is collective over all ranks of the job, or
             # (use_local_synchronization) waits for ever if ranks are in different numbers of groups (torch 2.13).
             address = exchange.address()
-            gloo = gloo_group(self._watch(exchange), self.rank, self.world, timeout, address)
+            store = self._watch(exchange)
+            gloo = gloo_group(dist.ProcessGroupGloo, store, self.rank, self.world, timeout, address)
             return Gloo(self.log, gloo, self.rank, self.world)
 
     def _agree_on_checks(self, exchange: StoreRendezvous) -> None:

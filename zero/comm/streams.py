@@ -37,6 +37,22 @@ from zero.comm.work import Work
 _PIECE = 2**20
 
 
+class StepGraph:
+    """`recorded`: whether zero.graphed records a whole step as a CUDA graph now, of which transfers are then part. Of
+    the process: autograd's threads record, too."""
+
+    recorded = False
+
+    def __enter__(self) -> None:
+        self.recorded = True
+
+    def __exit__(self, *_: object) -> None:
+        self.recorded = False
+
+
+STEP_GRAPH = StepGraph()
+
+
 class Done:
     """In the place of an event after copies that were synchronous."""
 
@@ -233,10 +249,11 @@ class Streams(HostStreams):
         return self._reductions.record_event()
 
     def _refuse_capture(self) -> None:
-        if self._is_capturing():
+        if self._is_capturing() and not STEP_GRAPH.recorded:
             raise RuntimeError(
-                "a CUDA graph is being captured, but transfers of zero cannot be part of a CUDA graph: their buffers "
-                "are freed in between, and hosts compare their operations. Capture only code inside of wrapped modules."
+                "a CUDA graph is being recorded that would have a part of a step alone: parameters and gradients are "
+                "freed in between, and a replay would ask no rank whether it does the same. Record the whole step, by "
+                "zero.graphed(step, model, optimizer)."
             )
 
     def release(self) -> None:

@@ -4,7 +4,7 @@ torch.compile accepts units, the module or the FSDP. The code that unshards and 
 graphs break where units begin and end, and only units can be compiled with fullgraph=True. If the whole module is
 compiled, its first forward in training and its first in evaluation run uncompiled, to find which modules read
 parameters of other units. A unit that is compiled by itself must not read any. On GPUs CUDA graphs are refused:
-mode="reduce-overhead", "max-autotune" and triton.cudagraphs of torch.compile, and torch.cuda.graph.
+mode="reduce-overhead", "max-autotune" and triton.cudagraphs of torch.compile. zero.graphed records whole steps.
 
 torch.compile examines the gradient of every parameter that it meets, and refuses a gradient of another shape, dtype or
 device than the parameter. `param.grad` is the shard's gradient even if the parameter is unsharded while it is traced.
@@ -31,6 +31,7 @@ from zero._torch import (
     is_compiled,
     uncompiled,
 )
+from zero.comm.streams import STEP_GRAPH
 from zero.fsdp.model import sharded_params
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.unit import Index, Unit
@@ -125,10 +126,10 @@ class Compiling:
         """Called before a forward. Returns what runs it: the module, or, in the first forward of one that is compiled
         as a whole, the module uncompiled. traced: whether the code that calls it is."""
         _watch()
-        if self._records and torch.cuda.is_current_stream_capturing():
+        if self._records and torch.cuda.is_current_stream_capturing() and not STEP_GRAPH.recorded:
             raise RuntimeError(
                 f"FSDP ran forward while torch.cuda.graph or make_graphed_callables records CUDA graphs, {_MOVING}, "
-                "and a replay would gather nothing. Run forward and backward without recording them."
+                "and a replay would gather nothing. Record the whole step, by zero.graphed(step, model, optimizer)."
             )
         schedule = self._schedule
         searches = not schedule.forwards[module.training] and schedule.installed and not self._root.summoned

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero._torch import in_a_backward
 from zero.comm import Comm
-from zero.comm.streams import HostStreams
+from zero.comm.streams import STEP_GRAPH, HostStreams
 from zero.comm.together import Together
 from zero.fsdp.backward import Backward, Graph
 from zero.fsdp.edges import watch_inputs, watch_inside, watch_outputs
@@ -176,7 +176,7 @@ class Schedule:
         forwards = self.forwards if whole else self._other_calls
         forwards[mode] += 1
         number = forwards[mode]
-        due = each or (_is_fibonacci(number) and number != 3)
+        due = (each or (_is_fibonacci(number) and number != 3)) and not STEP_GRAPH.recorded  # to look reads values
         if due or self._looks:
             self._looks, missed = due, number > 2 and not each
             for writes in [one for unit in self._units for one in unit.writes.values()]:

@@ -1,0 +1,213 @@
+"""A whole step as one CUDA graph: on a simulated GPU by the rules of recording, on GPUs by its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+import gpus
+import ranks
+import zero
+from ranks import refusal
+from simulated.scenarios import HALF, OFFLOAD, WIDTH, built, net
+from simulated.world import Simulated, simulated
+from zero.comm import Comm
+from zero.fsdp.fsdp import running_model
+from zero.graphs import COMPARED, WARM_UP
+from zoo import Stack, batch
+
+STAGES: dict[str, tuple[int, dict[str, Any]]] = {
+    "1": (1, {}),
+    "1 in 16 bits": (1, {"master_dtype": torch.float32}),
+    "2": (2, {"reduce_buffer_size": 200}),
+    "2 whole": (2, {"partition": "whole"}),
+    "2 in 16 bits": (2, {"master_dtype": torch.float32}),
+    "2 sent in 16 bits": (2, {"reduce_fp16": True, "broadcast_fp16": True}),
+    "3": (3, {}),
+    "3 kept": (3, {"reshard_after_forward": False}),
+    "3 hybrid": (3, {"sharding_strategy": "HYBRID_SHARD"}),
+    "3 in 16 bits": (3, {"mixed_precision": HALF}),
+    "3 whole": (3, {"partition": "whole"}),
+    "3 memory first": (3, {"prefetch": zero.MEMORY_FIRST}),
+}
+
+
+class Loop:
+    """optimizer, model: of a stage. step: may be put into a graph. steps: how often the host has run it."""
+
+    def __init__(self, there: Simulated, stage: str, **more: Any) -> None:
+        number, options = STAGES[stage]
+        self.dtype = torch.bfloat16 if "master_dtype" in options else torch.float32
+        self.model, self.optimizer = built(there, number, net().to(self.dtype), **options, **more)
+        self.steps, self.there = 0, there
+
+    def step(self, inputs: Tensor) -> Tensor:
+        self.steps += 1
+        loss = self.model(inputs).sum()
+        loss.backward()
+        clip = self.optimizer.clip_grad_norm if isinstance(self.optimizer, zero.OSS) else self.model.clip_grad_norm_
+        clip(1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def graphed(self) -> Callable[..., Tensor]:
+        with mock.patch("zero.graphs.WARM_UP", 3):
+            return zero.graphed(self.step, self.model, self.optimizer)
+
+    def inputs(self) -> Tensor:
+        return torch.ones(2, WIDTH, dtype=self.dtype)
+
+
+def trained(loop: Loop, steps: int, step: Callable[..., Tensor] | None = None) -> Callable[..., Tensor]:
+    step = step or loop.graphed()
+    for _ in range(steps):
+        step(loop.inputs())
+    return step
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_step_at_any_stage_keeps_the_rules_of_recording(stage):
+    with simulated() as there:
+        loop = Loop(there, stage)
+        trained(loop, 6)
+        assert loop.steps == 4, "three by the host, and the one that is recorded"
+
+
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_offloaded_parameters_are_refused(stage):
+    with simulated() as there:
+        loop = Loop(there, stage, offload=OFFLOAD)
+        assert "ValueError: zero.graphed was given parameters that are offloaded" in refusal(loop.graphed)
+
+
+def reading(loop: Loop, inputs: Tensor) -> Tensor:
+    loss = Loop.step(loop, inputs)
+    loss.item()
+    return loss
+
+
+def keeping(loop: Loop, inputs: Tensor) -> Tensor:
+    """Not before it is recorded."""
+    if loop.steps < 3:
+        return Loop.step(loop, inputs)
+    loss = loop.model(inputs).sum()
+    loss.backward()
+    return loss
+
+
+UNFIT = {reading: "could not be recorded.*loss scaling.*NoGraph", keeping: "end with optimizer.zero_grad"}
+
+
+@pytest.mark.parametrize("step", UNFIT, ids=lambda step: step.__name__)
+def test_what_cannot_be_replayed_is_refused_when_it_is_recorded(step):
+    with simulated() as there:
+        loop = Loop(there, "3")
+        loop.step = partial(step, loop)  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match=UNFIT[step]):
+            trained(loop, 4)
+
+
+def test_parts_of_a_step_are_not_recorded():
+    with simulated() as there:
+        loop = Loop(there, "3")
+        there.device.recording = True
+        assert "zero.graphed(step, model, optimizer)" in refusal(lambda: loop.model(loop.inputs()))
+
+
+CHANGES: dict[str, Callable[[Loop], object]] = {
+    "lr of group 0": lambda loop: loop.optimizer.param_groups[0].update(lr=0.5),
+    "model.training": lambda loop: loop.model.eval(),
+    "requires_grad of the parameters of group 0": lambda loop: loop.model.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_replay_would_not_see_is_refused(name):
+    with simulated() as there:
+        loop = Loop(there, "2")
+        step = trained(loop, 5)
+        CHANGES[name](loop)
+        assert f"{name} has changed since" in refusal(lambda: step(loop.inputs()))
+
+
+def test_other_shapes_are_refused_and_a_lost_rank_ends_the_replays():
+    with simulated() as there:
+        loop = Loop(there, "3")
+        step = trained(loop, 5)
+        assert "called with ['torch.float32 [3, 8]']" in refusal(lambda: step(torch.ones(3, WIDTH)))
+        running_model(loop.model).comm.log.mark_broken("rank 3 is gone")
+        assert "rank 3 is gone" in refusal(lambda: step(loop.inputs()))
+
+
+def test_replays_are_counted_and_compared():
+    with simulated() as there:
+        loop = Loop(there, "3")
+        step = trained(loop, 4)
+        log = running_model(loop.model).comm.log
+        begun = log.history[0]
+        with mock.patch.object(Comm, "agree") as agree:
+            agree.return_value = 0
+            trained(loop, COMPARED - 2, step)
+            assert not agree.called and log.history[0] == begun + COMPARED - 2, "who stands is seen"
+            trained(loop, 1, step)
+            assert agree.called
+
+
+# ------------------------------------------------------------------------------------------------------ On any device
+
+
+def stage_3_kept(model: nn.Module, optim: Any) -> tuple[nn.Module, Any]:
+    wrapped = zero.FSDP(model, reshard_after_forward=False)
+    return wrapped, optim(wrapped.parameters())
+
+
+GRAPHED: dict[str, Callable[..., Any]] = {
+    "0": partial(zero.setup, stage=0),
+    "1": partial(zero.setup, stage=1),
+    "2": partial(zero.setup, stage=2),
+    "3": partial(zero.setup, stage=3),
+    "3 kept": stage_3_kept,
+    "2 bf16": partial(zero.setup, stage=2, precision="bf16"),
+    "3 bf16": partial(zero.setup, stage=3, precision="bf16"),
+}
+
+
+@pytest.mark.parametrize("stage", GRAPHED)
+@ranks.on(2, timeout=60)
+def test_replays_train_to_the_bits_of_steps_by_the_host(rank, world, stage):
+    found = []
+    for wraps in (lambda step, *_: step, zero.graphed):
+        torch.manual_seed(0)
+        rate = torch.tensor(1e-2)
+        adam = partial(AdamW, lr=rate, capturable=gpus.ON)
+        model, optimizer = GRAPHED[stage](Stack(), adam)
+
+        def train(inputs: Tensor, model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
+            loss = model(inputs).float().square().mean()
+            loss.backward()
+            zero.clip_grad_norm_(model, optimizer, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step, losses = wraps(train, model, optimizer), []
+        for number in range(WARM_UP + 6):
+            rate.fill_(1e-2 / (number + 1))
+            losses.append(step(batch(rank, number)))
+        found.append([float(loss.detach()) for loss in losses])
+        found.append({name: value.tolist() for name, value in zero.full_state_dict(model).items()})
+    assert found[0] == found[2] and found[1] == found[3]
+
+
+def test_an_optimizer_that_reads_numbers_is_refused():
+    with simulated() as there:
+        loop = Loop(there, "2", optim=partial(AdamW, lr=0.1, foreach=True))
+        assert "capturable=True" in refusal(loop.graphed)

@@ -1,0 +1,193 @@
+"""A settled training step as one CUDA graph: the host launches all of its kernels and transfers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero._torch import as_plain_tensors, mapped
+from zero.comm import Comm
+from zero.comm.streams import STEP_GRAPH
+from zero.comm.together import Together
+from zero.measure.param_groups import params_of
+from zero.wrappers import comms_of, prepared, stepped_by, unwrapped
+
+T = TypeVar("T")
+
+WARM_UP = 11
+"""Steps by the host before one is recorded: as many as DistributedDataParallel asks for (stage 1). No forward after
+them looks for writes in the one that is recorded, and optimizers have their state."""
+
+COMPARED = 100
+"""Ranks compare their operations after so many replays."""
+
+Settings = dict[str, Any]
+
+
+def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer) -> Callable[..., T]:
+    """Collective. Returns a function that trains as `step` does, from its 12th call on by replaying one CUDA graph.
+
+        def step(inputs, targets):
+            loss = loss_of(model(inputs), targets)
+            loss.backward()
+            zero.clip_grad_norm_(model, optimizer, max_norm=1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = zero.graphed(step, model, optimizer)
+        for inputs, targets in batches:
+            loss = step(inputs, targets)
+
+    step: trains a whole step, from forward to `zero_grad`, and is called with tensors of the same shapes and dtypes
+        each time. Other arguments stay what they are. Code of its own on the host, hooks too, runs no more once it is
+        recorded. It returns tensors, or nests of them, as copies.
+    model, optimizer: those that train, as zero.setup or the wrappers returned them. Optimizers of torch take
+        capturable=True. A rate that changes is a tensor, lr=torch.tensor(1e-3): schedulers write into it.
+
+    The graph keeps the memory of a step. Drop the function before destroy_process_group().
+
+    On other devices than GPUs `step` itself is returned. Raises ValueError on every rank for offloaded parameters and
+    optimizers that cannot be recorded; each call RuntimeError where a rank is lost, and for what is no longer as it was
+    when the step was recorded. What waits for the device, such as loss scaling and `loss.item()`, cannot be part of it.
+    """
+    (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
+    device = next(iter(params_of(optimizer))).device
+    groups = stepped_by(inner, wrappers, optimizer).shard_groups
+    if any(group.offload.active for group in groups):
+        raise ValueError(
+            "zero.graphed was given parameters that are offloaded: the host steps them, and a CUDA graph has nothing "
+            "of the host's. Leave out `offload`, or train without zero.graphed."
+        )
+    if device.type != "cuda":
+        return step
+    if any(group.get("capturable") is False for group in optimizer.param_groups):
+        raise ValueError(
+            f"zero.graphed was given an optimizer ({type(optimizer).__name__}) whose steps read numbers from the "
+            "device. Build it with capturable=True."
+        )
+    return _Graphed(step, inner, optimizer, comms_of(wrappers), device)
+
+
+class _Graphed:
+    """The step. comms: the groups by which a rank reaches all others."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        model: nn.Module,
+        optimizer: Optimizer,
+        comms: Sequence[Comm],
+        device: torch.device,
+    ) -> None:
+        self._step, self._model, self._optimizer, self._comms = step, model, optimizer, comms
+        self._cuda: Any = torch.get_device_module(device)
+        self._stream = self._cuda.Stream(device)
+        self._together = Together(comms, "a step of zero.graphed")
+        self._replay = [comm.channel("a replay of zero.graphed") for comm in comms]
+        self._calls_left, self._replays = WARM_UP, 0
+        self._graph: Any = None
+        self._inputs: list[Any] = []
+        self._outputs: Any = None
+        self._settings: Settings = {}
+
+    def __call__(self, *args: Any) -> Any:
+        with self._together:
+            if self._calls_left:
+                self._calls_left -= 1
+                return self._by_the_host(args)
+            if self._graph is None:
+                self._record(args)
+            self._prepare(args)
+        self._graph.replay()
+        return mapped(_copy, self._outputs)
+
+    def _by_the_host(self, args: Sequence[Any]) -> Any:
+        """On the stream on which it will be recorded, to which belongs what torch keeps from step to step."""
+        self._stream.wait_stream(self._cuda.current_stream())
+        with self._cuda.stream(self._stream):
+            result = mapped(_copy, self._step(*args))
+        self._cuda.current_stream().wait_stream(self._stream)
+        return result
+
+    def _record(self, args: Sequence[Any]) -> None:
+        """Collective. Records a step, which runs nothing."""
+        self._inputs = [_copy(arg) for arg in args]
+        before, graph = self._gradients(), self._cuda.CUDAGraph()
+        try:
+            # Other threads, such as NCCL's watchdog, ask for events meanwhile.
+            with STEP_GRAPH, self._cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                self._outputs = self._step(*self._inputs)
+        except Exception as error:
+            raise RuntimeError(
+                "the step of zero.graphed could not be recorded as a CUDA graph. What makes the host wait for the "
+                "device cannot be part of it: loss scaling, `loss.item()`, printing a tensor, an optimizer without "
+                f"capturable=True. {type(error).__name__}: {error}"
+            ) from error
+        after = self._gradients()
+        if [gradient is None for gradient in before] != [gradient is None for gradient in after]:
+            raise RuntimeError(
+                "the step of zero.graphed began without gradients, and leaves some, or the other way round: a replay "
+                "would not go on from them. Have it end with optimizer.zero_grad()."
+            )
+        self._together.agree()
+        self._graph, self._settings = graph, self._settings_now()
+
+    def _prepare(self, args: Sequence[Any]) -> None:
+        """Collective after each COMPARED replays. Puts the arguments where the graph reads them."""
+        for comm, channel in zip(self._comms, self._replay, strict=True):
+            comm.log.refuse_if_broken()
+            comm.log.record(channel)
+        self._refuse_changes()
+        self._refuse_others(args)
+        for into, arg in zip(self._inputs, args, strict=True):
+            if isinstance(into, Tensor):
+                into.copy_(arg, non_blocking=True)
+        self._replays += 1
+        if self._replays % COMPARED == 0:
+            self._together.agree()
+
+    def _refuse_others(self, args: Sequence[Any]) -> None:
+        found, expected = [_kind(arg) for arg in args], [_kind(arg) for arg in self._inputs]
+        if found != expected:
+            raise RuntimeError(
+                f"the step of zero.graphed was recorded with {expected}, and is called with {found}. Pad batches to "
+                "one shape, or call the function that was given to zero.graphed for the others."
+            )
+
+    def _refuse_changes(self) -> None:
+        now = self._settings_now()
+        for name, value in now.items() if now != self._settings else ():
+            if self._settings.get(name) != value:
+                raise RuntimeError(
+                    f"{name} has changed since the step of zero.graphed was recorded, and a replay would not see it. "
+                    "Options that change, such as lr, are tensors that are written in place, as schedulers do: "
+                    "lr=torch.tensor(1e-3). After any other change call zero.graphed again."
+                )
+
+    def _settings_now(self) -> Settings:
+        """What a step reads on the host."""
+        found: Settings = {"model.training": self._model.training}
+        for number, group in enumerate(self._optimizer.param_groups):
+            for key, value in group.items():
+                if key == "params":
+                    found[f"requires_grad of the parameters of group {number}"] = [p.requires_grad for p in value]
+                else:
+                    found[f"{key} of group {number}"] = f"tensor {id(value)}" if isinstance(value, Tensor) else value
+        return found
+
+    def _gradients(self) -> list[Tensor | None]:
+        with as_plain_tensors():
+            return [param.grad for param in params_of(self._optimizer)]
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _kind(value: Any) -> Any:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else value
