@@ -76,7 +76,7 @@ HIDDEN: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "in 16 bits": (blocks, {"mixed_precision": zero.MixedPrecision(torch.bfloat16)}, ["gather", "reduce"]),
     "parameters in the root": (WithRoot, {}, ["gather", "reduce"]),
     "kept parameters": (blocks, {"reshard_after_forward": False}, ["gather", "reduce"]),
-    "averages over replicas": (blocks, {"sharding_strategy": "HYBRID_SHARD"}, ["gather", "all-reduce"]),
+    "averages over replicas": (blocks, {"sharding_strategy": "HYBRID_SHARD"}, ["gather", "reduce", "all-reduce"]),
 }
 
 
@@ -84,6 +84,13 @@ HIDDEN: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
 def test_only_the_first_gather_and_the_last_reduction_are_waited_for_at_stage_3(case):
     net, options, expected = HIDDEN[case]
     assert waits(stage_3(net(), **options)) == expected
+
+
+def test_averages_over_replicas_hold_up_no_reduction():
+    """One of each takes longer than a backward of a block, neither does alone."""
+    full = 4 * sum(param.numel() for param in block().parameters())
+    stalls = stage_3(blocks(), lambda nbytes: 1.5 if nbytes > full / 2 else 3.0, sharding_strategy="HYBRID_SHARD")
+    assert waits(stalls) == ["gather", "reduce", "all-reduce"], "at the end alone"
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
     computing   torch's current stream: forward, backward, the optimizer, and all other transfers
     gathers     all-gathers, with the allocation of full buffers and copies of shards from the memory of the CPU
     reductions  sums of gradients, and their copies to the memory of the CPU
+    averages    sums over replicas of what reductions have summed: the next reduction need not wait for them
 
 A transfer is launched and completed on its stream; `wait` of its work makes the computing stream wait for the
 transfer. Events on the device do this: the host waits only before it reads or writes memory itself (`synchronize`).
@@ -78,6 +79,10 @@ class HostStreams:
         """Returns a context to launch a reduction of tensors computed so far beside the computing; see `arriving`."""
         return _HERE
 
+    def averages(self) -> AbstractContextManager[Any]:
+        """Returns a context within `reductions`, for an average of what a reduction has summed."""
+        return _HERE
+
     def arriving(self, transfer: Work, comm: Comm, keeps: object) -> Work:
         """Within such a context returns the work of what was launched, whose `wait` makes the computing stream wait.
         keeps: tensors to keep alive until then."""
@@ -149,7 +154,7 @@ class Streams(HostStreams):
         self._find = current_stream_of(device)
         self._is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
         # Of high priority: kernels that send take few of a GPU's processors, and computing waits for what they bring.
-        self._gathers, self._reductions = (self._module.Stream(device, priority=-1) for _ in range(2))
+        self._gathers, self._reductions, self._averages = (self._module.Stream(device, priority=-1) for _ in range(3))
         self._computing = self._launched_on = self.current
         # Streams that read or write the memory of the CPU.
         self._at_host: set[Any] = set()
@@ -189,6 +194,11 @@ class Streams(HostStreams):
         self._refuse_capture()
         self._reductions.wait_stream(self.current)
         return self._on(self._reductions)
+
+    def averages(self) -> AbstractContextManager[Any]:
+        self._averages.wait_stream(self._reductions)
+        context: AbstractContextManager[Any] = self._module.stream(self._averages)
+        return context
 
     def _on(self, stream: Any) -> AbstractContextManager[Any]:
         self._launched_on = self.current

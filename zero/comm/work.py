@@ -28,6 +28,9 @@ _INTERVALS = [timedelta(seconds=seconds) for seconds in (0.25, 0.25, 0.25, 0.25,
 class Work:
     """A transfer in flight, which owns its buffers until `wait` has returned; by itself, one that is complete."""
 
+    before: Work | None = None
+    """What may be waited for earlier, where this one goes on with its result."""
+
     def __init__(self, result: Any = None) -> None:
         self._result = result
 

@@ -71,8 +71,9 @@ class Backward:
         self._end_callback: weakref.ref[Any] | None = None
         # Units in backward, in the order in which backward reached them.
         self._in_backward: list[Unit] = []
-        # The unit whose reduction is in flight; waited for before the next unit's is launched.
-        self._reducing: Unit | None = None
+        # The unit whose reduction is in flight, waited for before the next unit's is launched; before it one whose
+        # gradients are being averaged over replicas.
+        self._reducing: list[Unit] = []
 
     @property
     def _within_forward(self) -> bool:
@@ -197,7 +198,7 @@ class Backward:
         """Collective within a backward. Unshards a unit whose parameters are read while a checkpoint computes a forward
         again, or by a hook, until the backward ends."""
         self._begin()
-        if self._reducing is unit:  # its gradients come while it is sharded
+        if unit in self._reducing:  # its gradients come while it is sharded
             self._finish_reduce()
         unit.unshard(for_backward=True)
         unit.needed_by.add(Need.KEPT)
@@ -205,7 +206,7 @@ class Backward:
     def _enter(self, unit: Unit) -> None:
         for streams in self._streams:
             streams.expect_computing("{} of FSDP runs", unit.title)
-        if self._reducing is unit:  # backward has reached it again; its gradients come while it is sharded
+        if unit in self._reducing:  # backward has reached it again; its gradients come while it is sharded
             self._finish_reduce()
         unit.unshard(for_backward=True)
         unit.pre_backward()
@@ -252,21 +253,25 @@ class Backward:
         for bucket in unit.buckets:
             if bucket.trained:
                 bucket.pack()
-        self._finish_reduce()
+        last = self._reducing[-1:]
+        if last and any(bucket.await_sums() for bucket in last[0].buckets):
+            self._finish_reduce(but=last)
+        else:
+            self._finish_reduce()
 
     def _launch_reduce(self, unit: Unit) -> None:
         for bucket in unit.buckets:
             if bucket.trained:
                 bucket.launch()
-        self._reducing = unit
+        self._reducing.append(unit)
         if self._limit == 1:
             self._finish_reduce()
 
-    def _finish_reduce(self) -> None:
-        if self._reducing is not None:
-            reduced, self._reducing = self._reducing, None
+    def _finish_reduce(self, but: Sequence[Unit] = ()) -> None:
+        reduced, self._reducing = [unit for unit in self._reducing if unit not in but], [*but]
+        if reduced:
             with as_plain_tensors():
-                for bucket in reduced.buckets:
+                for bucket in (bucket for unit in reduced for bucket in unit.buckets):
                     bucket.finish()
 
     def _finish(self) -> None:
@@ -325,7 +330,7 @@ class Backward:
             for unit in self._units:
                 for bucket in unit.buckets:
                     bucket.forget_set_aside()
-        self._reducing = None
+        self._reducing.clear()
         self.active = self._interrupted = False
         self.waiting.clear()
         self._in_backward.clear()

@@ -97,11 +97,19 @@ class Exchange:
         """Collective. Launches a reduction. `wait` returns the averages for this rank's shard, flat, one message after
         another."""
         comm, replicas = self.gathered_by, self._replicas
-        with _HERE if streams is HOST else streams.reductions():
+        if streams is HOST:
             work = comm.reduce(messages, times=1 / comm.world, channel=self._reduction)
-            if replicas is not None:
-                work = ReplicaWork(work, replicas, self._averaging)
-            return work if streams is HOST else streams.arriving(work, comm, messages)
+            return work if replicas is None else ReplicaWork(work, replicas, self._averaging)
+        with streams.reductions():
+            work = comm.reduce(messages, times=1 / comm.world, channel=self._reduction)
+            if replicas is None:
+                return streams.arriving(work, comm, messages)
+            sums = Work(work.wait())  # here, where sums that it still makes read what this stream has allocated
+            reduction = streams.arriving(sums, comm, messages)
+            with streams.averages():
+                average = streams.arriving(ReplicaWork(sums, replicas, self._averaging), comm, None)
+            average.before = reduction
+            return average
 
 
 class ReplicaWork(Work):
