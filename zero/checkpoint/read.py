@@ -188,7 +188,7 @@ class LoadPlan:
                 entry, master = self._index.entry(stored), self._index.master(stored)
                 converted = held.full.dtype != entry.geometry.dtype
                 yield master if master is not None and converted else entry, held
-        for held in self._training.masters(settled=False):
+        for held in self._training.masters(to_be_read=False):
             stored = self._stored_as[held.name.removeprefix("master/")]
             yield self._index.master(stored) or self._index.entry(stored), held
 

@@ -33,7 +33,7 @@ from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.sdp.sharded_ddp import sharding_of
 from zero.shards.group_state import GroupState
-from zero.shards.masters import settled as settled_master
+from zero.shards.masters import settled
 from zero.shards.moved import moved
 from zero.shards.partition import Place, places_in
 from zero.tensor_parallel import parts
@@ -48,12 +48,14 @@ class Held(Part):
     tensor: of as many dimensions as the full one, with any strides; or flat, such as a shard, with its elements in the
         order of `full`.
     shared: whether all ranks have the same elements.
+    written: of masters to be read, the parameter's elements, which replace those that were written since.
     """
 
     name: str
     tensor: Tensor
     offset: int = 0
     shared: bool = False
+    written: Tensor | None = None
 
     @property
     def own(self) -> Geometry:
@@ -62,9 +64,10 @@ class Held(Part):
         return Geometry(tuple(self.tensor.shape), self.full.dtype, order)
 
     def flat(self) -> Tensor:
-        """The elements, flat, in the order of `full`: a view where memory has that order, otherwise a copy."""
+        """The elements, flat, in the order and dtype of `full`: a view where memory has them so, otherwise a copy."""
         with as_plain_tensors():
-            return self.own.flat(self.tensor.detach())[self.offset : self.offset + self.numel]
+            flat = self.own.flat(self.tensor.detach())[self.offset : self.offset + self.numel].to(self.full.dtype)
+            return flat if self.written is None else settled(flat, self.written)
 
 
 def whole(name: str, tensor: Tensor) -> Held:
@@ -203,16 +206,17 @@ class Training:
 
     def unsharded(self, name: str) -> Held:
         """What is in no shard group, to be written: buffers in their own dtype, also where the model has another."""
-        tensor = self.tensors[name]
-        return whole(f"model/{name}", tensor.to(self._own_dtypes.get(tensor, tensor.dtype)))
+        held = whole(f"model/{name}", self.tensors[name])
+        return replace(held, full=replace(held.full, dtype=self._own_dtypes.get(held.tensor, held.full.dtype)))
 
-    def masters(self, *, settled: bool) -> Iterator[Held]:
-        """This rank's shards of masters. settled: as the next step uses them, to be read; otherwise to be filled."""
+    def masters(self, *, to_be_read: bool) -> Iterator[Held]:
+        """This rank's shards of masters. to_be_read: as the next step uses them; otherwise to be filled."""
         for group in (group for one in self._sharding for group in one.shards.shard_groups):
             if group.master is not None:
-                master = settled_master(group.master, group.shard) if settled else group.master
                 for index in group.spans:
-                    yield self._shard(f"master/{self._names[group.params[index]]}", Place(group, index), master)
+                    path, place = f"master/{self._names[group.params[index]]}", Place(group, index)
+                    written = self._shard(path, place, group.shard).tensor if to_be_read else None
+                    yield replace(self._shard(path, place, group.master), written=written)
 
     def _shard(self, path: str, place: Place, shards: Tensor) -> Held:
         """The elements of a parameter that this rank owns. shards: those of all parameters of the group."""
