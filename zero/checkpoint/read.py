@@ -29,15 +29,13 @@ from zero.checkpoint import directory
 from zero.checkpoint.agree import Ranks, attempt
 from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, OptimizerIndex, Part, all_of, listed
 from zero.checkpoint.resume import PREFIX, Resumed, label
-from zero.checkpoint.shards import Held, Training, inner, kind
+from zero.checkpoint.shards import Held, Training, kind
 from zero.checkpoint.source import Source
 from zero.checkpoint.storage import place
 from zero.checkpoint.values import decode
 from zero.checkpoint.write import finish
 from zero.comm.waiting import calling
-from zero.oss import OSS
-from zero.shards.sharded_parameter import mark_states
-from zero.state.optimizer_state import restore
+from zero.state.optimizer_state import hand_over
 
 _PARTLY_LOADED = (
     " This happened while tensors were being read: model and optimizer are partly as before and partly as saved. Load "
@@ -66,9 +64,9 @@ def load(
     process_group: of a plain model; a wrapped one knows its own.
 
     Floating-point tensors are converted to the model's dtypes. Where masters were stored, a parameter whose dtype is
-    not the stored one takes its master's values. Optimizer state whose dtype was not that of the stepped parameter
-    keeps its dtype. What differed between ranks of `extra` and `resume`, such as generators, returns to the same ranks;
-    on another number of ranks it is left out, with a warning, and generators stay as they are.
+    not the stored one takes its master's values. Optimizer state keeps the dtype in which the optimizer makes it. What
+    differed between ranks of `extra` and `resume`, such as generators, returns to the same ranks; on another number of
+    ranks it is left out, with a warning, and generators stay as they are.
 
     Memory: state is overwritten in place. Besides there is one buffer of BUFFER (16 MiB), and one full tensor where its
     dimensions are stored in another order than the model's, or in parts of another size (tensor parallelism), then with
@@ -226,39 +224,26 @@ class _OptimizerPlan:
     def __init__(
         self, training: Training, index: Index, optimizer: Optimizer, stored: OptimizerIndex, stored_as: dict[str, str]
     ) -> None:
-        self._optimizer = optimizer
+        self._stepped = training.stepped_shards(optimizer)
         _refuse_another_optimizer(training, optimizer, stored, stored_as)
         self.tensors: list[tuple[Held, str, Entry, Part]] = []
-        # State whose dtype was not that of the stepped parameter, and keeps its dtype.
-        self._of_own_dtype: list[tuple[Tensor, str]] = []
-        self._state: dict[Tensor, dict[str, Any]] = {}
+        self._state: dict[Any, dict[str, Any]] = {}  # by what is stepped
         self._options = [decode(group["options"]) for group in stored.groups]
         for one in training.stepped(optimizer):
             name = stored_as[one.name]
-            stepped = index.master(name) or index.entry(name)
             for key, value in stored.values.get(name, {}).items():
                 self._state.setdefault(one.tensor, {})[key] = decode(value)
             for key, path in stored.tensors.get(name, {}).items():
                 entry = index.tensors[path]
                 self.tensors.append((one, key, entry, _part(one, key, name, entry.geometry)))
-                if entry.geometry.dtype != stepped.geometry.dtype:
-                    self._of_own_dtype.append((one.tensor, key))
 
     def take(self, source: Source) -> None:
-        before, taken = inner(self._optimizer).state, self._state
+        before, taken = self._stepped.optim.state, self._state
         for one, key, entry, part in self.tensors:
             tensor = _target(one, part.full, before.get(one.tensor, {}).get(key))
             _fill(source, entry, Held(part.full, part.start, part.stop, key, tensor))
             taken.setdefault(one.tensor, {})[key] = tensor
-        if isinstance(self._optimizer, OSS):
-            self._optimizer.state_dicts.take(self._optimizer.stepped_shards, taken, self._options)  # type: ignore[arg-type]
-        else:
-            restore(self._optimizer, taken, self._options)
-        state = inner(self._optimizer).state  # torch's optimizers convert loaded state to the parameter's dtype
-        for tensor, key in self._of_own_dtype:
-            if state[tensor][key].dtype != taken[tensor][key].dtype:
-                state[tensor][key] = taken[tensor][key]
-        mark_states(inner(self._optimizer))
+        hand_over(self._stepped, taken, self._options)
 
 
 def _refuse_another_optimizer(

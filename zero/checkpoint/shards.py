@@ -31,13 +31,13 @@ from zero.fsdp.fsdp import running_model
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
-from zero.sdp.sharded_ddp import sharding_of
 from zero.shards.group_state import GroupState
 from zero.shards.masters import settled
 from zero.shards.moved import moved
 from zero.shards.partition import Place, places_in
+from zero.state.stepped import SteppedShards
 from zero.tensor_parallel import parts
-from zero.wrappers import prepared, unwrapped
+from zero.wrappers import Wrapped, comms_of, prepared, stepped_by, unwrapped
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Training:
         given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
         self.optimizers = [prepared(one) for one in given]
         self._sharding = [one for one in self.optimizers if isinstance(one, OSS)]
-        module, wrappers = unwrapped(model)
+        self._module, self._wrappers = module, wrappers = unwrapped(model)
         self.stage = _stage(wrappers, self._sharding)
         self._synchronised = any(isinstance(one, DistributedDataParallel | ShardedDDP) for one in wrappers)
         self._parts = parts.ranks(module.parameters())
@@ -114,7 +114,7 @@ class Training:
                 self._groups += running_model(one).index.groups
                 self._own_dtypes |= {cast.tensor: cast.dtype for cast in running_model(one).cast_buffers}
         self._places: dict[Any, Place] = {**places_in(self._groups)}
-        self.problem = unnamed or self._misfit(wrappers)
+        self.problem = unnamed or self._misfit()
 
     def _name_tensors(self, module: nn.Module) -> str | None:
         """Returns why not all can be named."""
@@ -142,7 +142,7 @@ class Training:
                 )
         return None
 
-    def _misfit(self, wrappers: Sequence[nn.Module]) -> str | None:
+    def _misfit(self) -> str | None:
         for number, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):
                 return f"optimizer {number} is a {type(optimizer).__name__}, not a torch.optim.Optimizer."
@@ -153,8 +153,6 @@ class Training:
                     f"({type(elsewhere[0]).__name__}), which zero.checkpoint does not look into. Use zero.OSS to "
                     "shard the state, or pass the inner optimizer."
                 )
-            if isinstance(optimizer, OSS) and any(isinstance(one, FSDP) for one in wrappers):
-                return "the model is an FSDP, which takes a plain torch optimizer, but the optimizer is an OSS."
             if isinstance(optimizer, OSS) and optimizer.comm.group is not self.ranks.comms[0].group:
                 return "the model and its OSS were given different process groups. Pass the same one to both."
             for position, group in enumerate(optimizer.param_groups):
@@ -236,6 +234,9 @@ class Training:
                 tensor = optimizer.part(param) if isinstance(optimizer, OSS) else param
                 yield replace(self._shard(name, place, place.group.shard), tensor=tensor)
 
+    def stepped_shards(self, optimizer: Optimizer) -> SteppedShards:
+        return stepped_by(self._module, self._wrappers, optimizer)
+
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         return [[self._names[param] for param in group["params"]] for group in optimizer.param_groups]
 
@@ -263,15 +264,12 @@ def _stage(wrappers: Sequence[nn.Module], sharding: Sequence[OSS]) -> int:
 
 
 def _comms(
-    wrappers: Sequence[nn.Module], sharding: Sequence[OSS], process_group: torch.distributed.ProcessGroup | None
+    wrappers: Sequence[Wrapped], sharding: Sequence[OSS], process_group: torch.distributed.ProcessGroup | None
 ) -> tuple[Comm, Comm | None]:
     """The shard group and the replicate group."""
-    for one in [*wrappers, *sharding]:
-        if isinstance(one, FSDP):
-            placement = running_model(one).placement
-            return placement.comm, placement.replicas
-        if isinstance(one, ShardedDDP | OSS):
-            return one.comm if isinstance(one, OSS) else sharding_of(one)[0].comm, None
-        if isinstance(one, DistributedDataParallel):
-            return Comm(one.process_group), None
+    if wrappers:
+        shards, *replicas = comms_of(wrappers)
+        return shards, next(iter(replicas), None)
+    if sharding:
+        return sharding[0].comm, None
     return Comm.default() if process_group is None else Comm(process_group), None
