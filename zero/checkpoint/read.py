@@ -77,12 +77,21 @@ def load(
     that fails after it was read once, and an optimizer or object of `resume` that refuses what its class has saved,
     leave the model partly loaded; the error, on every rank, says so, and another load repairs it.
     """
-    training = Training(model, optimizer, process_group)
+    return _load(path, Training(model, optimizer, process_group), resume)
+
+
+@calling("zero.checkpoint.load")
+def load_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Sequence[Optimizer]) -> None:
+    """Collective. As `load`, but parameters and buffers stay as they are."""
+    _load(path, Training(model, optimizer, None), None, weights=False)
+
+
+def _load(path: str | os.PathLike[str], training: Training, resume: Any, *, weights: bool = True) -> dict[str, Any]:
     ranks = training.ranks
     source, resumed = _opened(path, training, resume)
     with source:
         plan, (extra, left_out) = ranks.together(
-            lambda: (LoadPlan(training, source.index), _extra(source.index, ranks, resumed)),
+            lambda: (LoadPlan(training, source.index, weights), _extra(source.index, ranks, resumed)),
             before=f"{source.directory} does not fit: ",
         )
         ranks.together(lambda: source.check(plan.parts(), shown=ranks.first))
@@ -128,7 +137,7 @@ def _opened(path: str | os.PathLike[str], training: Training, resume: Any) -> tu
 class LoadPlan:
     """What this rank reads of a checkpoint, planned from its index. Raises ValueError where it does not fit."""
 
-    def __init__(self, training: Training, index: Index) -> None:
+    def __init__(self, training: Training, index: Index, weights: bool) -> None:
         self._training, self._index = training, index
         # For each of the model's tensors, the name that it is stored under.
         self._stored_as: dict[str, str] = {}
@@ -137,7 +146,7 @@ class LoadPlan:
             if alias in there:  # a tensor with several names matches a stored tensor that has any of them
                 self._stored_as.setdefault(name, there[alias])
         self._refuse_another_model(here, there)
-        self._tensors = [*self._of_model()]
+        self._tensors = [*(self._of_model() if weights else ()), *self._of_masters()]
         optimizers, stored = training.optimizers, index.optimizers
         if optimizers and len(optimizers) != len(stored):
             saved = f"{len(stored)} optimizers" if stored else "no optimizer"
@@ -186,6 +195,8 @@ class LoadPlan:
                 entry, master = self._index.entry(stored), self._index.master(stored)
                 converted = held.full.dtype != entry.geometry.dtype
                 yield master if master is not None and converted else entry, held
+
+    def _of_masters(self) -> Iterator[tuple[Entry, Held]]:
         for held in self._training.masters(to_be_read=False):
             stored = self._stored_as[held.name.removeprefix("master/")]
             yield self._index.master(stored) or self._index.entry(stored), held
