@@ -1,4 +1,4 @@
-"""What saving, loading and exporting take besides the state itself, read from the system's peak of resident memory."""
+"""What saving, loading and exporting take besides the state itself, mostly by the system's peak of resident memory."""
 
 import io
 from contextlib import redirect_stdout
@@ -12,6 +12,7 @@ import matrix
 import ranks
 import zero
 from commands import command
+from inner import Meter
 from runs import take_step
 
 pytestmark = pytest.mark.slow
@@ -20,7 +21,7 @@ MIB = 1 << 20
 BUFFER = 16 * MIB  # what is copied at a time
 BLOCK = 4 * MIB  # what has a checksum of its own
 SLACK = 6 * MIB  # Python objects, the allocator's rounding, the 1 MiB in which checksums are computed
-BLOCKS = 8  # of 4 MiB each
+BLOCKS, ONE = 8, 4 * MIB  # how many, and bytes of each
 STATUS, CLEAR, IO = (Path("/proc/self") / name for name in ("status", "clear_refs", "io"))
 
 
@@ -43,12 +44,12 @@ def peak_of(work):
     return read("VmHWM") - before
 
 
-def stepped(stage):
+def stepped(stage, dtype=torch.float32, **options):
     """A run of two steps."""
-    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, bias=False)) for _ in range(BLOCKS)))
-    model, optimizer = zero.setup(blocks, torch.optim.Adam, stage=stage, lr=1e-3)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, bias=False)) for _ in range(BLOCKS))).to(dtype)
+    model, optimizer = zero.setup(blocks, torch.optim.Adam, stage=stage, lr=1e-3, **options)
     for _ in range(2):
-        take_step(optimizer, model(torch.ones(2, 1024)).square().mean())
+        take_step(optimizer, model(torch.ones(2, 1024, dtype=dtype)).square().mean())
         optimizer.zero_grad()
     return model, optimizer
 
@@ -83,7 +84,7 @@ def measurable():
 @matrix.only
 def test_peak_of_save_and_load(tmp_path):
     ranks.run(save_elsewhere, 1, (str(tmp_path / "other"), 0))
-    written = 3 * BLOCKS * 4 * MIB // 2  # by each rank, of weights and two averages
+    written = 3 * BLOCKS * ONE // 2  # by each rank, of weights and two averages
     for peaks in ranks.run(measure, 2, (str(tmp_path), str(tmp_path / "other")), fresh=True):
         assert peaks["save"] <= SLACK, peaks
         assert peaks["save behind"] <= written + SLACK, peaks
@@ -91,6 +92,20 @@ def test_peak_of_save_and_load(tmp_path):
         assert peaks["load of another stage and world"] <= BUFFER + SLACK, peaks
         assert peaks["read"] <= 2 * written + 4 * BLOCK, peaks  # once to be checked, once to be taken
         assert peaks["load"] <= written * 2 // 3 + BUFFER + SLACK, peaks
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks.on(2)
+def test_masters_of_written_parameters_are_made_one_by_one(rank, world, stage, tmp_path):
+    with Meter() as meter:
+        model, optimizer = stepped(stage, torch.bfloat16, master_dtype=torch.float32)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(2)
+        meter.reset_peak()
+        before = meter.live()
+        zero.checkpoint.save(tmp_path, model, optimizer)
+        assert meter.peak() - before <= 3 * ONE
 
 
 def measure_export(rank, world, path):

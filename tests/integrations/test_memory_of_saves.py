@@ -19,13 +19,27 @@ SAVED = {
     "prompts": {"_save_checkpoint": 0, "_load_from_checkpoint": 0, "_load_best_model": 0, LOAD_BOTH: 0},
     "lightning": {"save_checkpoint": 3, "load_checkpoint": 0, "load_model_state_dict": 0, LOAD_STATE: 0},
     "fabric": {"save": 3, "load": 0},
+    "accelerate SHARDED": {"get_state_dict": 1, "save_model": 1, "save_state": 0, "load_state": 0},
+    "trainer SHARDED": {"_save_checkpoint": 1, "_load_from_checkpoint": 0, "_load_best_model": 0, LOAD_BOTH: 0},
+    "lightning sharded": {"save_checkpoint": 0, "load_checkpoint": 0, "load_model_state_dict": 0, LOAD_STATE: 0},
+    "fabric sharded": {"save": 0, "load": 0},
 }
 """What rank 0 gets: the weights are 1, and Adam's state is 2, of which Accelerate and the Trainer save one by one.
-An adapter, or prompts, and their state are small."""
+Shards are written from where they lie; the Trainer saves weights for transformers beside them. An adapter, or prompts,
+and their state are small."""
 
-LOADS_STATE = ("load_state", LOAD_BOTH, LOAD_STATE, "load")
-SHARDS = {"adapter": 0, "prompts": 0}
-"""Of the state on each of two ranks, which replace those that it had: 1 where not said."""
+TAKES_STATE = {
+    "accelerate": "load_state",
+    "trainer": LOAD_BOTH,
+    "lightning": LOAD_STATE,
+    "fabric": "load",
+    "trainer SHARDED": LOAD_BOTH,
+    "lightning sharded": "load_checkpoint",
+}
+"""What gives each rank new state. Accelerate's and Fabric's shards are read into the state that there is."""
+
+SHARDS = 1
+"""Of the state on each of two ranks."""
 
 
 @pytest.mark.slow
@@ -36,5 +50,5 @@ def test_saving_and_loading_takes_what_is_asked_for_and_a_unit(way, stage, tmp_p
         assert found.keys() == SAVED[way].keys()
         for name, result in SAVED[way].items():
             asked = result if rank == 0 else 0
-            asked += SHARDS.get(way, 1) * (name in LOADS_STATE)
+            asked += SHARDS * (name == TAKES_STATE.get(way))
             assert found[name] <= asked + 2.1 * unit, (rank, name, found[name], unit)

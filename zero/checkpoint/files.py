@@ -23,6 +23,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -47,6 +48,10 @@ LONGEST_HEADER = 1 << 28
 _LONG = 1 << 30
 
 
+Buffer = Callable[[], Tensor]
+"""BUFFER bytes on the CPU, which are there from the first call on."""
+
+
 class FileProblem(Exception):
     """A problem of a file. The text is for the user."""
 
@@ -68,29 +73,30 @@ class Chunk:
 def write(place: Place, chunks: Sequence[Chunk], metadata: dict[str, str], tick: Callable[[int], object]) -> None:
     """Writes the chunks; they are on disk when it returns. tick: called with the number of bytes after each write."""
     chunks = sorted(chunks, key=lambda chunk: -chunk.dtype.itemsize)  # so that every tensor is aligned
+    stream = partial(_stream, chunks, buffer())
     sums = [0] * -(-sum(chunk.nbytes for chunk in chunks) // BLOCK)
     with place.write() as file:
         if isinstance(place, Local):  # the header's length is known now, and the checksums in it at the end
             file.seek(len(_header(chunks, metadata, sums)))
-            for block, some in _stream(chunks):
+            for block, some in stream():
                 sums[block] = zlib.crc32(some, sums[block])
                 file.write(some)
                 tick(len(some))
             file.seek(0)
             file.write(_header(chunks, metadata, sums))
         else:  # no seeking: a first pass over the data computes the checksums, a second writes
-            for block, some in _stream(chunks):
+            for block, some in stream():
                 sums[block] = zlib.crc32(some, sums[block])
             file.write(_header(chunks, metadata, sums))
-            for _, some in _stream(chunks):
+            for _, some in stream():
                 file.write(some)
                 tick(len(some))
 
 
-def _stream(chunks: Sequence[Chunk]) -> Iterator[tuple[int, memoryview]]:
+def _stream(chunks: Sequence[Chunk], copies: Buffer) -> Iterator[tuple[int, memoryview]]:
     """The bytes of the chunks, at most _CACHED at a time, with the number of the block that they are in."""
     at = 0
-    for data in (data for chunk in chunks for values in chunk.values() for data in host_bytes(values)):
+    for data in (data for chunk in chunks for values in chunk.values() for data in host_bytes(values, copies)):
         while data:
             some = data[: min(_CACHED, BLOCK - at % BLOCK)]
             yield at // BLOCK, some
@@ -111,11 +117,15 @@ def _header(chunks: Sequence[Chunk], metadata: dict[str, str], sums: Sequence[in
     return len(data).to_bytes(8, "little") + data
 
 
-def host_bytes(flat: Tensor) -> Iterator[memoryview]:
-    """A flat tensor's bytes: on the CPU its own memory, from other devices copies of BUFFER bytes at a time."""
-    step = BUFFER // flat.element_size()
-    for low in range(0, flat.numel(), step):
-        yield as_bytes(flat.detach()[low : low + step].cpu().contiguous())
+def buffer() -> Buffer:
+    return cache(lambda: torch.empty(BUFFER, dtype=torch.uint8, device="cpu"))
+
+
+def host_bytes(flat: Tensor, copies: Buffer) -> Iterator[memoryview]:
+    """A flat tensor's bytes: on the CPU its own memory, from other devices a buffer of copies; valid until the next."""
+    for some in flat.detach().split(BUFFER // flat.element_size()) if flat.numel() else ():
+        here = some.is_cpu and some.is_contiguous()
+        yield as_bytes(some if here else copies().view(some.dtype)[: len(some)].copy_(some))
 
 
 @contextmanager
@@ -130,7 +140,7 @@ def progress(what: str, nbytes: int, shown: bool = True) -> Iterator[Callable[[i
 
 def checksum(flat: Tensor) -> int:
     found = 0
-    for data in host_bytes(flat):
+    for data in host_bytes(flat, buffer()):
         found = zlib.crc32(data, found)
     return found
 

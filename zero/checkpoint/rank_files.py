@@ -62,7 +62,7 @@ def plan_save(training: Training) -> SavePlan:
             plan.common.append(training.unsharded(name))
         elif training.ranks.rank == 0:
             plan.held.append(training.unsharded(name))
-    plan.held += (one for one in training.masters(settled=True) if not training.repeats(one.name[len("master/") :]))
+    plan.held += (one for one in training.masters(to_be_read=True) if not training.repeats(one.name[len("master/") :]))
     for optimizer in training.optimizers:
         _plan_optimizer(plan, training, optimizer)
     if not training.ranks.writes:

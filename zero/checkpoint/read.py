@@ -29,15 +29,13 @@ from zero.checkpoint import directory
 from zero.checkpoint.agree import Ranks, attempt
 from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, OptimizerIndex, Part, all_of, listed
 from zero.checkpoint.resume import PREFIX, Resumed, label
-from zero.checkpoint.shards import Held, Training, inner, kind
+from zero.checkpoint.shards import Held, Training, kind
 from zero.checkpoint.source import Source
 from zero.checkpoint.storage import place
 from zero.checkpoint.values import decode
 from zero.checkpoint.write import finish
 from zero.comm.waiting import calling
-from zero.oss import OSS
-from zero.shards.sharded_parameter import mark_states
-from zero.state.optimizer_state import restore
+from zero.state.optimizer_state import hand_over
 
 _PARTLY_LOADED = (
     " This happened while tensors were being read: model and optimizer are partly as before and partly as saved. Load "
@@ -66,9 +64,9 @@ def load(
     process_group: of a plain model; a wrapped one knows its own.
 
     Floating-point tensors are converted to the model's dtypes. Where masters were stored, a parameter whose dtype is
-    not the stored one takes its master's values. Optimizer state whose dtype was not that of the stepped parameter
-    keeps its dtype. What differed between ranks of `extra` and `resume`, such as generators, returns to the same ranks;
-    on another number of ranks it is left out, with a warning, and generators stay as they are.
+    not the stored one takes its master's values. Optimizer state keeps the dtype in which the optimizer makes it. What
+    differed between ranks of `extra` and `resume`, such as generators, returns to the same ranks; on another number of
+    ranks it is left out, with a warning, and generators stay as they are.
 
     Memory: state is overwritten in place. Besides there is one buffer of BUFFER (16 MiB), and one full tensor where its
     dimensions are stored in another order than the model's, or in parts of another size (tensor parallelism), then with
@@ -79,12 +77,21 @@ def load(
     that fails after it was read once, and an optimizer or object of `resume` that refuses what its class has saved,
     leave the model partly loaded; the error, on every rank, says so, and another load repairs it.
     """
-    training = Training(model, optimizer, process_group)
+    return _load(path, Training(model, optimizer, process_group), resume)
+
+
+@calling("zero.checkpoint.load")
+def load_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Sequence[Optimizer]) -> None:
+    """Collective. As `load`, but parameters and buffers stay as they are."""
+    _load(path, Training(model, optimizer, None), None, weights=False)
+
+
+def _load(path: str | os.PathLike[str], training: Training, resume: Any, *, weights: bool = True) -> dict[str, Any]:
     ranks = training.ranks
     source, resumed = _opened(path, training, resume)
     with source:
         plan, (extra, left_out) = ranks.together(
-            lambda: (LoadPlan(training, source.index), _extra(source.index, ranks, resumed)),
+            lambda: (LoadPlan(training, source.index, weights), _extra(source.index, ranks, resumed)),
             before=f"{source.directory} does not fit: ",
         )
         ranks.together(lambda: source.check(plan.parts(), shown=ranks.first))
@@ -130,7 +137,7 @@ def _opened(path: str | os.PathLike[str], training: Training, resume: Any) -> tu
 class LoadPlan:
     """What this rank reads of a checkpoint, planned from its index. Raises ValueError where it does not fit."""
 
-    def __init__(self, training: Training, index: Index) -> None:
+    def __init__(self, training: Training, index: Index, weights: bool) -> None:
         self._training, self._index = training, index
         # For each of the model's tensors, the name that it is stored under.
         self._stored_as: dict[str, str] = {}
@@ -139,7 +146,7 @@ class LoadPlan:
             if alias in there:  # a tensor with several names matches a stored tensor that has any of them
                 self._stored_as.setdefault(name, there[alias])
         self._refuse_another_model(here, there)
-        self._tensors = [*self._of_model()]
+        self._tensors = [*(self._of_model() if weights else ()), *self._of_masters()]
         optimizers, stored = training.optimizers, index.optimizers
         if optimizers and len(optimizers) != len(stored):
             saved = f"{len(stored)} optimizers" if stored else "no optimizer"
@@ -188,7 +195,9 @@ class LoadPlan:
                 entry, master = self._index.entry(stored), self._index.master(stored)
                 converted = held.full.dtype != entry.geometry.dtype
                 yield master if master is not None and converted else entry, held
-        for held in self._training.masters(settled=False):
+
+    def _of_masters(self) -> Iterator[tuple[Entry, Held]]:
+        for held in self._training.masters(to_be_read=False):
             stored = self._stored_as[held.name.removeprefix("master/")]
             yield self._index.master(stored) or self._index.entry(stored), held
 
@@ -226,39 +235,26 @@ class _OptimizerPlan:
     def __init__(
         self, training: Training, index: Index, optimizer: Optimizer, stored: OptimizerIndex, stored_as: dict[str, str]
     ) -> None:
-        self._optimizer = optimizer
+        self._stepped = training.stepped_shards(optimizer)
         _refuse_another_optimizer(training, optimizer, stored, stored_as)
         self.tensors: list[tuple[Held, str, Entry, Part]] = []
-        # State whose dtype was not that of the stepped parameter, and keeps its dtype.
-        self._of_own_dtype: list[tuple[Tensor, str]] = []
-        self._state: dict[Tensor, dict[str, Any]] = {}
+        self._state: dict[Any, dict[str, Any]] = {}  # by what is stepped
         self._options = [decode(group["options"]) for group in stored.groups]
         for one in training.stepped(optimizer):
             name = stored_as[one.name]
-            stepped = index.master(name) or index.entry(name)
             for key, value in stored.values.get(name, {}).items():
                 self._state.setdefault(one.tensor, {})[key] = decode(value)
             for key, path in stored.tensors.get(name, {}).items():
                 entry = index.tensors[path]
                 self.tensors.append((one, key, entry, _part(one, key, name, entry.geometry)))
-                if entry.geometry.dtype != stepped.geometry.dtype:
-                    self._of_own_dtype.append((one.tensor, key))
 
     def take(self, source: Source) -> None:
-        before, taken = inner(self._optimizer).state, self._state
+        before, taken = self._stepped.optim.state, self._state
         for one, key, entry, part in self.tensors:
             tensor = _target(one, part.full, before.get(one.tensor, {}).get(key))
             _fill(source, entry, Held(part.full, part.start, part.stop, key, tensor))
             taken.setdefault(one.tensor, {})[key] = tensor
-        if isinstance(self._optimizer, OSS):
-            self._optimizer.state_dicts.take(self._optimizer.stepped_shards, taken, self._options)  # type: ignore[arg-type]
-        else:
-            restore(self._optimizer, taken, self._options)
-        state = inner(self._optimizer).state  # torch's optimizers convert loaded state to the parameter's dtype
-        for tensor, key in self._of_own_dtype:
-            if state[tensor][key].dtype != taken[tensor][key].dtype:
-                state[tensor][key] = taken[tensor][key]
-        mark_states(inner(self._optimizer))
+        hand_over(self._stepped, taken, self._options)
 
 
 def _refuse_another_optimizer(

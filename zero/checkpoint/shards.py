@@ -31,13 +31,13 @@ from zero.fsdp.fsdp import running_model
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
-from zero.sdp.sharded_ddp import sharding_of
 from zero.shards.group_state import GroupState
-from zero.shards.masters import settled as settled_master
+from zero.shards.masters import settled
 from zero.shards.moved import moved
 from zero.shards.partition import Place, places_in
+from zero.state.stepped import SteppedShards
 from zero.tensor_parallel import parts
-from zero.wrappers import prepared, unwrapped
+from zero.wrappers import Wrapped, comms_of, prepared, stepped_by, unwrapped
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,14 @@ class Held(Part):
     tensor: of as many dimensions as the full one, with any strides; or flat, such as a shard, with its elements in the
         order of `full`.
     shared: whether all ranks have the same elements.
+    written: of masters to be read, the parameter's elements, which replace those that were written since.
     """
 
     name: str
     tensor: Tensor
     offset: int = 0
     shared: bool = False
+    written: Tensor | None = None
 
     @property
     def own(self) -> Geometry:
@@ -62,9 +64,10 @@ class Held(Part):
         return Geometry(tuple(self.tensor.shape), self.full.dtype, order)
 
     def flat(self) -> Tensor:
-        """The elements, flat, in the order of `full`: a view where memory has that order, otherwise a copy."""
+        """The elements, flat, in the order and dtype of `full`: a view where memory has them so, otherwise a copy."""
         with as_plain_tensors():
-            return self.own.flat(self.tensor.detach())[self.offset : self.offset + self.numel]
+            flat = self.own.flat(self.tensor.detach())[self.offset : self.offset + self.numel].to(self.full.dtype)
+            return flat if self.written is None else settled(flat, self.written)
 
 
 def whole(name: str, tensor: Tensor) -> Held:
@@ -91,7 +94,7 @@ class Training:
         given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
         self.optimizers = [prepared(one) for one in given]
         self._sharding = [one for one in self.optimizers if isinstance(one, OSS)]
-        module, wrappers = unwrapped(model)
+        self._module, self._wrappers = module, wrappers = unwrapped(model)
         self.stage = _stage(wrappers, self._sharding)
         self._synchronised = any(isinstance(one, DistributedDataParallel | ShardedDDP) for one in wrappers)
         self._parts = parts.ranks(module.parameters())
@@ -111,7 +114,7 @@ class Training:
                 self._groups += running_model(one).index.groups
                 self._own_dtypes |= {cast.tensor: cast.dtype for cast in running_model(one).cast_buffers}
         self._places: dict[Any, Place] = {**places_in(self._groups)}
-        self.problem = unnamed or self._misfit(wrappers)
+        self.problem = unnamed or self._misfit()
 
     def _name_tensors(self, module: nn.Module) -> str | None:
         """Returns why not all can be named."""
@@ -139,7 +142,7 @@ class Training:
                 )
         return None
 
-    def _misfit(self, wrappers: Sequence[nn.Module]) -> str | None:
+    def _misfit(self) -> str | None:
         for number, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):
                 return f"optimizer {number} is a {type(optimizer).__name__}, not a torch.optim.Optimizer."
@@ -150,8 +153,6 @@ class Training:
                     f"({type(elsewhere[0]).__name__}), which zero.checkpoint does not look into. Use zero.OSS to "
                     "shard the state, or pass the inner optimizer."
                 )
-            if isinstance(optimizer, OSS) and any(isinstance(one, FSDP) for one in wrappers):
-                return "the model is an FSDP, which takes a plain torch optimizer, but the optimizer is an OSS."
             if isinstance(optimizer, OSS) and optimizer.comm.group is not self.ranks.comms[0].group:
                 return "the model and its OSS were given different process groups. Pass the same one to both."
             for position, group in enumerate(optimizer.param_groups):
@@ -203,16 +204,17 @@ class Training:
 
     def unsharded(self, name: str) -> Held:
         """What is in no shard group, to be written: buffers in their own dtype, also where the model has another."""
-        tensor = self.tensors[name]
-        return whole(f"model/{name}", tensor.to(self._own_dtypes.get(tensor, tensor.dtype)))
+        held = whole(f"model/{name}", self.tensors[name])
+        return replace(held, full=replace(held.full, dtype=self._own_dtypes.get(held.tensor, held.full.dtype)))
 
-    def masters(self, *, settled: bool) -> Iterator[Held]:
-        """This rank's shards of masters. settled: as the next step uses them, to be read; otherwise to be filled."""
+    def masters(self, *, to_be_read: bool) -> Iterator[Held]:
+        """This rank's shards of masters. to_be_read: as the next step uses them; otherwise to be filled."""
         for group in (group for one in self._sharding for group in one.shards.shard_groups):
             if group.master is not None:
-                master = settled_master(group.master, group.shard) if settled else group.master
                 for index in group.spans:
-                    yield self._shard(f"master/{self._names[group.params[index]]}", Place(group, index), master)
+                    path, place = f"master/{self._names[group.params[index]]}", Place(group, index)
+                    written = self._shard(path, place, group.shard).tensor if to_be_read else None
+                    yield replace(self._shard(path, place, group.master), written=written)
 
     def _shard(self, path: str, place: Place, shards: Tensor) -> Held:
         """The elements of a parameter that this rank owns. shards: those of all parameters of the group."""
@@ -231,6 +233,9 @@ class Training:
             elif place.span is not None:
                 tensor = optimizer.part(param) if isinstance(optimizer, OSS) else param
                 yield replace(self._shard(name, place, place.group.shard), tensor=tensor)
+
+    def stepped_shards(self, optimizer: Optimizer) -> SteppedShards:
+        return stepped_by(self._module, self._wrappers, optimizer)
 
     def group_names(self, optimizer: Optimizer) -> list[list[str]]:
         return [[self._names[param] for param in group["params"]] for group in optimizer.param_groups]
@@ -259,15 +264,12 @@ def _stage(wrappers: Sequence[nn.Module], sharding: Sequence[OSS]) -> int:
 
 
 def _comms(
-    wrappers: Sequence[nn.Module], sharding: Sequence[OSS], process_group: torch.distributed.ProcessGroup | None
+    wrappers: Sequence[Wrapped], sharding: Sequence[OSS], process_group: torch.distributed.ProcessGroup | None
 ) -> tuple[Comm, Comm | None]:
     """The shard group and the replicate group."""
-    for one in [*wrappers, *sharding]:
-        if isinstance(one, FSDP):
-            placement = running_model(one).placement
-            return placement.comm, placement.replicas
-        if isinstance(one, ShardedDDP | OSS):
-            return one.comm if isinstance(one, OSS) else sharding_of(one)[0].comm, None
-        if isinstance(one, DistributedDataParallel):
-            return Comm(one.process_group), None
+    if wrappers:
+        shards, *replicas = comms_of(wrappers)
+        return shards, next(iter(replicas), None)
+    if sharding:
+        return sharding[0].comm, None
     return Comm.default() if process_group is None else Comm(process_group), None

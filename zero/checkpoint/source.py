@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zero.checkpoint.files import BUFFER, LONGEST_HEADER, FileProblem, SafeFile, progress
+from zero.checkpoint.files import LONGEST_HEADER, FileProblem, SafeFile, buffer, progress
 from zero.checkpoint.format import INDEX, Entry, Index, Part, all_of
 from zero.checkpoint.storage import Place
 
@@ -44,7 +44,7 @@ class Source(ExitStack):
         except ValueError as error:
             raise FileProblem(f"{directory / INDEX} {error}") from None
         self._files: dict[str, SafeFile] = {}
-        self._buffer = torch.empty(BUFFER, dtype=torch.uint8, device="cpu")  # takes no memory before it is used
+        self._copies = buffer()
 
     def check(self, parts: Iterable[tuple[Entry, Part]], *, shown: bool = False) -> None:
         """Reads the blocks of the parts and compares their checksums. shown: show progress."""
@@ -69,16 +69,16 @@ class Source(ExitStack):
                     target[low + start - part.start : low + stop - part.start] = part.full.flat(one)[start:stop]
                 low += one.numel()
             return
-        direct = target.dtype == stored.dtype and target.device.type == "cpu" and target.is_contiguous()
-        buffer = self._buffer.view(stored.dtype)
+        direct = target.dtype == stored.dtype and target.is_cpu and target.is_contiguous()
         for name, low, high, at in self._places(entry, part):
             section = target[at : at + (high - low) // stored.dtype.itemsize]
             if direct:
                 self._files[name].read(section, low)
                 continue
-            for some in section.split(len(buffer)):
-                self._files[name].read(buffer[: len(some)], low)
-                some.copy_(buffer[: len(some)])
+            copies = self._copies().view(stored.dtype)
+            for some in section.split(len(copies)):
+                self._files[name].read(copies[: len(some)], low)
+                some.copy_(copies[: len(some)])
                 low += len(some) * stored.dtype.itemsize
 
     def _full(self, entry: Entry) -> Tensor:
@@ -97,7 +97,7 @@ class Source(ExitStack):
         """Yields a full tensor in a dtype, row-major and flat, a buffer at a time; each is valid until the next."""
         full = replace(entry.geometry, order=None, slices=None)
         if entry.geometry == full:
-            flat = self._buffer.view(full.dtype)
+            flat = self._copies().view(full.dtype)
         else:  # it has to be read at once
             flat = torch.empty(max(full.numel, 1), dtype=full.dtype, device="cpu")
         for start in range(0, full.numel, len(flat)):

@@ -138,7 +138,9 @@ def restore_module(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], ho
         for group in unit.groups:
             for param in group.params:
                 param.grad = None
-        unit.summon()  # without dismiss()
+        unit.summon()
+        for group in unit.groups:
+            group.stay_full()
         forget(unit.params)
     for cast in cast_buffers:
         cast.holder[cast.name] = cast.tensor.to(cast.dtype)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from weakref import ReferenceType
 
-from torch import nn
 from torch.optim import Optimizer
 
 from zero._torch import takes_state_hooks
@@ -39,15 +38,6 @@ class StateDicts:
 
     def load_state_dict(self, stepped: SteppedShards, state_dict: dict[str, Any]) -> None:
         state.load(stepped, state_dict)
-
-    def take(
-        self, stepped: SteppedShards, taken: dict[nn.Parameter, dict[str, Any]], groups: list[dict[str, Any]]
-    ) -> None:
-        """Loads this rank's shards of a state, by `part(param)`, and the options of the groups.
-
-        Keeps the tensors without copying them. Master weights are not among them: write into `ShardGroup.master`.
-        """
-        state.hand_over(stepped, taken, groups)
 
 
 def mark_shards(inner: Optimizer, of: ReferenceType[Any]) -> None:

@@ -198,8 +198,7 @@ class ShardGroup:
                 self._handle = self.exchange.gather(
                     self.full, shard, self.streams, sent_as=sent_as, channel=channel, ahead=ahead
                 )
-                if self.offload.active:
-                    self.offload.used(self.shard)
+                self.offload.used(self.shard)
         except BaseException:
             self._become(GroupState.LOST)
             raise
@@ -217,9 +216,7 @@ class ShardGroup:
         except BaseException:
             self._become(GroupState.LOST)
             raise
-        moved = None
-        if self.bound is not self._full_views:
-            moved = self._rebind(self._full_views)
+        moved = self._rebind(self._full_views) if self.bound is not self._full_views else None
         if self.streams is not HOST:
             self._leaves = []  # a node accumulates on the stream on which it was made, which may be another than now
         if self.shard_in_full:
@@ -283,8 +280,7 @@ class ShardGroup:
     def synchronize(self) -> None:
         """Makes the host wait for copies of `to_main`, and for reads of `shard` by the device."""
         self.wait_for_copies()
-        if self.streams is not HOST:
-            self.streams.synchronize()
+        self.streams.synchronize()
 
     # --------------------------------------------------------------------------------------- summon_full_params
 
@@ -313,6 +309,11 @@ class ShardGroup:
         self.offload.used(self.shard)
         self._summoned = None
         self._bind(self.shard_views)
+
+    def stay_full(self) -> None:
+        """After `summon`, in place of `dismiss`: the group keeps no other memory, and is of no more use."""
+        self.full = self.shard = self.main = self.full.new_empty(0)
+        self._full_views = self.shard_views = []
 
     # --------------------------------------------------------------------------------------------- parameters
 

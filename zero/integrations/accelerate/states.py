@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero import checkpoint
+from zero.checkpoint.read import load_state
 from zero.integrations.accelerate import full_files
 from zero.integrations.accelerate.sharding import inside
 from zero.load_full import load_full_optimizer_state_dict
@@ -68,19 +69,16 @@ def save_sharded(folder: str, models: Sequence[nn.Module], optimizers: Sequence[
         checkpoint.save(_numbered(folder, _SHARDED, number), model, own, keep=1)
 
 
-@torch.no_grad()
 def load_sharded(
     folder: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], loaded: Sequence[nn.Module] = ()
 ) -> None:
     """Collective. loaded: those of the models that keep their weights; their optimizers take their state."""
     for number, model in enumerate(models):
-        own = [one for one in optimizers if steps(one, inside(model))]
-        kept = [*model.parameters(), *model.buffers()] if model in loaded else []
-        values = [tensor.detach().clone() for tensor in kept]
-        if own or model not in loaded:
-            checkpoint.load(_numbered(folder, _SHARDED, number), model, own)
-        for tensor, value in zip(kept, values, strict=True):
-            tensor.copy_(value)
+        path, own = _numbered(folder, _SHARDED, number), [one for one in optimizers if steps(one, inside(model))]
+        if model not in loaded:
+            checkpoint.load(path, model, own)
+        elif own:
+            load_state(path, model, own)
 
 
 def is_sharded(folder: str) -> bool:
