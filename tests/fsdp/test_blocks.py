@@ -74,7 +74,7 @@ def test_units_are_the_blocks_that_repeat(case):
 
 def words(tied: bool) -> nn.Module:
     """Both ends are larger than a block, and the norm is smaller."""
-    net = nn.Sequential(nn.Embedding(200, 8), *decoders(2), nn.LayerNorm(8), nn.Linear(8, 200, bias=False))
+    net = nn.Sequential(nn.Embedding(2**15, 8), *decoders(2), nn.LayerNorm(8), nn.Linear(8, 2**15, bias=False))
     if tied:
         net[4].weight = net[0].weight
     return net

@@ -238,7 +238,7 @@ class Backward:
         # Before waiting: an all-gather into its memory need not wait for the reduction.
         unit.post_backward(within_forward=self._within_forward)
         if self.reduces:
-            self._pack(unit)
+            self._free_wire()
         else:
             self._left_unreduced = True
             for bucket in unit.buckets:
@@ -248,11 +248,8 @@ class Backward:
         if self.reduces:
             self._launch_reduce(unit)
 
-    def _pack(self, unit: Unit) -> None:
-        """Packs the unit's messages, and waits for the reduction before: nothing lies between the two on the wire."""
-        for bucket in unit.buckets:
-            if bucket.trained:
-                bucket.pack()
+    def _free_wire(self) -> None:
+        """Waits for the reduction in flight, not for averages: a second message would be as large as a unit."""
         last = self._reducing[-1:]
         if last and any(bucket.await_sums() for bucket in last[0].buckets):
             self._finish_reduce(but=last)
@@ -289,7 +286,7 @@ class Backward:
                 for bucket in unit.buckets:
                     bucket.pre_backward()
                     bucket.take_written()
-                self._pack(unit)
+                self._free_wire()
                 self._launch_reduce(unit)
         self._finish_reduce()
         for unit in self._units if not within else ():

@@ -143,12 +143,12 @@ def only_holds(module: nn.Module) -> bool:
 
 
 def _large_leaves(root: nn.Module, blocks: set[nn.Module], leaves_from: float) -> set[nn.Module]:
-    """Returns childless modules outside the blocks with so many times the largest block's bytes or more, untied ones.
-    Without blocks the smallest is one of 1 MiB, unless the least memory is wanted."""
+    """Returns childless modules outside the blocks with so many times the largest block's bytes or more, untied ones,
+    and with 1 MiB or more, unless the least memory is wanted."""
     inside = {module for block in blocks for module in block.modules()}
     holders = Counter(param for module in root.modules() for param in module.parameters(recurse=False))
     largest = max((sum(param.nbytes for param in block.parameters()) for block in blocks), default=0)
-    least = leaves_from * (largest if blocks or leaves_from < 1 else _SMALL)
+    least = max(leaves_from * largest, _SMALL if leaves_from >= 1 else 0)
     chosen = set()
     for module in root.modules():
         own = [*module.parameters(recurse=False)]

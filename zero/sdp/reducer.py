@@ -184,9 +184,7 @@ class Reducer:
                 self._take_rest(self._launched)
             elif not bucket.complete:
                 return
-            if bucket.trained:
-                bucket.pack()  # before it waits: nothing lies between two reductions on the wire
-            self._finish_in_flight()
+            self._finish_in_flight()  # before it packs: a second message would be as large as a bucket
             if bucket.trained:
                 bucket.launch()
                 self._in_flight = self._launched

@@ -20,7 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,11 +53,13 @@ class Layout:
     numels: elements of each parameter.
     offsets: where each parameter starts in the buffer.
     bounds: world + 1 positions; rank r owns [bounds[r], bounds[r + 1]).
+    is_even: whether it was cut into segments of equal length.
     """
 
     numels: tuple[int, ...]
     offsets: tuple[int, ...]
     bounds: tuple[int, ...]
+    is_even: bool = False
 
     def __hash__(self) -> int:
         few = self.bounds[:: self.world // 16 + 1]  # they are as many as the ranks; these suffice
@@ -70,12 +72,6 @@ class Layout:
     @property
     def numel(self) -> int:
         return self.bounds[-1]
-
-    @property
-    def is_even(self) -> bool:
-        """Whether all segments have one length."""
-        length = self.bounds[1]
-        return all(high - low == length for low, high in pairwise(self.bounds))
 
     def segment(self, rank: int) -> slice:
         return slice(self.bounds[rank], self.bounds[rank + 1])
@@ -122,7 +118,8 @@ def even(numels: Sequence[int], world: int, *, align: int) -> Layout:
 def _even(numels: tuple[int, ...], world: int, align: int) -> Layout:
     offsets, end = _place(numels, align)
     length = _round_up(end, align * world) // world
-    return Layout(numels, offsets, tuple(range(0, world * length + 1, length) if length else [0] * (world + 1)))
+    bounds = range(0, world * length + 1, length) if length else [0] * (world + 1)
+    return Layout(numels, offsets, tuple(bounds), is_even=True)
 
 
 def whole(numels: Sequence[int], owners: Sequence[int], world: int, *, align: int) -> Layout:

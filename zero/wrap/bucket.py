@@ -19,7 +19,6 @@ from zero._torch import add_all, as_plain_tensors
 from zero.comm import Comm, Work
 from zero.comm.packing import summed_as
 from zero.comm.together import Together
-from zero.comm.transport import Message
 from zero.shards.shard_group import ShardGroup
 from zero.wrap.messages import messages_of
 from zero.wrap.refused import CREATE_GRAPH, refuse_sparse
@@ -50,8 +49,6 @@ class GradBucket:
         self.reduced: set[int] = set()
         # Positions of the parameters that this rank sent gradients of in the reduce in flight.
         self._sent: frozenset[int] = frozenset()
-        self._packed: list[Message] = []
-        self._packed_of = self._sent
         # Received gradients of parameters that this rank sent no gradients of, with their positions.
         self._undecided: list[tuple[int, Tensor]] = []
         self._handle: Work | None = None
@@ -99,17 +96,13 @@ class GradBucket:
             "requires a gradient: use checkpoint(..., use_reentrant=False)."
         )
 
-    def pack(self) -> None:
-        """Puts the gradients into the messages of the next `launch`; missing ones are sent as zeros."""
-        self._packed, self._packed_of = self._messages.messages(self.taken), frozenset(self.taken)
-        self.taken, self.taken_bytes = {}, 0
-
     def launch(self) -> None:
-        """Collective. Launches the reduce of what `pack` has packed to the owners. No reduce is in flight."""
-        group, messages = self.group, self._packed
-        self._sent, self._packed = self._packed_of, []
+        """Collective. Launches the reduce of all gradients to their owners; missing ones are sent as zeros."""
+        group, messages = self.group, self._messages.messages(self.taken)
+        self._sent = frozenset(self.taken)
         self.used |= self._sent
         self.missing = self.missing or len(self._sent) < len(self.trained)
+        self.taken, self.taken_bytes = {}, 0
         with group.recorded("reduce"):
             self._handle = group.exchange.reduce(messages, group.streams)
 
@@ -169,7 +162,7 @@ class GradBucket:
 
     def abandon(self) -> None:
         """Waits for the reduce in flight, and forgets a backward that was interrupted."""
-        self.taken, self.taken_bytes, self._packed = {}, 0, []
+        self.taken, self.taken_bytes = {}, 0
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
