@@ -116,3 +116,13 @@ def test_the_last_reduction_and_the_gathers_of_the_optimizer_are_waited_for_at_s
         model = zero.ShardedDDP(net, optimizer, reduce_buffer_size=sum(p.numel() for p in net[0].parameters()))
         stalls = stalls_of_a_step(there, model, optimizer)
     assert waits(stalls) == ["reduce", *["gather"] * BLOCKS]
+
+
+def test_nearly_equal_shares_of_whole_parameters_are_gathered_and_reduced_at_once():
+    layers = [nn.Linear(WIDTH, WIDTH, bias=number == 0) for number in range(8)]
+    with simulated() as there:
+        model = zero.FSDP(nn.Sequential(*layers), process_group=there.comm(RANK, WORLD), partition="whole")
+        model(torch.ones(2, WIDTH)).sum().backward()
+        launched = [what.split()[0] for what in there.launched()]
+    assert len({segment.numel() for segment in model.parameters()}) > 1
+    assert launched == ["broadcast", "gather", "reduce"], "the first is that of all weights"

@@ -83,11 +83,17 @@ def test_even_cut_gives_equal_segments_that_hold_each_element_once(sizes, world,
 
 @pytest.mark.slow
 @exhaustively
-@given(owned(), alignments)
-def test_whole_cut_keeps_each_parameter_with_its_owner(given_, align):
+@given(owned(), alignments, st.sampled_from([1.0, 1.25, 64.0]))
+def test_whole_cut_keeps_each_parameter_with_its_owner(given_, align, pads):
     sizes, owners, world = given_
-    cut = layout.whole(sizes, owners, world, align=align)
-    assert_parameters_lie_side_by_side(cut, align)
+    cut = layout.whole(sizes, owners, world, align=align, pads_up_to=pads)
+    plain = layout.whole(sizes, owners, world, align=align)
+    if cut.is_even:
+        assert len({segment.stop - segment.start for segment in map(cut.segment, range(world))}) == 1
+        assert plain.numel < cut.numel <= pads * plain.numel
+    else:
+        assert cut == plain
+    assert_parameters_lie_side_by_side(plain, align)
     assert_each_element_has_one_rank(cut)
     assert_spans_tell_where_elements_lie(cut)
     for index, pieces in shares(cut).items():

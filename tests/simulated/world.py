@@ -42,6 +42,7 @@ class SimulatedLink(Link):
             Group(simulated.device, simulated.memory, world, simulated.transfer, own_stream=simulated.own_stream)
             for _ in range(2)
         ]
+        simulated.groups.extend(groups)
         overlapping = Overlapping(
             *(self.log, groups[0], rank, world),
             blocks=False,
@@ -133,6 +134,11 @@ class Simulated:
     transfer: Callable[[int], float]
     own_stream: bool
     aborted: list[int]
+    groups: list[Group]
+
+    def launched(self) -> list[str]:
+        """The operations, by group."""
+        return [label for group in self.groups for label in group.launched]
 
     def comm(self, rank: int, world: int) -> Comm:
         """One rank of a group of its own."""
@@ -181,7 +187,7 @@ def simulated(
         memory.watching(),
         Elsewhere(memory),
     ):
-        yield Simulated(device, memory, transfer, own_stream, [])
+        yield Simulated(device, memory, transfer, own_stream, [], [])
 
 
 @contextmanager

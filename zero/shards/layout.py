@@ -20,7 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,15 +122,22 @@ def _even(numels: tuple[int, ...], world: int, align: int) -> Layout:
     return Layout(numels, offsets, tuple(bounds), is_even=True)
 
 
-def whole(numels: Sequence[int], owners: Sequence[int], world: int, *, align: int) -> Layout:
-    """Cuts the buffer between parameters only: parameter i goes to rank owners[i]. Owners must not decrease."""
+def whole(numels: Sequence[int], owners: Sequence[int], world: int, *, align: int, pads_up_to: float = 1.0) -> Layout:
+    """Cuts the buffer between parameters only: parameter i goes to rank owners[i]. Owners must not decrease.
+
+    pads_up_to: segments are padded to equal length if the buffer then has at most so many times the elements.
+    """
     assert [*owners] == sorted(owners), "parameters must come in the order of owners"
     offsets, end = _place(numels, align)
     bounds = [0]
     for offset, owner in zip(offsets, owners, strict=True):
         bounds += [offset] * (owner + 1 - len(bounds))
     bounds += [end] * (world + 1 - len(bounds))
-    return Layout(tuple(numels), offsets, tuple(bounds))
+    longest = max(high - low for low, high in pairwise(bounds))
+    if not 1 < longest * world / max(end, 1) <= pads_up_to:
+        return Layout(tuple(numels), offsets, tuple(bounds))
+    moved = [offset + rank * longest - bounds[rank] for offset, rank in zip(offsets, owners, strict=True)]
+    return Layout(tuple(numels), tuple(moved), tuple(range(0, world * longest + 1, longest)), is_even=True)
 
 
 def assign(sizes: Sequence[int], loads: Loads) -> list[int]:

@@ -20,6 +20,9 @@ Partition = Literal["auto", "even", "whole"]
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 1 << 25
 
+# Times the elements that padding may add to whole parameters.
+_PADS_UP_TO = 1.25
+
 # Bytes of the largest bucket that is sent beside the computing.
 _LARGEST_BESIDE = 1 << 28
 
@@ -96,12 +99,15 @@ def arrange(
     loads: Loads,
     limit: int | None = None,
     limit_numel: int | None = None,
+    beside: bool = False,
 ) -> Iterator[tuple[list[int], Layout]]:
     """Divides parameters into shard groups of at most `limit` bytes, or `limit_numel` elements, or of one parameter.
 
     Yields for each group the indices of its parameters in the order of the layout, and the layout. Computes with shapes
     only: parameters may be on the meta device, and the ranks need not exist.
 
+    beside: transfers overlap computing, and are faster for segments of equal length: whole parameters are padded to it
+        where that costs little.
     loads: with a whole cut, bytes of trained parameters that each rank owns already; updated. A whole cut balances all
         groups that share `loads`, and orders the parameters of a group by owner.
     """
@@ -124,9 +130,10 @@ def arrange(
             if cut == "even":
                 geometry = layout.even(numels, world, align=align)
             else:
-                geometry = layout.whole(numels, [owners[i] for i in members], world, align=align)
-                for rank in {owners[i] for i in members} if first.requires_grad else ():
-                    loads[rank] += (geometry.bounds[rank + 1] - geometry.bounds[rank]) * itemsize
+                pads = _PADS_UP_TO if beside else 1.0
+                geometry = layout.whole(numels, [owners[i] for i in members], world, align=align, pads_up_to=pads)
+                for i in members if first.requires_grad else ():
+                    loads[owners[i]] += sizes[i]
             yield members, geometry
 
 
@@ -141,7 +148,8 @@ def lay_out(
 ) -> list[ShardGroup]:
     """Binds parameters into shard groups. how: arguments of `arrange`. Only floats get `options.compute_dtype`."""
     groups = []
-    for members, geometry in arrange(params, placement.comm.world, **how):
+    beside = any(placement.comm.link.overlaps(param.device) for param in params)
+    for members, geometry in arrange(params, placement.comm.world, beside=beside, **how):
         own = [params[i] for i in members]
         kept = options if own[0].is_floating_point() else replace(options, compute_dtype=None)
         groups.append(ShardGroup(own, [names[i] for i in members], geometry, placement, kept, label))

@@ -38,7 +38,7 @@ class Watchdog:
 
     def __init__(self, user: object, log: Log, exchange: StoreRendezvous, timeout: timedelta) -> None:
         self._log, self._rank, self._world = log, exchange.rank, exchange.world
-        limit = timeout.total_seconds() - min(2.0, timeout.total_seconds() / 10)
+        limit = timeout.total_seconds() - min(10.0, timeout.total_seconds() / 10)
         self._limit, self._beat = limit, min(limit / 4, 30.0)
         self._stands = max(2 * _TICK, self._world / _REPORTS)
         self._at: Position = (0, 0)
