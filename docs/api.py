@@ -42,16 +42,11 @@ SECTIONS = {
         "zero",
         [
             "MixedPrecision",
-            "ShardingStrategy",
-            "Prefetch",
-            "BackwardPrefetch",
-            "MEMORY_FIRST",
-            "SPEED_FIRST",
             "CPUOffload",
             "DiskOffload",
         ],
     ),
-    "Memory and traffic": ("zero", ["report", "Report", "traffic", "Traffic"]),
+    "Memory and traffic": ("zero", ["report", "traffic"]),
     "Checkpoints": ("zero.checkpoint", import_module("zero.checkpoint").__all__),
     "Plans": ("zero.plan", import_module("zero.plan").__all__),
 }

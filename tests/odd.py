@@ -23,15 +23,14 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils.checkpoint import checkpoint
 
 import matrix
-import zero
 from assertions import close
 from runs import STAGES, SideBySide, stage_3
 from zoo import Block, Stack, batch
 
 AT = STAGES | {
     "3 without shards": partial(stage_3, sharding_strategy="NO_SHARD"),
-    "3 memory first": partial(stage_3, prefetch=zero.MEMORY_FIRST),
-    "3 speed first": partial(stage_3, prefetch=zero.SPEED_FIRST),
+    "3 memory first": partial(stage_3, prefetch=1),
+    "3 speed first": partial(stage_3, prefetch=3),
 }
 STAGE_3 = [name for name in AT if name.startswith("3")]
 

@@ -206,7 +206,7 @@ class Case:
     words: int = 300
     layers: int = 4
     model: str = "Model"
-    prefetch: zero.Prefetch | None = None
+    prefetch: int | None = None
     default_units: bool = False
     unsent: int = 0
 

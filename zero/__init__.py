@@ -31,18 +31,10 @@ This script trains on one process, or on several that torchrun starts:
 
 from typing import TYPE_CHECKING
 
-from zero import checkpoint, comm
+from zero import checkpoint
 from zero._torch import warn_if_untested
-from zero.comm import Traffic, traffic
-from zero.fsdp import (
-    FSDP,
-    MEMORY_FIRST,
-    SPEED_FIRST,
-    BackwardPrefetch,
-    MixedPrecision,
-    Prefetch,
-    ShardingStrategy,
-)
+from zero.comm import traffic
+from zero.fsdp import FSDP, MixedPrecision
 from zero.full_state import (
     full_optimizer_state_dict,
     full_state_dict,
@@ -54,7 +46,7 @@ from zero.join import join
 from zero.load_full import load_full_optimizer_state_dict, load_full_state_dict
 from zero.offload import CPUOffload, DiskOffload
 from zero.oss import OSS
-from zero.plan.report import Report, report
+from zero.plan.report import report
 from zero.scripts import (
     clip_grad_norm_,
     count_parameters,
@@ -77,22 +69,14 @@ show_as_asked()
 warn_if_untested()
 
 __all__ = [
-    "BackwardPrefetch",
     "CPUOffload",
     "DiskOffload",
     "FSDP",
     "GradScaler",
-    "MEMORY_FIRST",
     "MixedPrecision",
     "OSS",
-    "Prefetch",
-    "Report",
-    "SPEED_FIRST",
     "ShardedDDP",
-    "ShardingStrategy",
     "checkpoint",
-    "comm",
-    "Traffic",
     "clip_grad_norm_",
     "count_parameters",
     "full_optimizer_state_dict",

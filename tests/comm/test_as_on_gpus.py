@@ -34,7 +34,7 @@ STAGES: dict[str, Callable[..., Any]] = {
     "3": stage_3,
     "3 whole": partial(stage_3, partition="whole"),
     "3 kept": partial(stage_3, reshard_after_forward=False),
-    "3 speed first": partial(stage_3, prefetch=zero.SPEED_FIRST),
+    "3 speed first": partial(stage_3, prefetch=3),
 }
 
 

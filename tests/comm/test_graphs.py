@@ -35,7 +35,7 @@ STAGES: dict[str, tuple[int, dict[str, Any]]] = {
     "3 hybrid": (3, {"sharding_strategy": "HYBRID_SHARD"}),
     "3 in 16 bits": (3, {"mixed_precision": HALF}),
     "3 whole": (3, {"partition": "whole"}),
-    "3 memory first": (3, {"prefetch": zero.MEMORY_FIRST}),
+    "3 memory first": (3, {"prefetch": 1}),
 }
 
 

@@ -106,7 +106,7 @@ def test_kept_parameters_expose_no_more_than_resharding():
 
 
 def test_without_prefetch_every_transfer_is_waited_for():
-    assert waits(stage_3(blocks(), prefetch=zero.MEMORY_FIRST)).count("gather") == 2 * BLOCKS
+    assert waits(stage_3(blocks(), prefetch=1)).count("gather") == 2 * BLOCKS
 
 
 def test_the_last_reduction_and_the_gathers_of_the_optimizer_are_waited_for_at_stage_2():

@@ -45,7 +45,7 @@ OPTIONS: dict[str, list[Callable[..., Any] | str]] = {
     "fsdp": [zero.FSDP, zero.MixedPrecision, zero.FSDP.summon_full_params, "offload"],
     "from_fsdp": ["backward_prefetch", "cpu_offload", "device_id", "forward_prefetch", "ignored_states"]
     + ["limit_all_gathers", "offload", "use_orig_params"],
-    "memory": [zero.Prefetch, zero.CPUOffload, zero.DiskOffload, "offload"],
+    "memory": [zero.CPUOffload, zero.DiskOffload, "offload"],
     "checkpoints": [zero.checkpoint.save, zero.checkpoint.load],
     "plan": [zero.plan, zero.plan.Options],
     "integrations": [ZeroPlugin],

@@ -159,7 +159,7 @@ class Checkpointing(Net):
         return 2 * self.last(torch.tanh(x))
 
 
-ALL_WHOLE = {"partition": "whole", "prefetch": zero.SPEED_FIRST}
+ALL_WHOLE = {"partition": "whole", "prefetch": 3}
 IN_16_BITS = {"mixed_precision": zero.MixedPrecision(param_dtype=torch.bfloat16, keep_fp32=(nn.LayerNorm,))}
 OF_LINEARS = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
 CASES: dict[str, tuple[Build, Callable[[], nn.Module], str, dict[str, Any], int | None]] = {

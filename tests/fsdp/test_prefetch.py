@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
-from torch.distributed.fsdp import BackwardPrefetch
 
 import gpus
 import ranks
@@ -34,20 +33,21 @@ class Net(Stack):
 
 ALONE, AHEAD = [[0], [1], [2], [3]], [[0, 1], [1, 2], [2, 3], [3]]
 AS_NEEDED, ALL_AHEAD = (ALONE, [[]], ALONE[::-1]), (AHEAD, [[3]], [[2, 3], [1, 2], [0, 1], [0]])
-BACKWARD_ALONE = (ALONE, *ALL_AHEAD[1:])  # the unit that ran last is kept for backward
+FORWARD_ALONE = (AHEAD, *AS_NEEDED[1:])
 DEFAULT = ALL_AHEAD if gpus.ON else AS_NEEDED
 
 
 @pytest.mark.parametrize(
     ("prefetch", "overlaps", "expected"),
     [
-        (zero.Prefetch(), False, DEFAULT),
-        (zero.Prefetch(), True, ALL_AHEAD),
-        (zero.Prefetch("BACKWARD_PRE", forward_prefetch=True), False, ALL_AHEAD),
-        (zero.Prefetch(forward_prefetch=False), True, BACKWARD_ALONE),
-        (zero.MEMORY_FIRST, True, AS_NEEDED),
+        (None, False, DEFAULT),
+        (None, True, ALL_AHEAD),
+        (3, False, ALL_AHEAD),
+        (2, True, FORWARD_ALONE),
+        (2, False, DEFAULT),
+        (1, True, AS_NEEDED),
     ],
-    ids=["default", "default, overlapping", "ahead", "backward alone", "memory first"],
+    ids=["default", "default, overlapping", "3", "2, overlapping", "2", "1"],
 )
 @ranks.on(2)
 def test_blocks_are_gathered_as_far_ahead_as_was_asked_for(rank, world, prefetch, overlaps, expected):
@@ -56,7 +56,7 @@ def test_blocks_are_gathered_as_far_ahead_as_was_asked_for(rank, world, prefetch
         assert unsharded_blocks(rank, prefetch) == expected
 
 
-def unsharded_blocks(rank: int, prefetch: zero.Prefetch) -> tuple[list[list[int]], ...]:
+def unsharded_blocks(rank: int, prefetch: int | None) -> tuple[list[list[int]], ...]:
     """The blocks that are unsharded as each begins its forward, between forward and backward, and as each begins its
     backward."""
     model = zero.FSDP(Net(), prefetch=prefetch)
@@ -77,14 +77,6 @@ def unsharded_blocks(rank: int, prefetch: zero.Prefetch) -> tuple[list[list[int]
         look(between)
         take_step(optimizer, loss)
     blocks = [f"blocks.{number}" for number in range(BLOCKS)]
-    units = ["", "first", *blocks, "last", "embedding"] if prefetch.limit == 1 else ["", *blocks]
+    units = ["", "first", *blocks, "last", "embedding"] if prefetch == 1 else ["", *blocks]
     assert unit_names(model) == units
     return seen
-
-
-def test_names_of_pytorch_are_understood_and_others_refused():
-    assert zero.Prefetch(BackwardPrefetch.BACKWARD_PRE) == zero.Prefetch("BACKWARD_PRE")
-    with pytest.raises(ValueError, match=r"'EARLY'.*BACKWARD_PRE, BACKWARD_POST, 'auto'"):
-        zero.Prefetch("EARLY")
-    with pytest.raises(ValueError, match="limit=0"):
-        zero.Prefetch(limit=0)

@@ -103,8 +103,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {"partition": "whole"},
     "no shard": {"sharding_strategy": "NO_SHARD"},
     "offloaded": {"offload": zero.CPUOffload()},
-    "memory first": {"prefetch": zero.MEMORY_FIRST},
-    "speed first": {"prefetch": zero.SPEED_FIRST},
+    "memory first": {"prefetch": 1},
+    "speed first": {"prefetch": 3},
 }
 
 

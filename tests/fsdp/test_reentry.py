@@ -133,8 +133,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "kept": {"reshard_after_forward": False},
     "no shard": {"sharding_strategy": "NO_SHARD"},
-    "memory first": {"prefetch": zero.MEMORY_FIRST},
-    "speed first": {"prefetch": zero.SPEED_FIRST},
+    "memory first": {"prefetch": 1},
+    "speed first": {"prefetch": 3},
 }
 
 

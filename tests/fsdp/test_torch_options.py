@@ -108,7 +108,7 @@ GIVEN: dict[str, dict[str, Any]] = {
     "all of them": {
         "mixed_precision": Precision(),
         "offload": fsdp.CPUOffload(offload_params=True),
-        "prefetch": BOTH.BACKWARD_PRE,
+        "backward_prefetch": BOTH.BACKWARD_PRE,
         "sharding_strategy": fsdp.ShardingStrategy.SHARD_GRAD_OP,
     },
     "the names of torch.distributed.fsdp.FullyShardedDataParallel": {
@@ -132,10 +132,11 @@ def test_a_model_trains_with_them(rank, world):
 
 PRE = {"backward_prefetch": BOTH.BACKWARD_PRE}
 PREFETCHES = [
-    ({"prefetch": BOTH.BACKWARD_POST}, zero.Prefetch("BACKWARD_POST")),
-    ({"limit_all_gathers": False, **PRE, "forward_prefetch": True}, zero.Prefetch("BACKWARD_PRE", True, limit=3)),
-    ({"forward_prefetch": True}, zero.Prefetch(forward_prefetch=True)),
-    ({**PRE, "forward_prefetch": True}, zero.Prefetch("BACKWARD_PRE", True)),
+    ({"backward_prefetch": BOTH.BACKWARD_POST}, 2),
+    ({"backward_prefetch": None}, 1),
+    ({"limit_all_gathers": False}, 3),
+    ({"forward_prefetch": True}, None),
+    ({**PRE, "forward_prefetch": True}, 3),
 ]
 
 
@@ -176,8 +177,8 @@ REFUSED: dict[tuple[str, ...], dict[str, Any]] = {
     ("output_dtype=torch.bfloat16", "cast"): {"mixed_precision": fsdp.MixedPrecisionPolicy(BF16, output_dtype=BF16)},
     ("offload=True", r"zero.CPUOffload\(\)"): {"offload": True},
     ("offload and cpu_offload",): {"offload": zero.CPUOffload(), "cpu_offload": zero.CPUOffload()},
-    ("prefetch='BACKWARD'", "zero.Prefetch", "BackwardPrefetch"): {"prefetch": "BACKWARD"},
-    ("prefetch and forward_prefetch",): {"prefetch": zero.MEMORY_FIRST, "forward_prefetch": True},
+    ("prefetch='BACKWARD'", "1, 2 or 3"): {"prefetch": "BACKWARD"},
+    ("prefetch and forward_prefetch",): {"prefetch": 1, "forward_prefetch": True},
     ("backward_prefetch='LATER'", "BACKWARD_PRE"): {"backward_prefetch": "LATER"},
     ("reshard_after_forward=4", "HYBRID_SHARD"): {"reshard_after_forward": 4},
     ("device_id=0", "there are 0"): {"device_id": 0},

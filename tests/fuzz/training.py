@@ -54,7 +54,7 @@ POLICIES: dict[str, Any] = {
     "none": ModuleWrapPolicy(set()),
 }
 
-PREFETCH: dict[str, Any] = {"default": None, "memory": zero.MEMORY_FIRST, "speed": zero.SPEED_FIRST}
+PREFETCH: dict[str, Any] = {"default": None, "memory": 1, "speed": 3}
 
 
 def kinds(nodes: tuple[Node, ...]) -> set[str]:

@@ -485,7 +485,7 @@ def test_what_cannot_be_is_refused_on_every_rank(rank: int, world: int) -> None:
         "offload=True": lambda: Script(of(3, offload=True)),
         "partition='some'": lambda: Script(of(2, partition="some")),
         "argument 'speed'": lambda: Script(of(3, speed=1)),
-        "argument 'prefetch'": lambda: Script(of(2, prefetch=zero.Prefetch())),
+        "argument 'prefetch'": lambda: Script(of(2, prefetch=2)),
     }
     for expected, call in told.items():
         with launched(rank, world):

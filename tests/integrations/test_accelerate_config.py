@@ -16,10 +16,8 @@ from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from accelerate.utils import launch as accelerate_launch
 from torch.distributed import fsdp
 
-from zero import BackwardPrefetch, CPUOffload, DiskOffload, MixedPrecision, Prefetch
+from zero import CPUOffload, DiskOffload, MixedPrecision
 from zero.integrations.accelerate import ZeroPlugin, deepspeed_keys, fsdp_keys
-
-PRE = BackwardPrefetch.BACKWARD_PRE
 
 FSDP: dict[str, tuple[Any, dict[str, Any]]] = {
     "fsdp_version": ("2", {"stage": 3, "mixed_precision_policy": "auto", "autocast": False}),
@@ -29,9 +27,9 @@ FSDP: dict[str, tuple[Any, dict[str, Any]]] = {
     "fsdp_auto_wrap_policy": ("NO_WRAP", {"auto_wrap_policy": "NO_WRAP"}),
     "fsdp_transformer_layer_cls_to_wrap": ("A, B", {"transformer_cls_names_to_wrap": ("A", "B")}),
     "fsdp_min_num_params": ("1e8", {"min_num_params": 10**8}),
-    "fsdp_backward_prefetch": ("NO_PREFETCH", {"prefetch": Prefetch(None)}),
-    "fsdp_backward_prefetch_policy": ("BACKWARD_PRE", {"prefetch": Prefetch(PRE)}),
-    "fsdp_forward_prefetch": (True, {"prefetch": Prefetch(forward_prefetch=True)}),
+    "fsdp_backward_prefetch": ("NO_PREFETCH", {"prefetch": 1}),
+    "fsdp_backward_prefetch_policy": ("BACKWARD_PRE", {"prefetch": 3}),
+    "fsdp_forward_prefetch": (True, {}),
     "fsdp_state_dict_type": ("SHARDED_STATE_DICT", {"state_dict_type": "SHARDED_STATE_DICT"}),
     "fsdp_use_orig_params": (False, {}),
     "fsdp_sync_module_states": (False, {"sync_module_states": False}),

@@ -9,15 +9,14 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import matrix
-import zero
 from rows import Rows, momentum
 from zoo import WIDTH, Block, Stack
 
 FSDP = [
     {"reshard_after_forward": False},
     {"sharding_strategy": "NO_SHARD"},
-    {"prefetch": zero.MEMORY_FIRST},
-    {"prefetch": zero.SPEED_FIRST},
+    {"prefetch": 1},
+    {"prefetch": 3},
 ]
 
 row = Rows("backwards out of the usual order", __name__, optim=momentum, tolerance=1e-6)

@@ -30,7 +30,7 @@ from transports import READS, overlapping
 
 pytestmark = gpus.cpu_only("the formulas are of gathers as needed")
 
-PRESETS = (zero.MEMORY_FIRST, zero.SPEED_FIRST)
+PRESETS = (1, 3)
 BF16 = zero.MixedPrecision(param_dtype=torch.bfloat16)
 
 
@@ -67,7 +67,7 @@ FORMULAS = {
     "hybrid": Formula("3", HYBRID, (4 / 2, 4), 8 / W, {"replicas": 2}),
     "whole parameters": Formula("3", ZERO_3, (4 / W, 5), 9 / W, {"partition": "whole"}, off=0.05),
     "bf16": Formula("3", ZERO_3, (4 / W, 5), 4.5 / W, {"mixed": True}),
-    "memory first": Formula("3", ZERO_3, (4 / W, 2), 9 / W, {"prefetch": zero.MEMORY_FIRST}),
+    "memory first": Formula("3", ZERO_3, (4 / W, 2), 9 / W, {"prefetch": 1}),
     "two backwards under no_sync": Formula("3", ZERO_3, (1 + 3 / W, 3), 21 / W, {"unsent": 2}),
 }
 if matrix.WHOLE:
@@ -75,7 +75,7 @@ if matrix.WHOLE:
     FORMULAS["hybrid, kept"] = Formula(KEPT, HYBRID, (1 + 3 / 2, 2), 6 / W, {"replicas": 2})
     FORMULAS["bf16, kept"] = Formula(KEPT, ZERO_3, (0.5 + 4 / W, 2), 3 / W, {"mixed": True})
     FORMULAS["bf16, float32 sent"] = Formula("3", ZERO_3, (4 / W, 6), 6 / W, {"mixed": True, "reduce": torch.float32})
-    FORMULAS["speed first"] = Formula("3", ZERO_3, (4 / W, 5), 8.625 / W, {"prefetch": zero.SPEED_FIRST})
+    FORMULAS["speed first"] = Formula("3", ZERO_3, (4 / W, 5), 8.625 / W, {"prefetch": 3})
 
 
 def runs() -> Iterator[Any]:
@@ -143,9 +143,9 @@ PREFETCHING = [
     *(Case(stage, prefetch=prefetch) for stage in ("3 kept", "3") for prefetch in PRESETS),
     *(Case("3", 4, prefetch=prefetch, replicas=replicas) for prefetch in PRESETS for replicas in (1, 2)),
     *(Case("3", prefetch=prefetch, partition="whole", mixed=True) for prefetch in PRESETS),
-    *(Case("3", world, prefetch=zero.MEMORY_FIRST, words=1200, default_units=True) for world in (2, 4)),
-    Case("3", prefetch=zero.MEMORY_FIRST, words=1200, default_units=True, tokens=(16, 64)),
-    Case("3", prefetch=zero.SPEED_FIRST, words=1200, default_units=True, tokens=(16, 64)),
+    *(Case("3", world, prefetch=1, words=1200, default_units=True) for world in (2, 4)),
+    Case("3", prefetch=1, words=1200, default_units=True, tokens=(16, 64)),
+    Case("3", prefetch=3, words=1200, default_units=True, tokens=(16, 64)),
 ]
 """Both ways."""
 
@@ -167,8 +167,7 @@ ODD = [
     *(Case("3", prefetch=prefetch, model=name) for name in OTHERS for prefetch in (None, *PRESETS)),
     *(Case(stage, model="HalfFrozen") for stage in ("2", "3 kept")),
     *(Case("3 kept", model=name) for name in ("Nested", "RecomputedOutside", "Turned")),
-    *(Case("3", prefetch=zero.Prefetch(when, limit=2), model="Turned") for when in (None, "BACKWARD_PRE")),
-    Case("3", prefetch=zero.Prefetch(None, forward_prefetch=True, limit=3), model="Turned"),
+    *(Case("3", prefetch=prefetch, model="Turned") for prefetch in (2, 3)),
 ]
 """Of models that run otherwise than one block after another."""
 
@@ -189,7 +188,7 @@ def test_plans_are_within_one_percent_of_a_step_that_is_run(case):
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     ("options", "buffers"),
-    [({}, 4.25), ({"mixed": True}, 5.5), ({"prefetch": zero.MEMORY_FIRST}, 2.25)][: 3 if matrix.WHOLE else 1],
+    [({}, 4.25), ({"mixed": True}, 5.5), ({"prefetch": 1}, 2.25)][: 3 if matrix.WHOLE else 1],
     ids=str,
 )
 @pytest.mark.slow

@@ -70,8 +70,8 @@ STAGES: dict[str, Build] = {
     ),
     "3 by size": partial(stage_3, auto_wrap_policy=partial(size_based_auto_wrap_policy, min_num_params=150), units=4),
     "3 not resharded": partial(stage_3, reshard_after_forward=False, units=4),
-    "3 memory first": partial(stage_3, prefetch=zero.MEMORY_FIRST, units=4),
-    "3 speed first": partial(stage_3, prefetch=zero.SPEED_FIRST, units=4),
+    "3 memory first": partial(stage_3, prefetch=1, units=4),
+    "3 speed first": partial(stage_3, prefetch=3, units=4),
 }
 
 

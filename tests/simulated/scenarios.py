@@ -153,9 +153,9 @@ OFFLOAD = zero.CPUOffload()
 SCENARIOS: dict[str, Any] = {
     "3": stage_3(),
     "3, no parameters in the root": stage_3(net=lambda: nn.Sequential(*blocks())),
-    "3 memory first": stage_3(prefetch=zero.MEMORY_FIRST),
-    "3 speed first": stage_3(prefetch=zero.SPEED_FIRST),
-    "3, two units in flight": stage_3(prefetch=zero.Prefetch("BACKWARD_PRE", limit=2)),
+    "3 memory first": stage_3(prefetch=1),
+    "3 speed first": stage_3(prefetch=3),
+    "3, two units in flight": stage_3(prefetch=2),
     "3 kept": stage_3(reshard_after_forward=False),
     "3 hybrid": stage_3(sharding_strategy="HYBRID_SHARD"),
     "3 replicated": stage_3(sharding_strategy="NO_SHARD"),

@@ -99,7 +99,8 @@ def another_like(group: dist.ProcessGroup, device: torch.device, store: dist.Sto
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)  # of builds for GPUs
     if nccl is None or not isinstance(group._get_backend(device), nccl):
         return None
-    options, given = nccl.Options(), group._get_backend(device).options
+    options: Any = nccl.Options()
+    given: Any = group._get_backend(device).options
     options._timeout, options.config = timeout_of(group, device), given.config
     return nccl(store, group.rank(), group.size(), options)
 

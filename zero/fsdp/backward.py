@@ -26,7 +26,6 @@ from zero._torch import as_plain_tensors, at_end_of_backward
 from zero.comm import Comm
 from zero.comm.streams import HostStreams
 from zero.comm.together import Together
-from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.unit import Call, Index, Need, Unit
 from zero.wrap.bucket import EndOfBackward
 
@@ -48,8 +47,8 @@ class Backward:
         index: Index,
         comms: Sequence[Comm],
         streams: Sequence[HostStreams],
-        prefetch: Prefetch,
         together: Together,
+        in_flight: int,
     ) -> None:
         self.reduces = True
         self.active = False
@@ -58,7 +57,7 @@ class Backward:
         self._left_unreduced = False
         self._index, self._units, self._root, self._streams = index, index.units, index.units[0], streams
         self._together = together
-        self._limit, self._prefetches = prefetch.limit, prefetch.backward_prefetch
+        self.in_flight = in_flight
         self._end = EndOfBackward(comms, "the end of a backward of FSDP")
         self._comms = [(comm, comm.channel("the graphs that a backward of FSDP may pass")) for comm in comms]
         name = "a comparison of which parameters are trained, as that has changed there"
@@ -112,15 +111,13 @@ class Backward:
             self._enter(each)
         if not call.has_exit_hook:  # a re-entrant checkpoint runs a backward of its own, with an end of its own
             at_end_of_backward(partial(self.post_backward, unit, call))
-        if entered and self._prefetches is BackwardPrefetch.BACKWARD_PRE:
-            if self._limit != 3:
-                self._finish_reduce()
+        if entered and self.in_flight == 3:
             self._launch_ahead(unit)
 
     def watch_params(self) -> list[RemovableHandle]:
         """Registers hooks on the parameters of units that may stay unsharded after forward. What the loss reads of them
         there gives them gradients before backward reaches an output of the unit."""
-        ahead = self._prefetches is BackwardPrefetch.BACKWARD_PRE
+        ahead = self.in_flight == 3
         return [
             # Weak, as the unit keeps its parameters, and these keep their hooks.
             _hooked(param, partial(_param_reached, weakref.ref(self), weakref.ref(unit)))
@@ -243,7 +240,7 @@ class Backward:
             self._left_unreduced = True
             for bucket in unit.buckets:
                 bucket.keep_unreduced()
-        if self._prefetches is BackwardPrefetch.BACKWARD_POST and not at_end:
+        if self.in_flight == 2 and not at_end:
             self._launch_ahead(unit)
         if self.reduces:
             self._launch_reduce(unit)
@@ -261,7 +258,7 @@ class Backward:
             if bucket.trained:
                 bucket.launch()
         self._reducing.append(unit)
-        if self._limit == 1:
+        if self.in_flight == 1:
             self._finish_reduce()
 
     def _finish_reduce(self, but: Sequence[Unit] = ()) -> None:

@@ -19,7 +19,7 @@ from zero.fsdp.choice import UnitChoice
 from zero.fsdp.compile import RECORDING, compiling_problem
 from zero.fsdp.model import Model, sharded_params
 from zero.fsdp.options import GivenOptions, Options, ShardingStrategy, place, refuse_number_of_ranks, refuse_unknown
-from zero.fsdp.prefetch import Prefetch, as_prefetch
+from zero.fsdp.prefetch import as_prefetch
 from zero.fsdp.torch_options import NAMES, as_precision, from_torch
 from zero.fsdp.units import Policy, largest_unit, smallest_leaves
 from zero.offload import NAMES as OFFLOAD
@@ -51,7 +51,7 @@ class Arguments:
     sharding_strategy: enum.Enum | str
     reshard_after_forward: bool | None
     mixed_precision: GivenPrecision
-    prefetch: Prefetch | enum.Enum | None
+    prefetch: int | None
     param_init_fn: Callable[[nn.Module], None] | None
     sync_module_states: bool
     more: dict[str, Any]
@@ -82,7 +82,7 @@ def construct(module: nn.Module, given: Arguments, nested: dict[str, Inside]) ->
         sharded = {param for fsdp in nested.values() for param in fsdp.model.index}
         choice = UnitChoice(module, {name: fsdp.wrapper for name, fsdp in nested.items()}, sharded, asked.ignored)
         beside = any(comm.link.overlaps(device) for comm in placement.all_groups() for device in choice.devices())
-        leaves = smallest_leaves(options.prefetch.limit, beside=beside)
+        leaves = smallest_leaves(options.prefetch, beside=beside)
         problem = problem or choice.divide(given.auto_wrap_policy, given.as_one_unit, leaves)
         problem = problem or _problem(choice, nested, options, placement)
         lines = [f"{strategy}, {options.signature()}", *choice.signature()]

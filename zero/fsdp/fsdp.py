@@ -18,7 +18,6 @@ from zero.fsdp.build import restore_module
 from zero.fsdp.compile import BETWEEN_UNITS, Compiling
 from zero.fsdp.construct import Arguments, Inside, construct
 from zero.fsdp.model import Model
-from zero.fsdp.prefetch import Prefetch
 from zero.fsdp.state_dict_guard import NO_COPIES, StateDictGuard
 from zero.fsdp.step import Steps
 from zero.fsdp.summon import summon
@@ -60,12 +59,13 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         and other tensor subclasses that wrap tensors are not broadcast from rank 0 either.
     partition: "even" cuts inside parameters, for optimizers that treat each element separately; "whole" assigns each
         parameter to one rank; "auto" is "even", but refuses steps of optimizers that were measured to need "whole".
-    sharding_strategy: a ShardingStrategy, a member of PyTorch's enum, or the name of one.
+    sharding_strategy: a member of PyTorch's enum, or its name: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD,
+        HYBRID_SHARD_ZERO2.
     reshard_after_forward: False means SHARD_GRAD_OP, which saves an all-gather: parameters stay until backward.
     mixed_precision: dtypes of computing and of transfers; shards keep the dtype of the parameters. PyTorch's
         MixedPrecision has the same meaning as in PyTorch; keep_low_precision_grads is refused.
-    prefetch: which units are gathered ahead, and how many are in flight; see Prefetch, MEMORY_FIRST, SPEED_FIRST. A
-        BackwardPrefetch, zero's or PyTorch's, stands for a Prefetch with it.
+    prefetch: how many units are in flight at once, 1 (least memory), 2 or 3 (all-gathers furthest ahead); by default 3
+        where transfers overlap computing, as over NCCL, else 2. 1 also makes units of large embeddings and heads.
     param_init_fn: initialises a module that was built on the meta device, instead of its `reset_parameters`. Units get
         memory one at a time. Rank 0 initialises the values, and the other ranks receive them.
     sync_module_states: start from the parameters and buffers of rank 0. Other ranks may build on the meta device.
@@ -96,7 +96,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         sharding_strategy: enum.Enum | str = "FULL_SHARD",
         reshard_after_forward: bool | None = True,
         mixed_precision: GivenPrecision = None,
-        prefetch: Prefetch | enum.Enum | None = None,
+        prefetch: int | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
         sync_module_states: bool = True,
         broadcast_buffers: bool = True,

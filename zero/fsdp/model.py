@@ -16,6 +16,7 @@ from zero.comm.together import Together
 from zero.fsdp.backward import Backward
 from zero.fsdp.options import Options
 from zero.fsdp.precision import CastBuffer
+from zero.fsdp.prefetch import in_flight
 from zero.fsdp.reads import Reads
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.shown import ShownUnits
@@ -69,7 +70,8 @@ class Model:
         self.root = units[0]
         self.comm: Comm = placement.comm
         self.comms = placement.all_groups()
-        self.prefetch = options.prefetch.where(overlaps=any(unit.overlaps for unit in units))
+        overlaps = any(unit.overlaps for unit in units)
+        self.in_flight = in_flight(options.prefetch, overlaps=overlaps)
         self.together = Together(self.comms, "an error that it has raised in FSDP")
         self.norm_channel = self.comm.channel("the norm of all gradients")
         # Where modules hold sharded parameters.
@@ -81,13 +83,14 @@ class Model:
         ]
         self._shown = ShownUnits(self.index)
         streams = streams_in(group.streams for group in self.index.groups)
-        common = self.index, self.comms, streams, self.prefetch, self.together
-        self.backward = Backward(*common)
+        common = self.index, self.comms, streams, self.together
+        self.backward = Backward(*common, self.in_flight)
         others = others_of(self.index)
         if others:
             fail_together([*self.comms, *others], self.index.groups[0].full.device)
         self.reads = Reads(self.index, self.comms, self.backward, [self.comm, *others])
-        self.schedule = Schedule(*common, self.backward, self.reads)
+        ahead = self.in_flight > 1 and (overlaps or self.in_flight == 3)
+        self.schedule = Schedule(*common, self.backward, self.reads, ahead=ahead)
         # How to restore what steps have hidden, which are running or have raised.
         self.unfinished_steps: list[tuple[Callable[[Optimizer], None], ReferenceType[Optimizer]]] = []
         claim(self.index, self, _AVERAGES, sharded=_SHARDED)

@@ -13,7 +13,6 @@ from torch import nn
 
 from zero.comm import Comm
 from zero.fsdp.precision import MixedPrecision
-from zero.fsdp.prefetch import Prefetch
 from zero.shards.offload import Offload
 from zero.shards.partition import Partition, partition_problem
 from zero.shards.placement import Placement
@@ -34,13 +33,13 @@ class Options:
     stays: bool
     synced: bool
     offload: Offload
-    prefetch: Prefetch
+    prefetch: int | None
 
     def signature(self) -> str:
         """Returns what must be the same on every rank, as text."""
         return (
             f"reshard_after_forward {not self.stays}, partition {self.partition}, {self.precision}, "
-            f"{self.offload.alike}, {self.prefetch}"
+            f"{self.offload.alike}, prefetch {self.prefetch}"
         )
 
     def problem(self) -> str | None:
@@ -49,7 +48,7 @@ class Options:
 
 
 class ShardingStrategy(enum.Enum):
-    """What is sharded, and for how long. Has PyTorch's names; PyTorch's own enum and strings are accepted, too."""
+    """What is sharded, and for how long, by PyTorch's names."""
 
     FULL_SHARD = "parameters, gradients and optimizer state in shards; parameters released after forward"
     SHARD_GRAD_OP = "FULL_SHARD, but parameters stay unsharded from forward to backward"

@@ -1,7 +1,7 @@
 """Orders the unsharding of units in a forward: unshard, compute, reshard. The root, and units that backward reaches
 first or that reshard_after_forward=False keeps, stay unsharded for backward (backward.py).
 
-`Prefetch` says how far all-gathers run ahead, and how many units are in flight. Each rank prefetches in the order in
+prefetch.py says how far all-gathers run ahead. Each rank prefetches in the order in
 which its units ran last. Ranks whose orders differ raise when an all-gather arrives.
 """
 
@@ -24,7 +24,6 @@ from zero.comm.streams import STEP_GRAPH, HostStreams
 from zero.comm.together import Together
 from zero.fsdp.backward import Backward, Graph
 from zero.fsdp.edges import watch_inputs, watch_inside, watch_outputs
-from zero.fsdp.prefetch import BackwardPrefetch, Prefetch
 from zero.fsdp.reads import Reads
 from zero.fsdp.shown import refuse_read
 from zero.fsdp.unit import Call, Index, Need, Unit
@@ -49,13 +48,14 @@ class Schedule:
         index: Index,
         comms: Sequence[Comm],
         streams: Sequence[HostStreams],
-        prefetch: Prefetch,
         together: Together,
         backward: Backward,
         reads: Reads,
+        *,
+        ahead: bool,
     ) -> None:
         self._index, self._units, self._root, self._comms = index, index.units, index.units[0], comms
-        self._streams, self._prefetch, self._backward = streams, prefetch, backward
+        self._streams, self._gathers_ahead, self._backward = streams, ahead, backward
         self._together, self._reads, self._device = together, reads, index.groups[0].full.device.type
         self.forwards: Counter[bool] = Counter()
         # The same of calls of other methods, and of the model within a backward.
@@ -217,7 +217,7 @@ class Schedule:
         unit.needed_by.discard(Need.AHEAD)
         whole = self._root in self._index.running and self._root.entry_module is None
         following = self._index.after.get(unit)
-        if whole and following is not None and self._prefetch.forward_prefetch:
+        if whole and following is not None and self._gathers_ahead:
             following.unshard(ahead=True)
             following.needed_by.add(Need.AHEAD)
             self._ahead.add(following)
@@ -259,8 +259,7 @@ class Schedule:
         output, needs_backward = watch_outputs((unit, *self._index.reads[unit]), output, on_entry)
         if not unit.running:
             # Backward will reach this unit first, as it did last time, and would gather it ahead.
-            gathered_ahead = self._prefetch.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-            first_in_backward = gathered_ahead and unit is self._index.before.get(self._root)
+            first_in_backward = self._backward.in_flight == 3 and unit is self._index.before.get(self._root)
             stays = unit is self._root or unit.stays or first_in_backward
             self._leave(unit, stays=needs_backward and stays)
         return output

@@ -13,16 +13,9 @@ from torch import nn
 from zero._torch import buffers_of, classes_to_ignore
 from zero.fsdp.options import GivenOptions
 from zero.fsdp.precision import MixedPrecision
-from zero.fsdp.prefetch import Prefetch
+from zero.fsdp.prefetch import OF_FSDP1, of_fsdp1
 
-NAMES = (
-    "backward_prefetch",
-    "device_id",
-    "forward_prefetch",
-    "ignored_states",
-    "limit_all_gathers",
-    "use_orig_params",
-)
+NAMES = (*OF_FSDP1, "device_id", "ignored_states", "use_orig_params")
 
 
 _SAVE = "zero.full_state_dict(model) is always full; zero.checkpoint.save(path, model) writes each rank's shards"
@@ -98,21 +91,10 @@ def _move(device: torch.device, module: nn.Module) -> None:
 
 
 def _prefetch(given: Mapping[str, Any], own: Any) -> Any:
-    """Returns the Prefetch. limit_all_gathers=True is the default limit, False the largest."""
-    names = [name for name in ("backward_prefetch", "forward_prefetch", "limit_all_gathers") if name in given]
-    if not names:
-        return own
-    if own is not None:
+    names = [name for name in OF_FSDP1 if name in given]
+    if names and own is not None:
         raise ValueError(f"prefetch and {names[0]} both say what is gathered ahead. Pass one of them.")
-    for name in names:
-        if name != "backward_prefetch" and not isinstance(given[name], bool):
-            raise ValueError(f"{name}={given[name]!r}: pass True or False, or a zero.Prefetch as prefetch.")
-    default = Prefetch()
-    return Prefetch(
-        given.get("backward_prefetch", default.backward_prefetch),
-        forward_prefetch=given.get("forward_prefetch", default.forward_prefetch),
-        limit=None if given.get("limit_all_gathers", True) else 3,
-    )
+    return of_fsdp1(given) if names else own
 
 
 def _device(given: Any) -> torch.device | None:

@@ -130,7 +130,7 @@ def blocks(root: nn.Module, *, excluded: Sequence[nn.Module] = (), leaves_from: 
 
 
 def smallest_leaves(limit: int | None, *, beside: bool) -> float | None:
-    """How large modules without children become units; see `blocks`. limit: of Prefetch, how many units are in flight.
+    """How large modules without children become units; see `blocks`. limit: how many units are in flight.
     beside: transfers overlap computing. Else to gather an embedding twice costs more time than its memory is worth,
     unless the user asks for the least memory."""
     return 0.25 if limit == 1 else 1.0 if beside else None

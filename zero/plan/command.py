@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.fsdp import MEMORY_FIRST, SPEED_FIRST, MixedPrecision, Prefetch
+from zero.fsdp import MixedPrecision
 from zero.offload import CPUOffload
 from zero.plan.gpt import GPT, LENGTH, batch_of, gpt_of
 from zero.plan.planner import plan
@@ -27,7 +27,7 @@ PRECISIONS = {
     "bfloat16": (torch.bfloat16, MixedPrecision()),
     "mixed": (torch.float32, MixedPrecision(param_dtype=torch.bfloat16)),
 }
-PREFETCHES = {"memory-first": MEMORY_FIRST, "default": Prefetch(), "speed-first": SPEED_FIRST}
+PREFETCHES = {"memory-first": 1, "default": None, "speed-first": 3}
 COUNTS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 

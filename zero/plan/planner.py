@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.fsdp import MixedPrecision, Prefetch
+from zero.fsdp import MixedPrecision
 from zero.fsdp.prefetch import as_prefetch
 from zero.fsdp.torch_options import as_precision
 from zero.fsdp.units import Policy, smallest_leaves, unit_modules
@@ -33,7 +33,7 @@ def plan(
     auto_wrap_policy: Policy = None,
     memory: int | None = None,
     batch: Sequence[Any] | None = None,
-    prefetch: Prefetch | None = None,
+    prefetch: int | None = None,
     options: Options | None = None,
     stages: Sequence[str | int] | None = None,
 ) -> Plan:
@@ -64,7 +64,7 @@ def plan(
     if problem := _misfit(model, worlds, wanted, optimizer, options):
         raise ValueError(problem)
     given = as_prefetch(prefetch)
-    leaves = smallest_leaves(given.limit, beside=options.backend == "nccl" and max(worlds) > 1)
+    leaves = smallest_leaves(given, beside=options.backend == "nccl" and max(worlds) > 1)
     sizes = Sizes(model, unit_modules(model, auto_wrap_policy, leaves_from=leaves))
     options = replace(options, master_dtype=options.master_dtype or _stored(model, options.precision.param_dtype))
     job = Job(sizes, worlds[0], optimizer, options, given, batch)

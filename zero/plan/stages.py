@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from zero.comm import Comm
 from zero.comm.packing import batches
 from zero.comm.traffic import traffic
-from zero.fsdp import FSDP, Prefetch
+from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
 from zero.measure.kinds import Finding, assumed, finding_of
 from zero.measure.param_groups import params_of
@@ -54,7 +54,7 @@ class Job:
     world: int
     optim: Callable[..., Optimizer]
     options: Options
-    prefetch: Prefetch
+    prefetch: int | None
     batch: Sequence[Any] | None
 
     @property

@@ -10,7 +10,8 @@ import torch
 from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from zero.fsdp import MixedPrecision, Prefetch
+from zero.fsdp import MixedPrecision
+from zero.fsdp.prefetch import of_fsdp1
 from zero.fsdp.torch_options import as_precision
 from zero.integrations.accelerate.keys import DTYPES, STATE_DICT_TYPES, WRAPPING, Keys, count, flag, names, one_of
 from zero.offload import CPUOffload
@@ -162,16 +163,15 @@ def _wrapping(keys: Keys, *, launched: bool) -> dict[str, Any]:
     return found
 
 
-def _prefetch(keys: Keys) -> Prefetch | None:
+def _prefetch(keys: Keys) -> int | None:
     """None where nothing is said of it."""
     known = one_of("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", numbered=True)
     backward = keys.take("backward_prefetch", known, "auto")
-    forward = keys.take("forward_prefetch", flag, False)
-    limited = keys.take("limit_all_gathers", flag, True)
-    if backward == "auto" and not forward and limited:
-        return None
-    ahead = None if backward == "NO_PREFETCH" else backward
-    return Prefetch(ahead, forward_prefetch=forward or None, limit=None if limited else 3)  # False is the default there
+    keys.take("forward_prefetch", flag, False)  # a number of units in flight holds for forward and backward
+    given: dict[str, Any] = {"limit_all_gathers": keys.take("limit_all_gathers", flag, True)}
+    if backward != "auto":
+        given["backward_prefetch"] = None if backward == "NO_PREFETCH" else backward
+    return of_fsdp1(given)
 
 
 def as_policy(value: Any) -> MixedPrecision:
