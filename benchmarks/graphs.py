@@ -22,13 +22,12 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -44,6 +43,7 @@ from gpt import CONTEXT
 from launch import Rank, RankFailed, run_hosts, run_one_of
 from measure import wait_for_device
 from wires import Wires, describe
+from zero.comm.streams import STEP_GRAPH
 
 OUT = Path(__file__).parent / "out"
 WARM_UP = 11
@@ -78,22 +78,6 @@ CONTESTANTS: dict[str, Callable[[Settings, Rank], Trained]] = {
 }
 
 
-# ------------------------------------------------------------------------------------- what is to go with the refusals
-
-
-@contextmanager
-def let_through() -> Iterator[None]:
-    """zero as if it did not refuse to be recorded."""
-    with ExitStack() as patched:
-        for name, value in {
-            "zero.comm.streams.Streams._refuse_capture": lambda streams: None,
-            "zero.fsdp.compile.RECORDING": (),
-            "zero.fsdp.construct.RECORDING": (),
-        }.items():
-            patched.enter_context(mock.patch(name, value))
-        yield
-
-
 # -------------------------------------------------------------------------------------------------------- measurements
 
 
@@ -112,7 +96,7 @@ def measure(title: str, settings: Settings, rank: Rank) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     compute_deterministically()
     wires = Wires(settings, rank.device) if settings.bandwidth else None
-    with wires.patched() if wires else nullcontext(), let_through():
+    with wires.patched() if wires else nullcontext():
         eager = train(title, settings, rank, recorded=False)
         gc.collect()
         try:
@@ -152,7 +136,7 @@ def record(step: Callable[[], Tensor], stream: torch.cuda.Stream) -> Callable[[]
     """Records a step, and returns what replays it."""
     graph = torch.cuda.CUDAGraph()
     # Other threads, such as NCCL's watchdog, may ask for events meanwhile.
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    with STEP_GRAPH, torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
         loss = step()
 
     def replay() -> Tensor:
