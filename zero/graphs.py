@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -57,8 +58,8 @@ def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer) -> C
     """
     (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
     device = next(iter(params_of(optimizer))).device
-    groups = stepped_by(inner, wrappers, optimizer).shard_groups
-    if any(group.offload.active for group in groups):
+    stepped = stepped_by(inner, wrappers, optimizer)
+    if any(group.offload.active for group in stepped.shard_groups):
         raise ValueError(
             "zero.graphed was given parameters that are offloaded: the host steps them, and a CUDA graph has nothing "
             "of the host's. Leave out `offload`, or train without zero.graphed."
@@ -70,21 +71,25 @@ def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer) -> C
             f"zero.graphed was given an optimizer ({type(optimizer).__name__}) whose steps read numbers from the "
             "device. Build it with capturable=True."
         )
-    return _Graphed(step, inner, optimizer, comms_of(wrappers), device)
+    return _Graphed(step, inner, optimizer, stepped.optim, comms_of(wrappers), device)
 
 
 class _Graphed:
-    """The step. comms: the groups by which a rank reaches all others."""
+    """The step. inner: the optimizer inside of an OSS, or the same. comms: the groups by which a rank reaches all others."""
 
     def __init__(
         self,
         step: Callable[..., Any],
         model: nn.Module,
         optimizer: Optimizer,
+        inner: Optimizer,
         comms: Sequence[Comm],
         device: torch.device,
     ) -> None:
         self._step, self._model, self._optimizer, self._comms = step, model, optimizer, comms
+        self._loads = [0]
+        # What loads gives it state in other memory. Of this list and not of this object, which the hook would keep.
+        inner.register_load_state_dict_post_hook(partial(_count, self._loads))
         self._cuda: Any = torch.get_device_module(device)
         self._stream = self._cuda.Stream(device)
         self._together = Together(comms, "a step of zero.graphed")
@@ -171,7 +176,7 @@ class _Graphed:
 
     def _settings_now(self) -> Settings:
         """What a step reads on the host."""
-        found: Settings = {"model.training": self._model.training}
+        found: Settings = {"model.training": self._model.training, "the optimizer's state": [*self._loads]}
         for number, group in enumerate(self._optimizer.param_groups):
             for key, value in group.items():
                 if key == "params":
@@ -183,6 +188,10 @@ class _Graphed:
     def _gradients(self) -> list[Tensor | None]:
         with as_plain_tensors():
             return [param.grad for param in params_of(self._optimizer)]
+
+
+def _count(loads: list[int], _: Optimizer) -> None:
+    loads[0] += 1
 
 
 def _copy(value: Any) -> Any:

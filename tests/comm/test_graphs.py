@@ -122,7 +122,12 @@ def test_parts_of_a_step_are_not_recorded():
         assert "zero.graphed(step, model, optimizer)" in refusal(lambda: loop.model(loop.inputs()))
 
 
+def loaded(loop: Loop) -> None:
+    loop.optimizer.load_state_dict(loop.optimizer.state_dict())
+
+
 CHANGES: dict[str, Callable[[Loop], object]] = {
+    "the optimizer's state": loaded,
     "lr of group 0": lambda loop: loop.optimizer.param_groups[0].update(lr=0.5),
     "model.training": lambda loop: loop.model.eval(),
     "requires_grad of the parameters of group 0": lambda loop: loop.model.requires_grad_(False),
