@@ -75,7 +75,7 @@ def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer) -> C
 
 
 class _Graphed:
-    """The step. inner: the optimizer inside of an OSS, or the same. comms: the groups by which a rank reaches all others."""
+    """The step. inner: the optimizer in an OSS, or the same. comms: the groups by which a rank reaches all others."""
 
     def __init__(
         self,
