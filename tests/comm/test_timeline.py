@@ -16,6 +16,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import SGD
 
 import zero
+from inner import set_bucket_size
 from simulated.device import Stall
 from simulated.world import Simulated, simulated
 from zoo import Block, Stack
@@ -48,9 +49,9 @@ def transfer(nbytes: int) -> float:
     return 1.5 if nbytes > 64 else 0.0
 
 
-def stalls_of_a_step(there: Simulated, model: nn.Module, optimizer: Any) -> list[Stall]:
-    """In the last of three."""
-    for _ in range(3):
+def stalls_of_a_step(there: Simulated, model: nn.Module, optimizer: Any, steps: int = 3) -> list[Stall]:
+    """In the last of these."""
+    for _ in range(steps):
         there.device.stalls.clear()
         optimizer.zero_grad()
         model(torch.ones(2, WIDTH)).sum().backward()
@@ -109,3 +110,24 @@ def test_the_last_reduction_and_the_gathers_of_the_optimizer_are_waited_for_at_s
         model = zero.ShardedDDP(net, optimizer, reduce_buffer_size=sum(p.numel() for p in net[0].parameters()))
         stalls = stalls_of_a_step(there, model, optimizer)
     assert waits(stalls) == ["reduce", *["gather"] * BLOCKS]
+
+
+def test_offloaded_buckets_are_stepped_in_the_order_in_which_their_gradients_arrive():
+    """A copy of a bucket's gradients takes a second, and the CPU another to step it: the copies hide at stage 1. At the
+    others they do so behind the backward."""
+
+    def seconds(operator: Any, args: Sequence[Any]) -> float:
+        if operator.name().startswith("aten::copy_"):
+            on_host = [there.memory.is_in_host_memory(tensor) for tensor in args[:2]]
+            return float(on_host == [True, False] and args[0].numel() > 1)
+        return float(operator.name().startswith("aten::_foreach_mul_"))  # of momentum, once a bucket
+
+    with simulated(compute=seconds) as there:
+        net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
+        momentum = partial(SGD, lr=1e-3, momentum=0.9, foreach=True)
+        optimizer = zero.OSS(net.parameters(), momentum, there.comm(RANK, WORLD), offload=zero.CPUOffload())
+        set_bucket_size(optimizer, WIDTH * WIDTH)
+        for _ in range(2):  # the first creates the momentum
+            begin = there.device.host.time
+            stalls_of_a_step(there, net, optimizer, steps=1)
+    assert there.device.host.time - begin == BLOCKS + 1
