@@ -18,6 +18,7 @@ from torch.optim import SGD
 import zero
 from inner import set_bucket_size
 from simulated.device import Stall
+from simulated.scenarios import built
 from simulated.world import Simulated, simulated
 from zoo import Block, Stack
 
@@ -112,15 +113,20 @@ def test_the_last_reduction_and_the_gathers_of_the_optimizer_are_waited_for_at_s
     assert waits(stalls) == ["reduce", *["gather"] * BLOCKS]
 
 
+def seconds_down(there: Simulated, operator: Any, args: Sequence[Any]) -> float:
+    """Of a copy to the CPU."""
+    if not operator.name().startswith("aten::copy_") or args[0].numel() == 1:
+        return 0.0
+    return float([there.memory.is_in_host_memory(tensor) for tensor in args[:2]] == [True, False])
+
+
 def test_offloaded_buckets_are_stepped_in_the_order_in_which_their_gradients_arrive():
     """A copy of a bucket's gradients takes a second, and the CPU another to step it: the copies hide at stage 1. At the
     others they do so behind the backward."""
 
     def seconds(operator: Any, args: Sequence[Any]) -> float:
-        if operator.name().startswith("aten::copy_"):
-            on_host = [there.memory.is_in_host_memory(tensor) for tensor in args[:2]]
-            return float(on_host == [True, False] and args[0].numel() > 1)
-        return float(operator.name().startswith("aten::_foreach_mul_"))  # of momentum, once a bucket
+        momentum = operator.name().startswith("aten::_foreach_mul_")  # once a bucket
+        return float(momentum) or seconds_down(there, operator, args)
 
     with simulated(compute=seconds) as there:
         net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
@@ -131,3 +137,17 @@ def test_offloaded_buckets_are_stepped_in_the_order_in_which_their_gradients_arr
             begin = there.device.host.time
             stalls_of_a_step(there, net, optimizer, steps=1)
     assert there.device.host.time - begin == BLOCKS + 1
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_host_waits_for_no_offloaded_gradient_within_a_backward(stage):
+    """Also where it is to add it to those of the backward before."""
+    with simulated(compute=lambda *of: seconds(*of) + seconds_down(there, *of), transfer=transfer) as there:
+        model, optimizer = built(there, stage, blocks(), offload=zero.CPUOffload())
+        if stage == 2:
+            set_bucket_size(optimizer, WIDTH * WIDTH)
+        for _ in range(3):
+            loss = model(torch.ones(2, WIDTH)).sum()
+            there.device.stalls.clear()
+            loss.backward()
+        assert "host" not in waits(there.device.stalls)
