@@ -139,6 +139,7 @@ def test_offloaded_buckets_are_stepped_in_the_order_in_which_their_gradients_arr
     assert there.device.host.time - begin == BLOCKS + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [2, 3])
 def test_the_host_waits_for_no_offloaded_gradient_within_a_backward(stage):
     """Also where it is to add it to those of the backward before."""

@@ -139,7 +139,7 @@ class GradBucket:
                 self._set(index, gradient)
             else:
                 self._addends.append((shard.grad, gradient))
-        if not self.group.copies:
+        if not self.group.copies or not self.group.main.is_pinned():  # for those copies the host has waited
             self._add_what_arrived()
 
     def _add_what_arrived(self) -> None:
