@@ -5,7 +5,7 @@ begins with bfloat16 gradients, which become float32, and it always ends with pa
 masters. Beside it, in turn: torch's fused AdamW over float32 tensors of the same sizes, and a copy of a large tensor.
 A step is taken to move 28 bytes an element (parameter, gradient and two moments read; parameter and moments written),
 a copy 8. All is as beside a GPU: nobody compares parameters with their masters, since a digest on the GPU tells that
-they are unchanged, and freed memory is kept, as torch keeps freed pinned memory.
+they are unchanged.
 
     python benchmarks/offload.py --parameters 100e6 --threads 2
 
@@ -14,7 +14,6 @@ offload.json. Fails where a step with casts has less than 0.85 of the copy's ban
 """
 
 import argparse
-import ctypes
 import json
 import os
 import statistics
@@ -54,14 +53,6 @@ class OffloadBesideGPU(zero.CPUOffload):
 
 
 # --------------------------------------------------------------------------------------------- the step on the CPU
-
-
-def keep_freed_blocks() -> None:
-    """Tells glibc to give nothing back to the system, which would have to clear the pages again for the next step."""
-    if sys.platform == "linux":
-        trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h
-        ctypes.CDLL(None).mallopt(trim_threshold, -1)
-        ctypes.CDLL(None).mallopt(mmap_max, 0)
 
 
 def of_sizes(numel: int, dtype: torch.dtype) -> list[Tensor]:
@@ -105,7 +96,6 @@ STEPS: dict[str, Callable[[int], Callable[[], object]]] = {
 def measure_steps(numel: int, threads: int, turns: int, rank: Rank) -> dict[str, list[list[float]]]:
     """Milliseconds and milliseconds of the processors of each of STEPS, in the order of the turns."""
     torch.set_num_threads(threads)
-    keep_freed_blocks()
     steps = {title: make(numel) for title, make in STEPS.items()}
     taken: dict[str, list[list[float]]] = {title: [] for title in steps}
     for turn in range(-1, turns):  # the first warms up

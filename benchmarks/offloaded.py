@@ -19,7 +19,7 @@ from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zero
-from accounting import measure_process_peak, return_freed_blocks_at_once
+from accounting import measure_process_peak
 from contestants import Settings, Trained
 from gpt import Block
 from launch import Rank
@@ -88,7 +88,6 @@ def measure_training(title: str, settings: Settings, rank: Rank, *, threads: int
     down, up: bytes of a settled step between GPU and CPU; host: by how many bytes the
     process grew at most; all three an element of the model. peak: bytes on the GPU."""
     torch.set_num_threads(threads)
-    return_freed_blocks_at_once()
     wait_for_device(rank.device)
     before = measure_process_peak()
     model, optimizer = CONTESTANTS[title](settings, rank)

@@ -39,9 +39,12 @@ def test_a_construction_says_what_it_sharded_in_one_line_on_the_first_rank(trans
 
 
 def test_the_environment_can_ask_for_the_lines():
-    code = "import torch, zero; zero.OSS([torch.nn.Parameter(torch.ones(16))], torch.optim.SGD, lr=0.1)"
-    written = python("-c", code, ZERO_LOG="info").stderr
+    """With offload they say how many threads step: torchrun has OMP_NUM_THREADS be 1."""
+    offload = "lr=0.1, offload=zero.CPUOffload()"
+    code = f"import torch, zero; zero.OSS([torch.nn.Parameter(torch.ones(16))], torch.optim.SGD, {offload})"
+    written = python("-c", code, ZERO_LOG="info", OMP_NUM_THREADS="1").stderr
     assert "zero INFO: OSS(SGD): optimizer state of 1 parameters over 1 ranks, 64 of 64 of" in written
+    assert written.endswith("left out: nothing; offload CPUOffload, ratio 1.0, stepped by 1 threads of the CPU\n")
 
 
 # ------------------------------------------------------------------------------------------------------ zero.report

@@ -16,7 +16,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import SGD
 
 import zero
+from inner import set_bucket_size
 from simulated.device import Stall
+from simulated.scenarios import built
 from simulated.world import Simulated, simulated
 from zoo import Block, Stack
 
@@ -48,9 +50,9 @@ def transfer(nbytes: int) -> float:
     return 1.5 if nbytes > 64 else 0.0
 
 
-def stalls_of_a_step(there: Simulated, model: nn.Module, optimizer: Any) -> list[Stall]:
-    """In the last of three."""
-    for _ in range(3):
+def stalls_of_a_step(there: Simulated, model: nn.Module, optimizer: Any, steps: int = 3) -> list[Stall]:
+    """In the last of these."""
+    for _ in range(steps):
         there.device.stalls.clear()
         optimizer.zero_grad()
         model(torch.ones(2, WIDTH)).sum().backward()
@@ -126,3 +128,44 @@ def test_nearly_equal_shares_of_whole_parameters_are_gathered_and_reduced_at_onc
         launched = [what.split()[0] for what in there.launched()]
     assert len({segment.numel() for segment in model.parameters()}) > 1
     assert launched == ["broadcast", "gather", "reduce"], "the first is that of all weights"
+
+
+def seconds_down(there: Simulated, operator: Any, args: Sequence[Any]) -> float:
+    """Of a copy to the CPU."""
+    if not operator.name().startswith("aten::copy_") or args[0].numel() == 1:
+        return 0.0
+    return float([there.memory.is_in_host_memory(tensor) for tensor in args[:2]] == [True, False])
+
+
+def test_offloaded_buckets_are_stepped_in_the_order_in_which_their_gradients_arrive():
+    """A copy of a bucket's gradients takes a second, and the CPU another to step it: the copies hide at stage 1. At the
+    others they do so behind the backward."""
+
+    def seconds(operator: Any, args: Sequence[Any]) -> float:
+        momentum = operator.name().startswith("aten::_foreach_mul_")  # once a bucket
+        return float(momentum) or seconds_down(there, operator, args)
+
+    with simulated(compute=seconds) as there:
+        net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
+        momentum = partial(SGD, lr=1e-3, momentum=0.9, foreach=True)
+        optimizer = zero.OSS(net.parameters(), momentum, there.comm(RANK, WORLD), offload=zero.CPUOffload())
+        set_bucket_size(optimizer, WIDTH * WIDTH)
+        for _ in range(2):  # the first creates the momentum
+            begin = there.device.host.time
+            stalls_of_a_step(there, net, optimizer, steps=1)
+    assert there.device.host.time - begin == BLOCKS + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_host_waits_for_no_offloaded_gradient_within_a_backward(stage):
+    """Also where it is to add it to those of the backward before."""
+    with simulated(compute=lambda *of: seconds(*of) + seconds_down(there, *of), transfer=transfer) as there:
+        model, optimizer = built(there, stage, blocks(), offload=zero.CPUOffload())
+        if stage == 2:
+            set_bucket_size(optimizer, WIDTH * WIDTH)
+        for _ in range(3):
+            loss = model(torch.ones(2, WIDTH)).sum()
+            there.device.stalls.clear()
+            loss.backward()
+        assert "host" not in waits(there.device.stalls)

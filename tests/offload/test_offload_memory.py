@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -215,9 +216,30 @@ def test_pinned_memory_has_the_size_of_its_tensors_is_used_again_and_given_back(
             step(model, optimizer)
             sizes = [call.args[1] for call in runtime.cudaHostRegister.call_args_list]
             assert sizes == [4 * numel, 4 * numel], "of the shard and its gradient"
+        still_there: list[bool] = []
+        runtime.cudaHostUnregister.side_effect = lambda address: still_there.append(is_mapped(address))
         del model, optimizer, layer
         gc.collect()
-        assert runtime.cudaHostUnregister.call_count == 2
+        assert still_there == [True, True]
+
+
+def is_mapped(address: int) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    bounds = [[int(bound, 16) for bound in line.split()[0].split("-")] for line in lines]
+    return any(begin <= address < end for begin, end in bounds)
+
+
+@pytest.mark.parametrize(("stage", "dtype"), [(1, torch.bfloat16), (1, torch.float32), (2, torch.bfloat16)])
+def test_no_pinned_memory_is_kept_longer_than_what_it_is_for(stage, dtype):
+    """Least of all by what each device has one of."""
+    with simulated() as there, pinning() as runtime:
+        layer = nn.Sequential(nn.Linear(8, 2**17, bias=False)).to(dtype)
+        model, optimizer = built(there, stage, layer, world=1, offload=zero.CPUOffload())
+        for _ in range(2):
+            step(model, optimizer)
+        del model, optimizer, layer
+        gc.collect()
+        assert runtime.cudaHostUnregister.call_count == runtime.cudaHostRegister.call_count == 2
 
 
 def test_memory_that_cannot_be_pinned_is_an_error_with_the_remedy():

@@ -212,10 +212,9 @@ class Streams(HostStreams):
     def copy_like(self, source: Tensor, like: Tensor) -> Tensor:
         if not on_other_device(source, like) or like.device.type != "cpu":
             return super().copy_like(source, like)
-        narrower = source.element_size() < like.element_size()
-        dtype = source.dtype if narrower else like.dtype
-        if like.is_pinned():  # the host converts what is narrower, and drops it
-            copy = pinned_for(self if narrower else like, source.shape, dtype)
+        dtype = min(like.dtype, source.dtype, key=lambda dtype: dtype.itemsize)
+        if like.is_pinned():
+            copy = pinned_for(like, source.shape, dtype)
         else:
             copy = torch.empty(source.shape, dtype=dtype, device="cpu")
         self.to_host(source, copy)

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-# Elements of which a digest is made at a time: it needs 16 bytes for each.
-_CHUNK = 2**22
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+# Bytes of which a digest is made at a time: it needs twice as many, which stay in a GPU's cache.
+_CHUNK = 2**24
 
 
 def digest(tensor: Tensor) -> Tensor:
     """Returns 64 bits, on the tensor's device, that differ if any element of a flat tensor has other bits (but for one
     case in 2**64).
 
-    The sum of the elements' bits, each mixed with its position as in splitmix64 (G. Steele et al., Fast Splittable
-    Pseudorandom Number Generators, 2014, section 4).
+    The sum of the tensor's words of 64 bits, each mixed with its position as in splitmix64 (G. Steele et al., Fast
+    Splittable Pseudorandom Number Generators, 2014, section 4). It reads and writes 26 times the tensor's bytes.
     """
-    words = tensor.view(_WORDS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for number, chunk in enumerate(words.split(_CHUNK)):
-        begin = number * _CHUNK
-        mixed = torch.arange(begin, begin + len(chunk), device=tensor.device).mul_(_ODD).add_(chunk)
+    for number, chunk in enumerate(tensor.view(torch.uint8).split(_CHUNK)):
+        mixed, begin = pad(chunk, (0, -len(chunk) % 8)).view(torch.int64), number * _CHUNK // 8
+        mixed.add_(torch.arange(begin, begin + len(mixed), device=tensor.device), alpha=_ODD)
         for shift, factor in _ROUNDS:
             mixed.bitwise_xor_(mixed >> shift).mul_(factor)
         total += mixed.bitwise_xor_(mixed >> 31).sum()

@@ -8,21 +8,21 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import params_of
 from zero.offload.on_host import OnHost
-from zero.shards.offload import unhooked
+from zero.shards.offload import SteppedGroup, unhooked
 
 
 class Disk(OnHost):
     """Files in one directory, and the tensors that are mapped to them. offload: named in the error for a full disk."""
 
-    by_group = True
     alike = "offload DiskOffload"
 
     def __init__(self, path: Path, offload: object = None) -> None:
@@ -30,6 +30,8 @@ class Disk(OnHost):
         self._full: str | None = None
         # By address of the mapping, so that views of a tensor are found, too. The tensor keeps it.
         self._mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
+        # Gradients of what was stepped by group, until the optimizer's own step has returned.
+        self._taken: WeakKeyDictionary[Optimizer, dict[nn.Parameter, Tensor]] = WeakKeyDictionary()
 
     def place(self, shard: Tensor) -> Tensor:
         try:
@@ -62,9 +64,12 @@ class Disk(OnHost):
 
     def used(self, shard: Tensor) -> None:
         """Releases the memory; the operating system writes changed pages to the file."""
-        pages = self._mapped.get(_address(shard))
+        self._advise(shard, mmap.MADV_DONTNEED)
+
+    def _advise(self, tensor: Tensor, advice: int) -> None:
+        pages = self._mapped.get(_address(tensor))
         if pages is not None:
-            pages.madvise(mmap.MADV_DONTNEED)
+            pages.madvise(advice)
 
     def at_once(self) -> int:
         return sys.maxsize  # `step_part` reads the files of one parameter while it steps the one before
@@ -87,18 +92,34 @@ class Disk(OnHost):
             for param, gradient in gradients:
                 param.grad = gradient
 
+    def before_step(
+        self, optimizer: Optimizer, params: Sequence[nn.Parameter], groups: Sequence[SteppedGroup], *, closure: bool
+    ) -> None:
+        """Steps groups one after another also at stage 3, where the optimizer is the user's."""
+        if closure or type(optimizer) not in ELEMENTWISE:
+            return
+        held = {*params}
+        for group in groups:
+            own = [param for param in group.params if param in held]
+            if any(param.grad is not None for param in own):
+                self.step_group(group, optimizer, own)
+        taken = {param: param.grad for param in params if param.grad is not None}
+        for param in taken:  # the optimizer's own step is to leave these
+            param.grad = None
+        self._taken.setdefault(optimizer, {}).update(taken)
+
     def after_step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         """Puts the gradients back, and moves state that the step created in memory into files."""
-        super().after_step(optimizer, params)
+        for param, gradient in self._taken.pop(optimizer, {}).items():
+            param.grad = gradient
         for param in params:
             self._rest(optimizer, param)
 
     def _need(self, optimizer: Optimizer, param: nn.Parameter) -> None:
         """Has the operating system read a parameter and its state from the files."""
         for tensor in (param, *optimizer.state.get(param, {}).values()):
-            pages = self._mapped.get(_address(tensor)) if isinstance(tensor, Tensor) else None
-            if pages is not None:
-                pages.madvise(mmap.MADV_WILLNEED)
+            if isinstance(tensor, Tensor):
+                self._advise(tensor, mmap.MADV_WILLNEED)
 
     def _rest(self, optimizer: Optimizer, param: nn.Parameter) -> None:
         """Moves the state of a parameter into files, and releases the memory of both."""

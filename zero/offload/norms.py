@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -55,14 +56,9 @@ def note(copied: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:
 def known(gradients: Sequence[Tensor], norm_type: float) -> dict[int, Tensor]:
     """Returns the norms that are known and still hold, by position."""
     found: dict[int, Tensor] = {}
-    holds: dict[Left, bool] = {}
+    holds = cache(Left.holds)
     for position, gradient in enumerate(gradients if norm_type == 2 else ()):
         copied = base_of(gradient)
-        left = None if copied is None else _left.get(copied)
-        if left is None:
-            continue
-        if left not in holds:
-            holds[left] = left.holds(copied)
-        if holds[left]:
+        if copied is not None and (left := _left.get(copied)) is not None and holds(left, copied):
             found[position] = left.norms[int(gradient.storage_offset())]
     return found

@@ -25,22 +25,18 @@ def in_the_cache() -> int:
 
 
 class Unwidened:
-    """The event after which a gradient of 16 bits is there, for a step that widens it.
+    """In the place of the event `arrival`, after which a gradient of 16 bits is there, for a step that widens it.
 
     `narrow`: this gradient. `gradient`: what stands for it meanwhile, of the dtype that is stepped. It has values only
     after `synchronize`, for whoever reads it otherwise.
     """
 
     def __init__(self, narrow: Tensor, arrival: Any, dtype: torch.dtype) -> None:
-        """arrival: the event after which `narrow` has its values."""
-        self.narrow, self._arrival = narrow, arrival
+        self.narrow, self.arrival = narrow, arrival
         self.gradient = narrow.new_full((), torch.nan, dtype=dtype).expand(narrow.shape)
 
-    def wait_for_copies(self) -> None:
-        self._arrival.synchronize()
-
     def synchronize(self) -> None:
-        self.wait_for_copies()
+        self.arrival.synchronize()
         self.gradient.data = self.narrow.to(self.gradient.dtype)
 
 
@@ -51,15 +47,9 @@ class GroupStep:
         """optimizer: of shards of this group only, and it treats each element by itself. then: called with each part of
         `group.main` once it has been stepped, until that was all of it."""
         self._optimizer, self._flat, self._then = optimizer, group.main, then
-        self._arrivals, group.copies = group.copies, []
-        self._narrow = {one.gradient: one.narrow for one in self._arrivals if isinstance(one, Unwidened)}
-
-    def wait_for_copies(self) -> None:
-        for arrival in self._arrivals:
-            if isinstance(arrival, Unwidened):
-                arrival.wait_for_copies()
-            else:
-                arrival.synchronize()
+        unwidened = [one for one in group.copies if isinstance(one, Unwidened)]
+        self._narrow = {one.gradient: one.narrow for one in unwidened}
+        group.copies = [one.arrival if isinstance(one, Unwidened) else one for one in group.copies]
 
     def take(self, step: Callable[[Optimizer], None], longest: int) -> None:
         """step: steps an optimizer. longest: elements that are stepped at a time, and more of a parameter without state

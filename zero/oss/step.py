@@ -67,8 +67,8 @@ class Step:
         self.together = Together([comm], "the step of OSS")
 
     def _stepped_groups(self) -> Sequence[ShardGroup]:
-        """Those that a step may have changed, in the order in which forward reads them."""
-        return self._shards.shard_groups[::-1] if self._writes_frozen else self._shards.trained_groups()
+        """Those that a step may have changed, in the order in which gradients arrive."""
+        return self._shards.shard_groups if self._writes_frozen else self._shards.trained_groups()
 
     def run(self, outer: Optimizer, closure: Callable[[], float] | None, given: dict[str, Any]) -> Any:
         """Collective. One step. given: further arguments of the inner optimizer's step. Returns the closure's loss."""

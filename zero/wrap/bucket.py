@@ -51,6 +51,8 @@ class GradBucket:
         self._sent: frozenset[int] = frozenset()
         # Received gradients of parameters that this rank sent no gradients of, with their positions.
         self._undecided: list[tuple[int, Tensor]] = []
+        # Gradients of shards, and what is to be added to them.
+        self._addends: list[tuple[Tensor, Tensor]] = []
         self._handle: Work | None = None
         self.trained: tuple[int, ...] = ()
         self._messages = messages_of(group, (), self._sent_as)
@@ -133,16 +135,22 @@ class GradBucket:
         self._add(used)
 
     def _add(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
-        held, added = [], []
         for index, gradient in gradients:
             shard = self._shards[index]
             if shard.grad is None:
                 self._set(index, gradient)
             else:
-                held.append(shard.grad)
-                added.append(gradient)
-        if held:
+                self._addends.append((shard.grad, gradient))
+        if not self.group.copies or not self.group.main.is_pinned():  # for those copies the host has waited
+            self._add_what_arrived()
+
+    def _add_what_arrived(self) -> None:
+        """Adds to gradients what may have been on its way to the CPU. Within a backward the host does not wait for
+        it."""
+        if self._addends:
             self.group.wait_for_copies()
+            held, added = zip(*self._addends, strict=True)
+            self._addends = []
             add_all(held, added)
 
     def _set(self, index: int, gradient: Tensor) -> None:
@@ -157,6 +165,7 @@ class GradBucket:
         for index, gradient in self._undecided:
             if used[index]:
                 self._add([(index, gradient)])  # one by one: there may be two of a parameter
+        self._add_what_arrived()
         self.reduced = self.used.union(index for index, anywhere in used.items() if anywhere)
         self._forget_usage()
 
@@ -169,7 +178,7 @@ class GradBucket:
         self._forget_usage()
 
     def _forget_usage(self) -> None:
-        self._undecided, self.used, self.missing = [], set(), False
+        self._undecided, self._addends, self.used, self.missing = [], [], set(), False
 
 
 class EndOfBackward:
