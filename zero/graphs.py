@@ -8,12 +8,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero._torch import as_plain_tensors, mapped
 from zero.comm import Comm
 from zero.comm.streams import STEP_GRAPH
 from zero.comm.together import Together
+from zero.fsdp.model import models_of
 from zero.measure.param_groups import params_of
 from zero.wrappers import comms_of, prepared, stepped_by, unwrapped
 
@@ -50,11 +52,15 @@ def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer) -> C
     model, optimizer: those that train, as zero.setup or the wrappers returned them. Optimizers of torch take
         capturable=True. A rate that changes is a tensor, lr=torch.tensor(1e-3): schedulers write into it.
 
-    The graph keeps the memory of a step. Drop the function before destroy_process_group().
+    The graph keeps the memory of a step, and with reshard_after_forward=False shards keep theirs while parameters are
+    unsharded. Drop the function before destroy_process_group(). At stages 0 and 1 call zero.setup and this within
+    `with torch.cuda.stream(torch.cuda.Stream()):`, as DistributedDataParallel adds up gradients on the stream on which
+    it was built, and the default one cannot be recorded.
 
-    On other devices than GPUs `step` itself is returned. Raises ValueError on every rank for offloaded parameters and
-    optimizers that cannot be recorded; each call RuntimeError where a rank is lost, and for what is no longer as it was
-    when the step was recorded. What waits for the device, such as loss scaling and `loss.item()`, cannot be part of it.
+    On other devices than GPUs `step` itself is returned. Raises ValueError on every rank for offloaded parameters,
+    optimizers that cannot be recorded, and a DistributedDataParallel on the default stream; each call RuntimeError where
+    a rank is lost, and for what is no longer as it was when the step was recorded. What waits for the device, such as
+    loss scaling and `loss.item()`, cannot be part of it.
     """
     (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
     device = next(iter(params_of(optimizer))).device
@@ -71,11 +77,24 @@ def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer) -> C
             f"zero.graphed was given an optimizer ({type(optimizer).__name__}) whose steps read numbers from the "
             "device. Build it with capturable=True."
         )
-    return _Graphed(step, inner, optimizer, stepped.optim, comms_of(wrappers), device)
+    cuda: Any = torch.get_device_module(device)
+    stream, on_default = cuda.current_stream(), cuda.current_stream() == cuda.default_stream()
+    if on_default and any(isinstance(one, DistributedDataParallel) for one in wrappers):
+        raise ValueError(
+            "zero.graphed was given a DistributedDataParallel on the default stream, which cannot be recorded. Call "
+            "zero.setup and zero.graphed within `with torch.cuda.stream(torch.cuda.Stream()):`."
+        )
+    for unit in (unit for one, _ in models_of(inner) for unit in one.units):
+        unit.reshard()  # a forward without backward may have left it unsharded
+        for group in unit.groups:
+            group.shard_in_full = False  # a replay reads the shard where it was
+    where = cuda.Stream(device) if on_default else stream
+    return _Graphed(step, inner, optimizer, stepped.optim, comms_of(wrappers), cuda, where)
 
 
 class _Graphed:
-    """The step. inner: the optimizer in an OSS, or the same. comms: the groups by which a rank reaches all others."""
+    """The step. inner: the optimizer in an OSS, or the same. comms: the groups by which a rank reaches all others.
+    cuda: torch.cuda. stream: on which steps by the host run."""
 
     def __init__(
         self,
@@ -84,14 +103,14 @@ class _Graphed:
         optimizer: Optimizer,
         inner: Optimizer,
         comms: Sequence[Comm],
-        device: torch.device,
+        cuda: Any,
+        stream: Any,
     ) -> None:
         self._step, self._model, self._optimizer, self._comms = step, model, optimizer, comms
         self._loads = [0]
         # What loads gives it state in other memory. Of this list and not of this object, which the hook would keep.
         inner.register_load_state_dict_post_hook(partial(_count, self._loads))
-        self._cuda: Any = torch.get_device_module(device)
-        self._stream = self._cuda.Stream(device)
+        self._cuda, self._stream = cuda, stream
         self._together = Together(comms, "a step of zero.graphed")
         self._replay = [comm.channel("a replay of zero.graphed") for comm in comms]
         self._calls_left, self._replays = WARM_UP, 0

@@ -1,4 +1,4 @@
-"""A whole step as one CUDA graph: on a simulated GPU by the rules of recording, on GPUs by its numbers."""
+"""A whole step as one CUDA graph, on a simulated GPU by the rules of recording. Its numbers are in tests/parity."""
 
 from __future__ import annotations
 
@@ -9,19 +9,16 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import AdamW
 
-import gpus
-import ranks
 import zero
 from ranks import refusal
 from simulated.scenarios import HALF, OFFLOAD, WIDTH, built, net
 from simulated.world import Simulated, simulated
 from zero.comm import Comm
 from zero.fsdp.fsdp import running_model
-from zero.graphs import COMPARED, WARM_UP
-from zoo import Stack, batch
+from zero.graphs import COMPARED
 
 STAGES: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
@@ -164,52 +161,6 @@ def test_replays_are_counted_and_compared():
             assert not agree.called and log.history[0] == begun + COMPARED - 2, "who stands is seen"
             trained(loop, 1, step)
             assert agree.called
-
-
-# ------------------------------------------------------------------------------------------------------ On any device
-
-
-def stage_3_kept(model: nn.Module, optim: Any) -> tuple[nn.Module, Any]:
-    wrapped = zero.FSDP(model, reshard_after_forward=False)
-    return wrapped, optim(wrapped.parameters())
-
-
-GRAPHED: dict[str, Callable[..., Any]] = {
-    "0": partial(zero.setup, stage=0),
-    "1": partial(zero.setup, stage=1),
-    "2": partial(zero.setup, stage=2),
-    "3": partial(zero.setup, stage=3),
-    "3 kept": stage_3_kept,
-    "2 bf16": partial(zero.setup, stage=2, precision="bf16"),
-    "3 bf16": partial(zero.setup, stage=3, precision="bf16"),
-}
-
-
-@pytest.mark.parametrize("stage", GRAPHED)
-@ranks.on(2, timeout=60)
-def test_replays_train_to_the_bits_of_steps_by_the_host(rank, world, stage):
-    found = []
-    for wraps in (lambda step, *_: step, zero.graphed):
-        torch.manual_seed(0)
-        rate = torch.tensor(1e-2)
-        adam = partial(AdamW, lr=rate, capturable=gpus.ON)
-        model, optimizer = GRAPHED[stage](Stack(), adam)
-
-        def train(inputs: Tensor, model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
-            loss = model(inputs).float().square().mean()
-            loss.backward()
-            zero.clip_grad_norm_(model, optimizer, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        step, losses = wraps(train, model, optimizer), []
-        for number in range(WARM_UP + 6):
-            rate.fill_(1e-2 / (number + 1))
-            losses.append(step(batch(rank, number)))
-        found.append([float(loss.detach()) for loss in losses])
-        found.append({name: value.tolist() for name, value in zero.full_state_dict(model).items()})
-    assert found[0] == found[2] and found[1] == found[3]
 
 
 def test_an_optimizer_that_reads_numbers_is_refused():

@@ -48,6 +48,10 @@ class Capture:
 
     def __init__(self, stream: Stream) -> None:
         self._begun_on, self._streams = stream, {stream}
+        # Memory that it made, and what else it reads or writes: a replay does so at the same addresses.
+        self._made: set[object] = set()
+        self._used: set[object] = set()
+        self._freed: list[object] = []
 
     def has(self, stream: Stream) -> bool:
         return stream in self._streams
@@ -62,7 +66,20 @@ class Capture:
         if stream not in self._streams and stream is not stream.device.host:
             raise NoGraph(f"{stream} runs beside the graph")
 
+    def makes(self, block: object) -> None:
+        self._made.add(block)
+
+    def uses(self, block: object) -> None:
+        if block not in self._made:
+            self._used.add(block)
+
+    def frees(self, block: object) -> None:
+        if block in self._used:
+            self._freed.append(block)
+
     def end(self) -> None:
+        if self._freed:
+            raise NoGraph(f"the graph reads or writes {self._freed[0]}, which is freed while it is recorded")
         for stream in self._streams:
             if not self._begun_on.knows(stream, stream.clock.get(stream, 0)):
                 raise NoGraph(f"{stream} is not waited for at the end of the graph")
@@ -171,6 +188,9 @@ class Device:
 
     def current_stream(self, device: object = None) -> Stream:
         return self._current
+
+    def default_stream(self) -> Stream:
+        return self.computing
 
     def is_current_stream_capturing(self) -> bool:
         return self.recording or self.capture is not None

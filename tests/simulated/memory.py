@@ -45,6 +45,9 @@ class Block:
         self.readable = True
         self.recorded: set[Stream] = set()
 
+    def __repr__(self) -> str:
+        return self.name
+
     def __contains__(self, other: Block) -> bool:
         return self.start <= other.start and other.start + other.nbytes <= self.start + self.nbytes
 
@@ -130,6 +133,9 @@ class Memory(TorchDispatchMode):
             self._expect(stream, block.writes, f"{what} writes {block.name}, which {{}} writes")
             self._expect(stream, block.reads, f"{what} writes {block.name}, which {{}} reads")
         tick = stream.run(seconds, label)
+        if self._device.capture is not None:
+            for block in (*read, *written):
+                self._device.capture.uses(block)
         for block in read:
             block.reads[stream] = tick
         for block in written:
@@ -219,6 +225,8 @@ class Memory(TorchDispatchMode):
             self._free(block)
 
     def _free(self, block: Block) -> None:
+        if self._device.capture is not None:
+            self._device.capture.frees(block)
         if block.home is not None:
             freed = Block(block.name, block.home, 0, 0)
             freed.reads, freed.writes = (
@@ -230,6 +238,8 @@ class Memory(TorchDispatchMode):
 
     def _allocate(self, block: Block) -> None:
         block.home = None if self._for_host else self._current
+        if self._device.capture is not None:
+            self._device.capture.makes(block)
         if block.home is None:
             return
         for freed in self._freed.pop(block.home, []):
