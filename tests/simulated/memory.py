@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import isinf
 from typing import Any
 from unittest import mock
 from weakref import ref
@@ -26,6 +27,7 @@ from zero.shards.sharded_parameter import Shard, ShardedParameter
 Accesses = dict[Stream, int]
 
 READS_NOTHING = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
+WRITES_ONLY = ("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_")
 NO_ACCESS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "set_", "resize_", "is_pinned")
 
 TO_CPU, FROM_CPU, NUMBERS, AN_OPERATOR = "to the CPU", "from the CPU", "numbers read", "read by an operator on both"
@@ -50,11 +52,12 @@ class Block:
 
 
 class Memory(TorchDispatchMode):
-    """seconds: what an operator costs, given its arguments. `crossed`: bytes between device and CPU, by how."""
+    """seconds: what an operator costs, given its arguments, besides what it moves in the device's memory, whose
+    bandwidth is in bytes a second. `crossed`: bytes between device and CPU, by how."""
 
-    def __init__(self, device: Device, seconds: Callable[[Any, Sequence[Any]], float] = lambda *_: 0.0) -> None:
+    def __init__(self, device: Device, seconds: Callable[[Any, Sequence[Any]], float], bandwidth: float) -> None:
         super().__init__()
-        self._device, self._seconds = device, seconds
+        self._device, self._seconds, self._bandwidth = device, seconds, bandwidth
         self._blocks: dict[ref[torch.UntypedStorage], Block] = {}
         self._freed: dict[Stream, list[Block]] = {}
         self._paused = False
@@ -156,7 +159,7 @@ class Memory(TorchDispatchMode):
             if host:
                 block.home = None
         if not free and made:
-            self.access(name, [], made, 0.0, "")
+            self.access(name, [], made, self._moving(made), "")
         return result
 
     def _note(self, name: str, reads: list[Tensor], writes: list[Tensor], args: Any, kwargs: Any, func: Any) -> None:
@@ -167,10 +170,15 @@ class Memory(TorchDispatchMode):
                 waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
             else:  # a number
                 reads = []
-        self.access(name, [*reads, *(one for one in writes if name != "copy_")], writes, self._seconds(func, args), "")
+        read = [*reads, *(one for one in writes if name not in WRITES_ONLY)]
+        self.access(name, read, writes, self._seconds(func, args) + self._moving([*read, *writes]), "")
         if waits:
             self._device.host_waits()
             self._device.host.join(self._device.current_stream().clock)
+
+    def _moving(self, tensors: Sequence[Tensor]) -> float:
+        there = [] if isinf(self._bandwidth) else [one for one in tensors if not self.is_in_host_memory(one)]
+        return sum(tensor.nbytes for tensor in there) / self._bandwidth
 
     def _count(self, name: str, reads: list[Tensor], writes: list[Tensor], *, number_is_read: bool) -> None:
         """A number in the CPU's memory goes along with a launch."""
