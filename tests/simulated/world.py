@@ -172,7 +172,7 @@ def simulated(
     def from_buffer(*args: Any, **how: Any) -> Tensor:
         with memory.made_for_host(True):
             made = _frombuffer(*args, **how)
-            assert memory.is_in_host_memory(made)
+            memory.lies_in_pages(made)
         return made
 
     def by_place(lists: Sequence[list[Any]], with_indices: bool = False) -> dict[Any, Any]:
@@ -206,10 +206,13 @@ def small_pieces(numel: int) -> Iterator[None]:
 
 
 @contextmanager
-def pinning() -> Iterator[mock.Mock]:
-    """CUDA's runtime, which pins everything."""
+def pinning(there: Simulated | None = None) -> Iterator[mock.Mock]:
+    """CUDA's runtime, which pins everything. there: has what it gives back checked."""
     runtime = mock.Mock()
     runtime.cudaHostRegister.return_value = 0
+    if there is not None:
+        runtime.cudaHostRegister.side_effect = there.memory.pin
+        runtime.cudaHostUnregister.side_effect = there.memory.give_back
     with (
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.cuda.current_device", return_value=0),
