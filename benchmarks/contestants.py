@@ -16,7 +16,7 @@ from gpt import CONTEXT, GPT, Block
 from launch import Rank
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from simulated.network import Network  # noqa: E402
+from simulated.network import Network
 
 
 @dataclass(frozen=True)

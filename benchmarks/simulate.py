@@ -48,7 +48,7 @@ SCALE = 32
 LAYERS, WIDTH, CONTEXT, WORDS = 18, 2048, 128, 32768
 FLOPS = {torch.bfloat16: 600e12, torch.float32: 300e12}
 MEMORY, LINK, NIC, GPUS = 3e12, 300e9, 45e9, 8
-RANK, STEPS, TOKENS = 1, 5, (8192, 2048)
+RANK, STEPS, TOKENS = 1, 3, (8192, 2048)
 SENT = {
     "float32": (torch.float32, None),
     "bfloat16, by default": (torch.bfloat16, None),
