@@ -1,8 +1,10 @@
 """What wires.py and graphs.py compare: a GPT in bfloat16 with float32 master weights, sharded by each or not."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,10 +15,13 @@ import zero
 from gpt import CONTEXT, GPT, Block
 from launch import Rank
 
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from simulated.network import Network
+
 
 @dataclass(frozen=True)
 class Settings:
-    """world: ranks, of which one runs. bandwidth: GB/s that a rank receives. tokens: of this rank's batch.
+    """world: ranks, of which one runs. bandwidth, gpus_a_host, nics, link: see wires.py. tokens: of this rank's batch.
 
     reduce_dtype: float32 or bfloat16, in which gradients are sent; at stages 1 and 2 they always have the model's 16
     bits. rate: of learning; by default 0, since what the fake group brings are not the ranks' gradients, and the
@@ -35,6 +40,16 @@ class Settings:
     capturable: bool = False
     ctas: int = 0
     one: bool = False
+    gpus_a_host: int = 0
+    nics: int = 0
+    link: float = 300.0
+
+    @property
+    def network(self) -> Network:
+        """In one host --bandwidth is that of links, and nothing else is used."""
+        gpus = min(self.gpus_a_host, self.world) or self.world
+        link = self.bandwidth if gpus == self.world else self.link
+        return Network(self.world // gpus, gpus, self.nics or gpus, 1e9 * self.bandwidth, 1e9 * link)
 
     @property
     def words(self) -> int:

@@ -113,7 +113,7 @@ def run_wires(rank: int, world: int, arguments: list[str]) -> None:
 
 def test_wires_take_as_long_as_their_bytes_at_the_bandwidth(tmp_path):
     pytest.importorskip("matplotlib")
-    size = "--layers 1 --width 32 --tokens 128 --bandwidth 0.1 --steps 1 --rounds 1"
+    size = "--layers 1 --width 32 --tokens 128 --gpus-a-host 2 --nics 1 --bandwidth 0.1 --steps 1 --rounds 1"
     ranks.run(run_wires, 1, ([*size.split(), "--out", str(tmp_path)],), bare=True, fresh=True)
     written = json.loads((tmp_path / "wires.json").read_text())
     [parameters] = re.findall(r"GPT of ([\d,]+) parameters", written["subject"])

@@ -1,10 +1,14 @@
 """One real rank of W whose transfers take as long as on a wire: zero beside FSDP2, FSDP1 and an unsharded model.
 
 The other ranks are torch's fake process group. Each collective copies this rank's own values into what it receives, and
-is followed, on the stream on which it runs, by a kernel that sleeps as long as its bytes take at --bandwidth: kernels,
+is followed, on the stream on which it runs, by a kernel that sleeps as long as its bytes take on the wires: kernels,
 streams, allocations and the host's work are real. On the CPU the host sleeps, so that nothing overlaps.
 
     python benchmarks/wires.py --world 8 --bandwidth 300 --tokens 8192
+    python benchmarks/wires.py --world 64 --gpus-a-host 8 --nics 1 --bandwidth 45 --tokens 8192
+
+--bandwidth is that of links between the GPUs of one host. With --gpus-a-host it is that of a NIC, of which a host has
+--nics, and --link that of links. What a collective takes depends on its kind (tests/simulated/network.py).
 
 That kernel is of one thread. With --ctas N it is of N programs that copy what arrives, and take their part of the GPU
 from the computing, as NCCL's do (ctas.py). Transfers on different streams have the whole bandwidth each; with --one
@@ -47,24 +51,24 @@ HEAD = ("", "step ms", "no wires", "host ms", "CPU ms", "allocated", "reserved",
 
 
 class Wires:
-    """Stands for the network. A ring of W ranks brings a rank (W - 1) / W of the bytes of an all-gather, reduce-scatter
-    or all-to-all, and twice that of an all-reduce.
+    """Stands for the network.
 
     `on`: whether collectives take their time. `seconds`: what those took, or were to take, so far.
     """
 
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.on, self.seconds = True, 0.0
-        self._bytes_a_second, self._device = 1e9 * settings.bandwidth, device
+        self._network, self._device = settings.network, device
         self._sleep = time.sleep if device.type == "cpu" else sleeping(settings, device)
         # The event after the last transfer, for which the next one waits.
         self._last = torch.cuda.Event() if settings.one and device.type == "cuda" else None
 
-    def send(self, group: dist.ProcessGroup, tensor: Tensor, times: float = 1.0) -> None:
-        """tensor: of all ranks together. On a GPU what ranks compare on their hosts takes no time of the wires."""
+    def send(self, kind: str, tensor: Tensor, times: int = 1) -> None:
+        """kind: as of Network. tensor: of all ranks together, or a part of it that is sent so many times. On a GPU what
+        ranks compare on their hosts takes no time of the wires."""
         if tensor.device.type != self._device.type:
             return
-        seconds = times * tensor.nbytes * (group.size() - 1) / group.size() / self._bytes_a_second
+        seconds = self._network.seconds(kind, times * tensor.nbytes)
         self.seconds += seconds
         if self.on and self._last is not None:
             self._last.wait()
@@ -75,7 +79,7 @@ class Wires:
 
     def gather(self, group: dist.ProcessGroup, into: Tensor, tensor: Tensor, options: Any = None) -> dist.Work:
         work = bring_own(group, into, tensor)
-        self.send(group, into)
+        self.send("gather", into)
         return work
 
     def gather_each(
@@ -83,22 +87,26 @@ class Wires:
     ) -> dist.Work:
         for one in into[0]:
             one.copy_(tensors[0])
-        self.send(group, tensors[0], times=len(into[0]))
+        self.send("gather", tensors[0], times=len(into[0]))
         return FakeWork()
 
     def scatter(self, group: dist.ProcessGroup, into: Tensor, tensor: Tensor, options: Any = None) -> dist.Work:
         work = bring_own(group, into, tensor)
-        self.send(group, tensor)
+        self.send("reduce", tensor)
         return work
 
     def all_to_all(self, group: dist.ProcessGroup, into: Tensor, tensor: Tensor, *options: Any) -> dist.Work:
         common = min(into.numel(), tensor.numel())
         into.view(-1)[:common].copy_(tensor.view(-1)[:common])
-        self.send(group, tensor)
+        self.send("all-to-all", tensor)
         return FakeWork()
 
     def all_reduce(self, group: dist.ProcessGroup, tensors: list[Tensor], options: Any = None) -> dist.Work:
-        self.send(group, tensors[0], times=2)
+        self.send("all-reduce", tensors[0])
+        return FakeWork()
+
+    def broadcast(self, group: dist.ProcessGroup, tensors: list[Tensor], options: Any = None) -> dist.Work:
+        self.send("broadcast", tensors[0])
         return FakeWork()
 
     def patched(self) -> Any:
@@ -108,6 +116,7 @@ class Wires:
             self.scatter: ("reduce_scatter_single", "_reduce_scatter_base"),
             self.all_to_all: ("all_to_all_single", "alltoall_base"),
             self.all_reduce: ("allreduce",),
+            self.broadcast: ("broadcast",),
             self.gather_each: ("allgather",),
         }
         known = {
@@ -235,6 +244,8 @@ def describe(settings: Settings) -> str:
     parameters = sum(param.numel() for param in settings.build(torch.device("meta")).parameters())
     compiled = ", compiled" if settings.compile else ""
     wires = f"{settings.bandwidth:g} GB/s" + ", one communicator" * settings.one
+    if settings.network.hosts > 1:
+        wires = f"hosts of {settings.gpus_a_host} GPUs and {settings.network.nics_a_host:g} NICs, each of {wires}"
     wires += f", {settings.ctas} CTAs" if settings.ctas else ""
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"no GPU, {processor()}"
     return (
@@ -275,7 +286,10 @@ def main() -> None:
     )
     add = partial(parser.add_argument, metavar="N", type=int)
     add("--world", default=8, help="ranks, of which one runs (default: %(default)s)")
-    add("--bandwidth", metavar="GB/s", type=float, default=300.0, help="that a rank receives (default: %(default)s)")
+    add("--bandwidth", metavar="GB/s", type=float, default=300.0, help="of a link, or a NIC (default: %(default)s)")
+    add("--gpus-a-host", default=0, help="ranks of a host (default: all)")
+    add("--nics", default=0, help="of a host, where there are several (default: one a GPU)")
+    add("--link", metavar="GB/s", type=float, default=300.0, help="within a host of several (default: %(default)s)")
     add("--tokens", default=8192 if on_gpu else 256, help=f"of a batch, a multiple of {CONTEXT} (default: %(default)s)")
     add("--layers", default=18 if on_gpu else 2, help="blocks (default: %(default)s)")
     add("--width", default=2048 if on_gpu else 64, help="of the model (default: %(default)s)")
@@ -291,8 +305,9 @@ def main() -> None:
     given = vars(parser.parse_args())
     rounds, out, only = given.pop("rounds"), given.pop("out"), given.pop("only")
     settings = Settings(**given)
-    if settings.tokens % CONTEXT or min(settings.world, settings.tokens, settings.steps, rounds) < 1:
-        parser.error(f"--tokens is a multiple of {CONTEXT}; --world, --steps and --rounds are numbers from 1 up")
+    odd = settings.tokens % CONTEXT or settings.world % (settings.gpus_a_host or 1)
+    if odd or min(settings.world, settings.tokens, settings.steps, rounds) < 1:
+        parser.error(f"numbers are from 1 up; --tokens is a multiple of {CONTEXT}, --world of --gpus-a-host")
     subject = describe(settings)
     print(subject)
     if not on_gpu:

@@ -58,9 +58,9 @@ def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer) -> C
     it was built, and the default one cannot be recorded.
 
     On other devices than GPUs `step` itself is returned. Raises ValueError on every rank for offloaded parameters,
-    optimizers that cannot be recorded, and a DistributedDataParallel on the default stream; each call RuntimeError where
-    a rank is lost, and for what is no longer as it was when the step was recorded. What waits for the device, such as
-    loss scaling and `loss.item()`, cannot be part of it.
+    optimizers that cannot be recorded, and a DistributedDataParallel on the default stream. Each call raises
+    RuntimeError where a rank is lost, and for what is no longer as it was when the step was recorded. What waits for the
+    device, such as loss scaling and `loss.item()`, cannot be part of it.
     """
     (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
     device = next(iter(params_of(optimizer))).device

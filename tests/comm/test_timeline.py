@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def seconds(operator: Any, args: Sequence[Any]) -> float:
     return float(operator.name().startswith(("aten::addmm", "aten::mm")))
 
 
-def transfer(nbytes: int) -> float:
+def transfer(kind: str, nbytes: int) -> float:
     return 1.5 if nbytes > 64 else 0.0
 
 
@@ -91,7 +92,7 @@ def test_only_the_first_gather_and_the_last_reduction_are_waited_for_at_stage_3(
 def test_averages_over_replicas_hold_up_no_reduction():
     """One of each takes longer than a backward of a block, neither does alone."""
     full = 4 * sum(param.numel() for param in block().parameters())
-    stalls = stage_3(blocks(), lambda nbytes: 1.5 if nbytes > full / 2 else 3.0, sharding_strategy="HYBRID_SHARD")
+    stalls = stage_3(blocks(), lambda _, nbytes: 1.5 if nbytes > full / 2 else 3.0, sharding_strategy="HYBRID_SHARD")
     assert waits(stalls) == ["gather", "reduce", "all-reduce"], "at the end alone"
 
 
@@ -102,7 +103,7 @@ def test_kept_parameters_expose_no_more_than_resharding():
     exposed = []
     for resharded in (False, True):
         how = {"mixed_precision": half, "reshard_after_forward": resharded}
-        stalls = stage_3(WithRoot(), lambda nbytes: nbytes / 512, **how)
+        stalls = stage_3(WithRoot(), lambda _, nbytes: nbytes / 512, **how)
         exposed.append(sum(stall.seconds for stall in stalls))
     assert 0 < exposed[0] <= exposed[1]
 
@@ -125,7 +126,7 @@ def test_nearly_equal_shares_of_whole_parameters_are_gathered_and_reduced_at_onc
     with simulated() as there:
         model = zero.FSDP(nn.Sequential(*layers), process_group=there.comm(RANK, WORLD), partition="whole")
         model(torch.ones(2, WIDTH)).sum().backward()
-        launched = [what.split()[0] for what in there.launched()]
+        launched = there.launched()
     assert len({segment.numel() for segment in model.parameters()}) > 1
     assert launched == ["broadcast", "gather", "reduce"], "the first is that of all weights"
 
@@ -169,3 +170,19 @@ def test_the_host_waits_for_no_offloaded_gradient_within_a_backward(stage):
             there.device.stalls.clear()
             loss.backward()
         assert "host" not in waits(there.device.stalls)
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_between_two_reductions_the_wire_stands_still_while_one_message_is_packed(stage):
+    """Where transfers take longer than the computing. A second message would be as large as a unit, so gradients are
+    read and written once in between, and averages of this rank in their place: 1,000 bytes a second, where the wire
+    sends 100."""
+    bandwidth, net = 1000, blocks()
+    how: dict[str, Any] = {"reduce_buffer_size": sum(p.numel() for p in net[0].parameters())} if stage == 2 else {}
+    with simulated(bandwidth=bandwidth, transfer=lambda _, nbytes: nbytes / 100) as there:
+        model, optimizer = built(there, stage, net, world=WORLD, **how)
+        stalls_of_a_step(there, model, optimizer)
+        reductions = [one for one in there.device.transfers if one.kind == "reduce"][-BLOCKS:]
+    [nbytes] = {one.nbytes for one in reductions}
+    gaps = [after.begin - before.end for before, after in pairwise(reductions)]
+    assert gaps == pytest.approx([(2 * nbytes + 2 * nbytes / WORLD) / bandwidth] * (BLOCKS - 1), rel=0.01)

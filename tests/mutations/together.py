@@ -74,6 +74,22 @@ def memory_written_before_others_have_read_it(before, self, *given):
         self.announce(before.__globals__["_DONE"])
 
 
+# -------------------------------------------------------------------------------------------------- time on the network
+
+
+@mutant("InOneMessage.messages")
+def messages_filled_before_they_are_packed(messages, self, taken):
+    """All of a message is filled with zeros before gradients are copied into it, and the wire waits for both."""
+    self._group.full.new_zeros(self._numel, dtype=self._dtype)
+    return messages(self, taken)
+
+
+@mutant("GradBucket.__init__")
+def gradients_of_16_bits_sent_by_all_to_all(init, self, group, shards, *, sent_as=None):
+    """Between hosts 16-bit gradients take several times as long as those of float32."""
+    init(self, group, shards, sent_as=sent_as or group.full.dtype)
+
+
 # --------------------------------------------------------------------------------------------------- numbers about runs
 
 

@@ -4,9 +4,11 @@ simulated GPU. The bytes are those that the tables in docs/memory.md have for th
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,9 +20,10 @@ import gpus
 import matrix
 import zero
 from inner import set_bucket_size
-from simulated.memory import FROM_CPU, NUMBERS, TO_CPU
-from simulated.scenarios import HALF, WORLD, block, built, in_two_backwards, ones, sgd, step, with_clipping
+from simulated.memory import FROM_CPU, NUMBERS, TO_CPU, Race
+from simulated.scenarios import HALF, SCENARIOS, WORLD, block, built, in_two_backwards, ones, sgd, step, with_clipping
 from simulated.world import Simulated, pinning, simulated
+from zero._torch.pinned import PinnedMemory
 from zoo import Block, Stack
 
 pytestmark = gpus.cpu_only("the GPU is a simulated one")
@@ -248,3 +251,30 @@ def test_memory_that_cannot_be_pinned_is_an_error_with_the_remedy():
         with pytest.raises(RuntimeError, match=r"4096 bytes .*ulimit.*pin_memory=False"):
             in_buckets(there, 3, offload=zero.CPUOffload())
         in_buckets(there, 3, offload=zero.CPUOffload(pin_memory=False))
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(("then", "told"), [("again", "reads: nothing says which"), ("given back", "still reads or")])
+def test_pinned_memory_is_free_once_the_host_has_waited_for_the_copy_that_reads_it(then, told, waits):
+    with pytest.raises(Race, match=told) if not waits else nullcontext(), simulated() as there, pinning(there):
+        memory, on_gpu = PinnedMemory(), torch.ones(NUMEL)
+        first = memory.empty([NUMEL], torch.float32).fill_(1)
+        on_gpu.copy_(first, non_blocking=True)
+        if waits:
+            there.device.current_stream().record_event().synchronize()
+        del first
+        if then == "again":
+            memory.empty([NUMEL], torch.float32).fill_(2)
+        del memory
+
+
+OFFLOADED = [name for name in SCENARIOS if "offloaded" in name]
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("scenario", OFFLOADED if matrix.WHOLE else OFFLOADED[::3])
+def test_so_it_is_at_every_stage_also_where_little_is_copied(scenario):
+    with simulated() as there, pinning(there) as runtime, mock.patch("zero._torch.pinned._EXACT", 1):
+        SCENARIOS[scenario](there)
+        gc.collect()
+        assert runtime.cudaHostRegister.called

@@ -4,6 +4,7 @@ would wait for.
 device    streams and events, in the place of torch.cuda, with vector clocks and with times
 memory    every access to a storage: whether it comes after what wrote the storage, and before what frees it
 group     collectives on the current stream, as NCCL's are, among ranks that do all the same
+network   what these cost, by kind, among hosts
 world     all of these together
 scenarios steps at every stage in it
 

@@ -38,6 +38,16 @@ class Stall(NamedTuple):
     seconds: float
 
 
+class Transfer(NamedTuple):
+    """kind: as in network.py. begin, end: the time between which it is under way. world: of its group."""
+
+    kind: str
+    nbytes: int
+    begin: float
+    end: float
+    world: int
+
+
 class NoGraph(AssertionError):
     """What cannot be part of a CUDA graph."""
 
@@ -169,7 +179,8 @@ class Device:
     """In the place of torch.cuda.
 
     waited: where the package did. removed: where nothing does, as if the line were not there.
-    stalls: of the computing stream. recording: whether a CUDA graph is, by the user. capture: what one records.
+    stalls: of the computing stream. transfers: in the order of their launches. groups, aborted: see Group.
+    recording: whether a CUDA graph is, by the user. capture: what one records.
     """
 
     def __init__(self) -> None:
@@ -179,6 +190,9 @@ class Device:
         self.waited: set[Site] = set()
         self.removed: Site | None = None
         self.stalls: list[Stall] = []
+        self.transfers: list[Transfer] = []
+        self.groups: list[Any] = []
+        self.aborted: list[bool] = []
         self.recording = False
         self.capture: Capture | None = None
         self._numbers = count(1)

@@ -5,6 +5,10 @@ what it writes must have been read before by whoever reads it. Freed memory goes
 as in torch's caching allocator, and may be what that stream allocates next: all that was done with it must come before,
 but for what streams do that the memory was recorded on (`record_stream`): the allocator waits for these.
 A storage that was shrunk to nothing cannot be read or written, and once it has room again, not be read until written.
+
+In the memory of the CPU, torch's allocator waits for copies before it uses memory again. Pages that the process has
+mapped and pinned itself do not wait: what next lies in them comes after all that was done with them, and the host has
+waited for that before they are given back.
 """
 
 from __future__ import annotations
@@ -12,12 +16,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from math import isinf
 from typing import Any
 from unittest import mock
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simulated.device import Device, Stream
@@ -26,6 +32,7 @@ from zero.shards.sharded_parameter import Shard, ShardedParameter
 Accesses = dict[Stream, int]
 
 READS_NOTHING = ("new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like")
+WRITES_ONLY = ("copy_", "zero_", "fill_", "_foreach_copy_", "_foreach_zero_", "split_with_sizes_copy", "chunk_cat")
 NO_ACCESS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "set_", "resize_", "is_pinned")
 
 TO_CPU, FROM_CPU, NUMBERS, AN_OPERATOR = "to the CPU", "from the CPU", "numbers read", "read by an operator on both"
@@ -44,6 +51,7 @@ class Block:
         self.reads: Accesses = {}
         self.readable = True
         self.recorded: set[Stream] = set()
+        self.in_pages = False
 
     def __repr__(self) -> str:
         return self.name
@@ -53,16 +61,19 @@ class Block:
 
 
 class Memory(TorchDispatchMode):
-    """seconds: what an operator costs, given its arguments. `crossed`: bytes between device and CPU, by how."""
+    """seconds: what an operator costs, given its arguments, besides what it moves in the device's memory, whose
+    bandwidth is in bytes a second. `crossed`: bytes between device and CPU, by how."""
 
-    def __init__(self, device: Device, seconds: Callable[[Any, Sequence[Any]], float] = lambda *_: 0.0) -> None:
+    def __init__(self, device: Device, seconds: Callable[[Any, Sequence[Any]], float], bandwidth: float) -> None:
         super().__init__()
-        self._device, self._seconds = device, seconds
+        self._device, self._seconds, self._bandwidth = device, seconds, bandwidth
         self._blocks: dict[ref[torch.UntypedStorage], Block] = {}
         self._freed: dict[Stream, list[Block]] = {}
         self._paused = False
         self._for_host: bool | None = None
         self._peaks: tuple[int, int] | None = None
+        self._pages: dict[int, tuple[Accesses, Accesses]] = {}
+        self._found: Race | None = None
         self.crossed: Counter[str] = Counter()
 
     @contextmanager
@@ -91,6 +102,7 @@ class Memory(TorchDispatchMode):
             self,
         ):
             yield
+            self._tell()
 
     @contextmanager
     def made_for_host(self, for_host: bool) -> Iterator[None]:
@@ -122,6 +134,7 @@ class Memory(TorchDispatchMode):
 
     def access(self, what: str, reads: Sequence[Tensor], writes: Sequence[Tensor], seconds: float, label: str) -> None:
         """Runs something on the current stream, or, where all is in the CPU's memory, on the host."""
+        self._tell()
         read, written = self._blocks_of(reads), self._blocks_of(writes)
         on_host = [block.home is None for block in (*read, *written)]
         stream = self._device.host if on_host and all(on_host) else self._device.current_stream()
@@ -145,9 +158,9 @@ class Memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not all(kind in (Tensor, nn.Parameter, ShardedParameter, Shard) for kind in types):
+        if not all(kind in (Tensor, nn.Parameter, ShardedParameter, Shard, FakeTensor) for kind in types):
             return NotImplemented  # it has no memory, and takes what is done with it itself
-        if self._paused or func.name().startswith("prim::"):
+        if self._paused or FakeTensor in types or func.name().startswith("prim::"):
             return func(*args, **kwargs)
         name = func.name().split("::")[1].split(".")[0]
         free = func.is_view or name in NO_ACCESS
@@ -155,14 +168,15 @@ class Memory(TorchDispatchMode):
         if not free and name not in READS_NOTHING:
             self._note(name, reads, writes, args, kwargs, func)
         result = func(*args, **kwargs)
-        made = [tensor for tensor in tensors_in(result) if ref(tensor.untyped_storage()) not in self._blocks]
+        real = [tensor for tensor in tensors_in(result) if not isinstance(tensor, FakeTensor)]
+        made = [tensor for tensor in real if ref(tensor.untyped_storage()) not in self._blocks]
         host = self._for_host is None and bool(reads) and all(map(self.is_in_host_memory, [*reads, *writes]))
         for tensor in made:
             block = self._block(tensor.untyped_storage())
             if host:
                 block.home = None
         if not free and made:
-            self.access(name, [], made, 0.0, "")
+            self.access(name, [], made, self._moving(made), "")
         return result
 
     def _note(self, name: str, reads: list[Tensor], writes: list[Tensor], args: Any, kwargs: Any, func: Any) -> None:
@@ -173,10 +187,16 @@ class Memory(TorchDispatchMode):
                 waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
             else:  # a number
                 reads = []
-        self.access(name, [*reads, *(one for one in writes if name != "copy_")], writes, self._seconds(func, args), "")
+        overwritten = name in WRITES_ONLY or func._overloadname == "out"
+        read = reads if overwritten else [*reads, *writes]
+        self.access(name, read, writes, self._seconds(func, args) + self._moving([*read, *writes]), "")
         if waits:
             self._device.host_waits()
             self._device.host.join(self._device.current_stream().clock)
+
+    def _moving(self, tensors: Sequence[Tensor]) -> float:
+        there = [] if isinf(self._bandwidth) else [one for one in tensors if not self.is_in_host_memory(one)]
+        return sum(tensor.nbytes for tensor in there) / self._bandwidth
 
     def _count(self, name: str, reads: list[Tensor], writes: list[Tensor], *, number_is_read: bool) -> None:
         """A number in the CPU's memory goes along with a launch."""
@@ -224,9 +244,35 @@ class Memory(TorchDispatchMode):
         if block not in self._blocks.values() and block.nbytes:
             self._free(block)
 
+    def pin(self, address: int, nbytes: int, flags: int) -> int:
+        """As CUDA's runtime does. Returns no error."""
+        self._pages[address] = {}, {}
+        return 0
+
+    def lies_in_pages(self, tensor: Tensor) -> None:
+        """Called for a tensor in the CPU's memory, which may lie in such pages."""
+        block = self._block(tensor.untyped_storage())
+        if block.start in self._pages and not block.in_pages:
+            block.in_pages, block.readable = True, False
+            block.reads, block.writes = self._pages[block.start]
+
+    def give_back(self, address: int) -> None:
+        """Pages are pinned no longer. A race is raised at the next access: nobody hears of what a finalizer raises."""
+        accesses = self._pages.pop(address, ({}, {}))
+        later = [one for each in accesses for one in each.items() if not self._device.host.knows(*one)]
+        if later:
+            self._found = Race(f"pinned pages are given back, and {later[0][0]} still reads or writes them")
+
+    def _tell(self) -> None:
+        found, self._found = self._found, None
+        if found is not None:
+            raise found
+
     def _free(self, block: Block) -> None:
         if self._device.capture is not None:
             self._device.capture.frees(block)
+        if block.in_pages and block.start in self._pages:
+            self._pages[block.start] = block.reads, block.writes
         if block.home is not None:
             freed = Block(block.name, block.home, 0, 0)
             freed.reads, freed.writes = (

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 from unittest import mock
 
@@ -18,8 +19,10 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from simulated.device import Device, Site
-from simulated.group import Group
+from simulated.group import Cost, Group
 from simulated.memory import Memory
+from simulated.network import Wire
+from zero._torch import abort
 from zero.comm import Comm
 from zero.comm.link import Link, Transports
 from zero.comm.oplog import Log
@@ -35,21 +38,18 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 class SimulatedLink(Link):
     """What hosts compare passes among them; what is on the device goes by the group that is not there."""
 
-    def __init__(self, simulated: Simulated, rank: int, world: int) -> None:
+    def __init__(self, simulated: Simulated, rank: int, world: int, transfer: Cost) -> None:
+        self.transfer = transfer
         self.simulated, self.rank, self.world, self.log = simulated, rank, world, Log(rank, world)
         checks = Rehearsal(self.log, rank, world, "gloo")
-        groups = [
-            Group(simulated.device, simulated.memory, world, simulated.transfer, own_stream=simulated.own_stream)
-            for _ in range(2)
-        ]
-        simulated.groups.extend(groups)
+        groups = [simulated.group(rank, world, transfer) for _ in range(2)]
         overlapping = Overlapping(
             *(self.log, groups[0], rank, world),
             blocks=False,
             checks=checks,
             name="nccl",
             second=lambda: groups[1],
-            abort=lambda _: simulated.aborted.append(1),
+            abort=lambda groups: abort(groups, GPU),
         )
         of = {"cpu": checks}
         self.transports = Transports(lambda kind: Local() if world == 1 else of.get(kind, overlapping))
@@ -62,7 +62,7 @@ class SimulatedLink(Link):
 
     def joined(self, across: Link) -> Link:
         rank, world = self.rank * across.world + across.rank, self.world * across.world
-        return SimulatedLink(self.simulated, rank, world)
+        return SimulatedLink(self.simulated, rank, world, self.transfer)
 
 
 class Elsewhere(TorchFunctionMode):
@@ -127,22 +127,25 @@ class Elsewhere(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Simulated:
-    """transfer, own_stream: as of Group. aborted: one for each group whose transfers were ended."""
+    """transfer, wire, own_stream: as of Group."""
 
     device: Device
     memory: Memory
-    transfer: Callable[[int], float]
+    transfer: Cost
+    wire: Wire | None
     own_stream: bool
-    aborted: list[int]
-    groups: list[Group]
 
     def launched(self) -> list[str]:
-        """The operations, by group."""
-        return [label for group in self.groups for label in group.launched]
+        """The operations, in the order of their launches."""
+        return [transfer.kind for transfer in self.device.transfers]
 
-    def comm(self, rank: int, world: int) -> Comm:
+    def comm(self, rank: int, world: int, transfer: Cost | None = None) -> Comm:
         """One rank of a group of its own."""
-        return Comm(SimulatedLink(self, rank, world))
+        return Comm(SimulatedLink(self, rank, world, transfer or self.transfer))
+
+    def group(self, rank: int, world: int, transfer: Cost) -> Group:
+        how: Any = {"wire": self.wire, "own_stream": self.own_stream}
+        return Group(self.device, self.memory, rank, world, transfer, **how)
 
 
 @contextmanager
@@ -151,15 +154,17 @@ def simulated(
     removed: Site | None = None,
     own_stream: bool = False,
     compute: Callable[[Any, Sequence[Any]], float] = lambda *_: 0.0,
-    transfer: Callable[[int], float] = lambda _: 0.0,
+    bandwidth: float = inf,
+    transfer: Cost = lambda *_: 0.0,
+    wire: Wire | None = None,
 ) -> Iterator[Simulated]:
     """In here tensors are taken to be on the device, but for what is offloaded to the CPU.
 
-    removed: the site at which nothing waits.
+    removed: the site at which nothing waits. compute, bandwidth: of Memory. transfer, wire: of Group.
     """
     device = Device()
     device.removed = removed
-    memory = Memory(device, compute)
+    memory = Memory(device, compute, bandwidth)
 
     def wrapping(*args: Any, device: object = None, **how: Any) -> Any:
         return _make_wrapper_subclass(*args, **how, device=CPU)
@@ -167,7 +172,7 @@ def simulated(
     def from_buffer(*args: Any, **how: Any) -> Tensor:
         with memory.made_for_host(True):
             made = _frombuffer(*args, **how)
-            assert memory.is_in_host_memory(made)
+            memory.lies_in_pages(made)
         return made
 
     def by_place(lists: Sequence[list[Any]], with_indices: bool = False) -> dict[Any, Any]:
@@ -187,7 +192,7 @@ def simulated(
         memory.watching(),
         Elsewhere(memory),
     ):
-        yield Simulated(device, memory, transfer, own_stream, [], [])
+        yield Simulated(device, memory, transfer, wire, own_stream)
 
 
 @contextmanager
@@ -201,10 +206,13 @@ def small_pieces(numel: int) -> Iterator[None]:
 
 
 @contextmanager
-def pinning() -> Iterator[mock.Mock]:
-    """CUDA's runtime, which pins everything."""
+def pinning(there: Simulated | None = None) -> Iterator[mock.Mock]:
+    """CUDA's runtime, which pins everything. there: has what it gives back checked."""
     runtime = mock.Mock()
     runtime.cudaHostRegister.return_value = 0
+    if there is not None:
+        runtime.cudaHostRegister.side_effect = there.memory.pin
+        runtime.cudaHostUnregister.side_effect = there.memory.give_back
     with (
         mock.patch("torch.cuda.is_available", return_value=True),
         mock.patch("torch.cuda.current_device", return_value=0),

@@ -1,0 +1,244 @@
+"""A step of many ranks on a GPU and a network that are not there (tests/simulated): zero beside FSDP2, whose own code
+runs on the simulated streams, too.
+
+    python benchmarks/simulate.py --worlds 8 64
+
+A GPT of 18 blocks of width 2,048, 1.05 billion parameters, is computed at a scale of 1 to 32: width, words, tokens and
+context. So bytes are 32² as many, and products of matrices 32³. These run at FLOPS, and all that an operator reads and
+writes passes MEMORY: one after another, no operator is fused. Transfers take what network.py says, on streams of their
+own; those of one rank share its wire, in the order of their launches. The host, hops and launches take no time, and
+transfers take nothing from the computing. Compare the figures with one another, not with a GPU's. Gradients that
+FSDP2 sends "by default" are told to be float32, as zero's are: its own default is the dtype of the computing.
+
+Prints milliseconds of a settled step, how many of them transfers add, and the GB of each kind that a NIC sends, or,
+within one host, a GPU.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim import AdamW, Optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zero
+from gpt import GPT, Block
+from report import align
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from simulated.device import Device, Event, Stream
+from simulated.network import Network, Wire
+from simulated.world import Simulated, simulated
+
+SCALE = 32
+LAYERS, WIDTH, CONTEXT, WORDS = 18, 2048, 128, 32768
+FLOPS = {torch.bfloat16: 600e12, torch.float32: 300e12}
+MEMORY, LINK, NIC, GPUS = 3e12, 300e9, 45e9, 8
+RANK, STEPS, TOKENS = 1, 3, (8192, 2048)
+SENT = {
+    "float32": (torch.float32, None),
+    "bfloat16, by default": (torch.bfloat16, None),
+    "bfloat16, 16 bits": (torch.bfloat16, torch.bfloat16),
+}
+"""In what is computed, and in what the user asks gradients to be sent."""
+
+adam = partial(AdamW, lr=0.0, fused=True)
+Trained = tuple[Callable[..., Tensor], Optimizer]
+
+
+@dataclass(frozen=True)
+class Case:
+    network: Network
+    tokens: int
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype | None = None
+
+    def transfer(self, kind: str, nbytes: float) -> float:
+        return self.network.seconds(kind, nbytes * SCALE**2)
+
+    def batch(self) -> Tensor:
+        return torch.zeros(self.tokens // CONTEXT, CONTEXT // SCALE, dtype=torch.int64)
+
+    def compute(self, operator: Any, args: Sequence[Any]) -> float:
+        return flops(operator.name().partition("::")[2], args) * SCALE**3 / FLOPS[self.dtype]
+
+
+def flops(name: str, args: Sequence[Any]) -> float:
+    """Of a product of matrices, and of attention, whose masked half is left out."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if name.startswith(("mm", "addmm", "bmm")):
+        first, second = tensors[-2:]
+        return 2.0 * first.numel() * second.shape[-1]
+    if "_scaled_dot_product" in name:
+        length, passes = tensors[0].shape[-2], 2.5 if "backward" in name else 1
+        return 2.0 * passes * tensors[0].numel() * length
+    return 0.0
+
+
+# ---------------------------------------------------------------------------------------------------- contestants
+
+
+def stage_3(case: Case, model: GPT, there: Simulated) -> Trained:
+    precision = None if case.dtype == torch.float32 else zero.MixedPrecision(case.dtype, case.reduce_dtype)
+    comm: Any = there.comm(RANK, case.network.ranks)
+    policy = ModuleWrapPolicy({Block})
+    sharded = zero.FSDP(model, process_group=comm, auto_wrap_policy=policy, mixed_precision=precision)
+    return sharded, adam(sharded.parameters())
+
+
+def stage_2(case: Case, model: GPT, there: Simulated) -> Trained:
+    how: dict[str, Any] = {} if case.dtype == torch.float32 else {"master_dtype": torch.float32}
+    comm: Any = there.comm(RANK, case.network.ranks)
+    model = model.to(case.dtype)
+    optimizer = zero.OSS(model.parameters(), adam, comm, **how)
+    return zero.ShardedDDP(model, optimizer, reduce_fp16=case.reduce_dtype == torch.bfloat16), optimizer
+
+
+def fsdp2(case: Case, model: GPT, there: Simulated) -> Trained:
+    mesh = init_device_mesh("cuda", (case.network.ranks,))
+    half = case.dtype != torch.float32
+    policy = MixedPrecisionPolicy(case.dtype, case.reduce_dtype or torch.float32) if half else MixedPrecisionPolicy()
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    return model, adam(model.parameters())
+
+
+CONTESTANTS = {"zero stage 2": stage_2, "zero stage 3": stage_3, "FSDP2": fsdp2}
+
+
+class Handle:
+    """What FSDP2 asks torch.cuda for."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    def Event(self) -> Any:
+        device = self._device
+
+        class Later(Event):
+            def __init__(self) -> None: ...
+
+            def record(self, stream: Stream | None = None) -> None:
+                super().__init__(stream or device.current_stream())
+
+        return Later()
+
+    def is_available(self) -> bool:
+        return True
+
+    is_initialized = is_available
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: object) -> None: ...
+
+
+OF_FSDP = "torch.distributed.fsdp._fully_shard._fsdp_"
+ASKING = [f"{OF_FSDP}{name}" for name in ("collectives", "init", "param_group", "state")]
+
+
+@contextmanager
+def one_communicator(there: Simulated, world: int) -> Iterator[None]:
+    """Process groups, of torch's fake backend, send by one group that is not there."""
+    group = there.group(RANK, world, there.transfer)
+    methods = {
+        group._allgather_base: ("all_gather_single", "_allgather_base"),
+        group._reduce_scatter_base: ("reduce_scatter_single", "_reduce_scatter_base"),
+        group.allreduce: ("allreduce",),
+        group.broadcast: ("broadcast",),
+    }
+    with ExitStack() as patched:
+        for module in (*ASKING, "torch.distributed.device_mesh"):
+            patched.enter_context(mock.patch(f"{module}._get_device_handle", return_value=Handle(there.device)))
+        for by, names in methods.items():
+            for name in names:
+                if hasattr(dist.ProcessGroup, name):
+                    bound = mock.patch.object(dist.ProcessGroup, name, lambda _, *args, by=by: by(*args))
+                    patched.enter_context(bound)
+        yield
+
+
+def step_of(title: str, case: Case, *, wires: bool = True) -> tuple[float, Counter[str]]:
+    """Seconds of the last of the steps, and bytes by kind. wires: whether transfers take time."""
+    transfer = case.transfer if wires else lambda *_: 0.0
+    how: dict[str, Any] = {"compute": case.compute, "bandwidth": MEMORY / SCALE**2, "transfer": transfer}
+    with simulated(wire=Wire(), **how) as there, one_communicator(there, case.network.ranks):
+        torch.manual_seed(0)
+        model = GPT(LAYERS, WIDTH // SCALE, tokens=WORDS // SCALE, tied=False)
+        loss, optimizer = CONTESTANTS[title](case, model, there)
+        batch = case.batch()
+        for _ in range(STEPS):
+            begin = there.device.computing.time
+            there.device.transfers.clear()
+            loss(batch, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        sent: Counter[str] = Counter()
+        network = case.network
+        for kind, nbytes, *_ in there.device.transfers:
+            by = network.nic_bytes if network.hosts > 1 else network.link_bytes
+            sent[kind] += round(by(kind, nbytes) * SCALE**2)
+        return there.device.computing.time - begin, sent
+
+
+# -------------------------------------------------------------------------------------------------------- the table
+
+
+def networks(world: int) -> dict[str, Network]:
+    if world <= GPUS:
+        return {f"{world} ranks": Network(1, world, 1, NIC, LINK)}
+    hosts, nics = world // GPUS, {"one NIC a host": 1, "one NIC a GPU": GPUS}
+    return {f"{world} ranks, {told}": Network(hosts, GPUS, count, NIC, LINK) for told, count in nics.items()}
+
+
+def rows(world: int) -> Iterator[tuple[str, ...]]:
+    """Without wires a step takes as long in each network."""
+    dist.init_process_group("fake", rank=RANK, world_size=world, store=FakeStore())
+    alone: dict[tuple[str, int, str], float] = {}
+    for (where, network), tokens, sent_as, title in product(networks(world).items(), TOKENS, SENT, CONTESTANTS):
+        case, key = Case(network, tokens, *SENT[sent_as]), (title, tokens, sent_as)
+        seconds, sent = step_of(title, case)
+        if key not in alone:
+            alone[key], _ = step_of(title, case, wires=False)
+        figures = [f"{1000 * figure:.1f}" for figure in (seconds, seconds - alone[key])]
+        kinds = ", ".join(f"{kind} {nbytes / 1e9:.2f}" for kind, nbytes in sorted(sent.items()))
+        yield where, f"{tokens:,}", sent_as, title, *figures, kinds
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--worlds", type=int, nargs="+", metavar="N", default=[8, 64], help=f"to {GPUS}, or multiples")
+    table = [("network", "tokens", "computed, gradients sent", "", "ms", "exposed", "GB sent")]
+    for world in parser.parse_args().worlds:
+        for row in rows(world):
+            print(*row, sep=" | ", file=sys.stderr, flush=True)
+            table.append(row)
+    print(align(table))
+
+
+if __name__ == "__main__":
+    main()
