@@ -59,8 +59,8 @@ def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer) -> C
 
     On other devices than GPUs `step` itself is returned. Raises ValueError on every rank for offloaded parameters,
     optimizers that cannot be recorded, and a DistributedDataParallel on the default stream. Each call raises
-    RuntimeError where a rank is lost, and for what is no longer as it was when the step was recorded. What waits for the
-    device, such as loss scaling and `loss.item()`, cannot be part of it.
+    RuntimeError where a rank is lost, and for what is no longer as it was when the step was recorded. What waits for
+    the device, such as loss scaling and `loss.item()`, cannot be part of it.
     """
     (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
     device = next(iter(params_of(optimizer))).device
@@ -72,24 +72,29 @@ def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer) -> C
         )
     if device.type != "cuda":
         return step
-    if any(group.get("capturable") is False for group in optimizer.param_groups):
-        raise ValueError(
-            f"zero.graphed was given an optimizer ({type(optimizer).__name__}) whose steps read numbers from the "
-            "device. Build it with capturable=True."
-        )
     cuda: Any = torch.get_device_module(device)
     stream, on_default = cuda.current_stream(), cuda.current_stream() == cuda.default_stream()
-    if on_default and any(isinstance(one, DistributedDataParallel) for one in wrappers):
-        raise ValueError(
-            "zero.graphed was given a DistributedDataParallel on the default stream, which cannot be recorded. Call "
-            "zero.setup and zero.graphed within `with torch.cuda.stream(torch.cuda.Stream()):`."
-        )
+    _refuse_unfit(optimizer, wrappers if on_default else ())
     for unit in (unit for one, _ in models_of(inner) for unit in one.units):
         unit.reshard()  # a forward without backward may have left it unsharded
         for group in unit.groups:
             group.shard_in_full = False  # a replay reads the shard where it was
     where = cuda.Stream(device) if on_default else stream
     return _Graphed(step, inner, optimizer, stepped.optim, comms_of(wrappers), cuda, where)
+
+
+def _refuse_unfit(optimizer: Optimizer, on_default: Sequence[nn.Module]) -> None:
+    """Raises ValueError. on_default: the wrappers, if they were built on the default stream."""
+    if any(group.get("capturable") is False for group in optimizer.param_groups):
+        raise ValueError(
+            f"zero.graphed was given an optimizer ({type(optimizer).__name__}) whose steps read numbers from the "
+            "device. Build it with capturable=True."
+        )
+    if any(isinstance(one, DistributedDataParallel) for one in on_default):
+        raise ValueError(
+            "zero.graphed was given a DistributedDataParallel on the default stream, which cannot be recorded. Call "
+            "zero.setup and zero.graphed within `with torch.cuda.stream(torch.cuda.Stream()):`."
+        )
 
 
 class _Graphed:
