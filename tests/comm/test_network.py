@@ -117,7 +117,6 @@ def test_no_more_bytes_cross_the_network_than_by_the_ring_of_float32(case):
 
 
 @pytest.mark.parametrize("case", UNEVEN)
-@pytest.mark.xfail(reason="uneven shards are reduced by one all-to-all")
 def test_nor_do_they_where_each_rank_owns_whole_parameters(case):
     assert more_than_the_ring(**UNEVEN[case]) == {}
 

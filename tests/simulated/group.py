@@ -91,6 +91,9 @@ class Group:
     def _reduce_scatter_base(self, into: Tensor, tensor: Tensor, how: Any) -> Work | None:
         return self._run("reduce", [tensor], [into], how, lambda: into.copy_(tensor[: into.numel()].clone()))
 
+    def reduce(self, tensors: list[Tensor], how: Any) -> Work | None:
+        return self._run("reduce", tensors, tensors, how, lambda: None)
+
     def alltoall_base(self, into: Tensor, tensor: Tensor, counts_in: Any, counts_out: Any, how: Any) -> Work | None:
         return self._run("all-to-all", [tensor], [into], how, into.zero_)
 

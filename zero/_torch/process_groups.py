@@ -131,11 +131,12 @@ def coalesced(group: Any, device: torch.device, works: list[dist.Work | None]) -
     works: those of the collectives; one that stands for all takes their place. torch's own context manager cannot be
     used again after an error within it.
     """
-    backend = group._get_backend(device) if hasattr(group, "_get_backend") else group
+    where = (device,) if hasattr(group, "_get_backend") else ()  # a Backend is of one device
+    backend = group._get_backend(device) if where else group
     if getattr(backend, "supports_coalescing", False):
-        group._start_coalescing(device)
+        group._start_coalescing(*where)
         yield
-        works[:] = [group._end_coalescing(device)]
+        works[:] = [group._end_coalescing(*where)]
     else:
         yield
 

@@ -18,7 +18,7 @@ from zero.comm.host_memory.transport import CHUNK, QueuedWork
 from zero.comm.link import Link, Transports
 from zero.comm.oplog import Log
 from zero.comm.packing import summed_as
-from zero.comm.process_group import scatters
+from zero.comm.process_group import by_rings
 from zero.comm.transport import Message, Transport
 from zero.comm.work import Work
 
@@ -57,7 +57,7 @@ class Rehearsal(Transport):
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
         sent, own = [message for message, _ in messages], [counts[self._rank] for _, counts in messages]
-        if self.overlaps and scatters(messages):
+        if self.overlaps and by_rings(messages):
             sums = sent[0].new_empty(own[0]) if into is None else into
             return self._transfer([*sent, sums], lambda: sums)
 

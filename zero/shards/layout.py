@@ -53,13 +53,11 @@ class Layout:
     numels: elements of each parameter.
     offsets: where each parameter starts in the buffer.
     bounds: world + 1 positions; rank r owns [bounds[r], bounds[r + 1]).
-    is_even: whether it was cut into segments of equal length.
     """
 
     numels: tuple[int, ...]
     offsets: tuple[int, ...]
     bounds: tuple[int, ...]
-    is_even: bool = False
 
     def __hash__(self) -> int:
         few = self.bounds[:: self.world // 16 + 1]  # they are as many as the ranks; these suffice
@@ -119,7 +117,7 @@ def _even(numels: tuple[int, ...], world: int, align: int) -> Layout:
     offsets, end = _place(numels, align)
     length = _round_up(end, align * world) // world
     bounds = range(0, world * length + 1, length) if length else [0] * (world + 1)
-    return Layout(numels, offsets, tuple(bounds), is_even=True)
+    return Layout(numels, offsets, tuple(bounds))
 
 
 def whole(numels: Sequence[int], owners: Sequence[int], world: int, *, align: int, pads_up_to: float = 1.0) -> Layout:
@@ -137,7 +135,7 @@ def whole(numels: Sequence[int], owners: Sequence[int], world: int, *, align: in
     if not 1 < longest * world / max(end, 1) <= pads_up_to:
         return Layout(tuple(numels), offsets, tuple(bounds))
     moved = [offset + rank * longest - bounds[rank] for offset, rank in zip(offsets, owners, strict=True)]
-    return Layout(tuple(numels), tuple(moved), tuple(range(0, world * longest + 1, longest)), is_even=True)
+    return Layout(tuple(numels), tuple(moved), tuple(range(0, world * longest + 1, longest)))
 
 
 def assign(sizes: Sequence[int], loads: Loads) -> list[int]:

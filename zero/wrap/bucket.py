@@ -28,8 +28,8 @@ class GradBucket:
     """Takes the gradients of one shard group, and reduces them to their owners.
 
     shards: by position of the parameter, what is stepped for it: its `grad` is the gradient of this rank's shard.
-    sent_as: the dtype in which gradients are sent, by default that of the full parameters; where one reduce-scatter
-        sums them, that of the sums.
+    sent_as: the dtype in which gradients are sent, by default that of the full parameters; where transfers overlap
+        computing, that of the sums.
     `trained`: positions of the parameters that have gradients.
     `taken`: flat gradients that it has taken and not sent, by position.
     `used`: positions of the parameters that this rank sent gradients of since the last `decide`.
@@ -39,9 +39,8 @@ class GradBucket:
 
     def __init__(self, group: ShardGroup, shards: Sequence[Tensor], *, sent_as: torch.dtype | None = None) -> None:
         self.group, self._shards = group, shards
-        # A reduce-scatter's rings send each byte once between hosts, and an all-to-all of 16 bits more than that.
-        scatters = group.overlaps and group.layout.is_even
-        self._sent_as = sent_as or (summed_as(group.full.dtype) if scatters else group.full.dtype)
+        # Rings send each byte of float32 to another host once, and an all-to-all of 16 bits more than that.
+        self._sent_as = sent_as or (summed_as(group.full.dtype) if group.overlaps else group.full.dtype)
         self.taken: dict[int, Tensor] = {}
         self.taken_bytes = 0
         self.used: set[int] = set()
