@@ -11,13 +11,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero._torch import as_plain_tensors, mapped
-from zero.comm import Comm
+from zero._torch import as_plain_tensors, flattened, leaves, mapped, writes_so_far
 from zero.comm.streams import STEP_GRAPH
 from zero.comm.together import Together
 from zero.fsdp.model import models_of
 from zero.measure.param_groups import params_of
-from zero.wrappers import comms_of, prepared, stepped_by, unwrapped
+from zero.oss import OSS
+from zero.shards.shard_group import ShardGroup
+from zero.wrappers import Wrapped, comms_of, prepared, stepped_by, unwrapped
 
 T = TypeVar("T")
 
@@ -29,6 +30,8 @@ COMPARED = 100
 """Ranks compare their operations after so many replays."""
 
 Settings = dict[str, Any]
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+"""What a step is called with."""
 
 
 def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer) -> Callable[..., T]:
@@ -47,10 +50,11 @@ def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer) -> C
             loss = step(inputs, targets)
 
     step: trains a whole step, from forward to `zero_grad`, and is called with tensors of the same shapes and dtypes
-        each time. Other arguments stay what they are. Code of its own on the host, hooks too, runs no more once it is
-        recorded. It returns tensors, or nests of them, as copies.
+        each time, or nests of them. Other arguments stay what they are. Code of its own on the host, hooks too, runs no
+        more once it is recorded. It returns tensors, or nests of them, as copies.
     model, optimizer: those that train, as zero.setup or the wrappers returned them. Optimizers of torch take
-        capturable=True. A rate that changes is a tensor, lr=torch.tensor(1e-3): schedulers write into it.
+        capturable=True. A rate that changes is a tensor on the GPU, lr=torch.tensor(1e-3, device="cuda"): schedulers
+        write into it.
 
     The graph keeps the memory of a step, and with reshard_after_forward=False shards keep theirs while parameters are
     unsharded. Drop the function before destroy_process_group(). At stages 0 and 1 call zero.setup and this within
@@ -64,32 +68,38 @@ def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer) -> C
     """
     (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
     device = next(iter(params_of(optimizer))).device
-    stepped = stepped_by(inner, wrappers, optimizer)
-    if any(group.offload.active for group in stepped.shard_groups):
-        raise ValueError(
-            "zero.graphed was given parameters that are offloaded: the host steps them, and a CUDA graph has nothing "
-            "of the host's. Leave out `offload`, or train without zero.graphed."
-        )
     if device.type != "cuda":
         return step
+    stepped = stepped_by(inner, wrappers, optimizer)
     cuda: Any = torch.get_device_module(device)
     stream, on_default = cuda.current_stream(), cuda.current_stream() == cuda.default_stream()
-    _refuse_unfit(optimizer, wrappers if on_default else ())
+    _refuse_unfit(optimizer, stepped.shard_groups, wrappers if on_default else ())
     for unit in (unit for one, _ in models_of(inner) for unit in one.units):
         unit.reshard()  # a forward without backward may have left it unsharded
         for group in unit.groups:
             group.shard_in_full = False  # a replay reads the shard where it was
     where = cuda.Stream(device) if on_default else stream
-    return _Graphed(step, inner, optimizer, stepped.optim, comms_of(wrappers), cuda, where)
+    return _Graphed(step, inner, wrappers, optimizer, stepped.optim, cuda, where)
 
 
-def _refuse_unfit(optimizer: Optimizer, on_default: Sequence[nn.Module]) -> None:
+def _refuse_unfit(optimizer: Optimizer, groups: Sequence[ShardGroup], on_default: Sequence[nn.Module]) -> None:
     """Raises ValueError. on_default: the wrappers, if they were built on the default stream."""
+    if any(group.offload.active for group in groups):
+        raise ValueError(
+            "zero.graphed was given parameters that are offloaded: the host steps them, and a CUDA graph has nothing "
+            "of the host's. Leave out `offload`, or train without zero.graphed."
+        )
     if any(group.get("capturable") is False for group in optimizer.param_groups):
         raise ValueError(
             f"zero.graphed was given an optimizer ({type(optimizer).__name__}) whose steps read numbers from the "
             "device. Build it with capturable=True."
         )
+    for key, value in ((key, value) for group in optimizer.param_groups for key, value in group.items()):
+        if isinstance(value, Tensor) and value.device.type != "cuda":
+            raise ValueError(
+                f"zero.graphed was given an optimizer whose {key} is a tensor on the {value.device}, which a graph "
+                f"would read once, when it is recorded. Make it on the GPU: {key}=torch.tensor(..., device='cuda')."
+            )
     if any(isinstance(one, DistributedDataParallel) for one in on_default):
         raise ValueError(
             "zero.graphed was given a DistributedDataParallel on the default stream, which cannot be recorded. Call "
@@ -98,21 +108,24 @@ def _refuse_unfit(optimizer: Optimizer, on_default: Sequence[nn.Module]) -> None
 
 
 class _Graphed:
-    """The step. inner: the optimizer in an OSS, or the same. comms: the groups by which a rank reaches all others.
-    cuda: torch.cuda. stream: on which steps by the host run."""
+    """The step. model, wrappers: the module, and what wraps it. inner: the optimizer in an OSS, or the same. cuda:
+    torch.cuda. stream: on which steps by the host run."""
 
     def __init__(
         self,
         step: Callable[..., Any],
         model: nn.Module,
+        wrappers: Sequence[Wrapped],
         optimizer: Optimizer,
         inner: Optimizer,
-        comms: Sequence[Comm],
         cuda: Any,
         stream: Any,
     ) -> None:
-        self._step, self._model, self._optimizer, self._comms = step, model, optimizer, comms
+        self._step, self._wrappers, self._optimizer, self._inner = step, wrappers, optimizer, inner
+        self._comms = comms = comms_of(wrappers)
         self._loads = [0]
+        self._units = [unit for one, _ in models_of(model) for unit in one.units]
+        self._modules = [*model.modules()]
         # What loads gives it state in other memory. Of this list and not of this object, which the hook would keep.
         inner.register_load_state_dict_post_hook(partial(_count, self._loads))
         self._cuda, self._stream = cuda, stream
@@ -121,36 +134,46 @@ class _Graphed:
         self._calls_left, self._replays = WARM_UP, 0
         self._graph: Any = None
         self._inputs: list[Any] = []
+        self._nest: Any = None
         self._outputs: Any = None
         self._settings: Settings = {}
+        self._held: list[Any] = []
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        given = args, named
         with self._together:
             if self._calls_left:
                 self._calls_left -= 1
-                return self._by_the_host(args)
+                return self._by_the_host(given)
             if self._graph is None:
-                self._record(args)
-            self._prepare(args)
+                self._record(given)
+        try:
+            self._prepare(given)
+        except Exception as error:
+            # Others may be in a replay already, which waits for this rank on the device, and compares nothing.
+            for comm in self._comms:
+                comm.log.mark_broken(f"rank {comm.rank} has raised {type(error).__name__}: {error}")
+            raise
         self._graph.replay()
         return mapped(_copy, self._outputs)
 
-    def _by_the_host(self, args: Sequence[Any]) -> Any:
+    def _by_the_host(self, given: Given) -> Any:
         """On the stream on which it will be recorded, to which belongs what torch keeps from step to step."""
         self._stream.wait_stream(self._cuda.current_stream())
         with self._cuda.stream(self._stream):
-            result = mapped(_copy, self._step(*args))
+            result = mapped(_copy, self._step(*given[0], **given[1]))
         self._cuda.current_stream().wait_stream(self._stream)
         return result
 
-    def _record(self, args: Sequence[Any]) -> None:
+    def _record(self, given: Given) -> None:
         """Collective. Records a step, which runs nothing."""
-        self._inputs = [_copy(arg) for arg in args]
-        before, graph = self._gradients(), self._cuda.CUDAGraph()
+        args, named = mapped(_copy, given)
+        self._inputs, self._nest = flattened((args, named))
+        before, counted, graph = self._gradients(), self._on_host(), self._cuda.CUDAGraph()
         try:
             # Other threads, such as NCCL's watchdog, ask for events meanwhile.
             with STEP_GRAPH, self._cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-                self._outputs = self._step(*self._inputs)
+                self._outputs = self._step(*args, **named)
         except Exception as error:
             raise RuntimeError(
                 "the step of zero.graphed could not be recorded as a CUDA graph. What makes the host wait for the "
@@ -163,26 +186,39 @@ class _Graphed:
                 "the step of zero.graphed began without gradients, and leaves some, or the other way round: a replay "
                 "would not go on from them. Have it end with optimizer.zero_grad()."
             )
+        if counted != self._on_host():
+            raise RuntimeError(
+                f"the {type(self._inner).__name__} counts its steps, or keeps other state, on the host, where a replay "
+                "does not run. Take one that keeps all of it on the GPU, as torch's with capturable=True."
+            )
         self._together.agree()
         self._graph, self._settings = graph, self._settings_now()
+        # As long as these exist, no other tensor has their id.
+        self._held = [value for group in self._optimizer.param_groups for value in group.values()]
 
-    def _prepare(self, args: Sequence[Any]) -> None:
+    def _prepare(self, given: Given) -> None:
         """Collective after each COMPARED replays. Puts the arguments where the graph reads them."""
         for comm, channel in zip(self._comms, self._replay, strict=True):
             comm.log.refuse_if_broken()
             comm.log.record(channel)
         self._refuse_changes()
-        self._refuse_others(args)
-        for into, arg in zip(self._inputs, args, strict=True):
+        found, nest = flattened(given)
+        self._refuse_others(found, same_nest=nest == self._nest)
+        for into, arg in zip(self._inputs, found, strict=True):
             if isinstance(into, Tensor):
                 into.copy_(arg, non_blocking=True)
+        for unit in self._units:
+            if unit.needed_by:  # a forward without backward has left it, with weights from before this step
+                unit.reshard()
+        if isinstance(self._optimizer, OSS):
+            self._optimizer.state_dicts.forget()
         self._replays += 1
         if self._replays % COMPARED == 0:
             self._together.agree()
 
-    def _refuse_others(self, args: Sequence[Any]) -> None:
+    def _refuse_others(self, args: Sequence[Any], *, same_nest: bool) -> None:
         found, expected = [_kind(arg) for arg in args], [_kind(arg) for arg in self._inputs]
-        if found != expected:
+        if found != expected or not same_nest:
             raise RuntimeError(
                 f"the step of zero.graphed was recorded with {expected}, and is called with {found}. Pad batches to "
                 "one shape, or call the function that was given to zero.graphed for the others."
@@ -195,19 +231,30 @@ class _Graphed:
                 raise RuntimeError(
                     f"{name} has changed since the step of zero.graphed was recorded, and a replay would not see it. "
                     "Options that change, such as lr, are tensors that are written in place, as schedulers do: "
-                    "lr=torch.tensor(1e-3). After any other change call zero.graphed again."
+                    "lr=torch.tensor(1e-3, device='cuda'). After any other change call zero.graphed again."
                 )
 
     def _settings_now(self) -> Settings:
         """What a step reads on the host."""
-        found: Settings = {"model.training": self._model.training, "the optimizer's state": [*self._loads]}
+        found: Settings = {
+            "model.training": [module.training for module in self._modules],
+            "model.no_sync()": [one.require_backward_grad_sync for one in self._wrappers],
+            "the optimizer's state": [*self._loads],
+            "the sharding of the model": [unit.summoned or not unit.exists for unit in self._units],
+        }
         for number, group in enumerate(self._optimizer.param_groups):
             for key, value in group.items():
                 if key == "params":
                     found[f"requires_grad of the parameters of group {number}"] = [p.requires_grad for p in value]
                 else:
-                    found[f"{key} of group {number}"] = f"tensor {id(value)}" if isinstance(value, Tensor) else value
+                    found[f"{key} of group {number}"] = id(value) if isinstance(value, Tensor) else value
         return found
+
+    def _on_host(self) -> list[Any]:
+        """What the optimizer keeps in the memory of the host: numbers, and how often its tensors were written."""
+        kept = (leaf for state in self._inner.state.values() for leaf in leaves(state))
+        here = [leaf for leaf in kept if not isinstance(leaf, Tensor) or leaf.device.type == "cpu"]
+        return [writes_so_far([leaf]) if isinstance(leaf, Tensor) else leaf for leaf in here]
 
     def _gradients(self) -> list[Tensor | None]:
         with as_plain_tensors():

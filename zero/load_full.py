@@ -90,6 +90,8 @@ def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) 
         with loading(sharded):
             result = _load(inner, weights, strict)
         together.agree()
+        if not alone:
+            comms[0].compare(f"the names of {what}", sorted(result.missing_keys + result.unexpected_keys))
         return result
 
 
@@ -195,11 +197,12 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
             items = FromFirst(comms, device).passed_on(items)
         taken = cut(stepped, _without_options(items, groups))
         together.agree()  # nothing has changed so far
-    given = [leaves.closed(group) for group in groups]
-    _hand_over(stepped, optimizer, taken, given if any(given) else numbered_groups(stepped))
+        given = [leaves.closed(group) for group in groups]
+        load_shards(stepped, optimizer, taken, given if any(given) else numbered_groups(stepped))
+        together.agree()  # of the user's hooks
 
 
-def _hand_over(stepped: SteppedShards, optimizer: Optimizer, taken: Taken, groups: list[dict[str, Any]]) -> None:
+def load_shards(stepped: SteppedShards, optimizer: Optimizer, taken: Taken, groups: list[dict[str, Any]]) -> None:
     """Loads this rank's shards. The user's hooks see them, as they do at stage 3."""
     if not isinstance(optimizer, OSS):
         hand_over(stepped, taken, groups)

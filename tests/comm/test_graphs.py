@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 import zero
 from ranks import refusal
@@ -126,7 +126,8 @@ def loaded(loop: Loop) -> None:
 CHANGES: dict[str, Callable[[Loop], object]] = {
     "the optimizer's state": loaded,
     "lr of group 0": lambda loop: loop.optimizer.param_groups[0].update(lr=0.5),
-    "model.training": lambda loop: loop.model.eval(),
+    "model.training": lambda loop: loop.model.blocks[1].eval(),
+    "model.no_sync()": lambda loop: setattr(loop.model, "require_backward_grad_sync", False),
     "requires_grad of the parameters of group 0": lambda loop: loop.model.requires_grad_(False),
 }
 
@@ -145,8 +146,33 @@ def test_other_shapes_are_refused_and_a_lost_rank_ends_the_replays():
         loop = Loop(there, "3")
         step = trained(loop, 5)
         assert "called with ['torch.float32 [3, 8]']" in refusal(lambda: step(torch.ones(3, WIDTH)))
+        assert "called with" in refusal(lambda: step(loop.inputs())), "others may wait for it on the device"
+    with simulated() as there:
+        loop = Loop(there, "3")
+        step = trained(loop, 5)
         running_model(loop.model).comm.log.mark_broken("rank 3 is gone")
         assert "rank 3 is gone" in refusal(lambda: step(loop.inputs()))
+
+
+def test_a_nest_of_inputs_is_copied_and_one_of_another_form_refused():
+    with simulated() as there:
+        loop = Loop(there, "3")
+        own = loop.step
+        loop.step = lambda batch, *, weight: own(batch["x"] * weight)  # type: ignore[method-assign]
+        step = loop.graphed()
+        for _ in range(5):
+            step({"x": loop.inputs()}, weight=2.0)
+        assert "called with" in refusal(lambda: step([loop.inputs()], weight=2.0))
+
+
+def test_what_a_forward_without_backward_has_left_is_gathered_again():
+    with simulated() as there:
+        loop = Loop(there, "3")
+        step = trained(loop, 5)
+        loop.model(loop.inputs())
+        assert running_model(loop.model).units[0].unsharded
+        step(loop.inputs())
+        assert not running_model(loop.model).units[0].unsharded
 
 
 def test_replays_are_counted_and_compared():
@@ -161,6 +187,29 @@ def test_replays_are_counted_and_compared():
             assert not agree.called and log.history[0] == begun + COMPARED - 2, "who stands is seen"
             trained(loop, 1, step)
             assert agree.called
+
+
+class Counting(SGD):
+    """Keeps the number of its steps on the host."""
+
+    def step(self, closure: Any = None) -> Any:
+        for param in (param for group in self.param_groups for param in group["params"]):
+            self.state[param]["steps"] = self.state[param].get("steps", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_an_optimizer_that_counts_on_the_host_is_refused(stage):
+    with simulated() as there:
+        loop = Loop(there, stage, optim=partial(Counting, lr=0.1, foreach=True), partition="even")
+        assert "counts its steps, or keeps other state, on the host" in refusal(lambda: trained(loop, 4))
+
+
+def test_a_rate_on_the_cpu_is_refused():
+    with simulated() as there:
+        rate = torch.tensor(0.1, device="cpu")
+        loop = Loop(there, "2", optim=partial(SGD, lr=rate, foreach=True))
+        assert "whose lr is a tensor on the cpu" in refusal(loop.graphed)
 
 
 def test_an_optimizer_that_reads_numbers_is_refused():

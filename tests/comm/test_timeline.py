@@ -21,6 +21,7 @@ from inner import set_bucket_size
 from simulated.device import Stall
 from simulated.scenarios import built
 from simulated.world import Simulated, simulated
+from zero.fsdp.fsdp import running_model
 from zoo import Block, Stack
 
 WIDTH, BLOCKS, RANK, WORLD = 16, 4, 1, 4
@@ -186,3 +187,16 @@ def test_between_two_reductions_the_wire_stands_still_while_one_message_is_packe
     [nbytes] = {one.nbytes for one in reductions}
     gaps = [after.begin - before.end for before, after in pairwise(reductions)]
     assert gaps == pytest.approx([(2 * nbytes + 2 * nbytes / WORLD) / bandwidth] * (BLOCKS - 1), rel=0.01)
+
+
+def test_whole_shares_that_begin_behind_padding_are_packed():
+    """Rank 0 owns nothing of a unit: the root's weight is its share of all."""
+    with simulated() as there:
+        net = nn.Sequential(nn.Linear(16 * WIDTH, WIDTH), *(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2)))
+        for layer in net[1:]:
+            layer.extend(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))
+        units = ModuleWrapPolicy({nn.Sequential})
+        model = zero.FSDP(net, process_group=there.comm(RANK, 8), partition="whole", auto_wrap_policy=units)
+        groups = running_model(model).index.groups
+        assert any(group.layout.offsets[0] for group in groups), "some unit begins behind padding"
+        model(torch.ones(2, 16 * WIDTH)).sum().backward()

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import gpus
+import ranks
+import zero
 from rows import Net, Rows, adam, momentum, trains
+from zoo import batch
 
 row = Rows("weights that are written between steps", __name__, optim=momentum)
 
@@ -170,3 +174,16 @@ def parts_are_written_between_backward_and_step(t, i):
 
 
 test_parts = row.tests()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@ranks.on(2)
+def test_a_run_that_diverges_goes_on_as_at_any_stage(rank, world, precision):
+    """NaN is unlike itself, and is no write through `.data`."""
+    model, optimizer = zero.setup(Net(), momentum, stage=3, precision=precision)
+    for step in range(9):
+        loss = model(batch(rank, step)).float().square().mean() * (float("nan") if step == 2 else 1.0)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert loss.isnan()

@@ -231,6 +231,35 @@ def test_hooks_on_loading_are_called_however_the_state_is_given(rank: int, world
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks.on(2, timeout=30)
+def test_a_hook_on_loading_that_raises_on_one_rank_does_on_every_rank(rank, world, stage, tmp_path) -> None:
+    model, optimizer = trained(rank, stage)
+    full = zero.full_optimizer_state_dict(model, optimizer)
+    zero.checkpoint.save(tmp_path, model, optimizer)
+
+    def after(_: Any) -> None:
+        if rank == 1:
+            raise OSError("a hook of the user's")
+
+    optimizer.register_load_state_dict_post_hook(after)
+    load = partial(zero.load_full_optimizer_state_dict, model, optimizer)
+    told = [ranks.refusal(partial(load, given)) for given in (full, full if rank == 0 else None)]
+    told.append(ranks.refusal(lambda: zero.checkpoint.load(tmp_path, model, optimizer)))
+    assert all("a hook of the user's" in one for one in told), told
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks.on(2, timeout=30)
+def test_streams_of_other_names_are_refused_on_every_rank_where_they_need_not_fit(rank, world, stage) -> None:
+    model, _ = trained(rank, stage)
+    weights = zero.full_state_dict(model)
+    if rank == 1:
+        weights.pop("blocks.0.up.weight")
+    told = ranks.refusal(lambda: zero.load_full_state_dict(model, iter(weights.items()), strict=False))
+    assert "differ between ranks" in told and "blocks.0.up.weight" in told, told
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks.on(2)
 def test_an_engine_takes_the_weights_of_a_trainer(rank: int, world: int, stage: int) -> None:
     """The example."""

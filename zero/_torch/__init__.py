@@ -87,6 +87,7 @@ from zero._torch.tensors import as_plain_tensors as as_plain_tensors
 from zero._torch.tensors import call_last as call_last
 from zero._torch.tensors import copied_without_values as copied_without_values
 from zero._torch.tensors import copy_all as copy_all
+from zero._torch.tensors import flattened as flattened
 from zero._torch.tensors import has_hooks as has_hooks
 from zero._torch.tensors import has_values as has_values
 from zero._torch.tensors import is_of_ddp as is_of_ddp

@@ -194,6 +194,11 @@ def leaves(value: Any) -> Iterable[Any]:
     return _pytree.tree_iter(value)
 
 
+def flattened(value: Any) -> tuple[list[Any], Any]:
+    """The leaves, and what says how they are nested. There is no public function."""
+    return _pytree.tree_flatten(value)
+
+
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
     """The same nest with the function of each leaf. There is no public function."""
     return _pytree.tree_map(function, value)

@@ -35,7 +35,7 @@ from zero.checkpoint.storage import place
 from zero.checkpoint.values import decode
 from zero.checkpoint.write import finish
 from zero.comm.waiting import calling
-from zero.state.optimizer_state import hand_over
+from zero.load_full import load_shards
 
 _PARTLY_LOADED = (
     " This happened while tensors were being read: model and optimizer are partly as before and partly as saved. Load "
@@ -235,7 +235,7 @@ class _OptimizerPlan:
     def __init__(
         self, training: Training, index: Index, optimizer: Optimizer, stored: OptimizerIndex, stored_as: dict[str, str]
     ) -> None:
-        self._stepped = training.stepped_shards(optimizer)
+        self._stepped, self._optimizer = training.stepped_shards(optimizer), optimizer
         _refuse_another_optimizer(training, optimizer, stored, stored_as)
         self.tensors: list[tuple[Held, str, Entry, Part]] = []
         self._state: dict[Any, dict[str, Any]] = {}  # by what is stepped
@@ -254,7 +254,7 @@ class _OptimizerPlan:
             tensor = _target(one, part.full, before.get(one.tensor, {}).get(key))
             _fill(source, entry, Held(part.full, part.start, part.stop, key, tensor))
             taken.setdefault(one.tensor, {})[key] = tensor
-        hand_over(self._stepped, taken, self._options)
+        load_shards(self._stepped, self._optimizer, taken, self._options)
 
 
 def _refuse_another_optimizer(

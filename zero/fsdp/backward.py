@@ -248,10 +248,8 @@ class Backward:
     def _free_wire(self) -> None:
         """Waits for the reduction in flight, not for averages: a second message would be as large as a unit."""
         last = self._reducing[-1:]
-        if last and any(bucket.await_sums() for bucket in last[0].buckets):
-            self._finish_reduce(but=last)
-        else:
-            self._finish_reduce()
+        left = [bucket.await_sums() for unit in last for bucket in unit.buckets]
+        self._finish_reduce(but=last if any(left) else ())
 
     def _launch_reduce(self, unit: Unit) -> None:
         for bucket in unit.buckets:

@@ -23,7 +23,10 @@ from zero.shards.partition import Place, places_in
 from zero.shards.shard_group import ShardGroup
 from zero.tensor_parallel.shown import Shown
 
-_AS_ONE_UNIT = "If ranks choose between modules, gather these as one unit: FSDP(as_one_unit=...)."
+_AS_ONE_UNIT = (
+    "If ranks choose between modules, gather these as one unit: FSDP(as_one_unit=...); or have the unit around them "
+    "hold their parameters: auto_wrap_policy=ModuleWrapPolicy({Block})."
+)
 
 
 class Need(enum.Enum):

@@ -63,7 +63,7 @@ class Writes:
 
     def _differs(self) -> bool:
         return has_values(self._group.full) and any(
-            not torch.equal(now, gathered) for now, _, gathered in self._chunks()
+            not torch.equal(now, gathered) and not _equal_with_nan(now, gathered) for now, _, gathered in self._chunks()
         )
 
     def _chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -71,3 +71,8 @@ class Writes:
         group = self._group
         for now, own in zip(group.own_of_full.split(_CHUNK), group.shard.split(_CHUNK), strict=True):
             yield now, own, own.to(now)
+
+
+def _equal_with_nan(one: Tensor, other: Tensor) -> bool:
+    """As where a run has diverged: NaN is equal to NaN."""
+    return bool(((one == other) | ((one != one) & (other != other))).all())

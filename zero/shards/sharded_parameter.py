@@ -173,7 +173,8 @@ def _refuse(what: str, shard: Tensor) -> NoReturn:
     raise RuntimeError(
         f"{what} needs the full tensor, but was called outside of forward and backward on a shard of "
         f"{cut_of(shard).described()}: each rank would have another result. Between steps a sharded parameter and its "
-        "gradient are shards, on which element-wise work runs. Run anything else inside `with "
+        "gradient are shards, on which element-wise work runs. A loss that reads it, as a fused one reads the head's "
+        "weight, belongs into the model's forward. Run anything else inside `with "
         "model.summon_full_params():` (with_grads=True for gradients); for norms and clipping call "
         "zero.grad_norm(model, optimizer) and zero.clip_grad_norm_(model, optimizer, max_norm); for full weights "
         "zero.full_state_dict(model). param.as_subclass(torch.Tensor) is this rank's shard as a plain tensor."

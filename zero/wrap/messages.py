@@ -37,13 +37,11 @@ class InOneMessage:
         self._owned = [(span.index, slice(span.offset, span.offset + span.numel)) for span in owned]
         starts = [*group.layout.offsets, group.layout.numel]
         lengths_with_padding = [after - start for start, after in pairwise(starts)]
-        # The lengths of gradients and of the padding after each, in turn.
-        self._pieces = [
-            size
-            for numel, both in zip(group.layout.numels, lengths_with_padding, strict=True)
-            for size in (numel, both - numel)
-        ]
-        self._padding = {number for number, size in enumerate(self._pieces) if size and number % 2}
+        # The lengths of the padding before the first gradient, and of gradients and of the padding after each, in turn.
+        self._pieces = [starts[0]]
+        for numel, both in zip(group.layout.numels, lengths_with_padding, strict=True):
+            self._pieces += numel, both - numel
+        self._padding = {number for number, size in enumerate(self._pieces) if size and not number % 2}
 
     @cached_property
     def _lengths(self) -> list[int]:
@@ -54,11 +52,11 @@ class InOneMessage:
         """Returns the messages to reduce."""
         packed = self._group.full.new_empty(self._numel, dtype=self._dtype)
         views = packed.split(self._pieces)
-        missing = {2 * index for index in range(len(views) // 2) if index not in taken}
+        missing = {2 * index + 1 for index in range(len(views) // 2) if index not in taken}
         if missing or self._padding:
             zero_all([views[number] for number in sorted(self._padding | missing)])
         if taken:
-            copy_all([views[2 * index] for index in taken], [*taken.values()])
+            copy_all([views[2 * index + 1] for index in taken], [*taken.values()])
         return [(packed, self._lengths)]
 
     def cut(self, sums: Tensor) -> Iterable[tuple[int, Tensor]]:
