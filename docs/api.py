@@ -51,7 +51,7 @@ SECTIONS = {
             "DiskOffload",
         ],
     ),
-    "Memory and traffic": ("zero", ["report", "Report", "traffic", "Traffic"]),
+    "Memory and traffic": ("zero", ["report", "traffic", "Traffic"]),
     "Checkpoints": ("zero.checkpoint", import_module("zero.checkpoint").__all__),
     "Plans": ("zero.plan", import_module("zero.plan").__all__),
 }

@@ -29,8 +29,6 @@ This script trains on one process, or on several that torchrun starts:
 `zero.checkpoint` saves at any stage and loads at any other.
 """
 
-from typing import TYPE_CHECKING
-
 from zero import checkpoint, comm
 from zero._torch import warn_if_untested
 from zero.comm import Traffic, traffic
@@ -54,7 +52,8 @@ from zero.join import join
 from zero.load_full import load_full_optimizer_state_dict, load_full_state_dict
 from zero.offload import CPUOffload, DiskOffload
 from zero.oss import OSS
-from zero.plan.report import Report, report
+from zero.plan import plan
+from zero.plan.report import report
 from zero.scripts import (
     clip_grad_norm_,
     count_parameters,
@@ -65,11 +64,6 @@ from zero.scripts import (
 from zero.sdp import ShardedDDP
 from zero.setup import setup
 from zero.shards.log import show_as_asked
-
-if TYPE_CHECKING:
-    from zero.plan import plan
-else:
-    from zero import plan  # the package, which can be called; mypy knows that of no package
 
 __version__ = "0.1.0"  # setup.cfg reads it
 
@@ -86,7 +80,6 @@ __all__ = [
     "MixedPrecision",
     "OSS",
     "Prefetch",
-    "Report",
     "SPEED_FIRST",
     "ShardedDDP",
     "ShardingStrategy",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from zero.comm import Comm, Work
 from zero.comm.streams import HostStreams
+from zero.plan.transport import RehearsedWork
 from zero.shards.offload import Offload
 
 # The device that stands for the host's memory, to which offload moves shards. It is never the model's own device, and
@@ -36,8 +38,7 @@ class Offloaded(Offload):
 
     def at_once(self) -> int:
         """Returns how many elements of a group are stepped at a time."""
-        elements: int = self._offload.at_once()
-        return elements
+        return int(self._offload.at_once())
 
 
 class BesideComputing(HostStreams):
@@ -45,19 +46,8 @@ class BesideComputing(HostStreams):
     is waited for."""
 
     def arriving(self, transfer: Work, comm: Comm, keeps: object) -> Work:
-        return KeepingWork(transfer.wait(), keeps)
-
-
-class KeepingWork(Work):
-    """Keeps what a transfer reads until it is waited for."""
-
-    def __init__(self, result: Any, keeps: object) -> None:
-        super().__init__(result)
-        self._keeps = keeps
-
-    def wait(self) -> Any:
-        self._keeps = None
-        return super().wait()
+        result = transfer.wait()
+        return RehearsedWork(partial(lambda kept: result, keeps))
 
 
 def on_host(tensor: Tensor) -> bool:
