@@ -142,7 +142,7 @@ class HalfFrozen(Model):
 
 
 class Gated(Block):
-    """An LSTM, whose kernel leaves a workspace for its backward."""
+    """An LSTM, whose kernel leaves a workspace for its backward, which is not planned."""
 
     def __init__(self, width: int) -> None:
         nn.Module.__init__(self)

@@ -209,7 +209,7 @@ def test_the_command_and_the_function_plan_the_same(capsys):
 def test_a_model_is_planned_with_a_batch_and_an_optimizer_of_ones_own(capsys):
     job = ["placements:Model", "--world", "4", "--batch", "4x32:int64", "--optimizer"]
     adam, moments = (told(capsys, *job, name)[3:] for name in ("Adam", "optimizers:Moments"))
-    assert 2 * float(moments[0].split()[4]) == pytest.approx(float(adam[0].split()[4]), rel=0.01)
+    assert 2 * float(moments[0].split()[4]) == pytest.approx(float(adam[0].split()[4]), rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import re
 import sys
 from functools import partial
-from operator import attrgetter
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -76,7 +75,13 @@ def _read() -> argparse.Namespace:
     add("--tokens", type=int, metavar="N", help=f"... whose step has so many tokens a rank (default: {LENGTH})")
     arguments = "the forward's arguments, to measure activations, such as 2x1024:int64,2x1024:int64"
     add("--batch", type=_batch, metavar="SHAPE:DTYPE,...", help=arguments)
-    add("--world", type=_worlds, metavar="N,N", default=[8], help="numbers of ranks (default: 8)")
+    add(
+        "--world",
+        type=lambda text: [*map(int, text.split(","))],
+        metavar="N,N",
+        default=[8],
+        help="numbers of ranks (default: 8)",
+    )
     add("--memory", type=partial(_in, UNITS), metavar="SIZE", help="what a rank has, such as 80GiB")
     one = "of torch.optim, or MODULE:CLASS for one of your own (default: AdamW)"
     add("--optimizer", default="AdamW", metavar="NAME", help=one)
@@ -87,29 +92,22 @@ def _read() -> argparse.Namespace:
     given = parser.parse_args()
     if (given.model is None) == (given.parameters is None):
         parser.error("give either a model, as module:factory, or --parameters")
-    if given.model is not None and given.tokens:
-        parser.error("--tokens are of --parameters; give a model's forward its arguments by --batch")
-    if given.parameters is not None and given.batch:
-        parser.error("--batch is of a model; with --parameters give --tokens")
+    if given.tokens if given.model else given.batch:
+        parser.error("--tokens are of --parameters, and --batch is of a model: its forward's arguments")
     if given.tokens is not None and given.tokens < 1:
         parser.error("--tokens is a number from 1 up")
     return given
 
 
 def _named(text: str) -> Any:
-    module, _, name = text.partition(":")
-    if not module or not name:
-        raise ValueError(f"{text!r} is not of the form package.module:name.")
     try:
-        return attrgetter(name)(importlib.import_module(module))
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{text!r} was not found: {error}.") from error
+        return resolve_name(text)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{text!r} was not found as package.module:name: {error}.") from error
 
 
 def _built(text: str) -> Any:
     factory = _named(text)
-    if not callable(factory):
-        raise ValueError(f"{text!r} is a {type(factory).__name__}, not a function that builds a model.")
     if problem := misfit(factory):
         raise ValueError(f"{text!r} takes arguments ({problem}). Name a function that builds the model without.")
     with torch.device("meta"):
@@ -123,10 +121,6 @@ def _optimizer(text: str) -> Any:
     if not isinstance(found, type) or not issubclass(found, Optimizer) or found is Optimizer:
         raise ValueError(f"{text!r} is no optimizer of torch.optim. Write one of its names, or MODULE:CLASS.")
     return found
-
-
-def _worlds(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
 
 
 def _in(units: dict[str, float], text: str) -> float:
@@ -144,5 +138,5 @@ def _batch(text: str) -> list[Tensor]:
         dtype = getattr(torch, name or "float32", None)
         if not isinstance(dtype, torch.dtype) or not re.fullmatch(r"\d+(x\d+)*", shape):
             raise argparse.ArgumentTypeError(f"{one!r} is no tensor; write its shape and dtype, such as 2x1024:int64")
-        tensors.append(torch.empty([int(n) for n in shape.split("x")], dtype=dtype, device="meta"))
+        tensors.append(torch.empty([*map(int, shape.split("x"))], dtype=dtype, device="meta"))
     return tensors

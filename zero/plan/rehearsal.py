@@ -1,7 +1,4 @@
-"""A model that runs on tensors without values, while the memory that it would take is counted.
-
-Operators run in a mode that counts live bytes (meter.py).
-"""
+"""A model that runs on tensors without values, while the memory that it would take is counted (meter.py)."""
 
 from __future__ import annotations
 
@@ -161,13 +158,11 @@ def explaining(module: nn.Module, batch: Sequence[Any], device: str) -> Iterator
 def misfit(function: Callable[..., Any], *arguments: Any) -> str | None:
     """Why a function cannot be called with these arguments; None if it can, or if its signature is not known."""
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
-    try:
-        signature.bind(*arguments)
+        inspect.signature(function).bind(*arguments)
     except TypeError as error:
         return str(error)
+    except ValueError:
+        return None
     return None
 
 

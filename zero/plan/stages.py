@@ -40,10 +40,6 @@ from zero.wrap.tensors import map_tensors
 STAGES = ("0", "1", "2", "3 kept", "3")
 """From the one that keeps most on a rank to the one that keeps least."""
 
-# Up to so many ranks are all rehearsed if they differ, as in the size of the buffers that add up 16-bit gradients.
-_FEW = 2
-
-
 Backend = Literal["gloo", "nccl"]
 
 
@@ -246,11 +242,8 @@ def _brought_by_step(optimizer: Optimizer) -> int:
                 widened[optimizer.shards.places[param].group] += shard.nbytes
     if not optimizer.shards.steps_by_group(optimizer.optim, {}):
         return brought + widened.total()
-    return brought + max((min(nbytes, _stepped_at_once(group)) for group, nbytes in widened.items()), default=0)
-
-
-def _stepped_at_once(group: ShardGroup) -> int:
-    return group.offload.at_once() * group.main.itemsize if isinstance(group.offload, Offloaded) else 0
+    at_once = {one: one.offload.at_once() for one in widened if isinstance(one.offload, Offloaded)}
+    return brought + max((min(widened[one], n * one.main.itemsize) for one, n in at_once.items()), default=0)
 
 
 def resident(model: nn.Module, groups: Iterable[ShardGroup], optimizers: Sequence[Optimizer]) -> dict[str, int]:
@@ -281,12 +274,12 @@ def _sent_by_ddp(job: Job, stage: str, gradients: int) -> int:
 
 
 def _fullest(job: Job, groups: Sequence[ShardGroup]) -> list[int]:
-    """See _rehearsed."""
+    """See _rehearsed. Two ranks are both rehearsed if they differ, as in the buffers that add up 16-bit gradients."""
     owned = [np.diff(group.layout.bounds) * group.shard.itemsize for group in groups]
     sent = [job.reduce_dtype, job.precision.reduce_dtype, *(group.full.dtype for group in groups)]
     widened = any(dtype is not None and dtype.itemsize < torch.float32.itemsize for dtype in sent)
     if not widened and not any(np.ptp(of_each) for of_each in owned):
         return []
-    if len(owned[0]) <= _FEW:
+    if len(owned[0]) <= 2:
         return [*range(len(owned[0]))]
     return [int(np.argmax(sum(owned))), int(np.argmax(np.max(owned, axis=0)))]
