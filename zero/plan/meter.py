@@ -31,13 +31,10 @@ class Meter(DispatchMode):
     def __init__(self, apart: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._apart = WeakSet(tensor.untyped_storage() for tensor in apart)
-        # The bytes of each live storage when it was last measured.
-        self._bytes: dict[_Known, int] = {}
-        # Storages that were found to change their size; they are measured after every operator.
-        self._resized: set[_Known] = set()
-        # Storages that others may be inside, and those of them that do not own their memory, and may be inside others.
-        self._with_address: set[_Known] = set()
-        self._shared: set[_Known] = set()
+        self._bytes: dict[_Known, int] = {}  # of each live storage when it was last measured
+        self._resized: set[_Known] = set()  # found to change their size; they are measured after every operator
+        self._with_address: set[_Known] = set()  # others may be inside them
+        self._shared: set[_Known] = set()  # those of them that do not own their memory, and may be inside others
         self._operators_since_all_were_measured = self._live = self._peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

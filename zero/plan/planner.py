@@ -20,7 +20,6 @@ from zero.plan.result import Plan
 from zero.plan.stages import STAGES, Backend, Job, cost_of
 from zero.shards.partition import Partition, optimizer_problem, partition_problem
 
-# The stages that take offload.
 _OFFLOADED = STAGES[1:]
 
 
@@ -100,11 +99,8 @@ def _misfit(job: Job, worlds: Sequence[int], stages: Sequence[str]) -> str | Non
         return f"stages has {unknown[0]!r}. Choose of {', '.join(map(repr, STAGES))}."
     if job.offload and not {*stages} <= {*_OFFLOADED}:
         return f"stages={[*stages]} with offload: only stages {', '.join(_OFFLOADED)} take it. Pass these."
-    for world in worlds:
-        if world < 1:
-            return f"world_size={world}: it is a number of ranks, at least 1."
-        if world % job.replicas:
-            return f"{world} ranks cannot be divided into {job.replicas} replicas. Choose a divisor of {world}."
-    if not worlds:
-        return "world_size is empty. Pass a number of ranks, or several."
+    if not worlds or min(worlds) < 1:
+        return f"world_size={worlds}: pass a number of ranks, at least 1, or several."
+    if odd := [world for world in worlds if world % job.replicas]:
+        return f"{odd[0]} ranks cannot be divided into {job.replicas} replicas. Choose a divisor of {odd[0]}."
     return optimizer_problem(title(job.optim), job.finding, job.partition)

@@ -22,12 +22,19 @@ from zero._torch import (
     let_move,
     without_values,
 )
+from zero.comm import Comm, Work
+from zero.comm.streams import HostStreams
 from zero.comm.traffic import sent
 from zero.fsdp import MixedPrecision
 from zero.fsdp.units import params_by_unit
 from zero.plan.meter import Meter
-from zero.plan.offloaded import on_host
+from zero.plan.transport import RehearsedWork
+from zero.shards.offload import Offload
 from zero.wrap.tensors import tensors_in
+
+# The device that stands for the host's memory, to which offload moves shards. It is never the model's own device, and
+# torch can copy to and from it in a rehearsal.
+_HOST = "meta"
 
 
 class Rehearsal(Meter):
@@ -140,12 +147,8 @@ def explaining(module: nn.Module, batch: Sequence[Any], device: str) -> Iterator
             "module that passes them."
         ) from error
     except RuntimeError as error:
-        elsewhere = [
-            f"{prefix}.{name}".lstrip(".")
-            for prefix, holder in module.named_modules()
-            for name, value in vars(holder).items()
-            if isinstance(value, Tensor) and value.device.type != device
-        ]
+        held = ((f"{at}.{name}", value) for at, one in module.named_modules() for name, value in vars(one).items())
+        elsewhere = [name.lstrip(".") for name, one in held if isinstance(one, Tensor) and one.device.type != device]
         if not elsewhere or not is_of_two_devices(error):
             raise
         raise RuntimeError(
@@ -159,10 +162,8 @@ def misfit(function: Callable[..., Any], *arguments: Any) -> str | None:
     """Why a function cannot be called with these arguments; None if it can, or if its signature is not known."""
     try:
         inspect.signature(function).bind(*arguments)
-    except TypeError as error:
-        return str(error)
-    except ValueError:
-        return None
+    except (TypeError, ValueError) as error:
+        return str(error) if isinstance(error, TypeError) else None
     return None
 
 
@@ -198,3 +199,40 @@ def walk(module: nn.Module, units: dict[str, nn.Module]) -> None:
         unit = unit_of[name]
         steps[unit or name] = units[unit] if unit else partial(touched, [name])
     module.forward = lambda passed: reduce(lambda passed, step: step(passed), steps.values(), passed)
+
+
+class Offloaded(Offload):
+    """Shards are on the host, and only what is on the model's device is counted."""
+
+    active = True
+
+    def __init__(self, offload: Any) -> None:
+        """offload: what zero.CPUOffload or DiskOffload stands for."""
+        self._offload = offload
+
+    def of_groups(self, numels: Sequence[int]) -> list[Offload]:
+        return [self if offload.active else offload for offload in self._offload.of_groups(numels)]
+
+    def place(self, shard: Tensor) -> Tensor:
+        return shard.to(_HOST)
+
+    def has(self, shard: Tensor) -> bool:
+        return on_host(shard)
+
+    def at_once(self) -> int:
+        """Returns how many elements of a group are stepped at a time."""
+        return int(self._offload.at_once())
+
+
+class BesideComputing(HostStreams):
+    """The streams of a GPU: the result of a transfer is there once it is launched, and what it reads is kept until it
+    is waited for."""
+
+    def arriving(self, transfer: Work, comm: Comm, keeps: object) -> Work:
+        result = transfer.wait()
+        return RehearsedWork(partial(lambda kept: result, keeps))
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether offload has moved the tensor to the host."""
+    return tensor.device.type == _HOST

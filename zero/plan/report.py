@@ -73,10 +73,10 @@ def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sinc
     device = next((param.device for param in inner.parameters()), torch.device("cpu"))
     found = resident(inner, [group for one in sharding for group in one.shards.shard_groups], optimizers)
     del found["host"]  # plans alone tell it apart
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return Report(
         _stage(units, sharding),
-        rank=dist.get_rank() if dist.is_initialized() else 0,
-        world=dist.get_world_size() if dist.is_initialized() else 1,
+        *ranks,
         **found,
         peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         sent=(traffic() - (since or Traffic())).total,

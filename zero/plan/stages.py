@@ -27,8 +27,18 @@ from zero.oss import OSS
 from zero.oss.gradients import full_gradient
 from zero.oss.optimizer import set_bucket_size
 from zero.plan.meter import nbytes
-from zero.plan.offloaded import BesideComputing, Offloaded, on_host
-from zero.plan.rehearsal import Rehearsal, cast, explaining, faked, rehearsing, run_forward, walk
+from zero.plan.rehearsal import (
+    BesideComputing,
+    Offloaded,
+    Rehearsal,
+    cast,
+    explaining,
+    faked,
+    on_host,
+    rehearsing,
+    run_forward,
+    walk,
+)
 from zero.plan.result import Cost
 from zero.plan.transport import rehearsed
 from zero.sdp import ShardedDDP
@@ -94,7 +104,6 @@ class Built:
 
     @property
     def groups(self) -> list[ShardGroup]:
-        """The parameters' shard groups."""
         if isinstance(self.model, FSDP):
             return running_model(self.model).index.groups
         return self.optimizer.shards.shard_groups if isinstance(self.optimizer, OSS) else []

@@ -26,11 +26,10 @@ Rehearsed = Literal["gloo", "host memory", "nccl"]
 """The name of the rehearsed transport; "nccl" stands for all backends that overlap."""
 
 Finish = Callable[[], Any]
-"""Makes the result of a transfer."""
 
 
 class RehearsedWork(Work):
-    """Allocates in `wait`, and keeps until then what `finish` refers to."""
+    """`finish` makes the result in `wait`. What it refers to is kept until then."""
 
     def __init__(self, finish: Finish) -> None:
         self._finish: Finish | None = finish
