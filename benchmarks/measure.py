@@ -24,7 +24,7 @@ from choices import OPTIMIZERS, STAGES, predict_ddp_sent
 from gpt import GPT, Block, draw_batch
 from launch import Rank
 from zero.comm import Comm
-from zero.plan import Options, Plan
+from zero.plan import Plan
 from zero.plan.meter import nbytes
 
 SEED = 0
@@ -90,10 +90,8 @@ def plan_stages(settings: Settings, world: int) -> tuple[Plan, dict[str, int]]:
         optimizer=partial(choice.type, **choice.arguments),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         batch=draw_batch(settings.text, seed=SEED, step=0, rank=0),
-        options=Options(
-            backend="nccl" if torch.cuda.is_available() else "gloo",
-            one_host=os.environ.get("ZERO_HOST_MEMORY") != "0",
-        ),
+        backend="nccl" if torch.cuda.is_available() else "gloo",
+        one_host=os.environ.get("ZERO_HOST_MEMORY") != "0",
     )
     parameters = [*model.parameters()]
     return plan, {

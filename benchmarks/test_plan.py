@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import zero
-from zero.plan import Options
 
 
 def many_parameters() -> nn.Module:
@@ -20,6 +19,4 @@ def many_parameters() -> nn.Module:
 @pytest.mark.parametrize("partition", ["even", "whole"])
 def test_plan(benchmark: Any, partition: Any) -> None:
     model = many_parameters()
-    benchmark.pedantic(
-        zero.plan, (model,), {"world_size": 1024, "options": Options(partition=partition)}, rounds=3, warmup_rounds=1
-    )
+    benchmark.pedantic(zero.plan, (model,), {"world_size": 1024, "partition": partition}, rounds=3, warmup_rounds=1)

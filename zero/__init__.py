@@ -29,8 +29,6 @@ This script trains on one process, or on several that torchrun starts:
 `zero.checkpoint` saves at any stage and loads at any other.
 """
 
-from typing import TYPE_CHECKING
-
 from zero import checkpoint
 from zero._torch import warn_if_untested
 from zero.comm import traffic
@@ -46,6 +44,7 @@ from zero.join import join
 from zero.load_full import load_full_optimizer_state_dict, load_full_state_dict
 from zero.offload import CPUOffload, DiskOffload
 from zero.oss import OSS
+from zero.plan import plan
 from zero.plan.report import report
 from zero.scripts import (
     clip_grad_norm_,
@@ -57,11 +56,6 @@ from zero.scripts import (
 from zero.sdp import ShardedDDP
 from zero.setup import setup
 from zero.shards.log import show_as_asked
-
-if TYPE_CHECKING:
-    from zero.plan import plan
-else:
-    from zero import plan  # the package, which can be called; mypy knows that of no package
 
 __version__ = "0.1.0"  # setup.cfg reads it
 

@@ -47,7 +47,7 @@ OPTIONS: dict[str, list[Callable[..., Any] | str]] = {
     + ["limit_all_gathers", "offload", "use_orig_params"],
     "memory": [zero.CPUOffload, zero.DiskOffload, "offload"],
     "checkpoints": [zero.checkpoint.save, zero.checkpoint.load],
-    "plan": [zero.plan, zero.plan.Options],
+    "plan": [zero.plan],
     "integrations": [ZeroPlugin],
 }
 """Whose parameters a page names, and what else."""

@@ -99,14 +99,14 @@ def weights_of_join_are_one(join, batches, model):
     yield from ((batch, 1.0) for batch, _ in join(batches, model))
 
 
-@mutant("plan.plan")
+@mutant("plan")
 def peak_of_the_plan_too_small(plan, *given, **named):
     """The planned peaks are 3% below those of the run."""
     found = plan(*given, **named)
     return replace(found, costs=tuple(replace(cost, peak=int(cost.peak * 0.97)) for cost in found.costs))
 
 
-@mutant("plan.plan")
+@mutant("plan")
 def bytes_of_the_plan_too_few(plan, *given, **named):
     """The planned bytes are 3% below those of the run."""
     found = plan(*given, **named)

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from threading import Lock
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
+import matrix
 import zero
-from placements import Model
+from placements import MODELS, Model
+
+MIXED = zero.MixedPrecision(param_dtype=torch.bfloat16)
 
 
 @pytest.mark.slow
@@ -117,3 +122,17 @@ def test_what_cannot_be_run_says_what_to_do(make, error, message):
         model = make()
     with pytest.raises(error, match=message):
         zero.plan(model, world_size=2, batch=[torch.ones(4, 4)], stages=[0, 3])
+
+
+ALL = [(kind, precision) for kind in MODELS.values() for precision in (None, MIXED)]
+
+
+@pytest.mark.slow
+@pytest.mark.matrix
+@pytest.mark.parametrize(("kind", "precision"), ALL if matrix.WHOLE else [(MODELS["Tied"], MIXED)])
+def test_operators_that_take_less_time_count_what_torchs_own_do(kind, precision):
+    batch = (torch.zeros((2, 192) if kind is MODELS["Equal"] else (4, 32), dtype=torch.int64),)
+    how = {"world_size": [1, 4], "precision": precision, "batch": batch}
+    found = zero.plan(kind(), **how)
+    with mock.patch("zero._torch.tensors._WithoutValues", FakeTensorMode):
+        assert zero.plan(kind(), **how) == found

@@ -15,7 +15,6 @@ import matrix
 import zero
 from placements import Block, Model
 from simulated.world import simulated
-from zero.plan import Options
 
 BATCH = (torch.zeros(4, 32, dtype=torch.int64),)
 POLICY = ModuleWrapPolicy({Block})
@@ -52,9 +51,8 @@ ALL = [
     ("stage", "world", "offload", "precision"), ALL if matrix.WHOLE else [ALL[number] for number in (6, 9)], ids=str
 )
 def test_offload_at_stage_3_is_planned_within_one_percent(stage, world, offload, precision):
-    options = Options(offload=offload, backend="nccl", precision=precision)
-    how = {"optimizer": adam, "auto_wrap_policy": POLICY, "batch": BATCH}
-    cost = zero.plan(Model(layers=2), world_size=world, options=options, stages=[stage], **how).cost(stage)
+    how = {"optimizer": adam, "auto_wrap_policy": POLICY, "batch": BATCH, "offload": offload, "precision": precision}
+    cost = zero.plan(Model(layers=2), world_size=world, stages=[stage], **how).cost(stage)
     peak, held = measured(stage, world, offload, precision)
     assert cost.peak == pytest.approx(peak, rel=0.01)
     assert cost.host == pytest.approx(held, rel=0.01)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from matrix import WHOLE
 from optimizers import Moments, Wrapping
 from placements import Model
 from processes import ROOT
-from zero.plan import Cost, Options, Plan
+from zero.plan import Cost, Plan
 from zero.plan.gpt import batch_of, gpt_of
 
 STAGES = ("0", "1", "2", "3 kept", "3")
@@ -56,8 +55,8 @@ def blocks(numel: float, count: int, dtype: torch.dtype = torch.float32) -> nn.M
 def test_with_offload_parameters_and_buckets_of_gradients_stay_on_the_device(dtype, backend, buckets):
     """ZeRO-Offload (arXiv 2101.06840), section 4: 2 bytes a parameter on the device, 16 on the hosts together."""
     numel, world, bucket = 25 * 10**6, 64, 12 << 20
-    options = Options(offload=zero.CPUOffload(), backend=backend, bucket_bytes=bucket)
-    cost = zero.plan(blocks(numel, 4, dtype), world_size=world, options=options, stages=[2]).cost(2)
+    how = {"offload": zero.CPUOffload(), "backend": backend, "bucket_bytes": bucket}
+    cost = zero.plan(blocks(numel, 4, dtype), world_size=world, stages=[2], **how).cost(2)
     assert cost.parameters == pytest.approx(dtype.itemsize * numel, rel=1e-3)
     assert cost.gradients == 0 and cost.optimizer < 200, "all but counts of steps is on the host"
     assert cost.host * world == pytest.approx(16 * numel, rel=1e-3)
@@ -140,8 +139,8 @@ def test_the_readmes_table_is_what_is_planned(precision):
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| [0-3]", line)]
     numel, world, units = 10**7, 8, 8
     unit = (precision.param_dtype or torch.float32).itemsize / units
-    options = Options(precision=precision, bucket_bytes=round(unit * numel), backend="gloo")
-    plan = zero.plan(blocks(numel, units), world_size=world, options=options)
+    how = {"precision": precision, "bucket_bytes": round(unit * numel), "backend": "gloo"}
+    plan = zero.plan(blocks(numel, units), world_size=world, **how)
     assert [row[0] for row in rows] == [cost.stage for cost in plan.costs]
     for cost, row in zip(plan.costs, rows, strict=True):
         formula = re.fullmatch(r"(.*Ψ(?:/W)?)(?: \+ (?:.* to )?(\d*)B)?", row[2 if precision == MIXED else 1])
@@ -154,11 +153,10 @@ def test_the_readmes_table_is_what_is_planned(precision):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"world_size": 0}, "world_size=0"),
+        ({"world_size": 0}, r"world_size=\[0\]"),
         ({"world_size": 2, "optimizer": torch.optim.LBFGS}, "LBFGS cannot be sharded"),
-        ({"world_size": 6, "options": Options(replicas=4)}, "cannot be divided into 4 replicas"),
+        ({"world_size": 6, "replicas": 4}, "cannot be divided into 4 replicas"),
         ({"world_size": 2, "stages": ["2", 4]}, "stages has '4'"),
-        ({"world_size": 2, "precision": MIXED, "options": Options()}, "precision was given twice"),
         ({"world_size": 2, "model": nn.GELU()}, "has no parameters"),
     ],
 )
@@ -167,71 +165,51 @@ def test_what_the_stages_would_refuse_is_refused(options, message):
         zero.plan(**{"model": blocks(1000, 2), **options})
 
 
-def told(capsys: Any, *arguments: str) -> str:
-    """What the command prints of a job on 8 ranks at stage 3, unless it is told otherwise."""
-    job = ["--world", "8", *([] if "--world" in arguments else ["--stage", "3"]), *arguments]
-    assert command("zero.plan", *job) == 0
+def told(capsys: Any, *arguments: str) -> list[str]:
+    """The lines that the command prints."""
+    assert command("zero.plan", *arguments) == 0
     text: str = capsys.readouterr().out
-    return text
+    return text.splitlines()
 
 
-def costs(capsys: Any, *arguments: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(told(capsys, "--world", "4", "--json", *arguments))["costs"]
-    return found
+TINY = ("--parameters", "1e5", "--layers", "1")
 
 
 @pytest.mark.slow
 def test_the_table_has_a_line_for_every_stage_and_world(capsys):
-    job = ["--parameters", "1e5", "--layers", "1", "--world", "8,64", "--memory", "13MiB", "--precision", "mixed"]
-    lines = told(capsys, *job).splitlines()
-    for word in ("parameters (a GPT of 1 blocks", "AdamW, mixed", "MiB a rank", "2,048 tokens a rank (--tokens)"):
+    lines = told(capsys, *TINY, "--world", "8,64", "--memory", "13MiB", "--precision", "mixed")
+    for word in ("parameters (a GPT of 1 blocks", "AdamW, mixed", "MiB a rank", "2,048 tokens a rank are assumed"):
         assert word in lines[0]
     assert [line.split()[:2] for line in lines[3:8]] == [["8", "0"], ["8", "1"], ["8", "2"], ["8", "3"], ["8", "3"]]
-    assert lines[-1].startswith("64 ranks: stage 2")
+    assert lines[-1].startswith("64 ranks: stage 2") and "less 8% for what is not counted" in lines[-1]
 
 
 @pytest.mark.slow
 def test_with_offload_the_table_has_the_memory_of_the_host_from_stage_1_on(capsys):
-    job = ["--parameters", "1e5", "--layers", "1", "--world", "1", "--offload", "0.5"]
-    lines = told(capsys, *job).splitlines()
-    assert lines[2].split()[-1] == "host"
+    lines = told(capsys, *TINY, "--world", "1", "--offload", "0.5", "--tokens", "64")
+    assert lines[0].endswith("; 64 tokens a rank") and lines[2].split()[-1] == "host"
     assert [line.split()[1] for line in lines[3:7]] == ["1", "2", "3", "3"]
     hosted = [float(line.split()[-1]) for line in lines[3:7]]
     assert all(0 < nbytes < 1.1 * 16e5 / 2**20 for nbytes in hosted), "a share of 16 bytes a parameter"
 
 
 @pytest.mark.slow
-def test_a_model_is_planned_with_a_batch_as_json(capsys):
-    (cost,) = costs(capsys, "placements:Model", "--stage", "3", "--batch", "4x32:int64")
-    assert cost["world"] == 4 and cost["sent"] > 0
-
-
-@pytest.mark.slow
 def test_the_command_and_the_function_plan_the_same(capsys):
     """By default NCCL, where torch's optimizers step all parameters at once, and 2,048 tokens of a GPT."""
-    job = ["--parameters", "1e6", "--layers", "2", "--optimizer", "Adam"]
-    gpt, peaks = gpt_of(1e6, 2, torch.float32), {}
-    for backend in ("nccl", "gloo"):
-        options = Options(backend=backend)
-        plan = zero.plan(gpt, world_size=4, batch=batch_of(2048), options=options)
-        peaks[backend] = [cost.peak for cost in plan.costs]
-    found = {flags: [cost["peak"] for cost in costs(capsys, *job, *flags)] for flags in DEFAULTS}
-    assert found == dict.fromkeys(DEFAULTS, peaks["nccl"])
-    assert [cost.peak for cost in zero.plan(gpt, world_size=4, batch=batch_of(2048)).costs] == peaks["nccl"]
-    assert [cost["peak"] for cost in costs(capsys, *job, "--backend", "gloo")] == peaks["gloo"] != peaks["nccl"]
-
-
-DEFAULTS = ((), ("--tokens", "2048"), ("--backend", "nccl"))
-
-
-GLOO = ("--parameters", "1e6", "--layers", "3", "--tokens", "16", "--backend", "gloo", "--stage", "3")
+    how = {"world_size": 4, "batch": batch_of(2048), "optimizer": torch.optim.AdamW}
+    plan, gloo = (zero.plan(gpt_of(1e6, 2, torch.float32), backend=backend, **how) for backend in ("nccl", "gloo"))
+    assert (
+        "\n".join(told(capsys, "--parameters", "1e6", "--layers", "2", "--world", "4")[2:8])
+        == plan.table()
+        != gloo.table()
+    )
 
 
 @pytest.mark.slow
-def test_the_command_line_knows_of_one_host_and_how_far_ahead_is_gathered(capsys):
-    ways = (["--one-host"], [], ["--prefetch", "memory-first"])
-    within, ahead, one_at_a_time = [costs(capsys, *GLOO, *flags)[0]["peak"] for flags in ways]
-    assert within < ahead and one_at_a_time < ahead
+def test_a_model_is_planned_with_a_batch_and_an_optimizer_of_ones_own(capsys):
+    job = ["placements:Model", "--world", "4", "--batch", "4x32:int64", "--optimizer"]
+    adam, moments = (told(capsys, *job, name)[3:] for name in ("Adam", "optimizers:Moments"))
+    assert 2 * float(moments[0].split()[4]) == pytest.approx(float(adam[0].split()[4]), rel=0.05)
 
 
 @pytest.mark.parametrize(
@@ -259,10 +237,3 @@ def test_what_the_command_line_cannot_plan_is_one_line(arguments, message):
 def test_arguments_that_do_not_fit_say_what_to_pass(capsys, arguments, message):
     assert command("zero.plan", *arguments)
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_optimizers_are_torchs_or_the_users_own(capsys):
-    job = ["--parameters", "1e5", "--layers", "1", "--stage", "2", "--optimizer"]
-    adam, moments = (costs(capsys, *job, name)[0]["optimizer"] for name in ("Adam", "optimizers:Moments"))
-    assert 2 * moments == pytest.approx(adam, rel=0.01)

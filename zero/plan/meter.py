@@ -16,6 +16,8 @@ from torch import Tensor
 
 from zero._torch import DEVICE_OF, DispatchMode, WithoutMemory, wrap_others, wrapped_in
 
+_Known = ref[torch.UntypedStorage]
+
 
 class Meter(DispatchMode):
     """Adds up all live storages after every operator, while both its arguments and its results are alive.
@@ -29,22 +31,15 @@ class Meter(DispatchMode):
     def __init__(self, apart: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self._apart = WeakSet(tensor.untyped_storage() for tensor in apart)
-        # The bytes of each live storage when it was last measured.
-        self._bytes: dict[ref[torch.UntypedStorage], int] = {}
-        # Storages that were found to change their size; they are measured after every operator.
-        self._resized: set[ref[torch.UntypedStorage]] = set()
-        # Storages that others may be inside.
-        self._with_address: set[ref[torch.UntypedStorage]] = set()
-        # Those of them that do not own their memory, and may be inside others.
-        self._shared: set[ref[torch.UntypedStorage]] = set()
-        # Operators since all storages were measured.
-        self._since_all = 0
-        self._live = 0
-        self._peak = 0
+        self._bytes: dict[_Known, int] = {}  # of each live storage when it was last measured
+        self._resized: set[_Known] = set()  # found to change their size; they are measured after every operator
+        self._with_address: set[_Known] = set()  # others may be inside them
+        self._shared: set[_Known] = set()  # those of them that do not own their memory, and may be inside others
+        self._operators_since_all_were_measured = self._live = self._peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_OF:
-            return func(*args)
+            return args[0].device
         if wrap_others(types) or any(issubclass(kind, WithoutMemory) for kind in types):
             return NotImplemented  # such as DTensor: the operators on what it wraps are seen instead
         kwargs = kwargs or {}
@@ -52,8 +47,8 @@ class Meter(DispatchMode):
         for values in (args, kwargs.values(), result if isinstance(result, (tuple, list)) else (result,)):
             for tensor in tensors_among(values):
                 self._see(tensor)
-        self._since_all += 1
-        if self._since_all < max(len(self._bytes) // 4, 8):
+        self._operators_since_all_were_measured += 1
+        if self._operators_since_all_were_measured < max(len(self._bytes) // 4, 8):
             for known in [*self._resized]:
                 self._measure(known)
             self._peak = max(self._peak, self._live)
@@ -76,28 +71,29 @@ class Meter(DispatchMode):
             if self._bytes[known] != storage.nbytes():
                 self._resized.add(known)
         elif storage not in self._apart:
-            if self.counts(tensor):
-                self._add(storage, known)
+            if self.counts(tensor) and not self._is_inside_another(storage, known):
+                self._bytes[known] = 0
+                self._measure(known)
             else:
                 self._apart.add(storage)
 
-    def _add(self, storage: torch.UntypedStorage, known: ref[torch.UntypedStorage]) -> None:
-        if _has_address(storage):
-            for key in [*(self._with_address if not storage.resizable() else self._shared)]:
-                other = key()
-                if other is not None and _lies_within(storage, other):
-                    self._apart.add(storage)
-                    return
-                if other is not None and _lies_within(other, storage):
-                    self._forget(key)
-                    self._apart.add(other)
-            if not storage.resizable():
-                self._shared.add(known)
-            self._with_address.add(known)
-        self._bytes[known] = 0
-        self._measure(known)
+    def _is_inside_another(self, storage: torch.UntypedStorage, known: _Known) -> bool:
+        """Those that are inside this one are no longer counted."""
+        if not _has_address(storage):
+            return False
+        for key in [*(self._with_address if not storage.resizable() else self._shared)]:
+            other = key()
+            if other is not None and _lies_within(storage, other):
+                return True
+            if other is not None and _lies_within(other, storage):
+                self._forget(key)
+                self._apart.add(other)
+        self._with_address.add(known)
+        if not storage.resizable():
+            self._shared.add(known)
+        return False
 
-    def _measure(self, known: ref[torch.UntypedStorage]) -> bool:
+    def _measure(self, known: _Known) -> bool:
         """Returns whether the storage's size has changed."""
         storage, before = known(), self._bytes.get(known, 0)
         if storage is None or storage.nbytes() == before:
@@ -106,14 +102,13 @@ class Meter(DispatchMode):
         self._live += self._bytes[known] - before
         return True
 
-    def _forget(self, known: ref[torch.UntypedStorage]) -> None:
+    def _forget(self, known: _Known) -> None:
         self._live -= self._bytes.pop(known, 0)
-        self._resized.discard(known)
-        self._with_address.discard(known)
-        self._shared.discard(known)
+        for of_some in (self._resized, self._with_address, self._shared):
+            of_some.discard(known)
 
     def live(self) -> int:
-        self._since_all = 0
+        self._operators_since_all_were_measured = 0
         self._resized.update([known for known in [*self._bytes] if self._measure(known)])
         return self._live
 
@@ -130,9 +125,7 @@ def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (tuple, list)):
-            for one in value:
-                if isinstance(one, Tensor):
-                    yield one
+            yield from (one for one in value if isinstance(one, Tensor))
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:
@@ -149,10 +142,8 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
 
 def _lies_within(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
     """Whether a storage is inside another's memory. Both must have addresses."""
-    if not storage.nbytes():
-        return False
-    start = other.data_ptr()
-    return start <= storage.data_ptr() and storage.data_ptr() + storage.nbytes() <= start + other.nbytes()
+    start, first = other.data_ptr(), storage.data_ptr()
+    return 0 < storage.nbytes() <= start + other.nbytes() - first and start <= first
 
 
 def _has_address(storage: torch.UntypedStorage) -> bool:

@@ -1,16 +1,13 @@
-"""A model that runs on tensors without values, while the memory that it would take is counted.
-
-Operators run in a mode that counts live bytes (meter.py).
-"""
+"""A model that runs on tensors without values, while the memory that it would take is counted (meter.py)."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
-from math import prod
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -25,12 +22,19 @@ from zero._torch import (
     let_move,
     without_values,
 )
+from zero.comm import Comm, Work
+from zero.comm.streams import HostStreams
 from zero.comm.traffic import sent
 from zero.fsdp import MixedPrecision
+from zero.fsdp.units import params_by_unit
 from zero.plan.meter import Meter
-from zero.plan.offloaded import on_host
-from zero.plan.sizes import Sizes
+from zero.plan.transport import RehearsedWork
+from zero.shards.offload import Offload
 from zero.wrap.tensors import tensors_in
+
+# The device that stands for the host's memory, to which offload moves shards. It is never the model's own device, and
+# torch can copy to and from it in a rehearsal.
+_HOST = "meta"
 
 
 class Rehearsal(Meter):
@@ -40,52 +44,29 @@ class Rehearsal(Meter):
     means that there is none. A forward that reads values raises: what it computes may depend on them.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._in_forward = False
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """In this context reading a value raises, as torch does for tensors without values."""
-        self._in_forward = True
-        try:
-            yield
-        finally:
-            self._in_forward = False
+    in_forward = False
 
     def counts(self, tensor: Tensor) -> bool:
         return not on_host(tensor)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is VALUE_OF and not self._in_forward:
+        if func is VALUE_OF and not self.in_forward:
             try:
                 return func(*args, **kwargs)
             except NEEDS_VALUES:
                 return args[0].dtype.is_floating_point * 0.0
-        result = func(*args, **kwargs)
-        return _with_workspace(result, args) if func is _LSTM_LAYER else result
+        return func(*args, **kwargs)
 
 
 @contextmanager
-def rehearsed_traffic() -> Iterator[None]:
-    """In this context what steps would send is counted from 0 on. The count is restored afterwards."""
-    before = dict(sent)
-    sent.clear()
-    try:
-        yield
-    finally:
-        sent.clear()
-        sent.update(before)
-
-
-@contextmanager
-def rehearsing(sizes: Sizes, device: str) -> Iterator[tuple[Sizes, Rehearsal]]:
+def rehearsing(model: nn.Module, device: str) -> Iterator[tuple[nn.Module, Rehearsal]]:
     """In this context new tensors have no values, nor have those of the copy of the model that it yields.
 
     The copy's parameters and buffers are on the device. What is sent is not counted as this process's.
     """
     with ExitStack() as stack:
-        stack.enter_context(rehearsed_traffic())
+        stack.callback(sent.update, Counter(sent))
+        stack.callback(sent.clear)  # this is called first
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")  # torch warns that such tensors have no address; the model's own were shown
         if torch.get_default_device().type != device:  # a mode, which takes time
@@ -94,16 +75,16 @@ def rehearsing(sizes: Sizes, device: str) -> Iterator[tuple[Sizes, Rehearsal]]:
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # blocks, and steps, may be compiled
         mode = without_values()
         try:
-            sizes = copied_without_values(sizes, mode)
+            model = copied_without_values(model, mode)
         except Exception as error:
             raise ValueError(
-                f"the {type(sizes.module).__name__} cannot be copied ({error}), and a copy is what is planned. Plan it "
+                f"the {type(model).__name__} cannot be copied ({error}), and a copy is what is planned. Plan it "
                 "before it holds such objects."
             ) from error
         stack.enter_context(mode)
         rehearsal = stack.enter_context(Rehearsal())
-        _move(sizes.module, device)
-        yield sizes, rehearsal
+        _move(model, device)
+        yield model, rehearsal
 
 
 def _move(module: nn.Module, device: str) -> None:
@@ -138,12 +119,12 @@ def cast(module: nn.Module, precision: MixedPrecision) -> None:
 
 def run_forward(model: nn.Module, inputs: Sequence[Any], rehearsal: Rehearsal) -> Tensor | None:
     """The loss, or a sum of what the model returns; None if no output requires a gradient."""
-    with rehearsal.forward():
-        outputs = [tensor for tensor in tensors_in(model(*inputs)) if tensor.requires_grad]
-    if not outputs:
-        return None
-    scalar = len(outputs) == 1 and not outputs[0].dim()
-    return outputs[0] if scalar else torch.stack([output.float().sum() for output in outputs]).sum()
+    rehearsal.in_forward = True
+    outputs = [tensor for tensor in tensors_in(model(*inputs)) if tensor.requires_grad]
+    rehearsal.in_forward = False
+    if len(outputs) == 1 and not outputs[0].dim():
+        return outputs[0]
+    return torch.stack([output.float().sum() for output in outputs]).sum() if outputs else None
 
 
 @contextmanager
@@ -166,12 +147,8 @@ def explaining(module: nn.Module, batch: Sequence[Any], device: str) -> Iterator
             "module that passes them."
         ) from error
     except RuntimeError as error:
-        elsewhere = [
-            f"{prefix}.{name}".lstrip(".")
-            for prefix, holder in module.named_modules()
-            for name, value in vars(holder).items()
-            if isinstance(value, Tensor) and value.device.type != device
-        ]
+        held = ((f"{at}.{name}", value) for at, one in module.named_modules() for name, value in vars(one).items())
+        elsewhere = [name.lstrip(".") for name, one in held if isinstance(one, Tensor) and one.device.type != device]
         if not elsewhere or not is_of_two_devices(error):
             raise
         raise RuntimeError(
@@ -184,13 +161,9 @@ def explaining(module: nn.Module, batch: Sequence[Any], device: str) -> Iterator
 def misfit(function: Callable[..., Any], *arguments: Any) -> str | None:
     """Why a function cannot be called with these arguments; None if it can, or if its signature is not known."""
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return None
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        return str(error)
+        inspect.signature(function).bind(*arguments)
+    except (TypeError, ValueError) as error:
+        return str(error) if isinstance(error, TypeError) else None
     return None
 
 
@@ -209,57 +182,57 @@ class _Touch(torch.autograd.Function):
         return gradients[0], torch.empty_strided(shape, stride, dtype=dtype, device=device) if wanted else None
 
 
-def walk(sizes: Sizes) -> None:
+def walk(module: nn.Module, units: dict[str, nn.Module]) -> None:
     """Replaces the units' forwards by forwards without activations, to be called with a 0-dim tensor. The units run one
     after another in the order of their first parameters, and gradients arrive from the last parameter to the first."""
-    module, units, owned = sizes.module, sizes.unit_modules, sizes.owned()
+    owned = {unit: [name for name, _ in named] for unit, named in params_by_unit(module, units).items()}
     touch: Callable[[Tensor, Tensor], Tensor] = _Touch.apply
-    unit_of = {name: unit for unit, named in owned.items() for name, _ in named}
 
     def touched(names: Sequence[str], passed: Tensor) -> Tensor:
-        for name in names:
-            passed = touch(passed, module.get_parameter(name))
-        return passed
+        return reduce(touch, map(module.get_parameter, names), passed)
 
+    for unit in filter(None, owned):
+        units[unit].forward = partial(touched, owned[unit])
+    unit_of = {name: unit for unit, names in owned.items() for name in names}
     steps: dict[str, Callable[[Tensor], Tensor]] = {}
     for name, _ in module.named_parameters():
         unit = unit_of[name]
         steps[unit or name] = units[unit] if unit else partial(touched, [name])
-    for unit, named in owned.items():
-        if unit:
-            units[unit].forward = partial(touched, [name for name, _ in named])
-
-    def forward(passed: Tensor) -> Tensor:
-        for step in steps.values():
-            passed = step(passed)
-        return passed
-
-    module.forward = forward
+    module.forward = lambda passed: reduce(lambda passed, step: step(passed), steps.values(), passed)
 
 
-_LSTM_LAYER: Any = torch.ops.aten.mkldnn_rnn_layer.default
+class Offloaded(Offload):
+    """Shards are on the host, and only what is on the model's device is counted."""
 
-_PAGE = 4096
+    active = True
+
+    def __init__(self, offload: Any) -> None:
+        """offload: what zero.CPUOffload or DiskOffload stands for."""
+        self._offload = offload
+
+    def of_groups(self, numels: Sequence[int]) -> list[Offload]:
+        return [self if offload.active else offload for offload in self._offload.of_groups(numels)]
+
+    def place(self, shard: Tensor) -> Tensor:
+        return shard.to(_HOST)
+
+    def has(self, shard: Tensor) -> bool:
+        return on_host(shard)
+
+    def at_once(self) -> int:
+        """Returns how many elements of a group are stepped at a time."""
+        return int(self._offload.at_once())
 
 
-def _with_workspace(result: Sequence[Tensor], args: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The result of oneDNN's LSTM with the workspace that it keeps for its backward, of the real size.
+class BesideComputing(HostStreams):
+    """The streams of a GPU: the result of a transfer is there once it is launched, and what it reads is kept until it
+    is waited for."""
 
-    Without values torch returns an empty one, the last tensor of `result`. The formula gave the real size, to the byte,
-    with torch 2.13 in float32 (oneDNN: src/cpu/rnn/rnn_utils). In 16 bits it is up to a third smaller.
-    """
-    (steps, batch, inputs), (_, hidden) = args[0].shape, args[2].shape
-    buffers = [
-        (steps, batch, _padded(4 * hidden)),  # gates
-        (steps, batch, _padded(hidden)),
-        *[(2, steps + 1, batch, _padded(max(inputs, hidden)))] * 3,  # states and their gradients, before and after
-        *[(2, steps + 1, batch, hidden)] * 2,  # those of the cells
-    ]
-    pages = sum(-(-4 * prod(buffer) // _PAGE) for buffer in buffers)
-    return (*result[:-1], result[-1].new_empty(pages * _PAGE))
+    def arriving(self, transfer: Work, comm: Comm, keeps: object) -> Work:
+        result = transfer.wait()
+        return RehearsedWork(partial(lambda kept: result, keeps))
 
 
-def _padded(numel: int) -> int:
-    """A row's length, padded to full cache lines, and not to a power of two, whose rows would share cache sets."""
-    rows = -(-numel // 16) * 16
-    return rows + 16 if rows % 256 == 0 else rows
+def on_host(tensor: Tensor) -> bool:
+    """Whether offload has moved the tensor to the host."""
+    return tensor.device.type == _HOST

@@ -18,8 +18,6 @@ from zero.plan.result import TITLES
 from zero.plan.stages import resident
 from zero.wrappers import prepared, unwrapped
 
-_FIGURES = ("parameters", "gradients", "optimizer", "resident", "peak", "sent")
-
 
 @dataclass(frozen=True)
 class Report:
@@ -47,14 +45,12 @@ class Report:
 
     def numbers(self) -> dict[str, int]:
         """The known figures by name, for loggers."""
-        return {f"zero/{name}_bytes": value for name, value in self._known().items()}
+        names = ("parameters", "gradients", "optimizer", "resident", "peak", "sent")
+        return {f"zero/{name}_bytes": value for name in names if (value := getattr(self, name)) is not None}
 
     def __str__(self) -> str:
-        figures = ", ".join(f"{name} {value / 2**20:.1f} MiB" for name, value in self._known().items())
-        return f"stage {self.stage} ({TITLES[self.stage]}), rank {self.rank} of {self.world}: {figures}"
-
-    def _known(self) -> dict[str, int]:
-        return {name: value for name in _FIGURES if (value := getattr(self, name)) is not None}
+        figures = (f"{name[5:-6]} {value / 2**20:.1f} MiB" for name, value in self.numbers().items())
+        return f"stage {self.stage} ({TITLES[self.stage]}), rank {self.rank} of {self.world}: {', '.join(figures)}"
 
 
 def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, since: Traffic | None = None) -> Report:
@@ -77,10 +73,10 @@ def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sinc
     device = next((param.device for param in inner.parameters()), torch.device("cpu"))
     found = resident(inner, [group for one in sharding for group in one.shards.shard_groups], optimizers)
     del found["host"]  # plans alone tell it apart
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     return Report(
         _stage(units, sharding),
-        rank=dist.get_rank() if dist.is_initialized() else 0,
-        world=dist.get_world_size() if dist.is_initialized() else 1,
+        *ranks,
         **found,
         peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         sent=(traffic() - (since or Traffic())).total,

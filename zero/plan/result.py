@@ -1,10 +1,8 @@
-"""A plan's result, as data, as a table and as JSON."""
+"""A plan's result, as data and as a table."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 HELD_BACK = 0.08
 """Of a rank's memory, for what a plan does not count: CUDA's context, NCCL's buffers, fragmentation."""
@@ -82,9 +80,7 @@ class Plan:
     def recommended(self, world: int) -> Cost | None:
         """The lowest stage that fits, but 2 where 1 and 2 do; None if nothing fits."""
         fitting = [cost for cost in self._at(world) if self.fits(cost)]
-        if [cost.stage for cost in fitting[:2]] == ["1", "2"]:
-            return fitting[1]
-        return next(iter(fitting), None)
+        return fitting[[cost.stage for cost in fitting[:2]] == ["1", "2"]] if fitting else None
 
     @property
     def unit(self) -> str:
@@ -95,82 +91,53 @@ class Plan:
     def why(self, world: int) -> str:
         """The recommendation in words."""
         ranks = "1 rank" if world == 1 else f"{world} ranks"
-        chosen = self.recommended(world)
-        without = "" if self.activations else ", activations not counted"
         if self.memory is None:
             return f"{ranks}: with memory= (--memory 80GiB) of a rank the plan says which stage to take"
-        usable = self._size((1 - HELD_BACK) * self.memory)
-        available = (
-            f"{usable} {self.unit} ({self._size(self.memory)} {self.unit} less {HELD_BACK:.0%} for what is not counted)"
-        )
+        usable, chosen, costs = (1 - HELD_BACK) * self.memory, self.recommended(world), self._at(world)
+        available = f"{self._said(usable)} ({self._said(self.memory)} less {HELD_BACK:.0%} for what is not counted)"
+        without = "" if self.activations else ", activations not counted"
         if chosen is None:
-            least = min(self._at(world), key=lambda cost: cost.peak)
+            least = min(costs, key=lambda cost: cost.peak)
+            offload = "" if any(cost.host for cost in costs) else "offload=zero.CPUOffload() (--offload), "
             return (
                 f"{ranks}: nothing fits in {available}; stage {least.stage} comes closest with "
-                f"{self._size(least.peak)} {self.unit}{without}. {self._remedies()}"
+                f"{self._said(least.peak)}{without}. Take more ranks, {offload}activation checkpointing, smaller "
+                "units, or less precision"
             )
-        lowest = "which" if self._instead_of_1(chosen) else "the lowest that"
+        below = costs[: costs.index(chosen)]
+        larger = [cost.stage for cost in costs if not self.fits(cost)]
+        lowest, reason = "the lowest that", "everything fits"
+        if below:
+            reason = f"stage {below[-1].stage} would need {self._said(below[-1].peak)}"
+            if self.fits(below[-1]):
+                sent = f" and sends {below[-1].sent / chosen.sent:.2g} times as much" if chosen.sent else ""
+                lowest, reason = "which", f"{reason}{sent}: take it for what needs DDP itself"
+        elif larger:
+            reason = f"of the others {', '.join(larger)} do not fit"
         return (
             f"{ranks}: stage {chosen.stage} ({TITLES[chosen.stage]}), {lowest} fits in {available}: it needs "
-            f"{self._size(chosen.peak)} {self.unit}{without}; {self._reason(chosen)}"
+            f"{self._said(chosen.peak)}{without}; {reason}"
         )
 
-    def _remedies(self) -> str:
-        offload = "" if any(cost.host for cost in self.costs) else "offload=zero.CPUOffload() (--offload), "
-        return f"Take more ranks, {offload}activation checkpointing, smaller units, or less precision"
-
-    def _instead_of_1(self, chosen: Cost) -> Cost | None:
-        """The cost of stage 1, if that fits and the chosen one is 2."""
-        fitting = (cost for cost in self._at(chosen.world) if cost.stage == "1" and self.fits(cost))
-        return next(fitting, None) if chosen.stage == "2" else None
-
-    def _reason(self, chosen: Cost) -> str:
-        costs = self._at(chosen.world)
-        if first := self._instead_of_1(chosen):
-            sent = f" and sends {first.sent / chosen.sent:.2g} times as much" if chosen.sent else ""
-            return f"stage 1 would need {self._size(first.peak)}{sent}: take it for what needs DDP itself"
-        if below := costs[: costs.index(chosen)]:
-            return f"stage {below[-1].stage} would need {self._size(below[-1].peak)}"
-        larger = [cost.stage for cost in costs if not self.fits(cost)]
-        return f"of the others {', '.join(larger)} do not fit" if larger else "everything fits"
+    def table(self) -> str:
+        """Bytes a rank in `unit`, by number of ranks and stage."""
+        offloaded, limited = any(cost.host for cost in self.costs), self.memory is not None
+        lines = [["ranks", "stage", "params", "grads", "optim", "transient", "peak", "sent"]]
+        lines[0] += ["host"] * offloaded + ["fits"] * limited
+        for cost in self.costs:
+            sizes = [cost.parameters, cost.gradients, cost.optimizer, cost.transient, cost.peak, cost.sent]
+            sizes += [cost.host] * offloaded
+            fits = ["yes" if self.fits(cost) else "no"] * limited
+            lines.append([str(cost.world), cost.stage, *map(self._size, sizes), *fits])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
     def _size(self, nbytes: float) -> str:
         number = nbytes / _BYTES[self.unit]
         return f"{number:.3g}" if number < 1 else f"{number:.1f}"
 
-    def table(self) -> str:
-        """Bytes a rank in `unit`, by number of ranks and stage."""
-        head = ["ranks", "stage", "params", "grads", "optim", "transient", "peak", "sent"]
-        offloaded = any(cost.host for cost in self.costs)
-        head += ["host"] * offloaded + ["fits"] * (self.memory is not None)
-        lines = [head]
-        for cost in self.costs:
-            sizes = [cost.parameters, cost.gradients, cost.optimizer, cost.transient, cost.peak, cost.sent]
-            sizes += [cost.host] * offloaded
-            fits = [] if self.memory is None else ["yes" if self.fits(cost) else "no"]
-            lines.append([str(cost.world), cost.stage, *map(self._size, sizes), *fits])
-        return aligned(lines)
+    def _said(self, nbytes: float) -> str:
+        return f"{self._size(nbytes)} {self.unit}"
 
-    def to_json(self) -> str:
-        costs = [
-            {**asdict(cost), "resident": cost.resident, "transient": cost.transient, "fits": self.fits(cost)}
-            for cost in self.costs
-        ]
-        chosen = {world: cost.stage if (cost := self.recommended(world)) else None for world in self.worlds}
-        content = {
-            "parameters": self.parameters,
-            "memory": self.memory,
-            "activations": self.activations,
-            "costs": costs,
-            "recommended": [{"world": world, "stage": chosen[world], "why": self.why(world)} for world in self.worlds],
-        }
-        return json.dumps(content, indent=2)
-
-    def _at(self, world: int) -> Sequence[Cost]:
+    def _at(self, world: int) -> list[Cost]:
         return [cost for cost in self.costs if cost.world == world]
-
-
-def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """A table, whose columns are as wide as their longest entries."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import filterfalse
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,23 +18,31 @@ from torch.optim import Optimizer
 from zero.comm import Comm
 from zero.comm.packing import batches
 from zero.comm.traffic import traffic
-from zero.fsdp import FSDP
+from zero.fsdp import FSDP, MixedPrecision
 from zero.fsdp.fsdp import running_model
 from zero.measure.kinds import Finding, assumed, finding_of
 from zero.measure.param_groups import params_of
-from zero.offload import offload_of
+from zero.offload import CPUOffload, DiskOffload, offload_of
 from zero.oss import OSS
 from zero.oss.gradients import full_gradient
 from zero.oss.optimizer import set_bucket_size
-from zero.plan.averaging import Averaged
 from zero.plan.meter import nbytes
-from zero.plan.offloaded import BesideComputing, Offloaded, on_host
-from zero.plan.rehearsal import Rehearsal, cast, explaining, faked, rehearsing, run_forward, walk
+from zero.plan.rehearsal import (
+    BesideComputing,
+    Offloaded,
+    Rehearsal,
+    cast,
+    explaining,
+    faked,
+    on_host,
+    rehearsing,
+    run_forward,
+    walk,
+)
 from zero.plan.result import Cost
-from zero.plan.sizes import Options, Sizes
 from zero.plan.transport import rehearsed
 from zero.sdp import ShardedDDP
-from zero.shards.partition import cut_for
+from zero.shards.partition import Partition, cut_for
 from zero.shards.shard_group import ShardGroup
 from zero.state import leaves
 from zero.wrap.tensors import map_tensors
@@ -42,38 +50,50 @@ from zero.wrap.tensors import map_tensors
 STAGES = ("0", "1", "2", "3 kept", "3")
 """From the one that keeps most on a rank to the one that keeps least."""
 
-# Up to so many ranks are all rehearsed if they differ, as in the size of the buffers that add up 16-bit gradients.
-_FEW = 2
+Backend = Literal["gloo", "nccl"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """batch: positional arguments of a forward; None if activations are not measured."""
+    """The arguments of zero.plan for one number of ranks, and the names of the model's units."""
 
-    sizes: Sizes
-    world: int
+    module: nn.Module
     optim: Callable[..., Optimizer]
-    options: Options
+    precision: MixedPrecision
     prefetch: int | None
     batch: Sequence[Any] | None
+    partition: Partition
+    master_dtype: torch.dtype | None
+    broadcast_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    bucket_bytes: int | None
+    offload: CPUOffload | DiskOffload | None
+    replicas: int
+    backend: Backend
+    one_host: bool
+    units: Sequence[str] = ()
+    world: int = 1
 
     @property
     def device(self) -> str:
-        return "cuda" if self.options.backend == "nccl" and torch.cuda.is_available() else "cpu"
+        return "cuda" if self.backend == "nccl" and torch.cuda.is_available() else "cpu"
 
     @property
     def finding(self) -> Finding:
         return finding_of(self.optim)
 
+    @property
+    def unit_modules(self) -> dict[str, nn.Module]:
+        return {name: self.module.get_submodule(name) for name in self.units}
+
     def comm(self, rank: int, world: int) -> Comm:
-        reads = self.options.one_host and self.options.backend == "gloo"
-        return rehearsed(rank, world, "host memory" if reads else self.options.backend)
+        return rehearsed(rank, world, "host memory" if self.one_host and self.backend == "gloo" else self.backend)
 
     def optimizer(self) -> Callable[..., Optimizer]:
         """The optimizer's class; with the backend "nccl" as on CUDA, where torch's step all parameters at once."""
         parameters = inspect.signature(self.optim).parameters
         fused = "fused" in parameters and parameters["fused"].default  # which torch takes alone
-        with_all = self.options.backend == "nccl" and "foreach" in parameters and not fused
+        with_all = self.backend == "nccl" and "foreach" in parameters and not fused
         return partial(self.optim, foreach=True) if with_all else self.optim
 
 
@@ -84,7 +104,6 @@ class Built:
 
     @property
     def groups(self) -> list[ShardGroup]:
-        """The parameters' shard groups."""
         if isinstance(self.model, FSDP):
             return running_model(self.model).index.groups
         return self.optimizer.shards.shard_groups if isinstance(self.optimizer, OSS) else []
@@ -94,57 +113,76 @@ def _built(job: Job, stage: str, rank: int) -> Built:
     """What trains at a stage. Masters at stage 0 are those of an OSS on one rank: full, besides the parameters."""
     if stage.startswith("3"):
         return _sharded_parameters(job, rank, kept=stage == "3 kept")
-    module, options = job.sizes.module, job.options
-    cast(module, options.precision)
+    cast(job.module, job.precision)
     if stage == "2":
         optimizer = _oss(job, job.comm(rank, job.world))
-        return Built(ShardedDDP(module, optimizer, reduce_fp16=options.reduce_dtype or False), optimizer)
-    model = Averaged(module, job.world, into_buckets=stage == "1")
+        return Built(ShardedDDP(job.module, optimizer, reduce_fp16=job.reduce_dtype or False), optimizer)
+    model = Averaged(job.module, job.world, into_buckets=stage == "1")
     if stage == "1":
         return Built(model, _oss(job, job.comm(rank, job.world)))
-    masters = options.master_dtype is not None
-    return Built(model, _oss(job, job.comm(0, 1)) if masters else job.optimizer()(model.parameters()))
+    return Built(model, _oss(job, job.comm(0, 1)) if job.master_dtype else job.optimizer()(model.parameters()))
 
 
 def _oss(job: Job, comm: Any) -> OSS:
-    options = job.options
     optimizer = OSS(
-        job.sizes.module.named_parameters(),
+        job.module.named_parameters(),
         job.optimizer(),
         comm,
-        partition=options.partition,
-        broadcast_fp16=options.broadcast_dtype or False,
-        master_dtype=options.master_dtype,
-        offload=_offload(options),
+        partition=job.partition,
+        broadcast_fp16=job.broadcast_dtype or False,
+        master_dtype=job.master_dtype,
+        offload=_offload(job),
     )
-    if options.bucket_bytes is not None:
-        longest = max(param.itemsize for param in job.sizes.module.parameters())
-        set_bucket_size(optimizer, options.bucket_bytes // longest)
+    if job.bucket_bytes is not None:
+        set_bucket_size(optimizer, job.bucket_bytes // max(param.itemsize for param in job.module.parameters()))
     return optimizer
 
 
-def _offload(options: Options) -> Offloaded | None:
-    return Offloaded(offload_of(options.offload)) if options.offload else None
+def _offload(job: Job) -> Offloaded | None:
+    return Offloaded(offload_of(job.offload)) if job.offload else None
 
 
 def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
     """Stage 3: FSDP. kept: parameters stay unsharded from forward to backward (SHARD_GRAD_OP)."""
-    replicas = job.options.replicas
-    shards = job.world // replicas
-    comms = job.comm(rank, shards), job.comm(0, replicas)
-    strategies = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2") if replicas > 1 else ("FULL_SHARD", "SHARD_GRAD_OP")
-    units = {*job.sizes.unit_modules.values()}
+    hybrid = job.replicas > 1
+    comms = job.comm(rank, job.world // job.replicas), job.comm(0, job.replicas)
+    strategies = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2") if hybrid else ("FULL_SHARD", "SHARD_GRAD_OP")
+    units = {*job.unit_modules.values()}
     model = FSDP(
-        job.sizes.module,
-        process_group=comms if replicas > 1 else comms[0],
+        job.module,
+        process_group=comms if hybrid else comms[0],
         auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in units,
-        partition=cut_for(job.options.partition, job.finding),
+        partition=cut_for(job.partition, job.finding),
         sharding_strategy=strategies[kept],
-        mixed_precision=job.options.precision,
+        mixed_precision=job.precision,
         prefetch=job.prefetch,
-        offload=_offload(job.options),
+        offload=_offload(job),
     )
     return Built(model, job.optimizer()(model.parameters()))
+
+
+class Averaged(nn.Module):
+    """A stand-in for DistributedDataParallel, which needs a process group: gradients have buckets, never freed.
+
+    into_buckets: whether gradients become views of the buckets (gradient_as_bucket_view); otherwise buckets are copies.
+    """
+
+    def __init__(self, module: nn.Module, world: int, *, into_buckets: bool) -> None:
+        super().__init__()
+        self.module = module
+        trained = [param for param in module.parameters() if param.requires_grad and world > 1]
+        self._places = [torch.zeros_like(param, requires_grad=False) for param in trained]
+        for param, place in zip(trained, self._places, strict=True) if into_buckets else ():
+            param.register_post_accumulate_grad_hook(partial(_take, place))
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+
+def _take(place: Tensor, param: Tensor) -> None:
+    """place: the view of a bucket for the parameter's gradient."""
+    assert param.grad is not None
+    param.grad = place.copy_(param.grad)
 
 
 def cost_of(job: Job, stage: str) -> Cost:
@@ -160,34 +198,33 @@ def cost_of(job: Job, stage: str) -> Cost:
 
 def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[int]]:
     """The cost on one rank, and the ranks, besides the first, that may need most."""
-    with assumed(job.finding), rehearsing(job.sizes, job.device) as (sizes, rehearsal):
-        job, module = replace(job, sizes=sizes), sizes.module
+    with assumed(job.finding), rehearsing(job.module, job.device) as (module, rehearsal):
+        job = replace(job, module=module)
         inputs: Sequence[Any]
         if job.batch is None:
-            walk(sizes)
+            walk(module, job.unit_modules)
             wanted = next(module.parameters()).requires_grad
             inputs = [torch.zeros((), device=job.device, requires_grad=wanted).clone()]
         else:
             inputs = map_tensors(lambda tensor: faked(tensor, job.device), tuple(job.batch))
         built = _built(job, stage, rank)
-        for group in built.groups if job.options.offload else ():
+        for group in built.groups if job.offload else ():
             if group.offload.active or group.overlaps:
                 group.streams = BesideComputing()
         if not stage.startswith("3"):
-            inputs = job.options.precision.cast_inputs(module, inputs, root=True)
+            inputs = job.precision.cast_inputs(module, inputs, root=True)
         step = partial(_step, job, built, inputs, rehearsal)
         step()  # creates the optimizer's state, and records the order of the units
         before = traffic().total
         rehearsal.reset_peak()
         held = step()
         sent = traffic().total - before + _sent_by_ddp(job, stage, held["gradients"])
-        cost = Cost(stage, job.world, **held, peak=rehearsal.peak(), sent=sent)
-        return cost, [*_fullest(job, built.groups)]
+        return Cost(stage, job.world, **held, peak=rehearsal.peak(), sent=sent), _fullest(job, built.groups)
 
 
 def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -> dict[str, int]:
     """Returns bytes between backward and step."""
-    with explaining(job.sizes.module, inputs, job.device):
+    with explaining(job.module, inputs, job.device):
         loss = run_forward(built.model, inputs, rehearsal)
     if loss is not None:
         loss.backward()
@@ -214,11 +251,8 @@ def _brought_by_step(optimizer: Optimizer) -> int:
                 widened[optimizer.shards.places[param].group] += shard.nbytes
     if not optimizer.shards.steps_by_group(optimizer.optim, {}):
         return brought + widened.total()
-    return brought + max((min(nbytes, _stepped_at_once(group)) for group, nbytes in widened.items()), default=0)
-
-
-def _stepped_at_once(group: ShardGroup) -> int:
-    return group.offload.at_once() * group.main.itemsize if isinstance(group.offload, Offloaded) else 0
+    at_once = {one: one.offload.at_once() for one in widened if isinstance(one.offload, Offloaded)}
+    return brought + max((min(widened[one], n * one.main.itemsize) for one, n in at_once.items()), default=0)
 
 
 def resident(model: nn.Module, groups: Iterable[ShardGroup], optimizers: Sequence[Optimizer]) -> dict[str, int]:
@@ -226,8 +260,7 @@ def resident(model: nn.Module, groups: Iterable[ShardGroup], optimizers: Sequenc
     inner = [one.optim if isinstance(one, OSS) else one for one in optimizers]
     stepped = [param for one in inner for param in params_of(one)]
     params: list[Tensor] = [*model.parameters()]
-    for group in groups:
-        params += [group.full] if group.full.untyped_storage().nbytes() else []
+    params += [group.full for group in groups if group.full.untyped_storage().nbytes()]
     both = [*params, *stepped]
     gradients = [gradient for param in both if (gradient := full_gradient(param)) is not None]
     entries = [leaves.opened(dict(of_param)) for one in inner for of_param in one.state.values()]
@@ -245,17 +278,17 @@ def _sent_by_ddp(job: Job, stage: str, gradients: int) -> int:
     """Bytes that DistributedDataParallel sends: gradients by all ranks, buffers by the first."""
     if stage not in ("0", "1"):
         return 0
-    buffers = sum(buffer.nbytes for batch in batches([*job.sizes.module.buffers()]) for buffer in batch)
+    buffers = sum(buffer.nbytes for batch in batches([*job.module.buffers()]) for buffer in batch)
     return (job.world - 1) * buffers + 2 * (job.world - 1) * gradients // job.world
 
 
-def _fullest(job: Job, groups: Sequence[ShardGroup]) -> Iterable[int]:
-    """See _rehearsed."""
+def _fullest(job: Job, groups: Sequence[ShardGroup]) -> list[int]:
+    """See _rehearsed. Two ranks are both rehearsed if they differ, as in the buffers that add up 16-bit gradients."""
     owned = [np.diff(group.layout.bounds) * group.shard.itemsize for group in groups]
-    sent = [job.options.reduce_dtype, job.options.precision.reduce_dtype, *(group.full.dtype for group in groups)]
+    sent = [job.reduce_dtype, job.precision.reduce_dtype, *(group.full.dtype for group in groups)]
     widened = any(dtype is not None and dtype.itemsize < torch.float32.itemsize for dtype in sent)
     if not widened and not any(np.ptp(of_each) for of_each in owned):
         return []
-    if len(owned[0]) <= _FEW:
-        return range(len(owned[0]))
+    if len(owned[0]) <= 2:
+        return [*range(len(owned[0]))]
     return [int(np.argmax(sum(owned))), int(np.argmax(np.max(owned, axis=0)))]

@@ -26,11 +26,10 @@ Rehearsed = Literal["gloo", "host memory", "nccl"]
 """The name of the rehearsed transport; "nccl" stands for all backends that overlap."""
 
 Finish = Callable[[], Any]
-"""Makes the result of a transfer."""
 
 
 class RehearsedWork(Work):
-    """Allocates in `wait`, and keeps until then what `finish` refers to."""
+    """`finish` makes the result in `wait`. What it refers to is kept until then."""
 
     def __init__(self, finish: Finish) -> None:
         self._finish: Finish | None = finish
@@ -48,9 +47,8 @@ class Rehearsal(Transport):
         self.name, self.overlaps = f"{like}, rehearsed", like == "nccl"
         self._log, self._rank, self._world = log, rank, world
         self._host_memory = like == "host memory"
-        self._work: Callable[[Finish], Work] = RehearsedWork
-        if self._host_memory:
-            self._work = partial(QueuedWork, queue=list[QueuedWork]())
+        queued = partial(QueuedWork, queue=list[QueuedWork]())
+        self._work: Callable[[Finish], Work] = queued if self._host_memory else RehearsedWork
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
         return self._transfer([full], lambda: None)
@@ -85,11 +83,7 @@ class Rehearsal(Transport):
 
     def _transfer(self, buffers: Sequence[Tensor], finish: Finish) -> Work:
         """The work keeps the buffers until it has finished."""
-
-        def finished(held: Sequence[Tensor] = buffers) -> Any:
-            return finish()
-
-        return self._work(finished)
+        return self._work(partial(lambda held: finish(), buffers))
 
     def _read_in_chunks(self, sample: Tensor, own: Sequence[int]) -> list[Tensor]:
         """Allocates the chunks that HostMemory reads from all ranks at a time. own: this rank's elements by message."""

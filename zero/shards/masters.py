@@ -16,6 +16,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from zero._torch import has_values
 from zero.shards.shard_group import ShardGroup
 
 # Elements that are compared at a time.
@@ -84,5 +85,7 @@ def _written(shard: Tensor, master: Tensor) -> Tensor:
 
 
 def _chunks(group: ShardGroup) -> Iterable[tuple[Tensor, Tensor]]:
-    """Yields the stepped tensor and the shard, some elements at a time."""
+    """Yields the stepped tensor and the shard, some elements at a time. Without values the first stand for all."""
+    if not has_values(group.main):
+        return [(group.main[:_CHUNK], group.shard[:_CHUNK])]
     return zip(group.main.split(_CHUNK), group.shard.split(_CHUNK), strict=True)
