@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import matrix
 from assertions import close
+from processes import python
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning: too few workers, short epochs, no GPU
 STAGES = [1, 2, 3]
@@ -104,6 +106,13 @@ def test_saved_files_have_all_weights(tmp_path):
 @pytest.mark.slow
 def test_one_module_is_trained_by_one_stage_after_another():
     on_ranks("lightnings", "again")
+
+
+@matrix.only
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_that_lightning_spawns_bring_full_weights_back(stage, tmp_path):
+    told = python(Path(__file__).with_name("spawned.py"), stage, cwd=tmp_path)
+    assert "the weights are those that rank 0 had" in told.stdout, told.stdout + told.stderr
 
 
 @matrix.only

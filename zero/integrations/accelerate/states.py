@@ -56,19 +56,6 @@ class ShardedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Collective. Loads full state, of every rank or of rank 0 and None elsewhere; or this rank's own."""
         load_full_optimizer_state_dict(self._accelerator.sharding.holder_of(self.optimizer), self.optimizer, state_dict)
-        if self._accelerator.zero_plugin.stage == 3:
-            _take_masters(self.optimizer)
-
-
-@torch.no_grad()
-def _take_masters(optimizer: Optimizer) -> None:
-    """Moves master weights, which stages 1 and 2 have saved with the state, into the shards of stage 3, which are the
-    masters there. Elements that are not the master rounded were loaded from elsewhere, and stay."""
-    for param, state in optimizer.state.items():
-        if (master := state.pop("master", None)) is not None:
-            shard, master = param.as_subclass(Tensor), master.as_subclass(Tensor)
-            same = (shard == master.bfloat16()) | (shard == master.half())
-            shard.copy_(torch.where(same, master, shard))
 
 
 # -------------------------------------------------------------------------------------------------- gathering
