@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import zero.integrations.lightning  # registers zero_stage_1, zero_stage_2, zero_stage_3
+import zero.integrations.lightning  # noqa: F401 (registers zero_stage_1, zero_stage_2, zero_stage_3)
 
 CONTEXT = 64
 
@@ -85,7 +85,6 @@ if __name__ == "__main__":
         max_steps=options.steps,
         max_epochs=-1,
         gradient_clip_val=1.0,
-        callbacks=[zero.integrations.lightning.MemoryCallback(every=10)],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

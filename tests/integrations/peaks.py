@@ -77,7 +77,7 @@ class Peaks:
 
             return noted
 
-        readers = ("torch.load", "safetensors.torch.load_file", "zero.integrations.accelerate.full_files.safe_open")
+        readers = ("torch.load", "safetensors.torch.load_file", "zero.integrations.accelerate.states.safe_open")
         with ExitStack() as stack:
             for name in ("comm.packing._BATCH", "checkpoint.files.BUFFER", "checkpoint.files._CACHED"):
                 stack.enter_context(mock.patch(f"zero.{name}", int(self.unit * self._weights)))

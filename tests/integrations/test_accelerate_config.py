@@ -1,4 +1,4 @@
-"""Configurations of Accelerate and DeepSpeed: every key is honoured, refused by name, or named as without an effect."""
+"""Accelerate's configurations: every key is honoured, refused by name, or named as without an effect."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from accelerate.commands.launch import launch_command_parser
-from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils import launch as accelerate_launch
-from torch.distributed import fsdp
 
-from zero import CPUOffload, DiskOffload, MixedPrecision
-from zero.integrations.accelerate import ZeroPlugin, deepspeed_keys, fsdp_keys
+from zero import CPUOffload, DiskOffload
+from zero.integrations.accelerate import ZeroPlugin, sections
+from zero.integrations.accelerate.plugin import chosen
 
 FSDP: dict[str, tuple[Any, dict[str, Any]]] = {
     "fsdp_version": ("2", {"stage": 3, "mixed_precision_policy": "auto", "autocast": False}),
@@ -42,13 +42,14 @@ BESIDE = {
     "fsdp_transformer_layer_cls_to_wrap": {"fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"},
     "fsdp_min_num_params": {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP"},
     "offload_param_device": {"offload_param_nvme_path": "/scratch"},
+    "offload_optimizer_device": {"offload_optimizer_nvme_path": "/scratch"},
 }
 """What a key needs."""
 
 
-def from_yaml(folder: Path, **sections: Any) -> ZeroPlugin:
+def from_yaml(folder: Path, **given: Any) -> ZeroPlugin:
     path = folder / "config.yaml"
-    written = {"compute_environment": "LOCAL_MACHINE", "num_processes": 2, **sections}
+    written = {"compute_environment": "LOCAL_MACHINE", "num_processes": 2, **given}
     path.write_text(json.dumps(written))  # JSON is YAML
     return ZeroPlugin.from_yaml(path)
 
@@ -57,42 +58,53 @@ def test_no_key_of_accelerate_is_forgotten() -> None:
     options = {name for action in launch_command_parser()._actions for name in action.option_strings}
     assert {name.removeprefix("--") for name in options if name.startswith("--fsdp_")} <= FSDP.keys()
     written = re.findall(r'current_env\["FSDP_(\w+)"\]', inspect.getsource(accelerate_launch))
-    assert {name.lower() for name in written} == {*fsdp_keys.LAUNCHED}
+    assert {name.lower() for name in written} <= KEYS
 
 
-def test_a_key_that_another_one_makes_idle_is_named(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="fsdp_min_num_params .*SIZE_BASED_WRAP"):
-        from_yaml(tmp_path, fsdp_config={"fsdp_auto_wrap_policy": "NO_WRAP", "fsdp_min_num_params": 5})
+KEYS = {*sections.FSDP_READERS, *sections.FSDP_NAMES}
 
 
 def launched(**named: str) -> dict[str, str]:
     """What `accelerate launch` writes where a configuration names these."""
     parsed = launch_command_parser().parse_args([*(f"--fsdp_{key}={value}" for key, value in named.items()), "x.py"])
-    given = {name: getattr(parsed, f"fsdp_{OTHER_OPTION.get(name, name)}", None) for name in fsdp_keys.LAUNCHED}
+    given = {name: getattr(parsed, f"fsdp_{name}", None) for name in KEYS}
     written = {f"FSDP_{name.upper()}": str(value) for name, value in given.items() if value is not None}
     return {"ACCELERATE_USE_FSDP": "true", **written}
 
 
-OTHER_OPTION = {"transformer_cls_to_wrap": "transformer_layer_cls_to_wrap"}
+ADDED = {
+    "sync_module_states": True,
+    "use_orig_params": True,
+    "min_num_params": 10**8,
+    "activation_checkpointing": False,
+}
+"""By the launcher: what is so anyway, or what SIZE_BASED_WRAP alone reads."""
 
 
-def test_what_the_launcher_adds_is_not_taken_for_asked() -> None:
-    assert ZeroPlugin.from_environment({}) is None
-    plugin = ZeroPlugin.from_environment(launched())
-    assert plugin == ZeroPlugin(3, cpu_ram_efficient_loading=True, mixed_precision_policy="auto")
+def test_what_the_launcher_adds_is_not_taken_for_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plugin(**asked: str) -> ZeroPlugin:
+        for name, value in launched(**asked).items():
+            monkeypatch.setenv(name, value)
+        return chosen(None)
+
+    with pytest.raises(ValueError, match="no stage to shard at was given"):
+        chosen(None)
+    assert vars(plugin()) == {
+        **{"stage": 3, "sharding_strategy": "FULL_SHARD", "mixed_precision_policy": "auto", "autocast": True},
+        **{"cpu_ram_efficient_loading": True, **ADDED},
+    }
     for asked, expected in [
         ({"reshard_after_forward": "SHARD_GRAD_OP"}, "SHARD_GRAD_OP"),  # Accelerate drops it: its own default wins
         ({"sharding_strategy": "SHARD_GRAD_OP"}, "SHARD_GRAD_OP"),
         ({"version": "2", "reshard_after_forward": "false"}, "SHARD_GRAD_OP"),
         ({"sharding_strategy": "HYBRID_SHARD"}, "HYBRID_SHARD"),
     ]:
-        plugin = ZeroPlugin.from_environment(launched(**asked))
-        assert plugin is not None and plugin.sharding_strategy == expected
-    plugin = ZeroPlugin.from_environment(launched(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params="7"))
-    assert plugin is not None and (plugin.auto_wrap_policy, plugin.min_num_params) == ("SIZE_BASED_WRAP", 7)
+        assert plugin(**asked).sharding_strategy == expected
+    found = plugin(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params="7")
+    assert (found.auto_wrap_policy, found.min_num_params) == ("SIZE_BASED_WRAP", 7)
 
 
-def test_accelerates_own_plugins_are_taken() -> None:
+def test_accelerates_own_plugin_is_taken() -> None:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=False,
@@ -104,16 +116,12 @@ def test_accelerates_own_plugins_are_taken() -> None:
         transformer_cls_names_to_wrap=["A"],
         activation_checkpointing=True,
     )
-    found = ZeroPlugin.from_fsdp_plugin(plugin)
+    found = chosen(None, plugin)
     assert (found.stage, found.sharding_strategy, found.state_dict_type) == (3, "SHARD_GRAD_OP", "SHARDED_STATE_DICT")
     assert found.mixed_precision_policy.param_dtype == torch.bfloat16 and found.offload == CPUOffload()
     assert not found.autocast
     assert (found.auto_wrap_policy, found.transformer_cls_names_to_wrap) == ("TRANSFORMER_BASED_WRAP", ("A",))
     assert found.ignored_modules == "head" and found.activation_checkpointing
-    given = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 3, "offload_optimizer_device": "cpu"}
-    found = ZeroPlugin.from_deepspeed_plugin(DeepSpeedPlugin(zero_stage=2, **given))
-    del given["offload_optimizer_device"]
-    assert found == ZeroPlugin(2, master_dtype=torch.float32, offload=CPUOffload(pin_memory=False), **given)
 
 
 DEEPSPEED: dict[str, tuple[int, Any, dict[str, Any]]] = {
@@ -126,25 +134,50 @@ DEEPSPEED: dict[str, tuple[int, Any, dict[str, Any]]] = {
     "zero3_save_16bit_model": (3, "true", {"save_16bit_model": True}),
     "deepspeed_moe_layer_cls_names": (3, "Moe,Other", {"as_one_unit": ("Moe", "Other")}),
 }
+STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+VALUES: list[tuple[str, str, Any, dict[str, Any]]] = [
+    *(("fsdp_config", "fsdp_auto_wrap_policy", one, {"auto_wrap_policy": one}) for one in sections.WRAPPING),
+    *(("fsdp_config", "fsdp_sharding_strategy", one, {"sharding_strategy": one}) for one in STRATEGIES),
+    *(
+        ("fsdp_config", "fsdp_sharding_strategy", number, {"sharding_strategy": one})
+        for number, one in enumerate(STRATEGIES, 1)
+    ),
+    ("fsdp_config", "fsdp_sharding_strategy", "3", {"sharding_strategy": "NO_SHARD"}),
+    ("fsdp_config", "fsdp_reshard_after_forward", "true", {"sharding_strategy": "FULL_SHARD"}),
+    ("fsdp_config", "fsdp_reshard_after_forward", "HYBRID_SHARD", {"sharding_strategy": "HYBRID_SHARD"}),
+    ("fsdp_config", "fsdp_state_dict_type", "FULL_STATE_DICT", {"state_dict_type": "FULL_STATE_DICT"}),
+    ("fsdp_config", "fsdp_backward_prefetch", "BACKWARD_POST", {"prefetch": 2}),
+    ("fsdp_config", "fsdp_version", 1, {"autocast": True}),
+    *(("deepspeed_config", "zero_stage", stage, {"stage": stage}) for stage in range(4)),
+    *(
+        ("deepspeed_config", f"{one}_device", "cpu", {"offload": CPUOffload(pin_memory=False)})
+        for one in ("offload_optimizer", "offload_param")
+    ),
+    ("deepspeed_config", "offload_optimizer_device", "nvme", {"offload": DiskOffload("/scratch")}),
+]
+"""Further values of the keys."""
 IDLE = {"deepspeed_hostfile": "hosts", "deepspeed_multinode_launcher": "standard"}
 
 
 BUILD: dict[str, Callable[..., ZeroPlugin]] = {
     "fsdp_config": lambda folder, **keys: from_yaml(folder, fsdp_config=keys),
     "yaml": from_yaml,
-    "Accelerate's plugin": lambda _, **keys: ZeroPlugin.from_fsdp_plugin(FullyShardedDataParallelPlugin(**keys)),
     "deepspeed_config": lambda folder, **keys: from_yaml(folder, deepspeed_config=keys),
-    "DeepSpeed's plugin": lambda _, **keys: ZeroPlugin.from_deepspeed_plugin(DeepSpeedPlugin(hf_ds_config=keys)),
     "ZeroPlugin": lambda _, **options: ZeroPlugin(**options),
 }
+OF_SECTION: dict[str, dict[str, Any]] = {"fsdp_config": {}, "deepspeed_config": {"zero_stage": 3}}
 HONOURED = [
     *(("fsdp_config", key, {}, *case) for key, case in FSDP.items()),
     *(("deepspeed_config", key, {"zero_stage": stage}, *case) for key, (stage, *case) in DEEPSPEED.items()),
+    *(
+        (section, key, {"zero_stage": 3} if section == "deepspeed_config" else {}, *case)
+        for section, key, *case in VALUES
+    ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("build", "key", "beside", "value", "expected"), HONOURED, ids=[f"{build}: {key}" for build, key, *_ in HONOURED]
+    ("build", "key", "beside", "value", "expected"), HONOURED, ids=[f"{one[1]}={one[3]}" for one in HONOURED]
 )
 def test_every_key_is_honoured(
     build: str, key: str, beside: dict[str, Any], value: Any, expected: dict[str, Any], tmp_path: Path
@@ -155,6 +188,13 @@ def test_every_key_is_honoured(
         assert BUILD[build](tmp_path, **{**beside, key: "auto"}) == BUILD[build](tmp_path, **beside)
 
 
+@pytest.mark.parametrize(("said", "expected"), [("bf16", "bf16"), ("fp16", "fp16"), ("no", "no"), (False, "no")])
+def test_mixed_precision_beside_a_section_is_read(said: Any, expected: str, tmp_path: Path) -> None:
+    for section in ({"deepspeed_config": {"zero_stage": 2}}, {"fsdp_config": V2}):
+        assert from_yaml(tmp_path, mixed_precision=said, **section).mixed_precision == expected
+        assert from_yaml(tmp_path, fp16=True, **section).mixed_precision == "fp16"  # its old name
+
+
 def test_keys_that_mean_nothing_here_are_named(tmp_path: Path) -> None:
     plain = from_yaml(tmp_path, deepspeed_config={"zero_stage": 3})
     with pytest.warns(UserWarning, match="without an effect here") as warned:
@@ -162,10 +202,12 @@ def test_keys_that_mean_nothing_here_are_named(tmp_path: Path) -> None:
     assert len(warned) == 1
     assert all(name in str(warned[0].message) for name in IDLE)
     with pytest.warns(UserWarning, match="offload_param_device is for stage 3"):
-        assert from_yaml(tmp_path, deepspeed_config={"offload_param_device": "cpu"}).handed == {}
+        assert from_yaml(tmp_path, deepspeed_config={"offload_param_device": "cpu"}) == ZeroPlugin(
+            2, master_dtype=torch.float32
+        )
 
 
-def test_accelerates_own_words_for_deepspeed(tmp_path: Path) -> None:
+def test_accelerates_own_words_for_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     section = {
         "zero_stage": 3,
         "offload_param_device": "nvme",
@@ -183,24 +225,32 @@ def test_accelerates_own_words_for_deepspeed(tmp_path: Path) -> None:
         as_one_unit=("Moe", "Other"),
     )
     assert from_yaml(tmp_path, deepspeed_config=section) == expected
-    of_name = {name: variable for variable, name in deepspeed_keys.LAUNCHED.items()}
-    environment = {of_name[name]: str(value) for name, value in section.items()}
-    assert ZeroPlugin.from_environment({"ACCELERATE_USE_DEEPSPEED": "true", **environment}) == expected
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    for name, value in section.items():
+        of_deepspeed = name.startswith(("zero", "offload"))
+        variable = f"{'DEEPSPEED_' * of_deepspeed}{name}".removesuffix("_flag").upper()
+        monkeypatch.setenv(f"ACCELERATE_{variable}", str(value))
+    assert chosen(None) == expected
 
 
-HALF, V2 = MixedPrecision(), {"fsdp_version": 2}
+V2 = {"fsdp_version": 2}
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "fsdp_config": [
         ({"fsdp_activation_checkpointing_offload": True}, "activation_checkpointing_offload=True"),
         ({"fsdp_speed": 3}, "fsdp_speed is not known"),
+        ({"fsdp_version": 3}, "fsdp_version=3"),
+        ({"fsdp_sharding_strategy": 6}, "fsdp_sharding_strategy=6 .*1 to 5"),
+        ({"fsdp_state_dict_type": "LOCAL_STATE_DICT"}, "FULL_STATE_DICT, SHARDED_STATE_DICT"),
         ({"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_reshard_after_forward": False}, "different things"),
+        (
+            {"fsdp_backward_prefetch": "BACKWARD_PRE", "fsdp_backward_prefetch_policy": "NO_PREFETCH"},
+            "fsdp_backward_prefetch and fsdp_backward_prefetch_policy='NO_PREFETCH' are two names",
+        ),
     ],
     "yaml": [
         ({"fsdp_config": V2, "deepspeed_config": {"zero_stage": 2}}, "fsdp_config and deepspeed_config"),
-        ({"parallelism_config": {"tp_size": 2}, "fsdp_config": V2}, "parallelism_config=.* is not available"),
-    ],
-    "Accelerate's plugin": [
-        ({"state_dict_config": fsdp.FullStateDictConfig(offload_to_cpu=False)}, "state_dict_config"),
+        ({"mixed_precision": "bf16"}, "neither fsdp_config nor deepspeed_config"),
+        ({"parallelism_config": {"tp_size": 2}, "fsdp_config": V2}, "parallelism_config is not available"),
     ],
     "deepspeed_config": [
         ({"zero_stage": 4}, "stage=4"),
@@ -208,29 +258,13 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"deepspeed_config_file": "ds.json"}, "ds.json.* docs/integrations.md"),
         ({"wings": 2}, "wings is not known"),
     ],
-    "DeepSpeed's plugin": [
-        ({"zero_optimization": {"stage": 3, "overlap_comm": True}}, "overlap_comm: .* docs/integrations.md"),
-        ({"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}, "optimizer: .* docs/integrations.md"),
-    ],
-    "ZeroPlugin": [
-        ({"stage": 5}, "0 \\(DDP\\)"),
-        ({"stage": 2, "mixed_precision_policy": HALF}, "mixed_precision_policy=.* stage 3"),
-        ({"stage": 1, "reduce_dtype": torch.bfloat16}, "reduce_dtype=torch.bfloat16 .* stage 2 or 3"),
-        ({"stage": 3, "reduce_bucket_size": 7}, "reduce_bucket_size=7 .* stage 1 or 2"),
-        ({"stage": 0, "offload": CPUOffload()}, "offload=.* stage 1 or 2 or 3"),
-        ({"stage": 3, "state_dict_type": "LOCAL_STATE_DICT"}, "FULL_STATE_DICT or SHARDED_STATE_DICT"),
-        ({"stage": 3, "master_dtype": torch.float64}, "master_dtype=torch.float64"),
-        ({"stage": 3, "master_dtype": torch.float32, "mixed_precision_policy": HALF}, "decides the dtypes alone"),
-    ],
+    "ZeroPlugin": [({"stage": 5}, "0 \\(DDP\\)")],
 }
 
 
 @pytest.mark.parametrize(
     ("build", "given", "told"), [(build, *case) for build, cases in REFUSED.items() for case in cases]
 )
-def test_what_cannot_be_is_refused_by_name(
-    build: str, given: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "4")
+def test_what_cannot_be_is_refused_by_name(build: str, given: dict[str, Any], told: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=told):
         BUILD[build](tmp_path, **given)

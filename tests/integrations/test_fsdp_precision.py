@@ -76,7 +76,7 @@ def test_bf16_beside_an_fsdp_config_means_what_it_means_to_accelerate(
     file.write_text(f"mixed_precision: bf16\nfsdp_config:\n{keys}")
     reduced = []
     for sent_in, dtype in ((None, torch.float32), (torch.float32, torch.bfloat16)):
-        plugin = ZeroPlugin.from_yaml(file).replace(reduce_dtype=sent_in)
+        plugin = ZeroPlugin(**vars(ZeroPlugin.from_yaml(file)), reduce_dtype=sent_in)
         with launched(rank, world):
             before = traffic()
             losses, output, model, optimizer = trained(Accelerator(cpu=True, zero_plugin=plugin), dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import matrix
 from assertions import close
+from processes import python
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning: too few workers, short epochs, no GPU
 STAGES = [1, 2, 3]
@@ -59,6 +61,14 @@ def test_accumulation_holds_shards_of_gradients_unless_asked_otherwise(module):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("module", MODULES)
+def test_gradients_are_clipped_by_value_as_by_ddp_where_a_rank_has_elements(module):
+    expected, *found = (on_ranks(module, "by_value", stage)[0] for stage in (0, 1, 3))
+    for weights in found:
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+@pytest.mark.slow
 def test_fabric_clips_each_of_two_optimizers_by_the_norm_of_its_own_gradients():
     expected, *found = (on_ranks("fabrics", "two_optimizers", stage) for stage in [0, *STAGES])
     for by_rank in found:
@@ -96,6 +106,13 @@ def test_saved_files_have_all_weights(tmp_path):
 @pytest.mark.slow
 def test_one_module_is_trained_by_one_stage_after_another():
     on_ranks("lightnings", "again")
+
+
+@matrix.only
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_that_lightning_spawns_bring_full_weights_back(stage, tmp_path):
+    told = python(Path(__file__).with_name("spawned.py"), stage, cwd=tmp_path)
+    assert "the weights are those that rank 0 had" in told.stdout, told.stdout + told.stderr
 
 
 @matrix.only

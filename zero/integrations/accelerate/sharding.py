@@ -1,11 +1,11 @@
-"""Shards the models and optimizers of an Accelerator by its ZeroPlugin."""
+"""Shards the models and optimizers of an Accelerator by the options of its ZeroPlugin."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,17 +23,19 @@ from zero.comm import Comm
 from zero.fsdp import FSDP, MixedPrecision
 from zero.fsdp.options import as_strategy
 from zero.fsdp.units import unit_modules
-from zero.integrations.accelerate.keys import WRAPPING
-from zero.integrations.accelerate.plugin import ZeroPlugin
+from zero.integrations.accelerate.sections import WRAPPING
 from zero.measure.built import finding_of_built
 from zero.measure.param_groups import params_of, steps
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
-from zero.shards.partition import Partition, cut_for
+from zero.shards.partition import cut_for
 from zero.wrap.ddp import average_by_reading
-from zero.wrappers import Wrapped
 
 WRAPPERS = (FSDP, ShardedDDP)
+_TOGETHER = (
+    "whose parameters or gradients it needs. Prepare both in one call: model, optimizer = accelerator.prepare(model, "
+    "optimizer); or freeze what is not trained."
+)
 Clip = Callable[[float, float], Tensor]
 """Clips gradients to a norm; returns the norm before. Called with the largest norm, and the order of the norm."""
 
@@ -41,221 +43,204 @@ Clip = Callable[[float, float], Tensor]
 class Sharding:
     """The models and optimizers that an Accelerator has sharded, also those that it no longer holds itself.
 
-    dtype: of the Accelerator's mixed_precision; None for float32. narrow: whether models are rounded to it, and have
-    float32 master weights beside: at stages 1 and 2 that is what comes closest to FSDP's mixed precision.
+    dtype: of the Accelerator's mixed_precision; None for float32. options: of a ZeroPlugin, but those of the
+    Accelerator itself.
+    `narrow`: whether models are rounded to dtype, and have float32 master weights beside: at stages 1 and 2 that is
+    what comes closest to FSDP's mixed precision. `autocast`: whether mixed_precision is autocast.
     """
 
-    def __init__(self, plugin: ZeroPlugin, device: torch.device, dtype: torch.dtype | None) -> None:
-        self.plugin, self._device = plugin, device
-        policy, sent = plugin.mixed_precision_policy, plugin.reduce_dtype
-        as_fsdp = policy == "auto" and dtype is not None
-        self.narrow = dtype is not None and (plugin.master_dtype is not None or (as_fsdp and plugin.stage < 3))
-        if self.narrow:
-            policy = MixedPrecision(param_dtype=dtype, buffer_dtype=dtype, reduce_dtype=sent)
-        elif as_fsdp:
-            buffers = dtype if plugin.autocast else None  # of FSDP's first version alone
-            policy = MixedPrecision(param_dtype=dtype, reduce_dtype=sent or dtype, buffer_dtype=buffers)
-        elif policy in (None, "auto"):
-            policy = None if sent is None else MixedPrecision(reduce_dtype=sent)
-        self._precision, self._as_fsdp = policy, as_fsdp
-        # The wrapped models that still exist, in the order of wrapping.
+    def __init__(self, stage: int, device: torch.device, dtype: torch.dtype | None, options: dict[str, Any]) -> None:
+        take = options.pop
+        self.stage, self._device = stage, device
+        self._synced, self._masters = take("sync_module_states", True), take("master_dtype", None)
+        self._policy, self._class_names = take("auto_wrap_policy", None), take("transformer_cls_names_to_wrap", ())
+        self._min_numel, self._as_one_unit = take("min_num_params", 0), take("as_one_unit", ())
+        self._recomputes, self._shard_size = take("activation_checkpointing", False), take("shard_size", None)
+        self._sent = take("reduce_dtype", None) if stage > 1 else None
+        self.autocast, as_fsdp = take("autocast", True), options.get("mixed_precision_policy") == "auto"
+        policy = take("mixed_precision_policy", None) if as_fsdp or stage == 3 else None
+        if stage == 0 and options:
+            raise ValueError(f"{', '.join(options)}: for stages 1 to 3, but stage is 0. Leave it out.")
+        self._set_precision(None if as_fsdp else policy, dtype, as_fsdp=as_fsdp and dtype is not None)
+        self._rest = options  # for OSS, or FSDP
+        # Those that still exist, in the order of wrapping.
         self.wrapped: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-        self._optimizers: WeakKeyDictionary[OSS, None] = WeakKeyDictionary()
+        self._optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
 
-    # ------------------------------------------------------------------------------------------- wrapping
+    def _set_precision(self, policy: Any, dtype: torch.dtype | None, *, as_fsdp: bool) -> None:
+        if self._masters not in (None, torch.float32) or (self._masters and (policy or as_fsdp)):
+            raise ValueError(f"master_dtype={self._masters}: it is torch.float32, which decides the dtypes alone.")
+        self.narrow = dtype is not None and (self._masters is not None or (as_fsdp and self.stage < 3))
+        buffers = dtype if self.narrow or self.autocast else None  # of FSDP's first version alone
+        if self.narrow:
+            self.autocast, self._masters = False, torch.float32
+        if self.narrow or as_fsdp:
+            sent = self._sent or (None if self.narrow else dtype)
+            policy = MixedPrecision(param_dtype=dtype, reduce_dtype=sent, buffer_dtype=buffers)
+        elif policy is None and self._sent is not None:
+            policy = MixedPrecision(reduce_dtype=self._sent)
+        self._precision, self._as_fsdp = policy, as_fsdp
 
     def place(self, model: nn.Module) -> None:
         """Moves parameters and buffers of other devices. Others stay: `.to("cpu:0")` would copy tensors on "cpu"."""
-        tensors = [*model.parameters(), *model.buffers()]
-        if not all(tensor.is_meta or _same(tensor.device, self._device) for tensor in tensors):
+        there, index = self._device.type, None if self._device.type == "cpu" else self._device.index
+        devices = [tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+        if any(device.type != there or index not in (None, device.index) for device in devices):
             model.to(self._device)
 
     def cast(self, model: nn.Module) -> None:
         """Rounds a model to 16 bits, if it is to have master weights: in place, and before its optimizer is sharded.
 
-        At stages 1 and 2 parameters and buffers are of 16 bits from here on. At stage 3 the parameters, which become
-        the masters, are float32, and FSDP does the rest; by FSDP's words they are not rounded.
+        At stage 3 the parameters, which become the masters, are float32; by FSDP's words they are not rounded.
         """
         if not self.narrow or self._precision is None:
             for param in model.parameters() if self._as_fsdp else ():
                 if param.requires_grad and param.is_floating_point():
                     param.data = param.data.float()
             return
-        held = {param for one in self._optimizers for param in params_of(one)}
-        if not held.isdisjoint(model.parameters()):
-            raise ValueError(
-                "an optimizer was prepared before its model, whose parameters are then to be rounded to 16 bits. "
-                "Prepare both in one call: model, optimizer = accelerator.prepare(model, optimizer)."
-            )
-        modules, precision = [*model.modules()], self._precision
-        for module in modules:
-            narrow = precision.dtype_of(module)
+        held = {param for one in self._optimizers for param in params_of(one)} if self.stage < 3 else set()
+        for module in model.modules():
+            narrow = self._precision.dtype_of(module)
             if narrow is None:
                 module.float()
                 continue
             for param in module.parameters(recurse=False):
-                if param.is_floating_point() and not wraps_others(param):
-                    param.data = param.data.to(narrow).to(torch.float32 if self.plugin.stage == 3 else narrow)
-        if self.plugin.stage < 3:
-            precision.prepare(modules)
-            model.register_forward_pre_hook(partial(_cast_inputs, precision), with_kwargs=True)
+                if param.is_floating_point() and not wraps_others(param) and param.dtype != narrow:
+                    if param in held:
+                        raise ValueError(f"an optimizer was prepared before its model, {_TOGETHER}")
+                    param.data = param.data.to(narrow).to(torch.float32 if self.stage == 3 else narrow)
 
     def shard(self, optimizer: Optimizer) -> Optimizer:
         """Collective at stages 1 and 2. The optimizer that this stage steps."""
-        if not isinstance(optimizer, OSS) and self.plugin.stage in (1, 2):
-            elsewhere = [param for param in params_of(optimizer) if not _same(param.device, self._device)]
-            if elsewhere:
-                raise ValueError(
-                    f"an optimizer was prepared whose parameters are on {elsewhere[0].device}, not on {self._device}. "
-                    "Prepare the model in the same call: model, optimizer = accelerator.prepare(model, optimizer)."
-                )
-            partition, masters = self.plugin.partition, torch.float32 if self.narrow else self.plugin.master_dtype
-            optimizer = OSS.from_optimizer(optimizer, partition=partition, master_dtype=masters, **self.plugin.handed)
-        if isinstance(optimizer, OSS):
-            self._optimizers[optimizer] = None
+        if self.stage in (1, 2) and not isinstance(optimizer, OSS):
+            optimizer = OSS.from_optimizer(optimizer, master_dtype=self._masters, **self._rest)
+        self._optimizers[optimizer] = None
         return optimizer
 
-    def wrap(self, model: nn.Module, optimizers: Sequence[Optimizer], ddp: dict[str, Any]) -> nn.Module:
-        """Collective. The model, wrapped for this stage. ddp: arguments of DistributedDataParallel, for the stages that
-        have them."""
-        if self.plugin.stage == 3:
-            wrapped: nn.Module = self._fsdp(model, optimizers, broadcast_buffers=ddp.get("broadcast_buffers", True))
+    def wrap(self, model: nn.Module, handler: Any) -> nn.Module:
+        """Collective. The model, wrapped for this stage. handler: DistributedDataParallelKwargs, of which stages have
+        what means something to them."""
+        options = handler.to_kwargs() if handler is not None else {}
+        hook = getattr(handler, "comm_hook", "no")
+        hooked = getattr(hook, "value", hook) != "no"
+        if hooked and self.stage > 1:
+            raise ValueError("comm_hook is for stage 1. At stages 2 and 3 set reduce_dtype of the ZeroPlugin.")
+        if self.narrow and self.stage < 3 and self._precision is not None:
+            self._precision.prepare(model.modules())
+            cast = self._precision.cast_inputs
+            model.register_forward_pre_hook(lambda one, *given: cast(one, given, root=True), with_kwargs=True)
+        synced = options.get("broadcast_buffers", True)
+        if self.stage == 3:
+            wrapped: nn.Module = self._fsdp(model, broadcast_buffers=synced)
         elif not any(param.requires_grad for param in model.parameters()):
             return model
-        elif self.plugin.stage == 2:
-            wrapped = self._sharded_ddp(model, optimizers, ddp)
+        elif self.stage == 2:
+            wrapped = self._sharded_ddp(model, options.get("bucket_cap_mb"), broadcast_buffers=synced)
         elif not dist.is_initialized():
             return model
         else:
-            wrapped = self._ddp(model, ddp)
+            ids = None if self._device.type == "cpu" else [self._device.index]
+            # Without views it would hold every gradient twice.
+            options = {"gradient_as_bucket_view": True, "init_sync": self._synced, "device_ids": ids, **options}
+            ddp = wrapped = DistributedDataParallel(model, **options)
+            if hooked:
+                handler.register_comm_hook(ddp)
+            else:
+                average_by_reading(ddp, Comm(None))
         self.wrapped[wrapped] = None
         return wrapped
 
-    def _ddp(self, model: nn.Module, ddp: dict[str, Any]) -> DistributedDataParallel:
-        options = {"gradient_as_bucket_view": True, **ddp}  # without views DDP holds every gradient twice
-        if self.plugin.reduce_bucket_size:
-            options["bucket_cap_mb"] = self.plugin.reduce_bucket_size * 4 / 2**20
-        if self._device.type != "cpu":
-            options |= {"device_ids": [self._device.index], "output_device": self._device.index}
-        hook = options.pop("register_comm_hook", None)
-        wrapped = DistributedDataParallel(model, init_sync=self.plugin.sync_module_states, **options)
-        if hook is None:
-            average_by_reading(wrapped, Comm(None))
-        else:
-            hook(wrapped)
-        return wrapped
-
-    def _sharded_ddp(self, model: nn.Module, optimizers: Sequence[Optimizer], ddp: dict[str, Any]) -> ShardedDDP:
-        known = dict.fromkeys([*optimizers, *self._optimizers])
-        own = [one for one in known if isinstance(one, OSS) and steps(one, model)]
+    def _sharded_ddp(self, model: nn.Module, cap_mb: float | None, *, broadcast_buffers: bool) -> ShardedDDP:
+        own = [one for one in self._optimizers if isinstance(one, OSS) and steps(one, model)]
         if not own:
-            raise ValueError(
-                "a model was prepared at stage 2 without its optimizer, which owns the gradients. Prepare both in one "
-                "call: model, optimizer = accelerator.prepare(model, optimizer); or freeze what is not trained."
-            )
-        size, dtype = self.plugin.reduce_bucket_size, self.plugin.reduce_dtype
-        if size is None and ddp.get("bucket_cap_mb", 25) != 25:
-            size = int(ddp["bucket_cap_mb"] * 2**20 / 4)
+            raise ValueError(f"a model was prepared at stage 2 without its optimizer, {_TOGETHER}")
         return ShardedDDP(
             model,
             own,
-            broadcast_buffers=ddp.get("broadcast_buffers", True),
-            sync_models_at_startup=self.plugin.sync_module_states,
-            reduce_buffer_size=size,
-            reduce_fp16=dtype if dtype in (torch.float16, torch.bfloat16) else False,
+            broadcast_buffers=broadcast_buffers,
+            sync_models_at_startup=self._synced,
+            reduce_buffer_size=int(cap_mb * 2**20 / 4) if cap_mb else None,
+            reduce_fp16=self._sent if self._sent in (torch.float16, torch.bfloat16) else False,
         )
 
-    def _fsdp(self, model: nn.Module, optimizers: Sequence[Optimizer], *, broadcast_buffers: bool) -> FSDP:
-        plugin = self.plugin
-        as_one_unit = _classes(model, plugin.as_one_unit, "as_one_unit")
-        policy = policy_of(plugin, model)
-        if plugin.activation_checkpointing:
+    def _fsdp(self, model: nn.Module, *, broadcast_buffers: bool) -> FSDP:
+        as_one_unit = _classes(model, self._as_one_unit, "as_one_unit")
+        policy = self._policy_for(model)
+        if self._recomputes:
             units = [*unit_modules(model, policy, as_one_unit).values()][1:]
-            _recompute(model, units)
+            for parent in [*model.modules()]:
+                for name, child in children_of(parent).items():
+                    if child is not None and child in units:
+                        children_of(parent)[name] = recomputed_in_backward(child)
             policy = CustomPolicy(lambda module: module in units)
         for module in model.modules():
             if callable(getattr(module, "generate", None)):  # of transformers: ranks generate until all have finished
                 vars(module)["_is_fsdp_managed_module"] = True
-        return FSDP(
-            model,
-            device_mesh=self._mesh(),
-            auto_wrap_policy=policy,
-            as_one_unit=as_one_unit,
-            ignored_modules=_ignored(model, plugin.ignored_modules),
-            partition=self._partition(model, optimizers),
-            mixed_precision=self._precision,
-            broadcast_buffers=broadcast_buffers,
-            sharding_strategy=plugin.sharding_strategy,
-            sync_module_states=plugin.sync_module_states,
-            **plugin.handed,
-        )
-
-    def _partition(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Partition:
-        """The partition that the optimizers need which exist already."""
-        whole = any(cut_for("auto", finding_of_built(one)) == "whole" for one in optimizers if steps(one, model))
-        return "whole" if whole and self.plugin.partition == "auto" else self.plugin.partition
+        rest = {"broadcast_buffers": broadcast_buffers, "sync_module_states": self._synced, **self._rest}
+        if isinstance(pattern := rest.get("ignored_modules"), str):
+            rest["ignored_modules"] = [one for name, one in model.named_modules() if re.fullmatch(pattern, name)]
+        needed = [cut_for("auto", finding_of_built(one)) for one in self._optimizers if steps(one, model)]
+        if "whole" in needed and rest.get("partition", "auto") == "auto":
+            rest["partition"] = "whole"
+        rest |= {"auto_wrap_policy": policy, "as_one_unit": as_one_unit, "mixed_precision": self._precision}
+        return FSDP(model, device_mesh=self._mesh(), **rest)
 
     def _mesh(self) -> DeviceMesh | None:
-        if not as_strategy(self.plugin.sharding_strategy).hybrid:
+        strategy = self._rest.get("sharding_strategy", "FULL_SHARD")
+        if not as_strategy(strategy).hybrid:
             return None
         world = dist.get_world_size()
-        size = self.plugin.shard_size or int(os.environ.get("LOCAL_WORLD_SIZE") or world)
+        size = self._shard_size or int(os.environ.get("LOCAL_WORLD_SIZE") or world)
         if world % size:
-            raise ValueError(
-                f"{self.plugin.sharding_strategy} shards within {size} ranks, and {world} is no multiple of {size}. "
-                "Set shard_size of the ZeroPlugin."
-            )
+            raise ValueError(f"{strategy}: {world} ranks are no multiple of {size}. Set shard_size.")
         return init_device_mesh(self._device.type, (world // size, size))
 
-    # ------------------------------------------------------------------------------------------- clipping
+    def _policy_for(self, model: nn.Module) -> Any:
+        """FSDP's auto_wrap_policy. Raises ValueError for an unknown name, and if a class to wrap is not found."""
+        policy = self._policy
+        if policy == "SIZE_BASED_WRAP" and self._min_numel:
+            return partial(size_based_auto_wrap_policy, min_num_params=self._min_numel)
+        if policy in ("SIZE_BASED_WRAP", "NO_WRAP"):
+            return CustomPolicy(lambda module: False)
+        if isinstance(policy, str) and policy not in WRAPPING:
+            known = ", ".join(WRAPPING)
+            raise ValueError(f"auto_wrap_policy={policy!r} is unknown. Choose a policy, or one of {known}.")
+        if policy != "TRANSFORMER_BASED_WRAP":
+            return policy
+        own = {*(getattr(model, "_no_split_modules", None) or ())}  # may name classes that this model does not have
+        found = {type(module).__name__ for module in model.modules()} & own or {*own, "no class"}
+        return ModuleWrapPolicy(_classes(model, self._class_names or [*found], "TRANSFORMER_BASED_WRAP"))
 
-    def clips(self, params: Iterable[nn.Parameter]) -> list[Clip]:
+    def clips(self, params: Sequence[nn.Parameter]) -> list[Clip]:
         """The functions that clip the gradients of these parameters; none where torch's own clips them, as at stage 1.
 
         Raises RuntimeError at stage 2 for only some parameters of an optimizer.
         """
         given = {param for param in params if param.requires_grad}
         left, found = set(given), list[Clip]()
-        for wrapped in self.wrapped:
-            if not isinstance(wrapped, WRAPPERS):
+        for one in (*self.wrapped, *self._optimizers):
+            if not isinstance(one, FSDP) and not (isinstance(one, OSS) and self.stage == 2):
                 continue
-            own = [param for param in wrapped.module.parameters() if param in given]
-            left.difference_update(own)
-            if own and isinstance(wrapped, FSDP):
-                found.append(partial(wrapped.clip_grad_norm_, params=own))
-        if self.plugin.stage == 2 and len(left) < len(given):
-            found = [one.clip_grad_norm for one in self._optimizers if _all_or_none(one, given)]
+            trained = [*one.parameters()] if isinstance(one, FSDP) else params_of(one)
+            trained = [param for param in trained if param.requires_grad]
+            own = [param for param in trained if param in given]
+            if isinstance(one, OSS) and 0 < len(own) < len(trained):
+                raise RuntimeError(
+                    f"clip_grad_norm_ got {len(own)} of the {len(trained)} trained parameters of an optimizer. Pass "
+                    "all: at stage 2 the norm is that of all its gradients."
+                )
+            if own:
+                found.append(one.clip_grad_norm if isinstance(one, OSS) else partial(one.clip_grad_norm_, params=own))
+                left.difference_update(own)
         if found and left:
             raise RuntimeError(
-                f"clip_grad_norm_ got the parameters of a prepared model and {len(left)} that are in no prepared "
-                "model. Clip them in two calls."
+                f"clip_grad_norm_ got {len(left)} parameters that are in no prepared model beside others."
             )
         return found
 
     def holder_of(self, optimizer: Optimizer) -> nn.Module:
         """The wrapper that holds the optimizer's parameters; a module of none where nothing is wrapped."""
-        return next((one for one in self.wrapped if steps(optimizer, inside(one))), nn.Module())
-
-
-def _all_or_none(optimizer: OSS, given: set[nn.Parameter]) -> bool:
-    """Whether these are the optimizer's parameters. Raises RuntimeError if they are some of them only."""
-    own = {param for param in params_of(optimizer) if param.requires_grad}
-    if own & given and own - given:
-        raise RuntimeError(
-            f"clip_grad_norm_ got {len(own & given)} of the {len(own)} trained parameters of an optimizer. At stage 2 "
-            "the norm is that of all gradients of an optimizer: pass all of its parameters."
-        )
-    return bool(own & given)
-
-
-def _cast_inputs(precision: MixedPrecision, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A hook before the forward of a model in 16 bits."""
-    return precision.cast_inputs(module, (args, kwargs), root=True)
-
-
-def inside(model: nn.Module) -> nn.Module:
-    """The module that a wrapper of any stage holds; of other modules the module itself."""
-    return model.module if isinstance(model, Wrapped) else model
+        return next((one for one in self.wrapped if steps(optimizer, one)), nn.Module())
 
 
 def clip_together(clips: Sequence[Clip], max_norm: float, norm_type: float) -> Tensor:
@@ -270,63 +255,12 @@ def clip_together(clips: Sequence[Clip], max_norm: float, norm_type: float) -> T
     return total
 
 
-# ---------------------------------------------------------------------------------------------------- units
-
-
-def policy_of(plugin: ZeroPlugin, model: nn.Module) -> Any:
-    """FSDP's auto_wrap_policy. Raises ValueError for an unknown name, and if a class to wrap is not found."""
-    policy = plugin.auto_wrap_policy
-    if policy == "SIZE_BASED_WRAP" and plugin.min_num_params:
-        return partial(size_based_auto_wrap_policy, min_num_params=plugin.min_num_params)
-    if policy in ("SIZE_BASED_WRAP", "NO_WRAP"):
-        return CustomPolicy(lambda module: False)
-    if isinstance(policy, str) and policy not in WRAPPING:
-        raise ValueError(f"auto_wrap_policy={policy!r} is unknown. Choose a policy, or one of {', '.join(WRAPPING)}.")
-    if policy != "TRANSFORMER_BASED_WRAP":
-        return policy
-    if plugin.transformer_cls_names_to_wrap:
-        return ModuleWrapPolicy(_classes(model, plugin.transformer_cls_names_to_wrap, "transformer_cls_names_to_wrap"))
-    own = {*(getattr(model, "_no_split_modules", None) or ())}  # may name classes that this model does not have
-    found = {type(module) for module in model.modules() if type(module).__name__ in own}
-    if not found:
-        raise ValueError(
-            f"TRANSFORMER_BASED_WRAP: {type(model).__name__} has none of the classes in its _no_split_modules "
-            f"({', '.join(sorted(own)) or 'which is empty'}). Name classes that it has, by "
-            "fsdp_transformer_layer_cls_to_wrap, or transformer_cls_names_to_wrap of the ZeroPlugin. It has "
-            f"{_inside(model)}."
-        )
-    return ModuleWrapPolicy(found)
-
-
 def _classes(model: nn.Module, names: Sequence[str], option: str) -> list[type[nn.Module]]:
     by_name = {type(module).__name__: type(module) for module in model.modules()}
-    missing = [name for name in names if name not in by_name]
-    if missing:
+    if missing := [name for name in names if name not in by_name]:
+        has = ", ".join(sorted({type(module).__name__ for module in model.modules() if [*module.children()]}))
         raise ValueError(
-            f"{option} names {', '.join(missing)}, of which {type(model).__name__} has no module. It has "
-            f"{_inside(model)}."
+            f"{option} names {', '.join(missing)}, of which {type(model).__name__} has no module. It has {has}: name "
+            "these by fsdp_transformer_layer_cls_to_wrap, or by transformer_cls_names_to_wrap of the ZeroPlugin."
         )
     return [by_name[name] for name in names]
-
-
-def _inside(model: nn.Module) -> str:
-    return ", ".join(sorted({type(module).__name__ for module in model.modules() if [*module.children()]}))
-
-
-def _ignored(model: nn.Module, given: Iterable[nn.Module] | str) -> list[nn.Module]:
-    if not isinstance(given, str):
-        return [*given]
-    pattern = re.compile(given)
-    return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
-
-
-def _recompute(model: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Wraps the units so that their activations are recomputed in backward."""
-    for parent in [*model.modules()]:
-        for name, child in children_of(parent).items():
-            if child is not None and child in units:
-                children_of(parent)[name] = recomputed_in_backward(child)
-
-
-def _same(device: torch.device, other: torch.device) -> bool:
-    return device.type == other.type and (device.type == "cpu" or device.index == other.index)

@@ -1,38 +1,47 @@
-"""The files that `save_state` writes, and the optimizer that loads them.
+"""Files with weights and optimizer state, and the optimizer that loads them.
 
-FULL_STATE_DICT: `model.safetensors` (or `pytorch_model.bin`) and `optimizer.bin`, as Accelerate without zero writes
-them. SHARDED_STATE_DICT: a zero.checkpoint of each model with its optimizers, in `zero`, `zero_1` and so on.
+Full: `model.safetensors` (or `pytorch_model.bin`) and `optimizer.bin`, as Accelerate without zero writes them. They are
+gathered to the CPU of the ranks that write them, and read by rank 0. No rank holds more than what it writes, and the
+tensors of one shard group. What is read is mapped from its file, so that a rank holds one tensor of it at a time;
+others receive that tensor, take their elements, and forget it.
+SHARDED_STATE_DICT: a zero.checkpoint of each model with its optimizers, in `zero`, `zero_1` and so on.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero import checkpoint
+from zero._torch import name_without_compile
 from zero.checkpoint.read import load_state
-from zero.integrations.accelerate import full_files
-from zero.integrations.accelerate.sharding import inside
-from zero.load_full import load_full_optimizer_state_dict
+from zero.comm import Comm
+from zero.fsdp.full_weights import named_tensors
+from zero.fsdp.model import models_of
+from zero.full_state import full_optimizer_state_dict, full_state_dict, full_tensors
+from zero.load_full import load_full_optimizer_state_dict, load_full_state_dict
 from zero.measure.param_groups import steps
+from zero.wrappers import unwrapped
 
+T = TypeVar("T")
+Hooks = Sequence[Callable[..., None]]
 _SHARDED, _OPTIMIZER = "zero", f"{OPTIMIZER_NAME}.bin"
 
 
 class ShardedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Loads full state, at every stage. Moves no state: it is on the shards' device.
-
-    accelerator: zero's. Its `before_step` is called before each real step, and not before those that only accumulate.
-    """
+    """Loads full state, at every stage. Moves no state. accelerator: zero's, which hears of each real step before."""
 
     def __init__(self, optimizer: Optimizer, accelerator: Any) -> None:
         super().__init__(optimizer, device_placement=False, scaler=accelerator.scaler)
@@ -47,85 +56,168 @@ class ShardedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Collective. Loads full state, of every rank or of rank 0 and None elsewhere; or this rank's own."""
         load_full_optimizer_state_dict(self._accelerator.sharding.holder_of(self.optimizer), self.optimizer, state_dict)
-        if self._accelerator.zero_plugin.stage == 3:
-            _take_masters(self.optimizer)
 
 
-@torch.no_grad()
-def _take_masters(optimizer: Optimizer) -> None:
-    """Moves master weights, which stages 1 and 2 have saved with the state, into the shards of stage 3, which are the
-    masters there. Elements that are not the master rounded were loaded from elsewhere, and stay."""
-    for param, state in optimizer.state.items():
-        if (master := state.pop("master", None)) is not None:
-            shard, master = param.as_subclass(Tensor), master.as_subclass(Tensor)
-            same = (shard == master.bfloat16()) | (shard == master.half())
-            shard.copy_(torch.where(same, master, shard))
+# -------------------------------------------------------------------------------------------------- gathering
 
 
-def save_sharded(folder: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
-    """Collective. Saves a checkpoint of each model and its optimizers, which replaces an existing one."""
-    for number, model in enumerate(models):
-        own = [one for one in optimizers if steps(one, inside(model))]
-        checkpoint.save(_numbered(folder, _SHARDED, number), model, own, keep=1)
+def full_weights(
+    model: nn.Module, writes: bool, dtype: torch.dtype | None = None, only: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Collective. The full weights on the CPU of each rank that writes, one after another; {} on other ranks.
+
+    dtype: to which floating-point tensors are cast. only: the names of those that this rank writes, by default all;
+    on every rank or on none.
+    """
+    if dtype is None and only is None:
+        return _for_writers(writes, partial(full_state_dict, model))
+    return _for_writers(writes, partial(_chosen, model, dtype, only))
 
 
-def load_sharded(
-    folder: str, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], loaded: Sequence[nn.Module] = ()
-) -> None:
-    """Collective. loaded: those of the models that keep their weights; their optimizers take their state."""
-    for number, model in enumerate(models):
-        path, own = _numbered(folder, _SHARDED, number), [one for one in optimizers if steps(one, inside(model))]
-        if model not in loaded:
-            checkpoint.load(path, model, own)
-        elif own:
-            load_state(path, model, own)
+def full_state(model: nn.Module, optimizer: Optimizer, writes: bool) -> dict[str, Any]:
+    """Collective. The same for an optimizer's state, in the plain optimizer's format."""
+    return _for_writers(writes, partial(full_optimizer_state_dict, model, optimizer))
+
+
+def _for_writers(writes: bool, gather: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for rank, flag in enumerate(Comm.default().all_gather_text("1" if writes else "")):
+        if flag:
+            found = gather(to=rank) or found
+    return found
+
+
+def _chosen(model: nn.Module, dtype: torch.dtype | None, only: Sequence[str] | None, *, to: int) -> dict[str, Tensor]:
+    """Collective. Full weights on rank `to`, perhaps in another dtype, beside one unit that has its own."""
+    inner, first = unwrapped(model)[0], dict[Tensor, str]()
+    named = {name_without_compile(name): value for name, value in named_tensors(inner).items()}
+    for name, value in named.items():
+        first.setdefault(value, name)
+    chosen = {name: first[named[name_without_compile(name)]] for name in (named if only is None else only)}
+    kept = {*chosen.values()}
+    whole = [(name, value) for value, name in first.items()] if Comm.default().rank == to else []
+    found = {
+        name: value.detach().to("cpu", dtype if value.is_floating_point() else None, copy=True)
+        for name, value in (full_tensors(model, to=to) if models_of(inner) else whole)
+        if name in kept
+    }
+    return {name: found[of] for name, of in chosen.items() if of in found}  # with those tied
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+def on_first(what: str, read: Callable[[], T], *, here: bool | None = None) -> T | None:
+    """Collective. What rank 0 reads, or each rank that passes here=True; None on other ranks. Raises ValueError on
+    every rank if reading raises."""
+    comm, found, problem = Comm.default(), None, None
+    if comm.rank == 0 if here is None else here:
+        try:
+            found = read()
+        except Exception as error:  # of whatever kind: the other ranks wait
+            problem = f"{type(error).__name__}: {error}"
+    comm.compare(what, [], problem)
+    return found
+
+
+def load_weights(model: nn.Module, files: Callable[[], Sequence[Path]], *, strict: bool = True) -> Any:
+    """Collective. Loads full weights. files: called on rank 0. Returns what load_state_dict() does."""
+    found = on_first("the files with weights", files)
+    return load_full_state_dict(model, None if found is None else _stored(found), strict)
+
+
+def load_optimizer(optimizer: Any, file: Path, **options: Any) -> None:
+    """Collective. Loads full state. options: of `torch.load`."""
+    optimizer.load_state_dict(on_first("the state of an optimizer", partial(_mapped, file, **options)))
+
+
+def _mapped(file: Path, **options: Any) -> Any:
+    """What torch.save wrote. Among several ranks its tensors take no memory until they are read: those are copied. One
+    rank's optimizer keeps what it is given, under which the file must not be written again."""
+    return accelerate.utils.load(file, **{**options, "map_location": "cpu", "mmap": Comm.default().world > 1})
+
+
+def _stored(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of files, one after another."""
+    for file in files:
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as opened:
+                yield from ((name, opened.get_tensor(name)) for name in opened.keys())  # noqa: SIM118
+        else:
+            yield from _mapped(file).items()
+
+
+# ----------------------------------------------------------------------------------------- a whole Accelerator
+
+
+def save(accelerator: Any, models: Sequence[nn.Module], optimizers: Any, hooks: Hooks, safe: bool, folder: str) -> None:
+    """Collective. hooks: the user's, which may take weights away that they save themselves."""
+    writes, file = accelerator.writes, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME
+    if writes:
+        names = (_SHARDED,) if accelerator.saves_shards else (file, _OPTIMIZER)
+        remove_others(folder, names, len(models) + len(optimizers))
+    weights = [] if accelerator.saves_shards else [full_weights(model, writes) for model in models]
+    for hook in hooks:
+        hook(models, weights, folder)
+    if accelerator.saves_shards:
+        save_sharded(folder, models, optimizers)
+        return
+    for number in range(len(weights)):  # nothing stays while the next ones are saved, and the state is gathered
+        accelerator.save(OrderedDict(weights.pop(0)), _numbered(folder, file, number), safe_serialization=safe)
+    for number, one in enumerate(optimizers):
+        state = full_state(accelerator.sharding.holder_of(one.optimizer), one, writes)
+        accelerator.save(state, _numbered(folder, _OPTIMIZER, number))
+
+
+def load(models: Sequence[nn.Module], optimizers: Any, hooks: Hooks, strict: bool, options: Any, folder: str) -> None:
+    """Collective. hooks: the user's, which may take models away that they load themselves. options: of `torch.load`."""
+    left = [*models]
+    for hook in hooks:
+        hook(left, folder)
+    if is_sharded(folder):
+        load_sharded(folder, models, optimizers, left)
+        return
+
+    def files(number: int) -> list[Path]:
+        safe = _numbered(folder, SAFE_WEIGHTS_NAME, number)
+        return [safe if safe.exists() else _numbered(folder, WEIGHTS_NAME, number)]
+
+    for number, model in enumerate(left):
+        load_weights(model, partial(files, number), strict=strict)
+    for number, optimizer in enumerate(optimizers):
+        load_optimizer(optimizer, _numbered(folder, _OPTIMIZER, number), **options)
 
 
 def is_sharded(folder: str) -> bool:
     return Path(folder, _SHARDED).is_dir()
 
 
-def remove_other_kinds(folder: str, numbers: Iterable[int], *, sharded: bool, safe: bool = True) -> None:
-    """Removes the models and optimizers of these numbers that a state of another kind has left in the folder: who loads
-    from it next could take them for those that are about to be saved."""
-    of_full = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME, _OPTIMIZER)
-    stale = of_full if sharded else (_SHARDED, WEIGHTS_NAME if safe else SAFE_WEIGHTS_NAME)
-    for path in (_numbered(folder, name, number) for name in stale for number in numbers):
+def save_sharded(folder: str, models: Sequence[nn.Module], optimizers: Any) -> None:
+    """Collective. Saves a checkpoint of each model and its optimizers, which replaces an existing one."""
+    for number, model in enumerate(models):
+        own = [one.optimizer for one in optimizers if steps(one, model)]
+        checkpoint.save(_numbered(folder, _SHARDED, number), model, own, keep=1)
+
+
+def load_sharded(folder: str, models: Sequence[nn.Module], optimizers: Any, left: Sequence[nn.Module]) -> None:
+    """Collective. left: those of the models that take weights; of others the optimizers take their state."""
+    for number, model in enumerate(models):
+        path, own = _numbered(folder, _SHARDED, number), [one.optimizer for one in optimizers if steps(one, model)]
+        if model in left:
+            checkpoint.load(path, model, own)
+        elif own:
+            load_state(path, model, own)
+
+
+def remove_others(folder: str, names: Sequence[str], numbers: int = 1) -> None:
+    """Removes models and optimizers that a state of another kind has left in the folder, but those of these names: who
+    loads from it next could take them for those that are about to be saved."""
+    stale = {_SHARDED, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, _OPTIMIZER} - {*names}
+    for path in (_numbered(folder, name, number) for name in stale for number in range(numbers)):
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def weights_file(folder: str, number: int, *, safe: bool) -> Path:
-    return _numbered(folder, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME, number)
-
-
-def optimizer_file(folder: str, number: int) -> Path:
-    return _numbered(folder, _OPTIMIZER, number)
-
-
-def load_full(
-    folder: str,
-    models: Sequence[nn.Module],
-    optimizers: Sequence[Any],
-    loaded: Sequence[nn.Module],
-    *,
-    strict: bool,
-    **options: Any,
-) -> None:
-    """Collective. loaded: those of the models that keep their weights. options: of `torch.load`."""
-    for number, model in enumerate(models):
-        if model not in loaded:
-            full_files.load_weights(model, partial(_weights_there, folder, number), strict=strict)
-    for number, optimizer in enumerate(optimizers):
-        read = partial(full_files.mapped, optimizer_file(folder, number), **options)
-        optimizer.load_state_dict(full_files.on_first("the state of an optimizer", read))
-
-
-def _weights_there(folder: str, number: int) -> list[Path]:
-    safe = weights_file(folder, number, safe=True)
-    return [safe if safe.exists() else weights_file(folder, number, safe=False)]
 
 
 def _numbered(folder: str, name: str, number: int) -> Path:

@@ -12,12 +12,11 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
+from zero.comm import Comm
 from zero.fsdp import FSDP
-from zero.fsdp.fsdp import running_model
 from zero.full_state import full_state_dict
 
-# Where WeightAveraging keeps the weights of the model in a checkpoint, whose "state_dict" has their averages.
-_CURRENT = "current_model_state"
+_CURRENT = "current_model_state"  # WeightAveraging's, of weights in a checkpoint whose "state_dict" has averages
 
 
 class ShardedAverage(FSDP):
@@ -35,60 +34,33 @@ def averaging(trainer: Any) -> list[Any]:
     return [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
 
 
-def shard_averages(trainer: pl.Trainer, model: FSDP, options: Mapping[str, Any]) -> None:
-    """Collective. Shards the averages of callbacks, which hold full copies of the plain module.
-
-    options: those of the model's FSDP. Raises ValueError, on every rank, for averages on another device than the model,
-    and where the options do not lay out a copy of the module as they lay out the module.
-    """
+def shard_averages(trainer: Any, model: FSDP, options: Mapping[str, Any]) -> None:
+    """Collective. Shards the averages of callbacks, which hold full copies of the plain module, by the options of the
+    model's FSDP. Raises ValueError for averages elsewhere, and where options shard a copy otherwise than the model."""
+    root = trainer.strategy.root_device
     for callback in averaging(trainer):
-        name, average, root = type(callback).__name__, callback._average_model, trainer.strategy.root_device
-        if callback._device is not None and torch.device(callback._device).type != root.type:
-            raise ValueError(
-                f"{name}(device={str(callback._device)!r}): at stage 3 averages are sharded as the weights are, on "
-                f"{root}. Pass device=None, or take stage 2."
-            )
         of_weights = isinstance(callback, WeightAveraging)
-        sharded = ShardedAverage(average.module if of_weights else average, **{"device_id": root, **options})
-        if of_weights:
-            average.module = sharded
-        else:
-            callback._average_model = sharded
-        _refuse_other_shards(name, model, sharded)
+        holder, name = (callback._average_model, "module") if of_weights else (callback, "_average_model")
+        average = ShardedAverage(getattr(holder, name), **{"device_id": root, **options})
+        setattr(holder, name, average)
+        there = callback._device is None or torch.device(callback._device).type == root.type
+        alike = [one.shape for one in model.parameters()] == [one.shape for one in average.parameters()]
+        problem = "at stage 3 pass device=None, and name classes of modules in FSDP's options, not single modules."
+        Comm().compare(f"the averages of {type(callback).__name__}", [], None if there and alike else problem)
 
 
-def _refuse_other_shards(name: str, model: FSDP, average: FSDP) -> None:
-    pairs = zip(model.module.named_parameters(), average.module.parameters(), strict=True)
-    differs = [full for (full, param), averaged in pairs if param.shape != averaged.shape]
-    problem = (
-        f"{name}: options of FSDP that name single modules or parameters, of which {name} has a copy, shard that copy "
-        f"otherwise than the model: {differs[0]}. Name classes of modules in auto_wrap_policy, as_one_unit and "
-        "ignored_modules, or take stage 2."
-        if differs
-        else None
-    )
-    running_model(model).comm.compare(f"the averages of {name}", [], problem)
-
-
-def refuse_directories(trainer: pl.Trainer) -> None:
+def refuse_directories(trainer: Any) -> None:
     """Raises ValueError for WeightAveraging where checkpoints are directories, which hold the weights once."""
-    found = next((one for one in averaging(trainer) if isinstance(one, WeightAveraging)), None)
-    if found is not None:
-        raise ValueError(
-            f"{type(found).__name__} saves two sets of weights, the model's and their averages, and checkpoint="
-            "'sharded' holds one. Use checkpoint='full'."
-        )
+    for one in averaging(trainer):
+        if isinstance(one, WeightAveraging):
+            raise ValueError(f"{type(one).__name__} saves two sets of weights. Use checkpoint='full'.")
 
 
-def weights_to_load(checkpoint: dict[str, Any], module: pl.LightningModule) -> Mapping[str, Any]:
-    """The model's weights in a checkpoint, at stage 3.
-
-    WeightAveraging has put averages in their place. Once the strategy has loaded weights it loads the model's into the
-    plain module, which holds shards, so it is given the module's own tensors instead: that changes nothing.
-    """
-    resumes = any(one._average_model is not None for one in averaging(module.trainer))
-    if not resumes or _CURRENT not in checkpoint:
-        return checkpoint["state_dict"]  # type: ignore[no-any-return]
-    weights: Mapping[str, Any] = checkpoint[_CURRENT]
-    checkpoint[_CURRENT] = module.state_dict(keep_vars=True)
+def weights_to_load(checkpoint: Any, module: pl.LightningModule, model: Any) -> Mapping[str, Any]:
+    """The model's weights in a checkpoint, where WeightAveraging has put averages in their place. At stage 3 it would
+    later load the model's into the plain module, which holds shards: that is given its own tensors instead."""
+    averaged = isinstance(model, FSDP) and any(one._average_model is not None for one in averaging(module.trainer))
+    weights: Mapping[str, Any] = checkpoint[_CURRENT if averaged and _CURRENT in checkpoint else "state_dict"]
+    if weights is not checkpoint["state_dict"]:
+        checkpoint[_CURRENT] = module.state_dict(keep_vars=True)
     return weights

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero import checkpoint
-from zero.fsdp import FSDP
 from zero.full_state import full_state_dict
 from zero.integrations.lightning import sharding
 from zero.load_full import load_full_state_dict
@@ -29,37 +27,27 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
         model, optimizer = fabric.setup(model, optimizer)
 
     Arguments as in ZeroStrategy; sync_each_batch=False lets `no_backward_sync` at stages 2 and 3 leave gradients full.
-    Set up model and optimizers together; `setup_module` alone works at stages 1 and 3.
-    `fabric.save` and `fabric.load` write and read full weights and state at every stage, in one file. With
-    checkpoint="sharded" they write and read a directory, for one model.
+    Set up model and optimizers together; `setup_module` alone works at stages 1 and 3. A directory, with
+    checkpoint="sharded", is of one model.
     """
-
-    lightnings = (*sharding.ShardedStrategy.lightnings, "precision")
 
     def __init__(self, stage: int, **options: Any) -> None:
         super().__init__(stage, **options)
         self._backward_sync_control: Any = self
-
-    # ------------------------------------------------------------------------------------------- setting up
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         """Collective. Schedulers then schedule the sharded optimizers."""
         sharded = [self._shard_optimizer(one) for one in optimizers]
-        wrapped = self._wrap(module, sharded)
-        if isinstance(wrapped, FSDP):
-            for one in sharded:
-                wrapped.register_optimizer(one)
         sharding.scale_for_shards(self.precision)
-        return wrapped, sharded, scheduler
+        return self._wrap(module, sharded), sharded, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
         """Collective. Raises RuntimeError at stage 2, which shards gradients by the optimizer."""
         if self._stage == 2:
             raise RuntimeError(
-                "fabric.setup_module() at stage 2, where gradients are sharded as the optimizer's state is. Call "
-                "fabric.setup(model, optimizer); for evaluation alone, stage 1 or 3."
+                "fabric.setup_module() at stage 2: the optimizer is needed. fabric.setup(model, optimizer)"
             )
         sharding.scale_for_shards(self.precision)
         return self._wrap(module, ())
@@ -73,8 +61,6 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
         if self._stage < 3:
             super().module_to_device(module)
 
-    # -------------------------------------------------------------------------------------------- gradients
-
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """What `fabric.no_backward_sync` enters."""
         return self._accumulating(module) if enabled else nullcontext()
@@ -82,27 +68,17 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
     def clip_gradients_norm(
         self,
         module: nn.Module,
-        optimizer: Optimizer,
-        max_norm: float | int,
-        norm_type: float | int = 2.0,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         """Collective. Returns the norm of all gradients before. Raises RuntimeError, on every rank, if not finite."""
         self.precision.unscale_gradients(optimizer)
         total = clip_grad_norm_(_wrapper(module), optimizer, float(max_norm), float(norm_type))
         if error_if_nonfinite and not torch.isfinite(total):
-            raise RuntimeError(
-                f"the total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. "
-                "Pass error_if_nonfinite=False to continue."
-            )
+            raise RuntimeError(f"the norm of order {norm_type} is {total.item()}. error_if_nonfinite=False goes on.")
         return total
-
-    def clip_gradients_value(self, module: nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
-        """Raises ValueError at stages 2 and 3."""
-        self._refuse_clipping_by_value()
-        super().clip_gradients_value(module, optimizer, clip_val)
-
-    # ------------------------------------------------------------------------------------------ checkpoints
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any | Tensor]:
         """Collective. Full weights on rank 0's CPU, {} elsewhere."""
@@ -117,40 +93,32 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
         return sharding.full_state(optimizer)
 
     def save_checkpoint(
-        self,
-        path: Any,
-        state: dict[str, Any],
-        storage_options: Any = None,
-        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+        self, path: Any, state: dict[str, Any], storage_options: Any = None, filter: Any = None
     ) -> None:
         """Collective."""
+        write = super().save_checkpoint
         if not self._in_shards:
-            super().save_checkpoint(path, state, storage_options, filter)
+            write(path, state, storage_options, filter)
             return
         if filter:
             raise ValueError("filter: a sharded checkpoint has the full model. Leave it out, or use checkpoint='full'.")
         model, optimizers, rest = _divided(state)
-        shards = Path(checkpoint.save(path, model, optimizers or None).path).name
-        super().save_checkpoint(Path(path, sharding.REST), {**rest, sharding.SHARDS: shards}, storage_options)
-        if self.is_global_zero:
-            sharding.remove_others(Path(path), shards)
+        save = lambda entry, file: write(file, {**rest, **entry}, storage_options)  # noqa: E731
+        self._save_shards(Path(path), model, optimizers, save)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Collective. Loads both kinds of checkpoints."""
-        if not sharding.is_in_shards(path):
+        given = state if isinstance(state, dict) else {"": state}
+        if (of_lightning := sharding.rest_of(path)) is None:
             if isinstance(self.checkpoint_io, sharding.MappedCheckpointIO):
-                given = state if isinstance(state, dict) else {}
                 copied = {name for name, value in given.items() if isinstance(value, _KINDS)}
-                self.checkpoint_io.copied = lambda name: isinstance(state, _KINDS) or name in copied
+                self.checkpoint_io.copied = lambda name: "" in copied or name in copied
             return super().load_checkpoint(path, state, strict, weights_only)
-        given = {"model": state} if isinstance(state, nn.Module) else state
-        if not isinstance(given, dict):
-            raise ValueError(f"{path} is a sharded checkpoint. Pass a dictionary with the model, or the model.")
         model, optimizers, rest = _divided(given)
-        remainder = super().load_checkpoint(Path(path, sharding.REST), rest, strict, weights_only)
-        checkpoint.load(Path(path, remainder.pop(sharding.SHARDS)), model, optimizers or None)
+        remainder = super().load_checkpoint(of_lightning, rest, strict, weights_only)
+        checkpoint.load(Path(path, remainder.pop(sharding.SHARDS)), model, optimizers)
         given.update(rest)
         return remainder
 
@@ -160,10 +128,10 @@ def _wrapper(module: nn.Module) -> nn.Module:
     return sharding.sharded_before(module) or module
 
 
-def _divided(state: dict[str, Any]) -> tuple[nn.Module, list[Optimizer], dict[str, Any]]:
+def _divided(state: dict[str, Any]) -> tuple[nn.Module, list[Optimizer] | None, dict[str, Any]]:
     """The model, the optimizers, and all other values. Raises ValueError unless there is one model."""
     models = [_wrapper(value) for value in state.values() if isinstance(value, nn.Module)]
     if len(models) != 1:
         raise ValueError(f"a sharded checkpoint holds one model, but there are {len(models)}. Use checkpoint='full'.")
-    optimizers = [value for value in state.values() if isinstance(value, Optimizer)]
+    optimizers = [value for value in state.values() if isinstance(value, Optimizer)] or None
     return models[0], optimizers, {name: value for name, value in state.items() if not isinstance(value, _KINDS)}
