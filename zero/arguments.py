@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zero._torch import uncompiled
+from zero._torch.compiling import uncompiled
 from zero.comm import Comm
 from zero.measure.built import finding_of_built
 from zero.measure.kinds import Finding, finding_of, known, title

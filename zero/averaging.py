@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
-from zero._torch import writes_into
+from zero._torch.autograd import writes_into
 from zero.wrap.tensors import nearest_leaf, tensors_in
 
 _UNDER_NO_SYNC = "ran under no_sync()"

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero._torch import name_without_compile, renamed, with_state_hooks
+from zero._torch.compiling import name_without_compile, renamed
+from zero._torch.optimizers import with_state_hooks
 from zero.comm import COLLECTION, Comm
 from zero.comm.together import MOST_FLAGS, Together
 from zero.comm.waiting import calling

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero._torch import GradScaler as TorchGradScaler
+from zero._torch.optimizers import GradScaler as TorchGradScaler
 from zero.measure.param_groups import params_of
 from zero.oss.optimizer import OSS
 from zero.tensor_parallel.parts import others_of

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero._torch import as_plain_tensors, flattened, leaves, mapped, writes_so_far
+from zero._torch.autograd import writes_so_far
+from zero._torch.tensors import as_plain_tensors, flattened, leaves, mapped
 from zero.comm.streams import STEP_GRAPH
 from zero.comm.together import Together
 from zero.fsdp.model import models_of

@@ -11,16 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero._torch import (
-    loads_by_itself,
-    name_without_compile,
-    named_as_compiled,
-    renamed,
-    versions_of,
-    warn_user,
-    with_load_hooks,
-    with_versions,
-)
+from zero._torch.compiling import name_without_compile, named_as_compiled, renamed, versions_of, with_versions
+from zero._torch.modules import loads_by_itself
+from zero._torch.optimizers import with_load_hooks
+from zero._torch.telling import warn_user
 from zero.comm import COLLECTION, Comm
 from zero.comm.together import Together
 from zero.comm.waiting import calling

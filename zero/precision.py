@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import wraps_others
+from zero._torch.tensors import wraps_others
 from zero.comm import Comm
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.units import smallest_leaves, unit_modules

@@ -11,7 +11,8 @@ from torch.nn.utils import clip_grad_norm_ as clip_plain
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from zero._torch import children_of, uncompiled
+from zero._torch.compiling import uncompiled
+from zero._torch.modules import children_of
 from zero.comm.waiting import calling
 from zero.fsdp import FSDP
 from zero.fsdp.model import models_of

@@ -22,7 +22,7 @@ from ranks import refusal
 from runs import sgd, take_step
 from simulated.world import simulated
 from transports import between_hosts, overlapping
-from zero._torch import abort
+from zero._torch.process_groups import abort
 from zero.comm import Comm, work
 from zero.comm.host_memory import attach
 from zero.comm.oplog import Log

@@ -104,7 +104,7 @@ import os, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from zero._torch import gloo_group
+from zero._torch.process_groups import gloo_group
 from zero.comm.store import StoreRendezvous
 rank = int(sys.argv[1])
 store = dist.TCPStore("first-host", 29417, 2, rank == 0)

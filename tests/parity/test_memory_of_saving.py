@@ -28,7 +28,7 @@ import gpus
 import ranks
 import zero
 from inner import Meter
-from zero._torch import leaves
+from zero._torch.tensors import leaves
 from zero.checkpoint.export import export
 from zero.fsdp.full_weights import Recipient
 from zero.plan.meter import _lies_within as lies_within

@@ -22,7 +22,7 @@ from simulated.device import Device, Site
 from simulated.group import Cost, Group
 from simulated.memory import Memory
 from simulated.network import Wire
-from zero._torch import abort
+from zero._torch.process_groups import abort
 from zero.comm import Comm
 from zero.comm.link import Link, Transports
 from zero.comm.oplog import Log

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zero._torch import warn_user
+from zero._torch.telling import warn_user
 from zero.checkpoint import directory
 from zero.checkpoint.files import Chunk, progress, write
 from zero.checkpoint.format import Entry, Index, all_of, listed

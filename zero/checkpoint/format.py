@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero._torch import wraps_others
+from zero._torch.tensors import wraps_others
 
 VERSION = 1
 INDEX = "index.json"

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero._torch import leaves
+from zero._torch.tensors import leaves
 from zero.checkpoint import directory
 from zero.checkpoint.agree import Ranks
 from zero.checkpoint.files import LONGEST_HEADER, Chunk, FileProblem, SafeFile, progress, write

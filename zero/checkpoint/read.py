@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from zero._torch import as_plain_tensors, warn_user
+from zero._torch.telling import warn_user
+from zero._torch.tensors import as_plain_tensors
 from zero.checkpoint import directory
 from zero.checkpoint.agree import Ranks, attempt
 from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, OptimizerIndex, Part, all_of, listed

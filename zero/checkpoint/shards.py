@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero._torch import as_plain_tensors, name_without_compile
+from zero._torch.compiling import name_without_compile
+from zero._torch.tensors import as_plain_tensors
 from zero.checkpoint.agree import Ranks
 from zero.checkpoint.format import Geometry, Part, all_of, geometry_of, memory_order, tensor_problem
 from zero.comm import Comm

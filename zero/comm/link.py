@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, proxy, ref
 import torch
 import torch.distributed as dist
 
-from zero._torch import (
+from zero._torch.process_groups import (
     abort,
     another_like,
     backend_of,

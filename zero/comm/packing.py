@@ -11,7 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from zero._torch import wraps_others
+from zero._torch.tensors import wraps_others
 
 # Most bytes of a message that packs several tensors.
 _BATCH = 1 << 24

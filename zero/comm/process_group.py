@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
-from zero._torch import coalesced, collectives_of_one_tensor, in_stream_order
+from zero._torch.process_groups import coalesced, collectives_of_one_tensor, in_stream_order
 from zero.comm.oplog import BROADCAST, COLLECTION, COMPARISON, TAIL, Log
 from zero.comm.packing import SIXTEEN_BITS, concatenate, lengths, summed_as
 from zero.comm.transport import Message, Transport

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero._torch import host_of
+from zero._torch.process_groups import host_of
 from zero.comm import waiting
 
 # Seconds within which a store that can be reached answers.

@@ -30,7 +30,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero._torch import current_stream_of, has_values, pinned_for
+from zero._torch.pinned import pinned_for
+from zero._torch.streams import current_stream_of
+from zero._torch.tensors import has_values
 from zero.comm.comm import Comm
 from zero.comm.work import Work
 

@@ -22,7 +22,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import as_plain_tensors, at_end_of_backward
+from zero._torch.autograd import at_end_of_backward
+from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm
 from zero.comm.streams import HostStreams
 from zero.comm.together import Together

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero._torch import wraps_others
+from zero._torch.tensors import wraps_others
 from zero.fsdp.units import Policy, params_by_unit, unit_modules
 from zero.shards.arguments import on_two_devices
 from zero.shards.shapes import shared_memory, unusable

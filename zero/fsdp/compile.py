@@ -21,16 +21,16 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
-from zero._torch import (
-    as_plain_tensors,
+from zero._torch.compiling import (
     call_around_compiling,
     called_by_cuda_graphs,
     compiled_to_cuda_graphs,
     compiled_without_breaks,
-    forward_hooks_of,
     is_compiled,
     uncompiled,
 )
+from zero._torch.modules import forward_hooks_of
+from zero._torch.tensors import as_plain_tensors
 from zero.comm.streams import STEP_GRAPH
 from zero.fsdp.model import sharded_params
 from zero.fsdp.schedule import Schedule

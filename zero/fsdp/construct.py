@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import children_of
+from zero._torch.modules import children_of
 from zero.comm.together import Together
 from zero.fsdp.build import Builder
 from zero.fsdp.choice import UnitChoice

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from zero._torch import base_of, leaves_of_graphs, shape_expected_by
+from zero._torch.autograd import base_of, leaves_of_graphs, shape_expected_by
 from zero.fsdp.unit import Unit
 from zero.shards.shard_group import ShardGroup
 from zero.wrap.tensors import map_tensors, tensors_in

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zero._torch import children_of, named_as_compiled
+from zero._torch.compiling import named_as_compiled
+from zero._torch.modules import children_of
 from zero.fsdp import full_weights, optimizer_state
 from zero.fsdp.build import restore_module
 from zero.fsdp.compile import BETWEEN_UNITS, Compiling

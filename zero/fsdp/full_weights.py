@@ -20,16 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero._torch import (
-    OwnHook,
-    children_of,
-    loads_by_itself,
-    name_without_compile,
-    saved_of,
-    saves_by_itself,
-    state_dict_hooks_of,
-    wraps_others,
-)
+from zero._torch.compiling import name_without_compile
+from zero._torch.modules import OwnHook, children_of, loads_by_itself, saved_of, saves_by_itself, state_dict_hooks_of
+from zero._torch.tensors import wraps_others
 from zero.comm import Comm
 from zero.fsdp.build import refuse_busy
 from zero.fsdp.model import Model, models_of

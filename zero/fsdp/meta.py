@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from zero._torch import buffers_of
+from zero._torch.modules import buffers_of
 
 
 class Materialiser:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero._torch import as_plain_tensors, params_of, transformed
+from zero._torch.autograd import transformed
+from zero._torch.modules import params_of
+from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm, fail_together
 from zero.comm.streams import streams_in
 from zero.comm.together import Together

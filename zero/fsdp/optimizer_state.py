@@ -11,7 +11,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 from torch.optim import Optimizer
 
-from zero._torch import OwnHook, takes_state_hooks
+from zero._torch.modules import OwnHook
+from zero._torch.optimizers import takes_state_hooks
 from zero.comm import Comm
 from zero.fsdp.model import Model
 from zero.measure.param_groups import SHARD_MARK

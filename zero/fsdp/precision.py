@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import BATCH_NORM, OwnHook, buffers_of
+from zero._torch.modules import BATCH_NORM, OwnHook, buffers_of
 from zero.wrap.tensors import map_tensors
 
 if TYPE_CHECKING:

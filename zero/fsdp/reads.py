@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from zero._torch import as_plain_tensors, in_a_backward
+from zero._torch.autograd import in_a_backward
+from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm
 from zero.comm.together import Together
 from zero.fsdp.backward import Backward

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import in_a_backward
+from zero._torch.autograd import in_a_backward
 from zero.comm import Comm
 from zero.comm.streams import STEP_GRAPH, HostStreams
 from zero.comm.together import Together

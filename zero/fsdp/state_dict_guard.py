@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from zero._torch import OwnHook
+from zero._torch.modules import OwnHook
 from zero.shards.group_state import GroupState
 from zero.shards.partition import Place
 from zero.shards.shard_group import ShardGroup

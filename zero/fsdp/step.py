@@ -25,7 +25,8 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from zero._torch import HooksOfSteps, as_plain_tensors
+from zero._torch.optimizers import HooksOfSteps
+from zero._torch.tensors import as_plain_tensors
 from zero.comm.together import Together
 from zero.fsdp.model import Model
 from zero.fsdp.optimizer_state import register

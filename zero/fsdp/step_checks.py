@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero._torch import params_of_each
+from zero._torch.modules import params_of_each
 from zero.fsdp.model import Model
 from zero.fsdp.optimizer_state import problem_of_state
 from zero.fsdp.unit import Need

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero._torch import as_plain_tensors
+from zero._torch.tensors import as_plain_tensors
 from zero.comm.together import told_by_comparing
 from zero.fsdp.build import refuse_busy
 from zero.fsdp.model import Model, models

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero._torch import buffers_of, classes_to_ignore
+from zero._torch.modules import buffers_of, classes_to_ignore
 from zero.fsdp.options import GivenOptions
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.prefetch import OF_FSDP1, of_fsdp1

@@ -14,7 +14,7 @@ from weakref import ref
 from torch import nn
 from torch.autograd.graph import Node
 
-from zero._torch import writes_so_far
+from zero._torch.autograd import writes_so_far
 from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.unit_bucket import UnitBucket
 from zero.fsdp.writes import Writes

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from zero._torch import children_of, chosen_by_policy
+from zero._torch.modules import children_of, chosen_by_policy
 from zero.fsdp.unit import Unit
 
 Policy = Any

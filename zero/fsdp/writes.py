@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from zero._torch import has_values, writes_so_far
+from zero._torch.autograd import writes_so_far
+from zero._torch.tensors import has_values
 from zero.shards.shard_group import ShardGroup
 
 # Elements that are compared at a time, so that temporaries are small.

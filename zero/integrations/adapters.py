@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero._torch import WithoutMemory
+from zero._torch.tensors import WithoutMemory
 from zero.fsdp import FSDP
 from zero.fsdp.full_weights import loading, naming
 from zero.fsdp.model import models_of

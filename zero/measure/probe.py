@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero._torch import has_hooks
+from zero._torch.tensors import has_hooks
 from zero.measure.param_groups import options
 from zero.measure.shapes import shard_shape
 from zero.measure.undisturbed import seed, undisturbed

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from zero._torch import DispatchMode, without_optimizer_hooks
+from zero._torch.optimizers import without_optimizer_hooks
+from zero._torch.recording import DispatchMode
 
 
 class Collectives(DispatchMode):

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero._torch import base_of, norms_of, writes_so_far
+from zero._torch.autograd import base_of, writes_so_far
+from zero._torch.tensors import norms_of
 from zero.comm.streams import on_other_device
 
 # Elements of a flat tensor of gradients that are compared.

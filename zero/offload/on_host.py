@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero._torch import has_values
+from zero._torch.tensors import has_values
 from zero.offload import norms
 from zero.offload.pieces import GroupStep, Unwidened, in_the_cache
 from zero.shards.offload import Offload, SteppedGroup, part_of

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zero._torch import warn_user
+from zero._torch.telling import warn_user
 from zero.comm import Comm
 from zero.measure.built import working_by
 from zero.measure.kinds import Finding

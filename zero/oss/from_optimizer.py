@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from zero._torch import call_stepped
+from zero._torch.optimizers import call_stepped
 from zero.comm import Comm
 from zero.measure.built import argument_names
 from zero.measure.param_groups import called, params_of

@@ -23,7 +23,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from zero._torch import WithoutMemory, in_a_backward
+from zero._torch.autograd import in_a_backward
+from zero._torch.tensors import WithoutMemory
 from zero.comm import Comm
 from zero.shards import norm
 from zero.shards.owned_shards import OwnedShards

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import move_hooks, with_load_hooks, with_state_hooks
+from zero._torch.optimizers import move_hooks, with_load_hooks, with_state_hooks
 from zero.comm import Comm, fail_together
 from zero.measure.param_groups import called, params_of
 from zero.oss.checks import StepChecks

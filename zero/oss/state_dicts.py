@@ -7,7 +7,7 @@ from weakref import ReferenceType
 
 from torch.optim import Optimizer
 
-from zero._torch import takes_state_hooks
+from zero._torch.optimizers import takes_state_hooks
 from zero.measure.param_groups import params_of
 from zero.state import optimizer_state as state
 from zero.state.gathered import consolidate

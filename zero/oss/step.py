@@ -15,7 +15,8 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from zero._torch import in_a_backward, without_optimizer_hooks
+from zero._torch.autograd import in_a_backward
+from zero._torch.optimizers import without_optimizer_hooks
 from zero.comm import Comm
 from zero.comm.together import Together
 from zero.measure.kinds import ELEMENTWISE

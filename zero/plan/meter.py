@@ -14,7 +14,8 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor
 
-from zero._torch import DEVICE_OF, DispatchMode, WithoutMemory, wrap_others, wrapped_in
+from zero._torch.recording import DEVICE_OF, DispatchMode
+from zero._torch.tensors import WithoutMemory, wrap_others, wrapped_in
 
 _Known = ref[torch.UntypedStorage]
 

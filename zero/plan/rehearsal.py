@@ -13,15 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero._torch import (
-    NEEDS_VALUES,
-    VALUE_OF,
-    buffers_of,
-    copied_without_values,
-    is_of_two_devices,
-    let_move,
-    without_values,
-)
+from zero._torch.modules import buffers_of
+from zero._torch.recording import VALUE_OF
+from zero._torch.tensors import NEEDS_VALUES, copied_without_values, is_of_two_devices, let_move, without_values
 from zero.comm import Comm, Work
 from zero.comm.streams import HostStreams
 from zero.comm.traffic import sent

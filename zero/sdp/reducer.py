@@ -13,7 +13,8 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero._torch import at_end_of_backward, call_last, in_a_backward, writes_into
+from zero._torch.autograd import at_end_of_backward, in_a_backward, writes_into
+from zero._torch.tensors import call_last
 from zero.comm import Comm
 from zero.comm.streams import streams_in
 from zero.oss.optimizer import OSS

@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from zero._torch import children_of, named_as_compiled
+from zero._torch.compiling import named_as_compiled
+from zero._torch.modules import children_of
 from zero.comm import Comm
 from zero.comm.together import told_by_comparing
 from zero.oss.optimizer import OSS, set_bucket_size

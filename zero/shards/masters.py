@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from zero._torch import has_values
+from zero._torch.tensors import has_values
 from zero.shards.shard_group import ShardGroup
 
 # Elements that are compared at a time.

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
-from zero._torch import as_plain_tensors
+from zero._torch.tensors import as_plain_tensors
 
 MOVED = (
     "{!r} was moved, cast or given other data (`p.data = ...`) since it was sharded, and would lose it at the next "

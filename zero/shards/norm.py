@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from zero._torch import multiply_all, norms_of
+from zero._torch.tensors import multiply_all, norms_of
 from zero.comm import Comm
 from zero.shards.offload import Offload
 from zero.tensor_parallel import parts

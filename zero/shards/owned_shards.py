@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero._torch import without_optimizer_hooks, writes_so_far
+from zero._torch.autograd import writes_so_far
+from zero._torch.optimizers import without_optimizer_hooks
 from zero.comm import Comm
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import options

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero._torch import has_values, wraps_others
+from zero._torch.tensors import has_values, wraps_others
 from zero.measure.shapes import shard_shape
 from zero.shards.layout import ALIGNMENT, Layout, Span
 from zero.tensor_parallel import parts

@@ -7,8 +7,7 @@
 The user's nn.Parameter objects stay the same. Their `.data` is a view of `full` or `shard`; where several ranks have
 shards, their class says so (sharded_parameter.py). `full` is freed by shrinking its storage, and is allocated again in
 the same storage, so that views of it that autograd saved in forward are valid in backward. If `full` is never freed,
-each parameter has a storage of its own on the memory of `full`, so that no tool takes the parameters of one buffer for
-tied weights.
+each parameter has a storage of its own on the memory of `full`: no tool takes those of one buffer for tied weights.
 """
 
 from __future__ import annotations
@@ -21,7 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero._torch import as_plain_tensors, leaves_of_graphs, profiler_range
+from zero._torch.autograd import leaves_of_graphs
+from zero._torch.recording import profiler_range
+from zero._torch.tensors import as_plain_tensors
 from zero.comm import Work
 from zero.comm.streams import DONE, HOST, HostStreams, streams_of
 from zero.shards.cut import Asked, register

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero._torch import Fake, Rebound, as_plain_tensors
+from zero._torch.tensors import Fake, Rebound, as_plain_tensors
 from zero.shards.cut import Asked, Cut, of_param
 from zero.shards.elementwise import (
     ABOUT,

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero._torch import WithoutMemory, versions_in, with_versions
+from zero._torch.compiling import versions_in, with_versions
+from zero._torch.tensors import WithoutMemory
 from zero.comm import Comm
 from zero.state import leaves
 from zero.tensor_parallel import parts

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero._torch import wraps_others
+from zero._torch.tensors import wraps_others
 
 # Separates the key of a container from the number of an item.
 _WITHIN = "\n"

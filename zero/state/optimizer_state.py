@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero._torch import as_plain_tensors
+from zero._torch.tensors import as_plain_tensors
 from zero.measure import param_groups
 from zero.measure.kinds import known
 from zero.measure.param_groups import params_of

@@ -12,7 +12,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from zero._torch import takes_state_hooks, warn_user
+from zero._torch.optimizers import takes_state_hooks
+from zero._torch.telling import warn_user
 from zero.measure.param_groups import SHARD_MARK
 
 

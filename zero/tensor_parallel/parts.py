@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zero._torch import has_hooks, is_of_ddp
+from zero._torch.tensors import has_hooks, is_of_ddp
 from zero.comm import Comm
 from zero.tensor_parallel import table
 

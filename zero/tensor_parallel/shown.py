@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import params_of, with_local
+from zero._torch.modules import params_of
+from zero._torch.tensors import with_local
 from zero.tensor_parallel import parts, table
 from zero.tensor_parallel.states import remove_hooks, state_hooks
 

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch import OwnHook, params_of
+from zero._torch.modules import OwnHook, params_of
 from zero.tensor_parallel import parts, table
 
 _hooks: WeakKeyDictionary[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()

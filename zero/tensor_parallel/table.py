@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero._torch import wraps_others
+from zero._torch.tensors import wraps_others
 from zero.comm import Comm
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from zero._torch import add_all, as_plain_tensors
+from zero._torch.tensors import add_all, as_plain_tensors
 from zero.comm import Comm, Work
 from zero.comm.packing import summed_as
 from zero.comm.together import Together

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from zero._torch import buffers_of, keeping_versions
+from zero._torch.autograd import keeping_versions
+from zero._torch.modules import buffers_of
 from zero.comm import Comm
 
 

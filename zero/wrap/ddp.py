@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from zero._torch import averaged_by, join_mark
+from zero._torch.modules import averaged_by, join_mark
 from zero.comm import Comm
 from zero.shards.claimed import claimed
 from zero.wrap.refused import refuse_sparse

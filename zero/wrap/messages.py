@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from zero._torch import copy_all, zero_all
+from zero._torch.tensors import copy_all, zero_all
 from zero.comm.packing import concatenate, lengths
 from zero.comm.transport import Message
 from zero.shards.shard_group import ShardGroup

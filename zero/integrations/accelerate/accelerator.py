@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from zero._torch import follow
+from zero._torch.optimizers import follow
 from zero.comm.comm import launched_ranks
 from zero.grad_scaler import GradScaler
 from zero.integrations.accelerate import plugin as plugins

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from accelerate.utils import str_to_bool
 
-from zero._torch import warn_user
+from zero._torch.telling import warn_user
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 Reader = Callable[[Any], Any]

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
-from zero._torch import warn_user
+from zero._torch.telling import warn_user
 from zero.fsdp import MixedPrecision
 from zero.fsdp.prefetch import of_fsdp1
 from zero.fsdp.torch_options import as_precision

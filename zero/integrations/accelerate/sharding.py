@@ -18,7 +18,8 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_bas
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero._torch import children_of, recomputed_in_backward, wraps_others
+from zero._torch.modules import children_of, recomputed_in_backward
+from zero._torch.tensors import wraps_others
 from zero.comm import Comm
 from zero.fsdp import FSDP, MixedPrecision
 from zero.fsdp.options import as_strategy

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero import checkpoint
-from zero._torch import name_without_compile
+from zero._torch.compiling import name_without_compile
 from zero.checkpoint.read import load_state
 from zero.comm import Comm
 from zero.fsdp.full_weights import named_tensors

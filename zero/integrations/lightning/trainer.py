@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero import checkpoint as saved
-from zero._torch import follow
+from zero._torch.optimizers import follow
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.full_state import full_state_dict
