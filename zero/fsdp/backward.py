@@ -248,8 +248,8 @@ class Backward:
 
     def _free_wire(self) -> None:
         """Waits for the reduction in flight, not for averages: a second message would be as large as a unit."""
-        last = self._reducing[-1:]
-        left = [bucket.await_sums() for unit in last for bucket in unit.buckets]
+        last = self._reducing[-1:] if len(self._comms) > 1 else ()
+        left = [bucket.await_sums() for unit in last for bucket in unit.buckets] if last else ()
         self._finish_reduce(but=last if any(left) else ())
 
     def _launch_reduce(self, unit: Unit) -> None:
@@ -261,11 +261,12 @@ class Backward:
             self._finish_reduce()
 
     def _finish_reduce(self, but: Sequence[Unit] = ()) -> None:
-        reduced, self._reducing = [unit for unit in self._reducing if unit not in but], [*but]
+        reduced, self._reducing = self._reducing, [*but]
         if reduced:
             with as_plain_tensors():
-                for bucket in (bucket for unit in reduced for bucket in unit.buckets):
-                    bucket.finish()
+                for unit in reduced:
+                    for bucket in unit.buckets if unit not in but else ():
+                        bucket.finish()
 
     def _finish(self) -> None:
         with self._together:
