@@ -1,7 +1,8 @@
 """What wires.py and graphs.py compare: a GPT in bfloat16 with float32 master weights, sharded by each or not."""
 
+import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,9 +24,10 @@ from simulated.network import Network
 class Settings:
     """world: ranks, of which one runs. bandwidth, gpus_a_host, nics, link: see wires.py. tokens: of this rank's batch.
 
-    reduce_dtype: float32 or bfloat16, in which gradients are sent; at stages 1 and 2 they always have the model's 16
-    bits. rate: of learning; by default 0, since what the fake group brings are not the ranks' gradients, and the
-    weights would diverge. capturable: the optimizer counts its steps on the GPU. ctas, one: see wires.py.
+    reduce_dtype: float32 or bfloat16, in which gradients are sent; at stage 1 they have the model's 16 bits, and at
+    stage 2 they are float32. rate: of learning; by default 0, since what the fake group brings are not the ranks'
+    gradients, and the weights would diverge. capturable: the optimizer counts its steps on the GPU. ctas, one: see
+    wires.py.
     """
 
     world: int
@@ -141,3 +143,16 @@ CONTESTANTS: dict[str, Callable[[Settings, Rank], Trained]] = {
     "zero stage 3": stage_3,
     "zero stage 2": partial(with_oss, 2),
 }
+
+
+def add_options(parser: argparse.ArgumentParser, contestants: Iterable[str], *, tokens: int) -> None:
+    """Those of the model, and `--only`. tokens: by default."""
+    add, names, on_gpu = parser.add_argument, [*contestants], torch.cuda.is_available()
+    for name, default, told in (
+        ("--tokens", tokens, f"of a batch, a multiple of {CONTEXT}"),
+        ("--layers", 18 if on_gpu else 2, "blocks"),
+        ("--width", 2048 if on_gpu else 64, "of the model"),
+    ):
+        add(name, metavar="N", type=int, default=default, help=f"{told} (default: %(default)s)")
+    add("--reduce-dtype", choices=["float32", "bfloat16"], default="float32")
+    add("--only", nargs="+", choices=names, metavar="NAME", default=names, help=f"of {', '.join(names)}")

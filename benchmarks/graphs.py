@@ -38,8 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import zero
-from contestants import Settings, Trained, adam, fsdp2, stage_3, unsharded, with_oss
-from gpt import CONTEXT
+from contestants import Settings, Trained, adam, add_options, fsdp2, stage_3, unsharded, with_oss
 from launch import Rank, RankFailed, run_hosts, run_one_of
 from measure import wait_for_device
 from wires import Wires, describe
@@ -207,14 +206,9 @@ def main() -> None:
     add("--world", default=8, help="ranks, of which one runs (default: %(default)s)")
     add("--hosts", default=0, help="ranks that all run, over NCCL, in place of --world")
     add("--bandwidth", metavar="GB/s", type=float, default=300.0, help="as of wires.py, or inf (default: %(default)s)")
-    add("--tokens", default=2048 if on_gpu else 256, help=f"of a batch, a multiple of {CONTEXT} (default: %(default)s)")
-    add("--layers", default=18 if on_gpu else 2, help="blocks (default: %(default)s)")
-    add("--width", default=2048 if on_gpu else 64, help="of the model (default: %(default)s)")
-    parser.add_argument("--reduce-dtype", choices=["float32", "bfloat16"], default="float32")
+    add_options(parser, CONTESTANTS, tokens=2048 if on_gpu else 256)
     add("--steps", default=8, help="timed steps (default: %(default)s)")
     add("--seconds", default=60, help="that a contestant may take (default: %(default)s)")
-    choices: dict[str, Any] = {"choices": CONTESTANTS, "metavar": "NAME", "default": [*CONTESTANTS]}
-    parser.add_argument("--only", nargs="+", **choices, help=f"of {', '.join(CONTESTANTS)}")
     add("--out", type=Path, metavar="DIR", default=OUT, help="folder of the results (default: %(default)s)")
     given = vars(parser.parse_args())
     hosts, seconds, only, out = (given.pop(name) for name in ("hosts", "seconds", "only", "out"))

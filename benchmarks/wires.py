@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from contestants import CONTESTANTS, Settings
+from contestants import CONTESTANTS, Settings, add_options
 from gpt import CONTEXT
 from host import FakeWork, bring_own
 from launch import Rank, RankFailed, run_one_of
@@ -290,15 +290,10 @@ def main() -> None:
     add("--gpus-a-host", default=0, help="ranks of a host (default: all)")
     add("--nics", default=0, help="of a host, where there are several (default: one a GPU)")
     add("--link", metavar="GB/s", type=float, default=300.0, help="within a host of several (default: %(default)s)")
-    add("--tokens", default=8192 if on_gpu else 256, help=f"of a batch, a multiple of {CONTEXT} (default: %(default)s)")
-    add("--layers", default=18 if on_gpu else 2, help="blocks (default: %(default)s)")
-    add("--width", default=2048 if on_gpu else 64, help="of the model (default: %(default)s)")
+    add_options(parser, CONTESTANTS, tokens=8192 if on_gpu else 256)
     parser.add_argument("--compile", action="store_true", help="compile each block")
-    parser.add_argument("--reduce-dtype", choices=["float32", "bfloat16"], default="float32")
     add("--ctas", default=0, help="programs of a transfer's kernel, by Triton; 0: a kernel of one thread that sleeps")
     parser.add_argument("--one", action="store_true", help="transfers wait for one another")
-    choices: dict[str, Any] = {"choices": CONTESTANTS, "metavar": "NAME", "default": [*CONTESTANTS]}
-    parser.add_argument("--only", nargs="+", **choices, help=f"of {', '.join(CONTESTANTS)}")
     add("--steps", default=10, help="timed steps a round, with the wires and without (default: %(default)s)")
     add("--rounds", default=3, help="turns of each contestant (default: %(default)s)")
     add("--out", type=Path, metavar="DIR", default=OUT, help="folder of the results (default: %(default)s)")

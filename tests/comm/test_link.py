@@ -23,9 +23,10 @@ from runs import sgd, take_step
 from simulated.world import simulated
 from transports import between_hosts, overlapping
 from zero._torch.process_groups import abort
-from zero.comm import Comm, work
+from zero.comm import Comm, settings, work
 from zero.comm.host_memory import attach
 from zero.comm.oplog import Log
+from zero.comm.store import RaisedText
 from zoo import WIDTH, Stack, loss_on
 
 # --------------------------------------------------------------------------------------------------- A failed transfer
@@ -208,3 +209,48 @@ def test_what_is_not_known_is_refused(rank, world):
         assert "choose 0, ptracer" in refusal(Comm)
     with mock.patch.dict(os.environ, ZERO_CHECK="always"):
         assert "ZERO_CHECK='always'" in refusal(Comm)
+
+
+@pytest.mark.parametrize(
+    ("nccl", "environment", "expected"),
+    [
+        ((2, 26, 2), {}, True),
+        ((2, 25, 1), {}, False),
+        (None, {}, False),
+        ((2, 28, 9), {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, False),
+        ((2, 28, 9), {"ZERO_SECOND_COMMUNICATOR": "0"}, False),
+        ((2, 25, 1), {"ZERO_SECOND_COMMUNICATOR": "1"}, True),
+    ],
+)
+def test_reductions_have_a_communicator_of_their_own_where_nccl_orders_launches(nccl, environment, expected):
+    with mock.patch.dict(os.environ, environment):
+        assert settings.second_communicator(nccl) is expected
+
+
+def test_importing_zero_has_nccl_order_launches():
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+
+
+class Stuck(dist.Store):
+    """A store on a host that cannot be reached."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.ends = threading.Event(), threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.reached.set()
+        self.ends.wait()  # until the test ends it, or runs out of time
+
+    def check(self, keys: list[str]) -> bool:
+        self.ends.wait()  # until the test ends it, or runs out of time
+        return False
+
+
+def test_a_store_that_does_not_answer_holds_up_no_error():
+    store = Stuck()
+    text = RaisedText(store)
+    text.publish("what a rank has raised")
+    assert store.reached.is_set() and text.explained("a reason") == "a reason"
+    assert not store.ends.is_set(), "it still waits"
+    store.ends.set()
