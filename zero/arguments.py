@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -12,6 +14,7 @@ from torch.optim import Optimizer
 
 from zero._torch.compiling import uncompiled
 from zero.comm import Comm
+from zero.comm.together import told_by_comparing
 from zero.measure.built import finding_of_built
 from zero.measure.kinds import Finding, finding_of, known, title
 from zero.measure.param_groups import called, options, params_of
@@ -19,53 +22,81 @@ from zero.oss import OSS
 from zero.oss.from_optimizer import problem_of, states_of, uncut_state
 from zero.precision import precision_problem
 from zero.shards.arguments import as_groups, named_params
-from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
+from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem, whole_among
 from zero.shards.shapes import shared_memory
 from zero.tensor_parallel import parts
 from zero.wrap.wrapper import describe
 from zero.wrappers import Wrapped
 
-Optim = Callable[..., Optimizer] | Optimizer
+One = Callable[..., Optimizer] | Optimizer
 """The class of an optimizer, or an optimizer of the full parameters."""
+
+Optim = One | Sequence[Optimizer]
+"""Also several optimizers, each of some of the parameters."""
 
 
 @dataclass
 class Arguments:
     """Arguments of zero.setup. options: those that mean something at some stages, by name. defaults: the optimizer's.
 
-    `groups`: after `agree`, the parameters that `params` asks for, in groups. `found`: what the optimizer is known, or
+    `optims`: the optimizers, or the class, in a list. `is_one`: whether it was not given in a list.
+    `groups`: after `agree`, the parameters that `params` asks for, in groups. `found`: what each optimizer is known, or
     was measured, to need.
     """
 
     model: nn.Module
     optim: Optim
-    stage: int
+    stage: Any
     params: Iterable[Any] | None
     partition: Partition
     options: dict[str, Any]
     defaults: dict[str, Any]
     groups: list[dict[str, Any]] = field(default_factory=list)
-    found: Finding | None = None
+    found: list[Finding | None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.is_one = not isinstance(self.optim, Sequence)
+        self.optims: list[Any] = [*self.optim] if isinstance(self.optim, Sequence) else [self.optim]
 
     def agree(self, comm: Comm, problem: str | None) -> None:
         """Collective. Raises ValueError on every rank for what cannot be used on any. problem: one found before."""
-        problem = problem or self._problem()
-        if self.stage and not problem:
-            self.found, problem = self._measured(comm)
-        lines = [f"stage {self.stage}, precision {self.options.get('precision')}", _described(self.optim)]
+        with told_by_comparing(partial(comm.compare, _GIVEN, [])):
+            problem = problem or self._problem()
+            for optim in self.optims if self.stage and not problem else ():
+                found, unfit = self._measured(optim, comm)
+                self.found.append(found)
+                problem = problem or unfit
+            whole = {} if problem or not self.found else self.whole
+        lines = [f"stage {self.stage}, precision {self.options.get('precision')}", *map(_described, self.optims)]
+        lines.append(f"whole {[*whole.values()]}")
         if "precision" in self.options:  # before stages 1 and 2 are built, values are sent
             lines += describe(self.model)
-        comm.compare("the stages, models and optimizers given to zero.setup", lines, problem)
+        comm.compare(_GIVEN, lines, problem)
+
+    @property
+    def call(self) -> str:
+        """As the user wrote it."""
+        given = ", ".join(map(called, self.optims))
+        return f"zero.setup(model, {given if self.is_one else f'[{given}]'}, stage={self.stage})"
 
     @property
     def fsdp_partition(self) -> Partition:
-        cut = cut_for(self.partition, self.found)
+        if len(self.optims) > 1:
+            return lambda _, param: "whole" if param in self.whole else "even"
+        cut = cut_for(self.partition, self.found[0])
         # Not the measured one: FSDP then checks other optimizers that step its parameters, too.
-        return self.partition if cut == "even" and known(self._class) is not None else cut
+        return self.partition if cut == "even" and known(_class(self.optims[0])) is not None else cut
 
-    @property
-    def _class(self) -> Callable[..., Optimizer]:
-        return type(self.optim) if isinstance(self.optim, Optimizer) else self.optim
+    @cached_property
+    def whole(self) -> dict[nn.Parameter, str]:
+        """The parameters that stay whole where optimizers are built, with their names in the model."""
+        whole: dict[nn.Parameter, str] = {}
+        for optim, found in zip(self.optims, self.found, strict=True):
+            if isinstance(optim, Optimizer):
+                own = {*params_of(optim)}
+                named = [(name, param) for name, param in self.model.named_parameters() if param in own]
+                whole |= whole_among(cut_for(self.partition, found), named)
+        return whole
 
     def _problem(self) -> str | None:
         problem = _unusable(self.stage, self.options, self.model)
@@ -73,24 +104,31 @@ class Arguments:
             self.groups, problem = as_groups(self.params, call="zero.setup")
         problem = problem or partition_problem(self.partition)
         problem = problem or _foreign("zero.setup(params=) was given", self.model, self.groups)
-        if problem is None and isinstance(self.optim, Optimizer):
+        if problem is None and (not self.is_one or isinstance(self.optim, Optimizer)):
             beside = [*([] if self.params is None else ["params"]), *self.defaults]
-            problem = _unfit(self.optim, self.model, self.stage, beside)
+            problem = _unfit(self.optims, self.model, self.stage, beside)
         return problem
 
-    def _measured(self, comm: Comm) -> tuple[Finding | None, str | None]:
-        """Returns what is known or measured of the optimizer, and an error message if it cannot be sharded so."""
-        optim, partition = self.optim, self.partition
+    def _measured(self, optim: Any, comm: Comm) -> tuple[Finding | None, str | None]:
+        """Returns what is known or measured of an optimizer, and an error message if it cannot be sharded so."""
+        partition = self.partition
         if comm.world == 1:
-            found = known(self._class)
+            found = known(_class(optim))
         elif isinstance(optim, Optimizer):
             found = finding_of_built(optim)
         else:
             found = finding_of(optim, self.defaults, [options(group) for group in self.groups or [{}]])
-        problem = None if found is None else optimizer_problem(title(self._class), found, partition)
+        problem = None if found is None else optimizer_problem(title(_class(optim)), found, partition)
         if problem is None and isinstance(optim, Optimizer) and comm.world > 1 and cut_for(partition, found) == "even":
             problem = uncut_state(optim)
         return found, problem
+
+
+_GIVEN = "the stages, models and optimizers given to zero.setup"
+
+
+def _class(optim: Any) -> Callable[..., Optimizer]:
+    return type(optim) if isinstance(optim, Optimizer) else optim
 
 
 def _foreign(given: str, model: nn.Module, groups: list[dict[str, Any]]) -> str | None:
@@ -107,33 +145,48 @@ def _foreign(given: str, model: nn.Module, groups: list[dict[str, Any]]) -> str 
     )
 
 
-def _unfit(optim: Optimizer, model: nn.Module, stage: int, beside: Iterable[str]) -> str | None:
-    """Returns an error message for a built optimizer that cannot train the model at the stage. beside: the names of
-    options for it."""
-    name = called(optim)
+def _unfit(optims: Sequence[Any], model: nn.Module, stage: int, beside: Iterable[str]) -> str | None:
+    """Returns an error message for built optimizers that cannot train the model at the stage. beside: the names of
+    options for them."""
+    odd = [one for one in optims if not isinstance(one, Optimizer)]
+    if odd or not optims:
+        return (
+            f"zero.setup was given a list of optimizers with {called(odd[0]) if odd else 'nothing'} in it. Pass "
+            "optimizers that are built, each of its own parameters: [Muon(matrices, ...), AdamW(rest, ...)]."
+        )
+    names = " and the ".join(map(called, optims))
     for option in beside:
         return (
-            f"zero.setup was given an {name} that is built already, and {option}= for it. Set options in its "
-            f"param_groups; or pass its class: zero.setup(model, {name}, stage={stage}, {option}=...)."
+            f"zero.setup was given an {names} that is built already, and {option}= for it. Set options in its "
+            f"param_groups; or pass its class: zero.setup(model, {called(optims[0])}, stage={stage}, {option}=...)."
         )
     if any(map(parts.takes, model.parameters())):
         return (
-            f"the model has DTensors, and the {name} was built of these, while plain parameters are stepped in their "
-            f"place. Pass its class and its arguments: zero.setup(model, {name}, stage={stage}, ...)."
+            f"the model has DTensors, and the {names} was built of these, while plain parameters are stepped in their "
+            f"place. Pass its class and its arguments: zero.setup(model, {called(optims[0])}, stage={stage}, ...)."
         )
-    held = {*params_of(optim)}
-    missing = [own for own, param in model.named_parameters() if param.requires_grad and param not in held]
+    named, counts = dict(model.named_parameters()), Counter(param for one in optims for param in params_of(one))
+    missing = [own for own, param in named.items() if param.requires_grad and param not in counts]
     if missing:
         return (
-            f"the {name} given to zero.setup does not have {len(missing)} trained parameters of the model, such as "
+            f"the {names} given to zero.setup does not have {len(missing)} trained parameters of the model, such as "
             f"{missing[0]!r}, which nothing would step. Add them by its add_param_group, or freeze them by "
             "requires_grad_(False)."
         )
-    foreign = _foreign(f"the {name} given to zero.setup has", model, optim.param_groups)
-    return foreign or problem_of(optim, OSS, rebuilds=stage in (1, 2))
+    if twice := [own for own, param in named.items() if counts[param] > 1]:
+        return (
+            f"{twice[0]!r} is a parameter of several of the optimizers given to zero.setup ({names}), each of which "
+            "would step it. Give each parameter to one of them."
+        )
+    problems = (
+        _foreign(f"the {called(one)} given to zero.setup has", model, one.param_groups)
+        or problem_of(one, OSS, rebuilds=stage in (1, 2))
+        for one in optims
+    )
+    return next(filter(None, problems), None)
 
 
-def _described(optim: Optim) -> str:
+def _described(optim: Any) -> str:
     """What must be the same on every rank of a built optimizer."""
     if not isinstance(optim, Optimizer):
         return "a class"

@@ -75,10 +75,10 @@ class Rounding:
         """Collective. All ranks start from the first one's values, before these are rounded."""
         self._comm.broadcast([*self._model.parameters(), *self._model.buffers()])
 
-    def round_rest(self, optimizer: OSS) -> None:
-        """Rounds the frozen parameters that the optimizer does not have."""
+    def round_rest(self, optimizers: Sequence[OSS]) -> None:
+        """Rounds the frozen parameters that the optimizers do not have."""
         for param, dtype in self.dtypes.items():
-            if param not in optimizer.shards:
+            if not any(param in one.shards for one in optimizers):
                 param.data = param.data.to(dtype)
 
     def cast_inputs(self, wrapper: nn.Module) -> None:

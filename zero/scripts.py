@@ -3,6 +3,7 @@ parameters, and the plain module. full_state.py has weights and optimizer state 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -53,38 +54,54 @@ def count_parameters(model: nn.Module) -> ParameterCount:
 
 
 @calling("zero.grad_norm")
-def grad_norm(model: nn.Module, optimizer: Optimizer, norm_type: float = 2.0) -> Tensor:
+def grad_norm(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], norm_type: float = 2.0) -> Tensor:
     """Collective at stages 1 to 3. The norm of all gradients that the optimizer steps, as one vector, 0-dim, the same
     on every rank.
 
     Call it on every rank between backward and step, also at stage 0. At stages 2 and 3 a rank has shards of gradients
     only, and a norm that is computed from `param.grad` is an error.
 
-    model, optimizer: those that train. norm_type: 1, 2, any p > 0, or inf.
+    model, optimizer: those that train, also several optimizers. norm_type: 1, 2, any p > 0, or inf.
     """
-    wrapped, optimizer = uncompiled(model), prepared(optimizer)
+    wrapped, optimizers = uncompiled(model), _each(optimizer)
     if isinstance(wrapped, FSDP):
-        return wrapped.grad_norm(norm_type, params=params_in(wrapped, optimizer))
-    if isinstance(optimizer, OSS):
-        return optimizer.grad_norm(norm_type)
-    gradients = [param.grad for param in params_of(optimizer) if param.grad is not None]
+        return wrapped.grad_norm(norm_type, params=[param for one in optimizers for param in params_in(wrapped, one)])
+    if sharding := [one for one in optimizers if isinstance(one, OSS)]:
+        return _norm(sharding, norm_type)
+    gradients = [param.grad for one in optimizers for param in params_of(one) if param.grad is not None]
     return get_total_norm(gradients, norm_type)
 
 
 @calling("zero.clip_grad_norm_")
-def clip_grad_norm_(model: nn.Module, optimizer: Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+def clip_grad_norm_(
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], max_norm: float, norm_type: float = 2.0
+) -> Tensor:
     """Collective at stages 1 to 3. Scales all gradients that the optimizer steps so that their norm, as one vector, is
     at most max_norm.
 
     Returns the norm before, 0-dim, the same on every rank. Call it on every rank between backward and step, in place of
     torch's function of this name, at any stage. Arguments are those of `grad_norm`.
     """
-    wrapped, optimizer = uncompiled(model), prepared(optimizer)
+    wrapped, optimizers = uncompiled(model), _each(optimizer)
     if isinstance(wrapped, FSDP):
-        return wrapped.clip_grad_norm_(max_norm, norm_type, params=params_in(wrapped, optimizer))
-    if isinstance(optimizer, OSS):
-        return optimizer.clip_grad_norm(max_norm, norm_type)
-    return clip_plain(params_of(optimizer), max_norm, norm_type)
+        params = [param for one in optimizers for param in params_in(wrapped, one)]
+        return wrapped.clip_grad_norm_(max_norm, norm_type, params=params)
+    if sharding := [one for one in optimizers if isinstance(one, OSS)]:
+        norm = _norm(sharding, norm_type)
+        for one in sharding:
+            one.gradients.clip(float(max_norm), norm)
+        return norm
+    return clip_plain([param for one in optimizers for param in params_of(one)], max_norm, norm_type)
+
+
+def _each(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    return [prepared(one) for one in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
+
+
+def _norm(sharding: Sequence[OSS], norm_type: float) -> Tensor:
+    """Collective. The norm of the gradients of all of these, as one vector."""
+    norms = [one.grad_norm(norm_type) for one in sharding]
+    return norms[0] if len(norms) == 1 else get_total_norm(norms, norm_type)
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:

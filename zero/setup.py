@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero.arguments import Arguments, Optim, ranks_of
+from zero.arguments import Arguments, One, Optim, ranks_of
 from zero.averaging import Averaging
 from zero.comm import Comm
 from zero.fsdp import FSDP
@@ -20,7 +20,7 @@ from zero.fsdp.fsdp import running_model
 from zero.fsdp.model import Model
 from zero.fsdp.optimizer_state import register
 from zero.fsdp.precision import MixedPrecision
-from zero.measure.param_groups import called
+from zero.measure.param_groups import called, params_of
 from zero.oss import OSS
 from zero.oss.from_optimizer import states_of
 from zero.oss.optimizer import refuse_unaveraged
@@ -29,6 +29,7 @@ from zero.sdp import ShardedDDP
 from zero.shards.arguments import parts_of
 from zero.shards.partition import Partition
 from zero.shards.sharded_parameter import mark_states
+from zero.shards.shares import Shares
 from zero.state.optimizer_state import cut, leaves_of
 from zero.state.shard_mark import refuse_shards
 from zero.state.stepped import of_user
@@ -41,13 +42,15 @@ if TYPE_CHECKING:
 
 
 @overload
-def setup(model: nn.Module, optim: Optim, *, stage: Literal[3], **options: Any) -> tuple[FSDP, Optimizer]: ...
+def setup(model: nn.Module, optim: One, *, stage: Literal[3], **options: Any) -> tuple[FSDP, Optimizer]: ...
 @overload
-def setup(model: nn.Module, optim: Optim, *, stage: Literal[2], **options: Any) -> tuple[ShardedDDP, OSS]: ...
+def setup(model: nn.Module, optim: One, *, stage: Literal[2], **options: Any) -> tuple[ShardedDDP, OSS]: ...
 @overload
-def setup(model: nn.Module, optim: Optim, *, stage: Literal[1], **options: Any) -> tuple[nn.Module, OSS]: ...
+def setup(model: nn.Module, optim: One, *, stage: Literal[1], **options: Any) -> tuple[nn.Module, OSS]: ...
 @overload
-def setup(model: nn.Module, optim: Optim, *, stage: int, **options: Any) -> tuple[nn.Module, Optimizer]: ...
+def setup(model: nn.Module, optim: One, *, stage: int, **options: Any) -> tuple[nn.Module, Optimizer]: ...
+@overload
+def setup(model: nn.Module, optim: Sequence[Optimizer], *, stage: int, **options: Any) -> tuple[nn.Module, Any]: ...
 def setup(
     model: nn.Module,
     optim: Optim,
@@ -63,13 +66,16 @@ def setup(
     mixed_precision: GivenPrecision = None,
     master_dtype: torch.dtype | None = None,
     **defaults: Any,
-) -> tuple[nn.Module, Optimizer]:
+) -> tuple[nn.Module, Any]:
     """Collective. The wrapped model and its optimizer at a stage. Every stage trains to the same numbers.
 
     stage: what is sharded: 0 nothing (DistributedDataParallel), 1 optimizer state, 2 also gradients, 3 also parameters.
     optim: the optimizer that was built of model.parameters(), or its class, with its arguments as `defaults`. A built
         one goes on with its groups, hooks and state, which must be the same on every rank. Stages 0 and 3 return it;
         stages 1 and 2 return an OSS made of it, and its schedulers set the rates of that: see OSS.from_optimizer.
+        Or several built ones, each of some of the parameters, such as [Muon(matrices), AdamW(rest)]: returned is a list
+        in the same order. Ranks get whole matrices by what their steps cost, and as much of the rest as makes memory
+        equal.
     params: with a class, parameters of the model, or groups of them with options of their own; by default all.
     process_group, partition, auto_wrap_policy: as in OSS and FSDP. device_mesh: the group, as a mesh of one dimension.
     offload: at stages 1 to 3, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload).
@@ -90,11 +96,13 @@ def setup(
     comm, problem = ranks_of(process_group, device_mesh, model)
     asked = Arguments(model, optim, stage, params, partition, given, defaults)
     asked.agree(comm, problem)
-    with _telling(f"zero.setup(model, {called(optim)}, stage={stage})"):
+    with _telling(asked.call):
         if stage in (1, 2):
-            return _with_oss(asked, comm, auto_wrap_policy)
-        wrapped = _fsdp(asked, comm, auto_wrap_policy) if stage else _ddp(model, comm, DTYPES.get(precision))
-        return wrapped, _optimizer(asked, wrapped)
+            wrapped, optimizers = _with_oss(asked, comm, auto_wrap_policy)
+        else:
+            wrapped = _fsdp(asked, comm, auto_wrap_policy) if stage else _ddp(model, comm, DTYPES.get(precision))
+            optimizers = [_optimizer(asked, one, wrapped) for one in asked.optims]
+        return wrapped, optimizers[0] if asked.is_one else optimizers
 
 
 def _fsdp(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> nn.Module:
@@ -113,16 +121,16 @@ def _ddp(model: nn.Module, comm: Comm, dtype: torch.dtype | None) -> nn.Module:
     return wrapped
 
 
-def _optimizer(asked: Arguments, wrapped: nn.Module) -> Optimizer:
-    """The optimizer of stages 0 and 3."""
-    optim = asked.optim
+def _optimizer(asked: Arguments, optim: Any, wrapped: nn.Module) -> Optimizer:
+    """One of stages 0 and 3."""
+    built: Optimizer = optim
     if not isinstance(optim, Optimizer):
-        optim = optim(parts_of(asked.groups) or asked.model.parameters(), **asked.defaults)
+        built = optim(parts_of(asked.groups) or asked.model.parameters(), **asked.defaults)
     elif isinstance(wrapped, FSDP):
         _cut_state(optim, running_model(wrapped))
     if not asked.stage:
-        refuse_shards(optim)
-    return optim
+        refuse_shards(built)
+    return built
 
 
 def _cut_state(optimizer: Optimizer, model: Model) -> None:
@@ -138,7 +146,7 @@ def _cut_state(optimizer: Optimizer, model: Model) -> None:
         register(model, optimizer)  # before the first step: the state can be saved already
 
 
-def _with_oss(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> tuple[nn.Module, OSS]:
+def _with_oss(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> tuple[nn.Module, Sequence[Optimizer]]:
     """Stages 1 and 2."""
     model, options, ddp = asked.model, {**asked.options}, asked.stage == 1
     dtype = DTYPES.get(options.pop("precision", None))
@@ -154,18 +162,31 @@ def _with_oss(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> tuple[nn.M
         wrapped = _averaged(model, comm, rounded_of=sharding) if ddp else ShardedDDP(model, sharding)
         rounding.cast_inputs(wrapped)
     if isinstance(wrapped, DistributedDataParallel):
-        refuse_unaveraged(sharding, Averaging(wrapped).problem)
+        averaging = Averaging(wrapped)
+        for one in sharding:
+            refuse_unaveraged(one, averaging.problem)
     return wrapped, sharding
 
 
-def _oss(asked: Arguments, comm: Comm, options: dict[str, Any]) -> OSS:
-    named = [(name, parts.of(param)) for name, param in asked.model.named_parameters()]
+def _oss(asked: Arguments, comm: Comm, options: dict[str, Any]) -> list[OSS]:
+    """One of each optimizer. Those of whole parameters come first: the others then make memory equal."""
+    named = {parts.of(param): name for name, param in asked.model.named_parameters()}
     how: Any = {"group": comm, "partition": asked.partition, **options}
-    if not isinstance(asked.optim, Optimizer):
-        return OSS(asked.groups or named, asked.optim, **how, **asked.defaults)
-    sharding = OSS.from_optimizer(asked.optim, **how)
-    sharding.shards.rename(sharding.param_groups, {param: name for name, param in named})
-    return sharding
+    optim = asked.optims[0]
+    if not isinstance(optim, Optimizer):
+        pairs = [(name, param) for param, name in named.items()]
+        return [OSS(asked.groups or pairs, optim, **how, **asked.defaults)]
+    if callable(asked.partition):  # the optimizers' groups have no names to ask it by
+        how["partition"] = lambda _, param: "whole" if param in asked.whole else "even"
+    cut = {one: sum(param.nbytes for param in params_of(one) if param not in asked.whole) for one in asked.optims}
+    in_order = sorted(asked.optims, key=cut.__getitem__)
+    shares = Shares(comm.world, still_cut=sum(cut[one] for one in in_order[1:]))
+    made: dict[Optimizer, OSS] = {}
+    for one in in_order:
+        made[one] = OSS.from_optimizer(one, shares=shares, **how)
+        made[one].shards.rename(made[one].param_groups, named)
+        shares = made[one].shards.shares
+    return [made[one] for one in asked.optims]
 
 
 @contextmanager
@@ -178,17 +199,17 @@ def _telling(call: str) -> Iterator[None]:
         raise
 
 
-def _averaged(model: nn.Module, comm: Comm, rounded_of: OSS | None = None) -> nn.Module:
+def _averaged(model: nn.Module, comm: Comm, rounded_of: Sequence[OSS] = ()) -> nn.Module:
     """Stage 1's DistributedDataParallel. Without views it would hold every gradient twice, more than stage 1 saves.
 
-    rounded_of: what steps parameters of 16 bits, whose gradients are averaged in float32."""
+    rounded_of: what step parameters of 16 bits, whose gradients are averaged in float32."""
     if comm.group is None:
         return model
     put_into(model)
     show_everywhere(model)
     wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
-    if rounded_of is None:
-        average_by_reading(wrapped, comm)
+    if rounded_of:
+        average_in_float32(wrapped, comm, [one.gradients.keep_average for one in rounded_of])
     else:
-        average_in_float32(wrapped, comm, rounded_of.gradients.keep_average)
+        average_by_reading(wrapped, comm)
     return wrapped

@@ -11,6 +11,7 @@ from torch import nn
 from matrix import WHOLE
 from zero.shards import layout
 from zero.shards.partition import arrange, bucket_limit
+from zero.shards.shares import Shares, assign
 
 exhaustively = settings(deadline=None, max_examples=200)
 
@@ -20,11 +21,15 @@ alignments = st.sampled_from([1, 4, 16, 32, 64])
 
 
 @st.composite
-def owned(draw):
-    """Sizes with an owner each, in the order of owners, and a world that has all these owners."""
+def owned(draw, cuts=True):
+    """Sizes with an owner each, or none where they are cut, a world that has all these owners, and the ends of what each
+    rank gets of what is cut."""
     sizes = draw(numels)
     world = draw(worlds)
-    return sizes, sorted(draw(st.integers(0, world - 1)) for _ in sizes), world
+    owner = st.integers(0, world - 1)
+    owners = [draw(st.one_of(st.none(), owner) if cuts else owner) for _ in sizes]
+    parts = draw(st.lists(st.integers(0, 5), min_size=world, max_size=world).filter(any))
+    return sizes, owners, world, [sum(parts[: rank + 1]) / sum(parts) for rank in range(world)]
 
 
 def shares(cut):
@@ -83,33 +88,62 @@ def test_even_cut_gives_equal_segments_that_hold_each_element_once(sizes, world,
 
 @pytest.mark.slow
 @exhaustively
-@given(owned(), alignments, st.sampled_from([1.0, 1.25, 64.0]))
-def test_whole_cut_keeps_each_parameter_with_its_owner(given_, align, pads):
-    sizes, owners, world = given_
-    cut = layout.whole(sizes, owners, world, align=align, pads_up_to=pads)
-    plain = layout.whole(sizes, owners, world, align=align)
+@given(owned(), alignments)
+def test_a_mixed_cut_keeps_whole_parameters_with_their_owners(given_, align):
+    sizes, owners, world, ends = given_
+    order, cut = layout.mixed(sizes, owners, ends, align=align)
+    assert sorted(order) == [*range(len(sizes))]
+    assert cut.numels == tuple(sizes[index] for index in order)
+    assert cut.world == world
+    assert_parameters_lie_side_by_side(cut, align)
+    assert_each_element_has_one_rank(cut)
+    assert_spans_tell_where_elements_lie(cut)
+    assert all(start % align == 0 for pieces in shares(cut).values() for _, start, _ in pieces)
+    for index, pieces in shares(cut).items():
+        if sizes[order[index]] and owners[order[index]] is not None:
+            assert pieces == [(owners[order[index]], 0, sizes[order[index]])]
+
+
+@pytest.mark.slow
+@exhaustively
+@given(owned(), alignments)
+def test_a_mixed_cut_gives_each_rank_what_it_is_to_get_up_to_one_parameter(given_, align):
+    sizes, owners, world, ends = given_
+    order, cut = layout.mixed(sizes, owners, ends, align=align)
+    of_all = [-(-size // align) * align for size, owner in zip(sizes, owners, strict=True) if owner is None]
+    before = 0
+    for rank in range(world):
+        whole = sum(-(-size // align) * align for size, owner in zip(sizes, owners, strict=True) if owner == rank)
+        got = cut.segment(rank).stop - cut.segment(rank).start - whole
+        wanted = (ends[rank] - before) * sum(of_all)
+        assert abs(got - wanted) <= 2 * max([align, *of_all])
+        before = ends[rank]
+
+
+@pytest.mark.slow
+@exhaustively
+@given(owned(cuts=False), alignments, st.sampled_from([1.0, 1.25, 64.0]))
+def test_padding_keeps_owners_and_adds_no_more_than_it_may(given_, align, pads):
+    sizes, owners, world, ends = given_
+    _, plain = layout.mixed(sizes, owners, ends, align=align)
+    cut = layout.padded(plain, align=align, pads_up_to=pads)
     if cut != plain:
         assert len({segment.stop - segment.start for segment in map(cut.segment, range(world))}) == 1
         assert plain.numel < cut.numel <= pads * plain.numel
-    assert_parameters_lie_side_by_side(plain, align)
     assert_each_element_has_one_rank(cut)
     assert_spans_tell_where_elements_lie(cut)
     for index, pieces in shares(cut).items():
-        if sizes[index]:
-            assert pieces == [(owners[index], 0, sizes[index])]
-
-
-def test_whole_cut_refuses_owners_out_of_order():
-    with pytest.raises(AssertionError, match="in the order of owners"):
-        layout.whole([1, 1], [1, 0], 2, align=1)
+        if cut.numels[index]:
+            assert pieces == shares(plain)[index]
 
 
 @pytest.mark.parametrize("sizes", [[0], [0, 0, 4], [4, 0, 0, 4], [4, 0], [0] * 5])
 def test_parameters_without_elements_have_one_owner_whatever_lies_beside_them(sizes):
     for world in range(1, 5):
         assert_each_element_has_one_rank(layout.even(sizes, world, align=1))
-        assert_each_element_has_one_rank(layout.whole(sizes, [0] * len(sizes), world, align=1))
-        assert_each_element_has_one_rank(layout.whole(sizes, [world - 1] * len(sizes), world, align=1))
+        ends = [(rank + 1) / world for rank in range(world)]
+        for owner in (0, world - 1, None):
+            assert_each_element_has_one_rank(layout.mixed(sizes, [owner] * len(sizes), ends, align=1)[1])
 
 
 def totals(sizes, owners, loads):
@@ -123,7 +157,7 @@ def totals(sizes, owners, loads):
 @exhaustively
 @given(st.lists(st.integers(0, 1000), max_size=40), st.lists(st.integers(0, 500), min_size=1, max_size=16))
 def test_no_rank_is_given_a_parameter_while_another_has_less(sizes, loads):
-    owners = layout.assign(sizes, loads)
+    owners = assign(sizes, loads)
     final = totals(sizes, owners, loads)
     for rank in set(owners):
         smallest = min(size for size, owner in zip(sizes, owners, strict=True) if owner == rank)
@@ -135,7 +169,7 @@ def test_no_rank_is_given_a_parameter_while_another_has_less(sizes, loads):
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(2, 3))
 def test_balance_is_within_grahams_bound_of_the_best_there_is(sizes, world):
     best = min(max(totals(sizes, owners, [0] * world)) for owners in itertools.product(range(world), repeat=len(sizes)))
-    got = max(totals(sizes, layout.assign(sizes, [0] * world), [0] * world))
+    got = max(totals(sizes, assign(sizes, [0] * world), [0] * world))
     assert got <= best * (4 / 3 - 1 / (3 * world)) + 1e-9
 
 
@@ -144,18 +178,18 @@ def test_balance_is_within_grahams_bound_of_the_best_there_is(sizes, world):
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 16), st.randoms(use_true_random=False))
 def test_balance_does_not_depend_on_the_order_of_arrival(sizes, world, random):
     shuffled = random.sample(sizes, len(sizes))
-    loads = [sorted(totals(given_, layout.assign(given_, [0] * world), [0] * world)) for given_ in (sizes, shuffled)]
+    loads = [sorted(totals(given_, assign(given_, [0] * world), [0] * world)) for given_ in (sizes, shuffled)]
     assert loads[0] == loads[1]
 
 
 def test_a_large_parameter_that_comes_last_does_not_pile_up_on_small_ones():
     """FairScale hands out in order of arrival: ten of 4, then one of 1000, gives 1020 and 20."""
     sizes = [4] * 10 + [1000]
-    assert sorted(totals(sizes, layout.assign(sizes, [0, 0]), [0, 0])) == [40, 1000]
+    assert sorted(totals(sizes, assign(sizes, [0, 0]), [0, 0])) == [40, 1000]
 
 
 def test_what_ranks_own_already_counts():
-    assert layout.assign([10, 10], [100, 0, 5]) == [1, 2]
+    assert assign([10, 10], [100, 0, 5]) == [1, 2]
 
 
 @pytest.mark.slow
@@ -189,7 +223,7 @@ def test_even_cut_in_the_buckets_of_oss_is_balanced_within_two_percent(sizes, dt
     params = [nn.Parameter(torch.empty(size, dtype=dtype, device="meta")) for size in sizes[::-1]]
     for world in range(2, 65):
         loads = [0] * world
-        for _, cut in arrange(params, world, cut="even", loads=[0] * world, limit=bucket_limit(params)):
+        for _, cut in arrange(params, world, Shares(world).divide(params, ()), limit=bucket_limit(params)):
             for rank in range(world):
                 loads[rank] += sum(span.numel for span in cut.spans(rank))
         assert sum(loads) == sum(sizes)
@@ -201,7 +235,7 @@ def test_a_gpu_sends_a_model_of_any_size_in_few_buckets_of_bounded_size():
         """Their number and the bytes of the largest, for blocks of 12 times 1,024 squared parameters in float32."""
         blocks = [nn.Parameter(torch.empty(12, 1024, 1024, device="meta")) for _ in range(params // (12 << 20))]
         limit = bucket_limit(blocks, overlaps=True)
-        return len([*arrange(blocks, 8, cut="even", loads=[0] * 8, limit=limit)]), limit
+        return len([*arrange(blocks, 8, Shares(8).divide(blocks, ()), limit=limit)]), limit
 
     assert 16 <= buckets(1_040_000_000)[0] <= 24
     assert buckets(7_000_000_000)[1] == 256 << 20

@@ -3,7 +3,7 @@ module plain again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from zero.shards.offload import Offload
 from zero.shards.partition import lay_out
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
+from zero.shards.shares import Shares
 from zero.tensor_parallel.shown import take_out_of
 
 
@@ -29,7 +30,7 @@ class Builder:
     If this can fail, because modules must be initialised or shards may find no room, ranks compare after each unit
     whether it has failed on any. If it has, the units that were sharded before are gathered again.
 
-    param_init_fn: initialises modules that were built on the meta device.
+    param_init_fn: initialises modules that were built on the meta device. whole: the parameters that are not cut.
     `cast_buffers`, `hooks`: the buffers that mixed precision has cast, and its hooks on modules.
     """
 
@@ -39,10 +40,11 @@ class Builder:
         placement: Placement,
         options: Options,
         param_init_fn: Callable[[nn.Module], None] | None,
+        whole: Collection[nn.Parameter],
     ) -> None:
         self._choice, self._placement, self._options = choice, placement, options
         self._values = Materialiser(choice.module, param_init_fn, initialises=placement.first)
-        self._loads = [0] * placement.comm.world
+        self._division = Shares(placement.comm.world).divide([param for _, param in choice.own()], whole)
         self.cast_buffers: list[CastBuffer] = []
         self.hooks: list[RemovableHandle] = []
         self._can_fail = False
@@ -104,8 +106,7 @@ class Builder:
                 [param for _, param in named],
                 [name for name, _ in named],
                 self._placement,
-                cut="whole" if self._options.partition == "whole" else "even",
-                loads=self._loads,
+                self._division,
                 options=GroupOptions(True, dtype, self._options.stays, offload),
                 label=title,
             )

@@ -25,7 +25,7 @@ from zero.fsdp.units import Policy, largest_unit, smallest_leaves
 from zero.offload import NAMES as OFFLOAD
 from zero.offload import take_offload
 from zero.shards.announce import announce
-from zero.shards.partition import Partition
+from zero.shards.partition import Partition, whole_among
 from zero.shards.placement import Placement
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into
@@ -85,10 +85,11 @@ def construct(module: nn.Module, given: Arguments, nested: dict[str, Inside]) ->
         leaves = smallest_leaves(options.prefetch, beside=beside)
         problem = problem or choice.divide(given.auto_wrap_policy, given.as_one_unit, leaves)
         problem = problem or _problem(choice, nested, options, placement)
-        lines = [f"{strategy}, {options.signature()}", *choice.signature()]
+        whole = {} if problem else whole_among(options.partition, choice.own())
+        lines = [f"{strategy}, {options.signature()}, whole {[*whole.values()]}", *choice.signature()]
     placement.compare(_GIVEN, lines, problem)
     put_into(module, choice.ignored)
-    builder = Builder(choice, placement, options, given.param_init_fn)
+    builder = Builder(choice, placement, options, given.param_init_fn, {*map(parts.of, whole)})
     with Together(placement.all_groups(), "the construction of FSDP"):
         units, hooks, cast_buffers = builder.build(), builder.hooks, builder.cast_buffers  # nothing after this fails
     for name, fsdp in nested.items():

@@ -14,7 +14,7 @@ from torch import nn
 from zero.comm import Comm
 from zero.fsdp.precision import MixedPrecision
 from zero.shards.offload import Offload
-from zero.shards.partition import Partition, partition_problem
+from zero.shards.partition import Partition, described, partition_problem
 from zero.shards.placement import Placement
 
 
@@ -38,7 +38,7 @@ class Options:
     def signature(self) -> str:
         """Returns what must be the same on every rank, as text."""
         return (
-            f"reshard_after_forward {not self.stays}, partition {self.partition}, {self.precision}, "
+            f"reshard_after_forward {not self.stays}, partition {described(self.partition)}, {self.precision}, "
             f"{self.offload.alike}, prefetch {self.prefetch}"
         )
 

@@ -24,12 +24,13 @@ from zero.shards.partition import optimizer_problem
 class _Measured:
     """What an optimizer was found to need, when it had so many groups.
 
-    problem: why it cannot step shards. tensorwise: the name of an optimizer that needs uncut parameters, and why.
+    problem: why it cannot step shards. tensorwise: the parameters that must not be cut, with the name of the optimizer
+    that needs them so, and why.
     """
 
     groups: int
     problem: str | None
-    tensorwise: tuple[str, Finding] | None
+    tensorwise: dict[nn.Parameter, tuple[str, Finding]]
 
 
 class StepChecks:
@@ -69,8 +70,18 @@ class StepChecks:
         return _Measured(
             groups=len(optimizer.param_groups),
             problem=next(filter(None, problems), None),
-            tensorwise=next((pair for pair in findings.items() if pair[1].kind is Kind.TENSORWISE), None),
+            tensorwise=self._tensorwise(each) if Kind.TENSORWISE in {one.kind for one in findings.values()} else {},
         )
+
+    def _tensorwise(self, each: Sequence[Optimizer]) -> dict[nn.Parameter, tuple[str, Finding]]:
+        """Group by group: an optimizer may treat some as Muon does, and others as AdamW."""
+        found = {}
+        for one in each:
+            for group in one.param_groups:
+                finding = finding_of_built(one, group)
+                if finding.kind is Kind.TENSORWISE:
+                    found.update(dict.fromkeys(group["params"], (title(type(one)), finding)))
+        return found
 
     def _problems_of_new_parameters(self) -> Iterator[str]:
         module, known = self.model.module, self._module_params
@@ -86,9 +97,11 @@ class StepChecks:
                 )
 
     def _problems_of_gradients(
-        self, optimizer: Optimizer, params: Sequence[nn.Parameter], tensorwise: tuple[str, Finding] | None
+        self,
+        optimizer: Optimizer,
+        params: Sequence[nn.Parameter],
+        tensorwise: dict[nn.Parameter, tuple[str, Finding]],
     ) -> Iterator[str]:
-        """tensorwise: name and finding of an optimizer that needs uncut parameters, if there is one."""
         stepped = [param for param in params if param.grad is not None]
         kind, held = type(optimizer).__name__, {*stepped}
         for unit in self._index.units_of(stepped):
@@ -106,10 +119,11 @@ class StepChecks:
         for param in stepped:
             group, index = self._index[param]
             name, own, full_shape = group.names[index], group.shard_views[index], group.shapes.full[index]
-            if tensorwise is not None and group.layout.numels[index] != own.numel() != 0:
+            needs_whole = tensorwise.get(param)
+            if needs_whole is not None and group.layout.numels[index] != own.numel() != 0:
                 yield (
-                    f"{tensorwise[0]} needs each parameter whole, but {name!r} is cut between ranks: "
-                    f"{tensorwise[1].reason}. Wrap the model with FSDP(partition='whole')."
+                    f"{needs_whole[0]} needs each parameter whole, but {name!r} is cut between ranks: "
+                    f"{needs_whole[1].reason}. Wrap the model with FSDP(partition='whole')."
                 )
             for key, value in optimizer.state.get(param, {}).items():
                 if isinstance(value, Tensor) and value.dim() and value.shape == full_shape != own.shape:

@@ -17,13 +17,13 @@ from zero.measure.param_groups import described_options, options, params_of
 from zero.measure.single_step import single_step
 
 
-def finding_of_built(optimizer: Optimizer) -> Finding:
+def finding_of_built(optimizer: Optimizer, group: dict[str, Any] | None = None) -> Finding:
     """The kind of an optimizer that exists already: measured on another, built with the same arguments as far as the
-    optimizer's attributes have them."""
+    optimizer's attributes have them. group: the one of which the kind is asked; by default the worst of all."""
     found = known(type(optimizer))
     if found is not None:
         return found
-    groups = [options(group) for group in optimizer.param_groups]
+    groups = [options(one) for one in (optimizer.param_groups if group is None else [group])]
     alike, narrow = partial(_built_alike, optimizer), narrow_among(params_of(optimizer))
     return measured(type(optimizer), _description(optimizer), alike, groups, narrow)
 

@@ -29,6 +29,7 @@ from zero.oss.step import Step, share_options
 from zero.shards.announce import announce
 from zero.shards.masters import differs
 from zero.shards.partition import Partition
+from zero.shards.shares import Shares
 from zero.state.gathered import gathered
 from zero.state.optimizer_state import cut, hand_over, numbered_groups
 from zero.state.stepped import SteppedShards
@@ -58,10 +59,13 @@ class OSS(Optimizer):
     partition: "even" cuts inside parameters into shards of equal size, for optimizers that treat each element by
         itself. "whole" gives each parameter to one rank, for optimizers that need matrices or norms of parameters.
         "auto" chooses for the optimizer: torch's are known, others are measured in a few steps on small tensors.
+        A function of (name, parameter) that returns "even" or "whole" chooses for each: see zero/shards/shares.py.
     broadcast_fp16: after a step, parameters are sent as float16 (True) or torch.bfloat16. The owner's copy keeps its
         precision.
     master_dtype: torch.float32: owners keep master weights of their shards in this dtype; parameters of a narrower
         dtype are the rounded masters (2Ψ + 2Ψ + 12Ψ/W bytes with Adam; section 3.1 of the paper).
+    shares: what other optimizers of the model have given each rank (`optimizer.shards.shares` of the last one), so that
+        all of them together give each rank as much memory. zero.setup passes it.
     rounded: with master_dtype, float32 parameters that OSS rounds, with the dtypes to which it does; their masters keep
         what they were. zero.setup(precision=) chooses them.
     defaults: also offload, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload); see
@@ -84,6 +88,7 @@ class OSS(Optimizer):
         broadcast_fp16: bool | torch.dtype = False,
         master_dtype: torch.dtype | None = None,
         rounded: Mapping[nn.Parameter, torch.dtype] | None = None,
+        shares: Shares | None = None,
         **defaults: Any,
     ) -> None:
         self.comm = Comm(group)
@@ -96,6 +101,7 @@ class OSS(Optimizer):
             broadcast_fp16=broadcast_fp16,
             master_dtype=master_dtype,
             rounded=rounded,
+            shares=shares,
         )
         self.sent_as, self.finding = how.options.sent_as, how.finding
         self._built = False
@@ -251,7 +257,6 @@ class OSS(Optimizer):
             self.comm,
             param_groups=self.param_groups,
             part=self.part,
-            cuts=self.shards.cut == "even",
             keeps_masters=bool(self.shards.masters),
             loaded=self._loaded,
         )

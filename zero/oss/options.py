@@ -29,10 +29,19 @@ from zero.shards.arguments import (
 from zero.shards.claimed import sharded_problem
 from zero.shards.offload import Offload
 from zero.shards.owned_shards import OwnedShards
-from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem
+from zero.shards.partition import (
+    Cut,
+    Partition,
+    cut_for,
+    described,
+    optimizer_problem,
+    partition_problem,
+    whole_among,
+)
+from zero.shards.shares import Shares
 from zero.tensor_parallel import parts
 
-_GIVEN = "the parameters given to OSS"
+_GIVEN, _ADDED = "the parameters given to OSS", "the parameters added to OSS"
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,7 @@ class Options:
     broadcast_fp16: bool | torch.dtype
     master_dtype: torch.dtype | None
     rounded: Mapping[nn.Parameter, torch.dtype] | None
+    shares: Shares | None
     offload: Offload
 
     @property
@@ -58,7 +68,7 @@ class Options:
     def signature(self) -> list[str]:
         """Returns what must be the same on every rank."""
         return [
-            f"partition {self.partition}",
+            f"partition {described(self.partition)}",
             f"broadcast_fp16 {self.broadcast_fp16}, master_dtype {self.master_dtype}, {self.offload.alike}",
             f"rounded {[*map(str, (self.rounded or {}).values())]}",
         ]
@@ -76,7 +86,6 @@ class Arguments:
     """Collective. The arguments are those of OSS. Raises ValueError on every rank if they cannot be used on any.
 
     `options`: the arguments, understood. `groups`: the parameters in torch's form.
-    `cut`: how parameters are divided, as the optimizer needs it.
     `finding`: what measuring found about the optimizer; None for torch's own.
     `writes_frozen`: whether the optimizer may write into parameters without gradients.
     """
@@ -90,6 +99,7 @@ class Arguments:
         **given: Any,
     ) -> None:
         self._comm, self._optim, self._defaults = comm, optim, defaults
+        self._whole: set[nn.Parameter] = set()
         with told_by_comparing(partial(comm.compare, _GIVEN, [])):
             self.groups, problem = as_groups(params)
             signature, problem = self._understand(given, problem)
@@ -102,16 +112,19 @@ class Arguments:
         comm, optim, defaults = self._comm, self._optim, self._defaults
         offload, wrong_offload = take_offload(defaults)
         self.options = Options(**given, offload=offload)
+        self._partition = self.options.partition
         problem = problem or sharded_problem(named_params(self.groups)) or self.options.problem() or wrong_offload
         found, unfit = (None, None) if problem else self._look_at(self.groups)
-        self.cut = cut_for(self.options.partition, found)
+        # As the optimizer needs it, also of parameters that are added later.
+        self._partition = cut_for(self.options.partition, found)
+        cut = "" if problem else self._note_whole(self.groups)
         self.writes_frozen = found is not None and found.writes_frozen
         self.finding = None if known(optim) is not None else found
         signature = [
             f"optimizer {called(optim)}",
             *self.options.signature(),
             f"defaults {described_options(defaults)}",
-            f"cut {self.cut}, as the optimizer was found to need it",
+            f"cut {cut}, as the optimizer was found to need it",
             f"parameters without gradients written by steps: {self.writes_frozen}",
         ]
         problem = problem or comm.device_problem(devices_of(self.groups)) or unfit
@@ -120,33 +133,48 @@ class Arguments:
 
     def added(self, param_group: dict[str, Any], seen: Mapping[nn.Parameter, Any]) -> dict[str, Any]:
         """Collective. Returns another group in torch's form. seen: the parameters so far."""
-        groups, problem = as_groups([param_group], seen=set(seen))
-        problem = problem or sharded_problem(named_params(groups)) or self._look_at(groups, cut=self.cut)[1]
-        problem = problem or parts.problem(named_params(groups), [self._comm])
-        self._comm.compare("the parameters added to OSS", describe(groups), problem)
+        with told_by_comparing(partial(self._comm.compare, _ADDED, [])):
+            groups, problem = as_groups([param_group], seen=set(seen))
+            problem = problem or sharded_problem(named_params(groups)) or self._look_at(groups)[1]
+            cut = "" if problem else self._note_whole(groups)
+            problem = problem or parts.problem(named_params(groups), [self._comm])
+        self._comm.compare(_ADDED, [f"cut {cut}", *describe(groups)], problem)
         return parts_of(groups)[0]
 
-    def _look_at(self, groups: list[dict[str, Any]], cut: str | None = None) -> tuple[Finding | None, str | None]:
-        """Measures the optimizer with the groups' options; returns an error message if it cannot be sharded so.
+    def _note_whole(self, groups: list[dict[str, Any]]) -> str:
+        """Notes which of the groups' parameters stay whole, and returns what ranks compare of that."""
+        whole = whole_among(self._partition, named_params(groups))
+        self._whole.update(map(parts.of, whole))
+        return f"but {[*whole.values()]}" if callable(self._partition) else self._partition
 
-        cut: how other groups are divided already.
-        """
-        found = known(self._optim)
-        if found is None and self._comm.world > 1:
-            of_groups = [options(group) for group in groups]
-            stepped_apart = self.options.stepped_as is not None
-            narrow = None if stepped_apart else narrow_among(param for _, param in named_params(groups))
-            found = finding_of(self._optim, self._defaults, of_groups, narrow)
-        if found is None:
+    def _look_at(self, groups: list[dict[str, Any]]) -> tuple[Finding | None, str | None]:
+        """Measures the optimizer with the groups' options; returns an error message if it cannot be sharded so."""
+        if known(self._optim) is None and self._comm.world == 1:
             return None, None
-        partition = "even" if cut == "even" and found.kind is Kind.TENSORWISE else self.options.partition
-        return found, optimizer_problem(title(self._optim), found, partition)
+        found = self._measured(groups)
+        if not callable(self._partition):
+            added_to_cut = self._partition == "even" and found.kind is Kind.TENSORWISE
+            return found, optimizer_problem(
+                title(self._optim), found, "even" if added_to_cut else self.options.partition
+            )
+        for group in groups:  # each by itself: an optimizer may treat some as Muon does, and others as AdamW
+            of_group = [*named_params([group])]
+            asked: Cut = "whole" if len(whole_among(self._partition, of_group)) == len(of_group) else "even"
+            if problem := optimizer_problem(title(self._optim), self._measured([group]), asked):
+                return found, problem
+        return found, None
+
+    def _measured(self, groups: list[dict[str, Any]]) -> Finding:
+        stepped_apart = self.options.stepped_as is not None
+        narrow = None if stepped_apart else narrow_among(param for _, param in named_params(groups))
+        return finding_of(self._optim, self._defaults, [options(group) for group in groups], narrow)
 
     def lay_out(self, param_groups: list[dict[str, Any]]) -> OwnedShards:
         """Moves the parameters into shard groups. Collective with offload."""
         shards = OwnedShards(
             self._comm,
-            cut=self.cut,
+            is_whole=self._whole.__contains__,
+            shares=self.options.shares,
             master_dtype=self.options.stepped_as,
             rounded=self.options.rounded,
             offload=self.options.offload,

@@ -7,6 +7,7 @@ computed for worlds that do not exist, and is tested without starting a rank.
     offsets        0                           o1           o2                                numel
     even cut       |    segment of rank 0      |    segment of rank 1     |  segment of rank 2 |     equal lengths
     whole cut      |      rank 0           ----|            |         rank 2                   |     (rank 1: nothing)
+    mixed cut      |      rank 0        | rank 1            |         rank 2                   |     (bias 0 whole)
     spans(1)                                   [ bias 0    ][ weight 1, from its start ]
 
 A parameter's elements are counted in the order in which they lie in memory. Every parameter starts on a multiple of
@@ -18,18 +19,16 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 ALIGNMENT = 64
 """Bytes. Parameters start, and are cut, on multiples of this."""
-
-Loads = list[int] | NDArray[np.int64]
-"""Bytes that each rank owns already."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,13 @@ class Layout:
     numels: elements of each parameter.
     offsets: where each parameter starts in the buffer.
     bounds: world + 1 positions; rank r owns [bounds[r], bounds[r + 1]).
+    whole: the parameters that are not to be cut. Others may lie with one rank by chance.
     """
 
     numels: tuple[int, ...]
     offsets: tuple[int, ...]
     bounds: tuple[int, ...]
+    whole: frozenset[int] = frozenset()
 
     def __hash__(self) -> int:
         few = self.bounds[:: self.world // 16 + 1]  # they are as many as the ranks; these suffice
@@ -88,7 +89,7 @@ class Layout:
             if offset > high or (offset == high and numel):
                 break
             start, stop = max(low - offset, 0), min(high - offset, numel)
-            if start < stop or (numel == 0 and self._owner_of(offset) == rank):
+            if start < stop or (numel == 0 and self.owner_of(offset) == rank):
                 spans.append(Span(index, start, stop, offset + start - low))
         return tuple(spans)
 
@@ -96,14 +97,15 @@ class Layout:
         """Yields (rank, start, stop) for each owner of a parameter: its elements [start, stop). A parameter without
         elements has an owner, too."""
         bounds, offset, numel = self.bounds, self.offsets[index], self.numels[index]
-        rank = self._owner_of(offset)
+        rank = self.owner_of(offset)
         yield rank, 0, min(bounds[rank + 1] - offset, numel)
         while bounds[rank + 1] < offset + numel:
             rank += 1
             if bounds[rank] < bounds[rank + 1]:
                 yield rank, bounds[rank] - offset, min(bounds[rank + 1] - offset, numel)
 
-    def _owner_of(self, position: int) -> int:
+    def owner_of(self, position: int) -> int:
+        """The rank that owns the element at this position of the buffer."""
         return min(bisect_right(self.bounds, position) - 1, self.world - 1)
 
 
@@ -120,37 +122,70 @@ def _even(numels: tuple[int, ...], world: int, align: int) -> Layout:
     return Layout(numels, offsets, tuple(bounds))
 
 
-def whole(numels: Sequence[int], owners: Sequence[int], world: int, *, align: int, pads_up_to: float = 1.0) -> Layout:
-    """Cuts the buffer between parameters only: parameter i goes to rank owners[i]. Owners must not decrease.
+def mixed(
+    numels: Sequence[int], owners: Sequence[int | None], ends: Sequence[float], *, align: int
+) -> tuple[list[int], Layout]:
+    """Gives parameter i whole to rank owners[i]; those without an owner are cut. Returns the order in which they lie,
+    and the layout in this order.
 
-    pads_up_to: segments are padded to equal length if the buffer then has at most so many times the elements.
+    ends: of all that is cut, the part that lies before the end of each rank's, such as [0.5, 1.0]. A rank's whole
+    parameters lie between two that are cut, as a gathered parameter is one piece: where no border of two is within what
+    the rank gets, it gets up to the nearest one.
     """
-    assert [*owners] == sorted(owners), "parameters must come in the order of owners"
-    offsets, end = _place(numels, align)
+    cut = [index for index, owner in enumerate(owners) if owner is None]
+    starts, total = _place([numels[index] for index in cut], align)
+    wanted = np.array([0, *(min(_round_up(int(end * total), align), total) for end in ends[:-1]), total])
+    sizes = np.zeros(len(ends), dtype=np.int64)  # of each rank's whole parameters together
+    for numel, owner in zip(numels, owners, strict=True):
+        if owner is not None:
+            sizes[owner] += _round_up(numel, align)
+    up_to = np.cumsum(sizes)
+    # Before which position of what is cut the whole ones of a rank lie. It does not decrease from rank to rank.
+    at = _nearest(np.array([*starts, total]), (wanted[:-1] + wanted[1:]) / 2)
+    earlier = np.maximum.accumulate(np.where(sizes > 0, at, 0))
+    later = np.minimum.accumulate(np.where(sizes > 0, at, total)[::-1])[::-1]
+    bounds = np.append(np.maximum(np.minimum(wanted[1:-1], later[1:]), earlier[:-1]), total) + up_to
+    lies, free = dict[int, int](), (at + up_to - sizes).tolist()
+    for index, owner in enumerate(owners):
+        if owner is not None:
+            lies[index] = free[owner]
+            free[owner] += _round_up(numels[index], align)
+    before = [0, *up_to.tolist()]
+    for index, start in zip(cut, starts, strict=True):
+        lies[index] = start + before[int(np.searchsorted(at, start, side="right"))]
+    # Those without elements come before what starts at the same place.
+    order = sorted(lies, key=lambda index: (lies[index], numels[index] > 0))
+    whole = frozenset(at for at, index in enumerate(order) if owners[index] is not None)
+    return order, Layout(tuple(numels[i] for i in order), tuple(lies[i] for i in order), (0, *bounds.tolist()), whole)
+
+
+def padded(given: Layout, *, align: int, pads_up_to: float) -> Layout:
+    """Returns a layout of segments of equal length and the same owners, if no parameter is cut, and if the buffer then
+    has at most `pads_up_to` times the elements; else the given one."""
+    owners = [given.owner_of(offset) for offset in given.offsets]
+    last = [
+        given.owner_of(offset + max(numel - 1, 0)) for offset, numel in zip(given.offsets, given.numels, strict=True)
+    ]
+    if pads_up_to == 1 or owners != last:
+        return given
+    offsets, end = _place(given.numels, align)
     bounds = [0]
     for offset, owner in zip(offsets, owners, strict=True):
         bounds += [offset] * (owner + 1 - len(bounds))
-    bounds += [end] * (world + 1 - len(bounds))
+    bounds += [end] * (given.world + 1 - len(bounds))
     longest = max(high - low for low, high in pairwise(bounds))
-    if not 1 < longest * world / max(end, 1) <= pads_up_to:
-        return Layout(tuple(numels), offsets, tuple(bounds))
+    if not 1 < longest * given.world / max(end, 1) <= pads_up_to:
+        return given
     moved = [offset + rank * longest - bounds[rank] for offset, rank in zip(offsets, owners, strict=True)]
-    return Layout(tuple(numels), tuple(moved), tuple(range(0, world * longest + 1, longest)))
+    return replace(given, offsets=tuple(moved), bounds=tuple(range(0, given.world * longest + 1, longest)))
 
 
-def assign(sizes: Sequence[int], loads: Loads) -> list[int]:
-    """Returns an owner for each parameter, such that loads are as equal as uncut parameters allow.
-
-    Longest processing time first (R. L. Graham, Bounds on Multiprocessing Timing Anomalies, 1969): the largest
-    parameter goes to the rank with the smallest load, whatever the order of the parameters.
-    """
-    held = np.array(loads, dtype=np.int64)
-    owners = [0] * len(sizes)
-    for index in sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True):
-        rank = int(held.argmin())  # with many ranks cheaper than a heap, unless there are very many parameters
-        owners[index] = rank
-        held[rank] += sizes[index]
-    return owners
+def _nearest(sorted_values: NDArray[Any], to: NDArray[Any]) -> NDArray[Any]:
+    """Returns for each of `to` the value that is nearest."""
+    above = np.searchsorted(sorted_values, to).clip(max=len(sorted_values) - 1)
+    below = (above - 1).clip(min=0)
+    found: NDArray[Any] = sorted_values[np.where(to * 2 <= sorted_values[below] + sorted_values[above], below, above)]
+    return found
 
 
 def runs(sizes: Sequence[int], limit: int) -> list[range]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 from weakref import ref
 
 import torch
@@ -24,6 +24,7 @@ from zero.shards.offload import DEVICE, Offload
 from zero.shards.partition import Place, bucket_limit, lay_out, places_in
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
+from zero.shards.shares import Shares
 
 # By parameter: a reference to the shards that were made of it last.
 _holders: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -40,27 +41,30 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
     """Maps each parameter to the shard that this rank steps: a view of its shard group, or of the group's stepped
     tensor (masters.py). A shard is empty if this rank owns nothing of the parameter.
 
+    is_whole: whether a parameter stays with one rank. shares: what other optimizers of the model have given each rank.
     `shard_groups`: in the order in which backward is expected to reach them. `places`: each parameter's, in these.
-    `cut`: "even" where parameters are cut inside. `given`: the parameters of each group, as they were laid out.
+    `given`: the parameters of each group, as they were laid out. `shares`: with these shards.
     """
 
     def __init__(
         self,
         comm: Comm,
         *,
-        cut: Literal["even", "whole"],
+        is_whole: Callable[[nn.Parameter], bool],
+        shares: Shares | None = None,
         master_dtype: torch.dtype | None,
         rounded: Mapping[nn.Parameter, torch.dtype] | None = None,
         offload: Offload = DEVICE,
     ) -> None:
         super().__init__()
         self._rounded = rounded or {}
-        self._comm, self.cut = comm, cut
+        self._comm, self._is_whole = comm, is_whole
+        self._shares_before = shares or Shares(comm.world)
         self._master_dtype, self.offload = master_dtype, offload
         self._begin()
 
     def _begin(self) -> None:
-        self._loads = [0] * self._comm.world
+        self.shares = self._shares_before.copy()
         self.given: list[list[nn.Parameter]] = []
         self._owned: set[nn.Parameter] = set()
         self._trained: set[ShardGroup] = set()
@@ -85,14 +89,14 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         params = [param for group in param_groups for param in group["params"]][::-1]
         names_of = [name for group in param_groups for name in names(group)][::-1]
         added: list[ShardGroup] = []
+        division = self.shares.divide(params, {*filter(self._is_whole, params)})
         for dtype in dict.fromkeys(map(self._rounded.get, params)):
             alike = [index for index, param in enumerate(params) if self._rounded.get(param) is dtype]
             added += lay_out(
                 [params[index] for index in alike],
                 [names_of[index] for index in alike],
                 Placement(self._comm),
-                cut=self.cut,
-                loads=self._loads,
+                division,
                 limit=bucket_limit(params, overlaps=any(map(self._comm.overlaps, params))) if numel is None else None,
                 limit_numel=numel,
                 options=GroupOptions(offload=self.offload),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
@@ -11,12 +11,16 @@ from torch import nn
 from zero.measure.kinds import Finding, Kind
 from zero.shards import layout
 from zero.shards.group_state import IN_PLACE, GroupOptions
-from zero.shards.layout import Layout, Loads, Span
+from zero.shards.layout import Layout, Span
 from zero.shards.placement import Placement
 from zero.shards.shapes import alignment, alike
 from zero.shards.shard_group import ShardGroup
+from zero.shards.shares import Division
 
-Partition = Literal["auto", "even", "whole"]
+Cut = Literal["even", "whole"]
+
+Partition = Literal["auto", "even", "whole"] | Callable[[str, nn.Parameter], Cut]
+"""How parameters are cut; a function of each one's name and the parameter returns "even" or "whole"."""
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 1 << 25
 
@@ -29,9 +33,34 @@ _LARGEST_BESIDE = 1 << 28
 
 def partition_problem(partition: object) -> str | None:
     """The error message for a choice of partition; None if it is valid."""
-    if partition not in ("auto", "even", "whole"):
-        return f"partition={partition!r} is unknown. Choose 'auto', 'even' or 'whole'."
+    if not callable(partition) and partition not in ("auto", "even", "whole"):
+        return (
+            f"partition={partition!r} is unknown. Choose 'auto', 'even' or 'whole', or pass a function of (name, "
+            "parameter) that returns 'even' or 'whole'."
+        )
     return None
+
+
+def described(partition: Partition) -> str:
+    """The choice in what ranks compare, where functions differ in their addresses."""
+    return "by a function" if callable(partition) else partition
+
+
+def whole_among(partition: Partition, named: Iterable[tuple[str, nn.Parameter]]) -> dict[nn.Parameter, str]:
+    """Returns the parameters that stay whole, with their names. partition: "auto" counts as "even".
+
+    Raises ValueError for what a function returns besides "even" and "whole".
+    """
+    if not callable(partition):
+        return {param: name for name, param in named} if partition == "whole" else {}
+    found = dict[nn.Parameter, str]()
+    for name, param in named:
+        asked = partition(name, param)
+        if asked == "whole":
+            found[param] = name
+        elif asked != "even":
+            raise ValueError(f"partition({name!r}, parameter) returned {asked!r}. Return 'even' or 'whole'.")
+    return found
 
 
 def optimizer_problem(optim: str, found: Finding, partition: Partition, *, of: str = "") -> str | None:
@@ -73,7 +102,7 @@ def optimizer_problem(optim: str, found: Finding, partition: Partition, *, of: s
     return None
 
 
-def cut_for(partition: Partition, found: Finding | None) -> Literal["even", "whole"]:
+def cut_for(partition: Partition, found: Finding | None) -> Partition:
     """Resolves "auto": "even" for element-wise optimizers, otherwise "whole"."""
     if partition == "auto":
         return "even" if found is not None and found.kind is Kind.ELEMENTWISE else "whole"
@@ -94,9 +123,8 @@ def bucket_limit(params: Sequence[nn.Parameter], *, overlaps: bool = False) -> i
 def arrange(
     params: Sequence[nn.Parameter],
     world: int,
+    division: Division,
     *,
-    cut: Literal["even", "whole"],
-    loads: Loads,
     limit: int | None = None,
     limit_numel: int | None = None,
     beside: bool = False,
@@ -106,16 +134,12 @@ def arrange(
     Yields for each group the indices of its parameters in the order of the layout, and the layout. Computes with shapes
     only: parameters may be on the meta device, and the ranks need not exist.
 
+    division: of these parameters, perhaps among others.
     beside: transfers overlap computing, and are faster for segments of equal length: whole parameters are padded to it
         where that costs little.
-    loads: with a whole cut, bytes of trained parameters that each rank owns already; updated. A whole cut balances all
-        groups that share `loads`, and orders the parameters of a group by owner.
     """
     sizes = [param.nbytes for param in params]
-    owners = [0] * len(params)
-    if cut == "whole":
-        trained = [size if param.requires_grad else 0 for size, param in zip(sizes, params, strict=True)]
-        owners = layout.assign(trained, loads)
+    pads = _PADS_UP_TO if beside else 1.0
     for kind in alike(params):
         first = params[kind[0]]
         itemsize, align = first.element_size(), alignment(first.dtype)
@@ -124,23 +148,24 @@ def arrange(
             runs = layout.runs([sizes[i] for i in kind], limit)
         elif limit_numel is not None:
             runs = layout.runs([sizes[i] // itemsize for i in kind], limit_numel)
+        ends = division.ends[first.requires_grad]
         for run in runs:
-            members = sorted([kind[i] for i in run], key=owners.__getitem__)
+            members = [kind[i] for i in run]
+            owners = [division.owners.get(params[i]) for i in members]
             numels = [sizes[i] // itemsize for i in members]
-            if cut == "even":
-                geometry = layout.even(numels, world, align=align)
+            if ends is None and owners.count(None) == len(owners):
+                yield members, layout.even(numels, world, align=align)
             else:
-                pads = _PADS_UP_TO if beside else 1.0
-                geometry = layout.whole(numels, [owners[i] for i in members], world, align=align, pads_up_to=pads)
-                for i in members if first.requires_grad else ():
-                    loads[owners[i]] += sizes[i]
-            yield members, geometry
+                ends = ends or [(rank + 1) / world for rank in range(world)]
+                order, geometry = layout.mixed(numels, owners, ends, align=align)
+                yield [members[i] for i in order], layout.padded(geometry, align=align, pads_up_to=pads)
 
 
 def lay_out(
     params: Sequence[nn.Parameter],
     names: Sequence[str],
     placement: Placement,
+    division: Division,
     *,
     options: GroupOptions = IN_PLACE,
     label: str | None = None,
@@ -149,7 +174,7 @@ def lay_out(
     """Binds parameters into shard groups. how: arguments of `arrange`. Only floats get `options.compute_dtype`."""
     groups = []
     beside = any(placement.comm.link.overlaps(param.device) for param in params)
-    for members, geometry in arrange(params, placement.comm.world, beside=beside, **how):
+    for members, geometry in arrange(params, placement.comm.world, division, beside=beside, **how):
         own = [params[i] for i in members]
         kept = options if own[0].is_floating_point() else replace(options, compute_dtype=None)
         groups.append(ShardGroup(own, [names[i] for i in members], geometry, placement, kept, label))

@@ -143,11 +143,10 @@ def cut(
 
 
 def _fitting(optimizer: SteppedShards, found: Iterable[Leaf]) -> Iterator[Leaf]:
-    """Raises ValueError for tensors of other shapes. Where no parameter is cut, state may have any shape."""
-    of_all = {owned.number: owned for owned in shards_of(optimizer)}
-    cuts = any(owned.cut for owned in of_all.values()) if optimizer.cuts is None else optimizer.cuts
+    """Raises ValueError for tensors of other shapes. State of a parameter that stays whole may have any shape."""
+    cut = {owned.number: owned for owned in shards_of(optimizer) if owned.index not in owned.group.layout.whole}
     for number, key, leaf in found:
-        owned = of_all.get(number) if cuts and isinstance(leaf, Tensor) and leaf.numel() != 1 else None
+        owned = cut.get(number) if isinstance(leaf, Tensor) and leaf.numel() != 1 else None
         if owned is not None and leaf.shape != parts.shape(owned.param, owned.full_shape):
             raise ValueError(
                 f"the state of {owned.name} has {leaves.entry_of(key)!r} of shape {list(leaf.shape)}, but the "

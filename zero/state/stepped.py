@@ -20,7 +20,6 @@ class SteppedShards:
     A parameter in no shard group is unsharded, and the same on every rank.
 
     param_groups: those that the user sees. part: returns the shard of one of their parameters.
-    cuts: whether parameters may be cut inside; None if the layout says so.
     keeps_masters: whether shards are master weights. loaded: called after a state was loaded.
     """
 
@@ -29,7 +28,6 @@ class SteppedShards:
     comm: Comm
     param_groups: list[dict[str, Any]]
     part: Callable[[nn.Parameter], nn.Parameter] = lambda param: param
-    cuts: bool | None = None
     keeps_masters: bool = False
     loaded: Callable[[], object] = lambda: None
 

@@ -10,7 +10,7 @@ the CPU time of Gloo's all-reduce, which copies every byte through the kernel tw
 
 # No `from __future__ import annotations`: DistributedDataParallel compares the annotations of its hooks with types.
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, proxy
 
@@ -139,9 +139,11 @@ def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
     model.register_comm_hook(None, average)
 
 
-def average_in_float32(model: DistributedDataParallel, comm: Comm, keep: Callable[[Any, Tensor], object]) -> None:
+def average_in_float32(
+    model: DistributedDataParallel, comm: Comm, keep: Sequence[Callable[[Any, Tensor], object]]
+) -> None:
     """Registers a communication hook that averages gradients of 16 bits in float32. DistributedDataParallel rounds the
-    averages to the parameters' dtype; `keep` is called with each parameter and its average before that."""
+    averages to the parameters' dtype; `keep` are called with each parameter and its average before that."""
 
     def average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer, params, first = bucket.buffer(), bucket.parameters(), bucket.buffer().storage_offset()
@@ -153,7 +155,8 @@ def average_in_float32(model: DistributedDataParallel, comm: Comm, keep: Callabl
             if wide is not buffer:
                 buffer.copy_(wide)
                 for param, view in zip(params, views, strict=True):
-                    keep(param, view)
+                    for one in keep:
+                        one(param, view)
             return buffer
 
         return allreduce_hook(comm.group, bucket).then(rounded)  # type: ignore[arg-type]
