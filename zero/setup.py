@@ -20,7 +20,7 @@ from zero.fsdp.fsdp import running_model
 from zero.fsdp.model import Model
 from zero.fsdp.optimizer_state import register
 from zero.fsdp.precision import MixedPrecision
-from zero.measure.param_groups import called, params_of
+from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.oss.from_optimizer import states_of
 from zero.oss.optimizer import refuse_unaveraged
@@ -73,9 +73,7 @@ def setup(
     optim: the optimizer that was built of model.parameters(), or its class, with its arguments as `defaults`. A built
         one goes on with its groups, hooks and state, which must be the same on every rank. Stages 0 and 3 return it;
         stages 1 and 2 return an OSS made of it, and its schedulers set the rates of that: see OSS.from_optimizer.
-        Or several built ones, each of some of the parameters, such as [Muon(matrices), AdamW(rest)]: returned is a list
-        in the same order. Ranks get whole matrices by what their steps cost, and as much of the rest as makes memory
-        equal.
+        Or several built ones, such as [Muon(matrices), AdamW(rest)]: a list is returned, in the same order.
     params: with a class, parameters of the model, or groups of them with options of their own; by default all.
     process_group, partition, auto_wrap_policy: as in OSS and FSDP. device_mesh: the group, as a mesh of one dimension.
     offload: at stages 1 to 3, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload).

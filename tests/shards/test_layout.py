@@ -22,8 +22,8 @@ alignments = st.sampled_from([1, 4, 16, 32, 64])
 
 @st.composite
 def owned(draw, cuts=True):
-    """Sizes with an owner each, or none where they are cut, a world that has all these owners, and the ends of what each
-    rank gets of what is cut."""
+    """Sizes with an owner each, or none where they are cut, a world that has all these owners, and of what is cut the
+    part before the end of each rank's."""
     sizes = draw(numels)
     world = draw(worlds)
     owner = st.integers(0, world - 1)
@@ -109,7 +109,7 @@ def test_a_mixed_cut_keeps_whole_parameters_with_their_owners(given_, align):
 @given(owned(), alignments)
 def test_a_mixed_cut_gives_each_rank_what_it_is_to_get_up_to_one_parameter(given_, align):
     sizes, owners, world, ends = given_
-    order, cut = layout.mixed(sizes, owners, ends, align=align)
+    _, cut = layout.mixed(sizes, owners, ends, align=align)
     of_all = [-(-size // align) * align for size, owner in zip(sizes, owners, strict=True) if owner is None]
     before = 0
     for rank in range(world):
