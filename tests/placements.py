@@ -3,6 +3,7 @@ on ranks, whose tensors are counted."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -171,11 +172,18 @@ class Equal(nn.Sequential):
         return super().forward(tokens.float()).float().square().mean()
 
 
+class Backwards(Equal):
+    """Units run from the last to the first: gradients arrive in another order than that of parameters."""
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter([*self._modules.values()][::-1])
+
+
 MODELS = {
     kind.__name__: kind
     for kind in (
         *(Model, Nested, Recomputed, RecomputedOutside, Turned, Tied, Reentrant),
-        *(Buffered, HalfFrozen, Recurrent, Equal),
+        *(Buffered, HalfFrozen, Recurrent, Equal, Backwards),
     )
 }
 
@@ -190,7 +198,8 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True)
 class Case:
-    """unsent: backwards under no_sync before the one that is sent."""
+    """unsent: backwards under no_sync before the one that is sent. groups: whether the optimizer has weights that decay
+    and the others in two groups of parameters."""
 
     stage: str
     world: int = 2
@@ -209,10 +218,11 @@ class Case:
     prefetch: int | None = None
     default_units: bool = False
     unsent: int = 0
+    groups: bool = False
 
 
 def batch(case: Case) -> tuple[Tensor]:
-    return (torch.zeros((2, 192) if case.model == "Equal" else case.tokens, dtype=torch.int64),)
+    return (torch.zeros((2, 192) if issubclass(MODELS[case.model], Equal) else case.tokens, dtype=torch.int64),)
 
 
 def precision(case: Case) -> zero.MixedPrecision:
@@ -284,8 +294,11 @@ def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
         return sharded, optim(sharded.parameters())
     if case.stage == "0":
         return nn.parallel.DistributedDataParallel(model), optim(model.parameters())
+    named = [*(model.bfloat16() if case.mixed else model).named_parameters()]
+    decaying = [(name, param) for name, param in named if param.dim() > 1]
+    others = [(name, param) for name, param in named if param.dim() < 2]
     optimizer = zero.OSS(
-        (model.bfloat16() if case.mixed else model).named_parameters(),
+        [{"params": decaying, "weight_decay": 0.1}, {"params": others}] if case.groups else named,
         optim,
         partition=case.partition,
         broadcast_fp16=case.broadcast or False,

@@ -56,6 +56,8 @@ class Reducer:
         self._awaits_end: Callable[[], object | None] = _nothing
         self._launched = 0
         self._in_flight: int | None = None
+        # The numbers of buckets in the order in which they became complete; None once that order is theirs.
+        self._arrived: list[int] | None = []
         self._update_buckets()
         for param in self._places:
             before = _reducers[param]() if param in _reducers else None
@@ -67,18 +69,35 @@ class Reducer:
     def _update_buckets(self) -> None:
         """Makes a bucket for each shard group, if the groups have changed (add_param_group, set_bucket_size)."""
         owners = {group: optimizer for optimizer in self._optimizers for group in optimizer.shards.shard_groups}
-        if [bucket.group for bucket in self._buckets] == list(owners):
+        if {bucket.group for bucket in self._buckets} == owners.keys():
             return
-        self._buckets = [
+        buckets = [
             GradBucket(group, [owner.part(param) for param in group.params], sent_as=self._sent_as)
             for group, owner in owners.items()
         ]
-        self._owners = [*owners.values()]
-        self._numbers = {group: number for number, group in enumerate(owners)}
+        # A bucket waits for its first parameter in the module, which a backward reaches last.
+        place = {param: number for number, param in enumerate(self._module.parameters())}
+        first = [min(place.get(param, 0) for param in bucket.group.params) for bucket in buckets]
+        in_order = sorted(zip(buckets, owners.values(), first, strict=True), key=lambda one: -one[2])
+        self._put_in_order([(bucket, owner) for bucket, owner, _ in in_order])
+        self._arrived = []
         self._places = {param: place for one in self._optimizers for param, place in one.shards.places.items()}
         self._streams = streams_in(group.streams for group in owners)
         self._largest_bucket = max(group.full.nbytes for group in owners)
         self._largest_param = max(param.nbytes for param in self._places)
+
+    def _put_in_order(self, buckets: Sequence[tuple[GradBucket, OSS]]) -> None:
+        """Sets the order in which backwards launch the buckets, given with their optimizers, on every rank."""
+        self._buckets, self._owners = [bucket for bucket, _ in buckets], [owner for _, owner in buckets]
+        self._numbers = {bucket.group: number for number, bucket in enumerate(self._buckets)}
+
+    def _order_by_arrival(self, arrived: list[int]) -> None:
+        """Collective. From now on buckets are launched in the order in which the first rank's became complete in this
+        backward: one that waits for a gradient keeps those of all later ones. Those that did not come last."""
+        told = [*map(int, self._comm.all_gather_text(" ".join(map(str, arrived)))[0].split())]
+        self._arrived = None if told else []  # as where all gradients were accumulated before
+        order = [*told, *sorted({*range(len(self._buckets))} - {*told})]
+        self._put_in_order([(self._buckets[number], self._owners[number]) for number in order])
 
     def before_forward(self) -> None:
         if self._retired is not None:
@@ -126,6 +145,7 @@ class Reducer:
         changed = [bucket.notice_trained(self._trained_in_forward) for bucket in self._buckets]
         self._trained_in_forward.clear()
         if any(changed):
+            self._arrived = []
             trained = [bucket.group.names[index] for bucket in self._buckets for index in bucket.trained]
             self._comm.compare("the parameters that are trained", trained)
 
@@ -157,6 +177,8 @@ class Reducer:
         bucket.take(index, self._owners[number].gradients.take(param, group.names[index]))
         self._limit_memory(bucket)
         if bucket.complete:
+            if self._arrived is not None:
+                self._arrived.append(number)
             self._launch()
 
     def _begin(self) -> None:
@@ -237,6 +259,8 @@ class Reducer:
         for bucket, owner in zip(self._buckets, self._owners, strict=True):
             params, names = bucket.group.params, bucket.group.names
             owner.gradients.show((params[index], names[index]) for index in bucket.reduced)
+        if self._arrived is not None:
+            self._order_by_arrival(self._arrived)
         self._launched = 0
         self._in_backward = False
 
@@ -262,6 +286,7 @@ class Reducer:
             bucket.abandon()
         for optimizer in self._optimizers:
             optimizer.gradients.abandon()
+        self._arrived = self._arrived and []
         self._launched = 0
         self._in_flight = None
         self._in_backward = False
