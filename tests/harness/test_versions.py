@@ -1,5 +1,8 @@
 """The versions of the package, and of torch; README.md and setup.cfg name the newest that was tried."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -20,3 +23,9 @@ def test_a_newer_torch_than_any_tested_is_warned_of_once(version, expected):
 
 def test_the_running_torch_is_supported():
     assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+
+
+def test_import_zero_imports_no_compiler():
+    """It takes as long as torch itself, and whoever builds an optimizer of torch imports it anyway, later."""
+    code = "import sys, zero; sys.exit({'torch._dynamo', 'torch.distributed.fsdp'} & {*sys.modules} and 'imported')"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)  # not forked where torch is imported already

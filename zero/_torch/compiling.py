@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from functools import cache
 from inspect import getclosurevars
 from traceback import walk_stack
 from typing import Any
@@ -130,6 +131,14 @@ def _compiled_by(module: nn.Module) -> object:
         return module.dynamo_ctx
     config = getattr(module._compiled_call_impl, "get_compiler_config", None)
     return None if config is None else getclosurevars(config).nonlocals.get("self")
+
+
+@cache
+def never_traced(kind: type, *methods: str, reason: str | None = None) -> None:
+    """Has torch.compile not trace these methods of a class. To be called before the first object is made, and not where
+    the class is defined: torch.compiler.disable imports the compiler, which takes as long as to import torch."""
+    for name in methods:
+        setattr(kind, name, torch.compiler.disable(vars(kind)[name], reason=reason))
 
 
 def call_around_compiling(start: Callable[[object], None], end: Callable[[object], None]) -> None:

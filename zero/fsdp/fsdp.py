@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from zero._torch.compiling import named_as_compiled
+from zero._torch.compiling import named_as_compiled, never_traced
 from zero._torch.modules import children_of
 from zero.fsdp import full_weights, optimizer_state
 from zero.fsdp.build import restore_module
@@ -104,6 +104,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         **more: Any,
     ) -> None:
         super().__init__()
+        never_traced(FSDP, "_begin", "_end_forward", "_raised", reason=BETWEEN_UNITS)
         self.module, self.broadcast_buffers = module, broadcast_buffers
         given = Arguments(
             *(process_group, device_mesh, auto_wrap_policy, as_one_unit, ignored_modules, ignored_parameters),
@@ -152,7 +153,6 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         self._end_forward()
         return output
 
-    @torch.compiler.disable(reason=BETWEEN_UNITS)  # type: ignore[untyped-decorator]
     def _begin(self, traced: bool) -> Callable[..., Any]:
         """Collective. Returns what runs the module."""
         if self._unwrapped:
@@ -166,12 +166,10 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
                 self._buffer_sync.before_forward()
             return run
 
-    @torch.compiler.disable(reason=BETWEEN_UNITS)  # type: ignore[untyped-decorator]
     def _end_forward(self) -> None:
         if self._buffer_sync is not None:
             self._buffer_sync.after_forward(reduced=self._model.backward.reduces)
 
-    @torch.compiler.disable(reason=BETWEEN_UNITS)  # type: ignore[untyped-decorator]
     def _raised(self, error: BaseException) -> None:
         """Collective but for KeyboardInterrupt and SystemExit, after which torch calls no hooks of modules: what the
         user saves then is to be saved as after any other forward."""

@@ -25,6 +25,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from zero._torch.compiling import never_traced
 from zero._torch.optimizers import HooksOfSteps
 from zero._torch.tensors import as_plain_tensors
 from zero.comm.together import Together
@@ -163,7 +164,6 @@ class StepHook:
     def take_its_places(self, optimizer: Optimizer) -> None:
         self._hooks.take_their_places(optimizer)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -207,7 +207,6 @@ class StepHook:
             self._held.append((steps, params, steps.hide(optimizer, params, closure=closure)))
         self._shards = shards if any(hidden for *_, hidden in self._held) else []
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         # Graphs that saved a parameter before the step are refused in backward, on every rank at the same place: a rank
         # that owns nothing of a parameter has an empty gradient where others have theirs.
@@ -252,7 +251,6 @@ def _alive() -> list[Steps]:
     return [steps for reference in _all if (steps := reference()) is not None]
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _find(optimizer: Optimizer, *_: Any) -> None:
     """The hook before the steps of any optimizer, before its own."""
     hook, alive, others = _hooks.get(optimizer), _alive(), params_of(optimizer)
@@ -273,4 +271,5 @@ def _find(optimizer: Optimizer, *_: Any) -> None:
 @cache
 def _watch() -> None:
     """Has torch call `_find` before each step of any optimizer, from the first FSDP on."""
-    register_optimizer_step_pre_hook(_find)
+    never_traced(StepHook, "_before", "_after")
+    register_optimizer_step_pre_hook(torch.compiler.disable(_find))

@@ -56,13 +56,14 @@ class Shown:
 
     def watch(self, modules: Iterable[nn.Module]) -> Iterator[RemovableHandle]:
         """Registers hooks on the modules."""
+        self._refuse = torch.compiler.disable(_refuse)
         for module in modules:
             yield module.register_forward_pre_hook(self._begin)
             yield module.register_forward_hook(self._end, always_call=True)
 
     def _begin(self, *_: Any) -> None:
         if torch.compiler.is_compiling():
-            _refuse()  # what it raises is not traced
+            self._refuse()  # what it raises is not traced
         self._running += 1
         if self._running == 1:
             self._check(slot.param for slot in self._slots)
@@ -81,14 +82,11 @@ class Shown:
             slot.hide()
 
 
-def _refuse_traced() -> None:
+def _refuse() -> None:
     raise RuntimeError(
         "torch.compile was called with a tensor parallel model that zero shards: DTensors take the place of its "
         "parameters while modules run, which cannot be traced. Train it without torch.compile."
     )
-
-
-_refuse = torch.compiler.disable(_refuse_traced)
 
 
 def slots_of(module: nn.Module) -> list[Slot]:
