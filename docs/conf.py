@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ toc_object_entries_show_parents = "hide"
 html_theme = "furo"
 html_title = "zero"
 html_copy_source = False
+html_show_copyright = False
 templates_path = ["_templates"]
 html_additional_pages = {"index": "index.html"}  # leads to README.html
 
@@ -55,13 +57,17 @@ def fields(app: Any, what: str, name: str, described: Any, options: Any, lines: 
         known = {*inspect.signature(described).parameters}
     except (TypeError, ValueError):
         known = set()
+    blocks: list[str] = []
     paragraphs = "\n".join(lines).strip("\n").split("\n\n")
-    lines[:] = "\n\n".join(as_restructured(paragraph, known) for paragraph in paragraphs).split("\n")
+    for code, some in groupby(paragraphs, key=lambda paragraph: paragraph.startswith("    ")):
+        if code:
+            blocks += [".. code-block:: python", *some]
+        else:
+            blocks += [as_restructured(paragraph, known) for paragraph in some]
+    lines[:] = "\n\n".join(blocks).split("\n")
 
 
 def as_restructured(paragraph: str, known: set[str]) -> str:
-    if paragraph.startswith("    "):
-        return f".. code-block:: python\n\n{paragraph}"
     # Outside of backticks a trailing underscore and asterisks mean something else.
     words = re.split(r"(`[^`]*`)", paragraph)
     words[::2] = [re.sub(r"(?<=\w)_(?!\w)|\*", r"\\\g<0>", text) for text in words[::2]]
