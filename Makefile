@@ -87,7 +87,7 @@ docs: $(VENV)/.docs  ## Build the site into build/html, strictly; ARGS=linkcheck
 # Nothing is importable beside torch, numpy and the wheel; the wheel is built from the sdist.
 dist: $(VENV)/.dist  ## Build sdist and wheel into dist/, and run the README's script by the wheel alone, on 1 and 2 ranks
 	@rm -rf dist build/alone
-	@$(BIN)/python -m build --quiet --outdir dist
+	@$(BIN)/python -m build -qq --outdir dist
 	@python3 -m venv build/alone
 	@build/alone/bin/pip install torch==$(or $(TORCH),2.13.0)
 	@build/alone/bin/pip install -c $(VENV)/constraints.txt dist/*.whl
