@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # process, they would wait for one another.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help check test test-quick mutants nightly faults hosts gpu lent fuzz axes matrix soak stages bench peers api clean
+.PHONY: help check test test-quick mutants nightly faults hosts gpu lent fuzz axes matrix soak stages bench peers docs dist clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -81,8 +81,17 @@ bench: $(READY)  ## CPU time of every operation; ARGS="-k oss" chooses; benchmar
 peers: $(VENV)/.peers  ## Train beside DDP, FSDP, FairScale and DeepSpeed; ARGS="--world 4" is passed on
 	@$(BIN)/python benchmarks/peers.py $(ARGS)
 
-api: $(CORE)  ## Write docs/api.md from the docstrings
-	@$(BIN)/python docs/api.py
+docs: $(VENV)/.docs  ## Build the site into build/html, strictly; ARGS=linkcheck follows the links to other sites
+	@$(BIN)/sphinx-build -q -E -W --keep-going -b $(or $(ARGS),html) -c docs . build/$(or $(ARGS),html)
+
+# Nothing is importable beside torch, numpy and the wheel; the wheel is built from the sdist.
+dist: $(VENV)/.dist  ## Build sdist and wheel into dist/, and run the README's script by the wheel alone, on 1 and 2 ranks
+	@rm -rf dist build/alone
+	@$(BIN)/python -m build -qq --outdir dist
+	@python3 -m venv build/alone
+	@build/alone/bin/pip install torch==$(or $(TORCH),2.13.0)
+	@build/alone/bin/pip install -c $(VENV)/constraints.txt dist/*.whl
+	@env -u PYTHONPATH build/alone/bin/python tests/docs/first_script.py
 
 clean:  ## Remove the environment, caches and build products
 	@rm -rf .venv .venv-torch-* build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
@@ -90,24 +99,29 @@ clean:  ## Remove the environment, caches and build products
 
 # What zero itself and benchmarks/stages.py need. torch first and by its exact version alone: where that names a CPU
 # build, nothing after it replaces it.
-$(CORE): setup.cfg constraints.txt
+$(CORE): setup.cfg pyproject.toml constraints.txt
 	@echo "Preparing $(VENV) (once)"
 	@python3 -m venv $(VENV)
 	@sed 's/^torch==.*/torch==$(or $(TORCH),2.13.0)/' constraints.txt > $(VENV)/constraints.txt
+	@$(BIN)/pip install "pip>=25.1"  # the first that knows --group
 	@$(BIN)/pip install torch==$(or $(TORCH),2.13.0)
-	@$(BIN)/pip install -c $(VENV)/constraints.txt -e .[bench]
+	@$(BIN)/pip install -c $(VENV)/constraints.txt -e . --group bench
 	@touch $@
 
 # Beside it the tests' libraries and integrations, pytest-benchmark, mypy and ruff.
 $(READY): $(CORE)
 	@echo "Preparing $(VENV) for tests and checks (once)"
-	@$(BIN)/pip install -c $(VENV)/constraints.txt -e .[test,bench,check]
+	@$(BIN)/pip install -c $(VENV)/constraints.txt --group test --group check
+	@touch $@
+
+$(VENV)/.docs $(VENV)/.dist: $(VENV)/.%: $(CORE)
+	@$(BIN)/pip install -c $(VENV)/constraints.txt --group $*
 	@touch $@
 
 # The peers are built from source. One that does not build is left out; the benchmark says which.
 $(VENV)/.peers: $(READY)
 	@echo "Preparing the peers (once)"
-	@$(BIN)/pip install -c $(VENV)/constraints.txt setuptools wheel hjson msgpack ninja psutil py-cpuinfo pydantic einops
+	@$(BIN)/pip install -c $(VENV)/constraints.txt --group peers
 	@for peer in fairscale deepspeed; do \
 		DS_ACCELERATOR=cpu $(BIN)/pip install -c $(VENV)/constraints.txt --no-deps --no-build-isolation $$peer || true; \
 	done

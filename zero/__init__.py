@@ -29,6 +29,8 @@ This script trains on one process, or on several that torchrun starts:
 `zero.checkpoint` saves at any stage and loads at any other.
 """
 
+__title__ = "progressive-zero"  # by this zero/_torch/namesakes.py knows that no other distribution's file is here
+
 from zero import checkpoint
 from zero._torch import warn_if_untested
 from zero.comm import traffic

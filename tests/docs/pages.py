@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [README, *sorted({*(ROOT / "docs").glob("*.md")} - {ROOT / "docs" / "index.md"})]
 
 
 def blocks(page: Path) -> Iterator[tuple[int, str, str]]:
@@ -20,7 +20,3 @@ def blocks(page: Path) -> Iterator[tuple[int, str, str]]:
     text = page.read_text()
     for found in re.finditer(r"(?:^<!-- ([^\n]*) -->\n)?^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         yield text.count("\n", 0, found.start(2)) + 1, found[1] or "", found[2]
-
-
-def section(page: str, title: str) -> str:
-    return (ROOT / "docs" / page).read_text().split(f"\n## {title}\n")[1].split("\n## ")[0]

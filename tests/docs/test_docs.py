@@ -10,10 +10,10 @@ import re
 from pathlib import Path
 
 import documented
+import first_script
 import pytest
-import torch
 import torch.distributed as dist
-from pages import PAGES, README, ROOT, blocks
+from pages import PAGES, ROOT, blocks
 
 import matrix
 import ranks
@@ -69,17 +69,9 @@ def test_the_script_of_the_package_trains(rank: int, world: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]])
+@pytest.mark.parametrize("launcher", first_script.LAUNCHERS, ids=["alone", "torchrun"])
 def test_the_script_of_the_readme_trains(tmp_path: Path, launcher: list[str]) -> None:
-    (source,) = [source for _, marker, source in blocks(README) if marker == "script"]
-    # Gloo aborts at interpreter exit now and then; the README need not speak of it.
-    (tmp_path / "train.py").write_text(source + "\nimport sys\nsys.stdout.flush()\nos._exit(0)\n")
-    loss = re.search(r"loss (\S+), sent (\d+) bytes", python(*launcher, "train.py", cwd=tmp_path).stdout)
-    assert loss and float(loss[1]) < 0.9
-    assert (int(loss[2]) > 0) == bool(launcher)
-    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
-    shapes = {"0.weight": (256, 64), "0.bias": (256,), "2.weight": (64, 256), "2.bias": (64,)}
-    assert {name: tuple(weight.shape) for name, weight in weights.items()} == shapes
+    first_script.trains(tmp_path, launcher)
 
 
 @matrix.only

@@ -9,7 +9,10 @@ from functools import cache
 
 import torch
 
+from zero._torch.namesakes import refuse_mixtures
 from zero._torch.telling import warn_user
+
+refuse_mixtures()
 
 NEWEST_TESTED = (2, 15)
 
