@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from zero._torch.compiling import name_without_compile
 from zero._torch.tensors import as_plain_tensors
-from zero.checkpoint.agree import Ranks
 from zero.checkpoint.format import Geometry, Part, all_of, geometry_of, memory_order, tensor_problem
+from zero.checkpoint.ranks import Ranks
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
