@@ -126,9 +126,8 @@ def _opened(path: str | os.PathLike[str], training: Training, resume: Any) -> tu
     """Collective. The checkpoint that the path means, the same on all ranks, and what takes its extra states."""
     ranks = training.ranks
     with ranks.together():
+        training.look()
         given, resumed = place(path), Resumed(resume)
-        if training.problem:
-            raise ValueError(training.problem)
     ranks.compare("the arguments of zero.checkpoint.load", [f"path {given}", *resumed.names])
     finish(given, ranks)
     with ranks.together():

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -31,12 +30,10 @@ class Source(ExitStack):
         super().__init__()
         self.directory = directory
         place = directory / INDEX
-        with reading(place), place.open() as file:
-            size = file.seek(0, os.SEEK_END)
-            if size > LONGEST_HEADER:
-                raise ValueError(f"{place} has {size} bytes, more than the {LONGEST_HEADER} that an index may have")
-            file.seek(0)
-            text = file.read()
+        with reading(place):
+            text = place.read(LONGEST_HEADER + 1)
+        if len(text) > LONGEST_HEADER:
+            raise ValueError(f"{place} has more than the {LONGEST_HEADER} bytes that an index may have")
         self.digest = hashlib.sha256(text).hexdigest()
         try:
             self.index = Index.loads(text.decode())

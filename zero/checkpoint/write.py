@@ -88,6 +88,7 @@ def save(
     training = Training(model, optimizer, process_group)
     ranks = training.ranks
     with ranks.together(writing=path):
+        training.look()
         run, plan = place(path), _plan(training, extra, resume, keep)
     _agree(training, plan, [f"keep {keep}, wait {wait}", f"path {run}"])
     finish(run, ranks)
@@ -205,7 +206,8 @@ class Saving:
         """On the first rank, after it has tried to write its own file."""
         try:
             if self._problem is None:
-                self._wait_for_files()
+                if self._thread is not None:
+                    self._wait_for_files()
                 seal(self._place, self._index, keep=self._keep)
                 self._published = True
         except Exception as error:
@@ -214,7 +216,7 @@ class Saving:
             self._place.remove()
 
     def _wait_for_files(self) -> None:
-        """On a thread other ranks may still write theirs. Raises ValueError if they do not any more."""
+        """On a thread, where other ranks may still write theirs."""
         files = {rank_file(self._place, rank).name for rank in range(self._ranks.world)}
         own, ended, pause = rank_file(self._place, self._ranks.rank), None, 0.01
         while missing := files - {one.name for one in self._place.inside()}:
@@ -270,8 +272,6 @@ def _agree(training: Training, plan: SavePlan, lines: list[str]) -> None:
 def _plan(training: Training, extra: dict[str, Any] | None, resume: Any, keep: int | None) -> SavePlan:
     """What this rank writes, with its own extra. Raises ValueError, with a message for the user."""
     extra = {} if extra is None else extra
-    if training.problem:
-        raise ValueError(training.problem)
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep={keep!r}: it is how many checkpoints stay, at least 1, or None for all")
     if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):
