@@ -98,14 +98,15 @@ class Place:
         return self._fresh().open(self.path, "rb", cache_type="none")  # type: ignore[no-any-return]
 
     def put(self, data: bytes) -> None:
-        """Creates or replaces a small file."""
+        """Creates or replaces a small file. Its name, and all others in its directory, are on disk then."""
         with self.write() as file:
             file.write(data)
+        self.parent.sync()
 
     @contextmanager
     def write(self) -> Iterator[Any]:
         """A context in which a file is written; a mounted one can `seek`. When it is left, the file is there, whole, in
-        place of an earlier one. A mounted one is on disk then, and so is its name."""
+        place of an earlier one. What is in a mounted one is on disk then, but perhaps not its name."""
         if not self.mounted:
             with self.system.open(self.path, "wb") as file:
                 yield file
@@ -115,7 +116,6 @@ class Place:
             yield _EarlyWriter(file.fileno())
             os.fsync(file.fileno())
         os.replace(partial, self.path)
-        self.parent.sync()
 
     def sync(self) -> None:
         """Writes a mounted directory's names to disk."""
