@@ -92,19 +92,25 @@ def save(
         run, plan = place(path), _plan(training, extra, resume, keep)
     _agree(training, plan, [f"keep {keep}, wait {wait}", f"path {run}"])
     finish(run, ranks)
-    release = None
-    if not wait:
-        with ranks.together(before="no copy to write: "):
-            plan.held, release = staged(model, plan.held)
+    release = None if wait else _copy(model, plan, ranks)
+    saving = Saving(ranks, _begin(run, ranks), plan.index, keep)
+    saving._start(plan, release)
+    return saving
+
+
+def _copy(model: nn.Module, plan: SavePlan, ranks: Ranks) -> Callable[[], None]:
+    """Collective. Replaces what is to be written by copies. Returns the function that leaves their memory."""
+    with ranks.together(before="no copy to write: "):
+        plan.held, release = staged(model, plan.held)
+    return release
+
+
+def _begin(run: Place, ranks: Ranks) -> Place:
+    """Collective. A new directory to write into."""
     with ranks.together(writing=run):
         begun = directory.begin(run).name if ranks.first else None
-    saving = Saving(ranks, run / ranks.gather(begun)[0], plan.index, keep)
-    if release is None:
-        saving._write(plan)
-        saving.wait()
-    else:
-        saving._write_behind(plan, release)
-    return saving
+    name: str = ranks.gather(begun)[0]
+    return run / name
 
 
 def finish(path: Place, ranks: Ranks) -> None:
@@ -175,8 +181,12 @@ class Saving:
             raise
         self._complete = True
 
-    def _write_behind(self, plan: SavePlan, release: Callable[[], None]) -> None:
-        """Writes on a thread. release: called when the tensors are written."""
+    def _start(self, plan: SavePlan, release: Callable[[], None] | None) -> None:
+        """Collective. Writes: with `release`, which is called when the tensors are written, on a thread."""
+        if release is None:
+            self._write(plan)
+            self.wait()
+            return
 
         def work() -> None:
             if sys.platform == "linux":  # there threads have priorities: training comes first where cores are few
