@@ -69,31 +69,26 @@ def test_a_rank_killed_at_any_moment_leaves_the_latest_whole(scheme, tmp_path):
 
 def test_a_name_is_given_when_all_that_it_names_is_on_disk(tmp_path):
     """A crash of the machine, too, leaves the latest whole: the order of syncs and renames, as the system is told."""
-    zero.checkpoint.save(tmp_path, tiny())
-    synced, named, sync = set(), [], os.fsync
+    synced, named, sync, rename = set(), [], os.fsync, os.replace
 
     def record_sync(descriptor):
         synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
         sync(descriptor)
 
     def record_name(path, target):
-        inside = {str(one) for one in path.rglob("*")} | {str(path)}
-        named.append((Path(target).name, inside - synced))
-        renamed = Path(target)
-        os.rename(path, renamed)
-        synced.discard(str(renamed.parent))
-        return renamed
+        inside = {str(one) for one in Path(path).parent.rglob("*")} | {str(Path(path).parent)}
+        named.append((Path(target).name, {Path(one).name for one in inside - synced}))
+        rename(path, target)
+        synced.discard(str(Path(target).parent))
+        synced.add(target)
 
     with ExitStack() as patches:
         patches.enter_context(mock.patch.object(os, "fsync", record_sync))
-        patches.enter_context(mock.patch.object(Path, "rename", record_name))
-        patches.enter_context(mock.patch.object(Path, "replace", record_name))
-        zero.checkpoint.save(tmp_path, tiny())
-    assert [name for name, _ in named] == ["index.json", "00000002", "latest"]
-    # The index was synced under the name that it was written to, and its directory after that.
-    left = [{Path(one).name for one in unsynced} for _, unsynced in named]
-    assert left == [set(), {"index.json"}, set()]
-    assert str(tmp_path) in synced, "the last rename itself is not on disk"
+        patches.enter_context(mock.patch.object(os, "replace", record_name))
+        zero.checkpoint.save(tmp_path / "run", tiny())
+    assert [name for name, _ in named] == ["rank-00000.safetensors", "index.json", "latest"]
+    assert [unsynced for _, unsynced in named] == [{"00000001"}, {"00000001"}, set()]
+    assert str(tmp_path / "run") in synced, "the last rename itself is not on disk"
 
 
 def save_behind(rank, world, path, stage):

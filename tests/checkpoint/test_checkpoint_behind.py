@@ -18,7 +18,7 @@ import zero
 from processes import ROOT
 from ranks import refusal
 from zero.checkpoint import CheckpointError, write
-from zero.checkpoint.agree import Ranks
+from zero.checkpoint.ranks import Ranks
 
 ON_FULL_DISK = """
 import atexit, sys
@@ -60,7 +60,7 @@ def load_at_once(rank, world, path):
         found = [zero.checkpoint.load(path, model, optimizer)]
         zero.checkpoint.save(path, model, optimizer, extra={"step": 3}, wait=False)
         found.append(zero.checkpoint.load(f"{path}/00000003", model, optimizer))
-    with mock.patch.object(write, "write_rank_file", side_effect=OSError(28, "full") if rank else None):
+    with mock.patch.object(write, "write_rank_file", raising(OSError(28, "full")) if rank else write.write_rank_file):
         zero.checkpoint.save(path, model, optimizer, extra={"step": 4}, wait=False)
         told = refusal(lambda: zero.checkpoint.load(path, model, optimizer))
     return [*found, zero.checkpoint.load(path, model, optimizer)], told
@@ -140,7 +140,7 @@ def test_a_wait_that_is_interrupted_while_a_file_is_written_can_be_called_again(
 
 def test_a_wait_that_is_interrupted_among_ranks_does_not_return_as_if_all_were_complete(tmp_path):
     saving = zero.checkpoint.save(tmp_path, tiny(), wait=False)
-    with mock.patch.object(Ranks, "exchange", raising(KeyboardInterrupt)), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(Ranks, "compare", raising(KeyboardInterrupt)), pytest.raises(KeyboardInterrupt):
         saving.wait()
     with pytest.raises(CheckpointError, match=r"interrupted \(KeyboardInterrupt\(\)\).* nobody knows"):
         saving.wait()
@@ -151,15 +151,11 @@ def test_a_wait_that_is_interrupted_among_ranks_does_not_return_as_if_all_were_c
 
 
 def remove_all(rank, world, path):
-    real = write.write_rank_file
+    def instead_of_writing(file, *given, **how):
+        time.sleep(0.2)
+        file.parent.remove()
 
-    def then_remove(partial, *given, **how):
-        real(partial, *given, **how)
-        if rank:
-            time.sleep(0.2)
-            partial.remove()
-
-    with mock.patch.object(write, "write_rank_file", then_remove):
+    with mock.patch.object(write, "write_rank_file", instead_of_writing if rank else write.write_rank_file):
         return refusal(zero.checkpoint.save(path, zero.FSDP(tiny()), wait=False).wait)
 
 

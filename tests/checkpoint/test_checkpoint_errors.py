@@ -78,8 +78,8 @@ def in_the_same_bytes(told):
     other |= one
 
 
-def only_partial(run):
-    (run / "00000001").rename(run / ".partial-1")
+def only_half(run):
+    (run / "00000001" / "index.json").unlink()
     (run / "latest").unlink()
 
 
@@ -102,7 +102,7 @@ DAMAGE = {
     "no latest": (named("latest", Path.unlink), "has the checkpoints 00000001"),
     "latest elsewhere": (named("latest", Path.write_text, "../../etc"), "no checkpoint"),
     "a latest that no memory holds": (named("latest", os.truncate, 1 << 40), "no checkpoint|embedded null"),
-    "half a save": (only_partial, "no checkpoint in it"),
+    "half a save": (only_half, "no checkpoint in it"),
     "nothing": (shutil.rmtree, "is not there"),
 }
 

@@ -68,23 +68,24 @@ def test_a_store_that_takes_no_more(store):
     assert sorted(one.name for one in (folder / "run").iterdir()) == ["00000001", "latest"]
 
 
-def test_half_a_save_is_no_checkpoint_and_is_removed_by_the_next(store):
-    folder, url = store
-    zero.checkpoint.save(f"{url}/run", tiny(), extra={"step": 1})
-    half = folder / "run" / "00000002"
-    half.mkdir()
-    (half / "rank-00000.safetensors").write_bytes(b"half")
-    (half / "rank-00007.safetensors").write_bytes(b"half")
-    others = folder / "run" / "20261121" / "notes.txt"
-    others.parent.mkdir()
+@pytest.mark.parametrize("scheme", ["", "objects://"])
+def test_half_a_save_is_no_checkpoint_and_is_removed_by_the_next(scheme, tmp_path):
+    """Its number is not used again: somebody may still write there."""
+    run = f"{scheme}{tmp_path}"
+    zero.checkpoint.save(run, tiny(), extra={"step": 1})
+    others, half = tmp_path / "20261121" / "notes.txt", tmp_path / "20261122"
+    for one in [others.parent, half]:
+        one.mkdir()
     others.write_text("somebody else's")
-    assert zero.checkpoint.load(f"{url}/run", tiny()) == {"step": 1}
-    zero.checkpoint.save(f"{url}/run", tiny(), extra={"step": 2})
+    for name in ["rank-00000.safetensors", "rank-00007.safetensors.partial", "index.json.partial"]:
+        (half / name).write_bytes(b"half")
+    assert zero.checkpoint.load(run, tiny()) == {"step": 1}
+    zero.checkpoint.save(run, tiny(), extra={"step": 2})
     assert not half.exists()
-    made = folder / "run" / "20261122"
+    made = tmp_path / "20261123"
     assert sorted(one.name for one in made.iterdir()) == ["index.json", "rank-00000.safetensors"]
     assert others.read_text() == "somebody else's"
-    assert zero.checkpoint.load(f"{url}/run", tiny()) == {"step": 2}
+    assert zero.checkpoint.load(run, tiny()) == {"step": 2}
 
 
 @pytest.mark.parametrize(("url", "words"), [("nothing://run", "Protocol not known"), ("s3://bucket/run", "s3fs")])

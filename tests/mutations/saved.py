@@ -134,20 +134,19 @@ def checkpoint_without_masters(_, self, *, to_be_read):
 
 
 @mutant("directory.publish")
-def one_checkpoint_too_many_removed(publish, partial, index, keep):
+def one_checkpoint_too_many_removed(publish, checkpoint, index, keep):
     """keep=2 keeps one checkpoint."""
-    return publish(partial, index, max(keep - 1, 1) if keep else keep)
+    publish(checkpoint, index, max(keep - 1, 1) if keep else keep)
 
 
 @mutant("directory.publish")
-def latest_is_the_checkpoint_before(publish, partial, index, keep):
+def latest_is_the_checkpoint_before(publish, checkpoint, index, keep):
     """A run's latest checkpoint is the one before the newest."""
-    latest = Path(str(partial.parent)) / "latest"
+    latest = Path(str(checkpoint.parent)) / "latest"
     before = latest.read_text() if latest.exists() else None
-    final = publish(partial, index, keep)
+    publish(checkpoint, index, keep)
     if before is not None:
         latest.write_text(before)
-    return final
 
 
 @mutant("rank_files.staged")
@@ -156,10 +155,10 @@ def save_behind_without_a_copy(_, model, held):
     return [*held], lambda: None
 
 
-@mutant("Ranks.exchange")
-def rank_that_cannot_write_is_silent(exchange, self, value=None, problem=None):
+@mutant("Ranks.compare")
+def rank_that_cannot_write_is_silent(compare, self, what, lines=(), problem=None):
     """A rank's problem with a checkpoint is told nobody, and the checkpoint counts as saved."""
-    return exchange(self, value, problem if self.first else None)
+    compare(self, what, lines, problem if self.first else None)
 
 
 # ------------------------------------------------------------------------------------------------ full, out and in

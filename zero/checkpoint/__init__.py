@@ -5,10 +5,10 @@ is nothing to convert between stages, numbers of ranks or partitions: a reader a
 
     format      the index: every tensor by name, and its shards, to JSON and back
     values      values that are no tensors, to JSON and back
-    storage     directories, and object stores through fsspec
+    storage     mounted directories and object stores, through fsspec
     files       safetensors files with checksums; ranges of bytes
     directory   a run's checkpoints, which is the latest, and how a new one is published
-    agree       what ranks send one another
+    ranks       what all ranks compare, and what is raised on every one of them
     shards      what one rank has of a model and its optimizers, at every stage
     rank_files  what one rank writes of it, its file, and the index made of all files
     resume      what a resumed run needs besides model and optimizer: schedules, scalers, random generators

@@ -10,7 +10,6 @@ import torch
 
 from zero.checkpoint import directory
 from zero.checkpoint.export import SHARD_SIZE, export
-from zero.checkpoint.files import FileProblem
 from zero.checkpoint.format import all_of
 from zero.checkpoint.source import Source
 from zero.checkpoint.storage import Place, place
@@ -29,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
             size, dtype = options.max_shard_size, _DTYPES.get(options.dtype)
             for file in export(options.path, options.out, max_shard_size=size, dtype=dtype):
                 print(file)
-    except (FileProblem, ValueError, OSError, ImportError) as error:  # ImportError: the URL's driver is not installed
+    except (ValueError, OSError, ImportError) as error:  # ImportError: the URL's driver is not installed
         print(f"{options.command}: {error}", file=sys.stderr)
         return 1
     return 0

@@ -1,27 +1,22 @@
 """A run's directory: its checkpoints, which of them is the latest, and how a new one is published.
 
-run/00000001/      a complete checkpoint: it got this name when everything in it was on disk
+run/00000001/      a checkpoint, if it has an index, which is written when all else in it is on disk
 run/latest         the name of the newest
-run/.partial-...   a checkpoint that is being written, or whose save was interrupted; the next save removes it
 
-Where directories cannot be renamed (object stores), a checkpoint has its name from the start, and its index is written
-last: without an index it is no checkpoint.
+A numbered directory without an index is a save that goes on or was interrupted. The next save removes it.
 """
 
 from __future__ import annotations
 
 import re
-import uuid
 from contextlib import suppress
 
 from zero.checkpoint.format import INDEX
-from zero.checkpoint.storage import Local, Place
+from zero.checkpoint.storage import Place
 
 LATEST = "latest"
 _NAME = re.compile(r"\d{8}")
-_PARTIAL = ".partial-"
-# The files and reports of ranks.
-_RANKS = re.compile(r"rank-\d+\.\w+")
+_UNFINISHED = re.compile(r"rank-\d+\.safetensors(\.partial)?|index\.json\.partial")
 
 
 def checkpoints(run: Place) -> list[Place]:
@@ -30,42 +25,32 @@ def checkpoints(run: Place) -> list[Place]:
 
 
 def begin(run: Place) -> Place:
-    """A new directory to write into. Removes the files of interrupted saves."""
+    """A new directory to write into, with a number after all that are there. Removes interrupted saves."""
     run.make()
-    for left in run.inside():
-        if left.name.startswith(_PARTIAL):
-            left.remove()
-    for left in () if isinstance(run, Local) else _numbered(run):
-        if all(_RANKS.fullmatch(one.name) for one in left.inside()):  # no index, and no files of others
-            left.remove()
-    partial = run / (f"{_PARTIAL}{uuid.uuid4().hex[:12]}" if isinstance(run, Local) else _next(run))
-    partial.make()
-    return partial
+    found = _numbered(run)
+    new = run / f"{max((int(one.name) for one in found), default=0) + 1:08d}"
+    for one in found:
+        if all(_UNFINISHED.fullmatch(file.name) for file in one.inside()):  # no index, and no files of others
+            one.remove()
+    new.make()
+    run.sync()
+    return new
 
 
-def publish(partial: Place, index: bytes, keep: int | None) -> Place:
-    """Turns a directory whose files are on disk into the run's latest checkpoint; removes all but the last `keep`."""
-    run = partial.parent
-    (partial / INDEX).put(index)
-    final = partial.rename(_next(run)) if isinstance(partial, Local) else partial
-    (run / LATEST).put(f"{final.name}\n".encode())
+def publish(checkpoint: Place, index: bytes, keep: int | None) -> None:
+    """Makes a directory whose files are on disk the run's latest checkpoint; removes all but the last `keep`."""
+    run = checkpoint.parent
+    (checkpoint / INDEX).put(index)
+    (run / LATEST).put(f"{checkpoint.name}\n".encode())
     if keep is not None:
         with suppress(Exception):  # the new checkpoint is complete, and the next save tries again to remove the old
             for old in checkpoints(run)[:-keep]:
-                if isinstance(old, Local):  # what is half removed must not be read as a complete checkpoint
-                    old = old.rename(f"{_PARTIAL}{old.name}-{uuid.uuid4().hex[:6]}")
-                else:
-                    (old / INDEX).remove()
+                (old / INDEX).remove()  # what is half removed must not be read as a complete checkpoint
                 old.remove()
-    return final
 
 
 def _numbered(run: Place) -> list[Place]:
-    return sorted((one for one in run.inside() if _NAME.fullmatch(one.name)), key=lambda one: one.name)
-
-
-def _next(run: Place) -> str:
-    return f"{max((int(one.name) for one in _numbered(run)), default=0) + 1:08d}"
+    return [one for one in run.inside() if _NAME.fullmatch(one.name)]
 
 
 def resolve(path: Place) -> Place:
@@ -85,8 +70,8 @@ def resolve(path: Place) -> Place:
 
 
 def _description(path: Place) -> str:
-    if not path.is_directory():
-        return "is not there" if not path.exists() else "is no directory"
+    if not path.exists():
+        return "is not there"
     names = [one.name for one in checkpoints(path)]
     if names:
         return f"has the checkpoints {', '.join(names)}: choose one of these by its full path"

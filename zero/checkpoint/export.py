@@ -22,7 +22,7 @@ from zero.checkpoint import directory
 from zero.checkpoint.files import Chunk, progress, write
 from zero.checkpoint.format import Entry, Index, all_of, listed
 from zero.checkpoint.source import Source
-from zero.checkpoint.storage import Local, Place, place
+from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import decode
 
 SHARD_INDEX = "model.safetensors.index.json"
@@ -48,9 +48,9 @@ def export(
     Raises ValueError where the checkpoint is damaged or `out` has weights already, and leaves no files there.
     """
     target = place(out)
-    if not isinstance(target, Local):
+    if not target.mounted:
         raise ValueError(f"{target} is a URL: export to a mounted file system, and copy the files from there.")
-    if present := [one.name for one in target.public.glob("model*.safetensors*")]:
+    if present := [one.name for one in Path(target.path).glob("model*.safetensors*")]:
         raise ValueError(f"{target} has {present[0]} already. Choose another directory, or remove its weights.")
     with Source(directory.resolve(place(path))) as source:
         weights = _weights(source.index, dtype)
@@ -65,9 +65,9 @@ def export(
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.path) as folder:
             _write(place(folder), files)
             for name in (written := sorted(one.name for one in Path(folder).iterdir())):
-                Path(folder, name).rename(target.public / name)
+                Path(folder, name).rename(Path(target.path, name))
             target.sync()
-    return [target.public / name for name in written]
+    return [Path(target.path, name) for name in written]
 
 
 def _weights(index: Index, dtype: torch.dtype | None) -> dict[str, tuple[Entry, torch.dtype]]:

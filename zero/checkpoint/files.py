@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint.format import DTYPES, NAMES
-from zero.checkpoint.storage import AT_A_TIME, Local, Place
+from zero.checkpoint.storage import AT_A_TIME, Place
 
 BLOCK = 1 << 22
 """Bytes a checksum."""
@@ -50,10 +50,6 @@ _LONG = 1 << 30
 
 Buffer = Callable[[], Tensor]
 """BUFFER bytes on the CPU, which are there from the first call on."""
-
-
-class FileProblem(Exception):
-    """A problem of a file. The text is for the user."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ def write(place: Place, chunks: Sequence[Chunk], metadata: dict[str, str], tick:
     stream = partial(_stream, chunks, buffer())
     sums = [0] * -(-sum(chunk.nbytes for chunk in chunks) // BLOCK)
     with place.write() as file:
-        if isinstance(place, Local):  # the header's length is known now, and the checksums in it at the end
+        if place.mounted:  # the header's length is known now, and the checksums in it at the end
             file.seek(len(_header(chunks, metadata, sums)))
             for block, some in stream():
                 sums[block] = zlib.crc32(some, sums[block])
@@ -155,8 +151,17 @@ def as_bytes(flat: Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
+@contextmanager
+def reading(place: Place) -> Iterator[None]:
+    """In this context OSErrors become ValueErrors that name the place; those of object stores do not."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{place} cannot be read ({error.strerror or error})") from None
+
+
 class SafeFile(ExitStack):
-    """A safetensors file that is open for reading. Raises FileProblem where it is damaged or cannot be read.
+    """A safetensors file that is open for reading. Raises ValueError where it is damaged or cannot be read.
 
     expected: the file's `identity` (size and header's checksum) in the index; None if there is no index yet.
     tensors: {key: (dtype, shape, first byte in the data)}.
@@ -166,27 +171,22 @@ class SafeFile(ExitStack):
     def __init__(self, place: Place, expected: dict[str, Any] | None = None) -> None:
         super().__init__()
         self.place = place
-        try:
-            self._file: Any = self.enter_context(place.open())
-        except OSError as error:
-            raise FileProblem(f"{place} cannot be read ({error.strerror or error})") from None
-        try:
+        with ExitStack() as opened, reading(place):
+            self._file: Any = opened.enter_context(place.open())
             self._read_header(expected)
-        except BaseException:
-            self.close()
-            raise
+            self.push(opened.pop_all())
 
     def _read_header(self, expected: dict[str, Any] | None) -> None:
         size = self._file.seek(0, os.SEEK_END)
         if expected is not None and size != expected["bytes"]:
-            raise FileProblem(f"{self.place} has {size} bytes, not the {expected['bytes']} that were written")
+            raise ValueError(f"{self.place} has {size} bytes, not the {expected['bytes']} that were written")
         length = int.from_bytes(self._bytes(0, min(size, 8)), "little")
         if not 2 <= length <= min(size - 8, LONGEST_HEADER):
-            raise FileProblem(f"{self.place} is no safetensors file, or it is incomplete")
+            raise ValueError(f"{self.place} is no safetensors file, or it is incomplete")
         header = self._bytes(8, length)
         self.identity = {"bytes": size, "header_crc32": zlib.crc32(header)}
         if expected is not None and self.identity != expected:
-            raise FileProblem(f"{self.place} does not have the header that was written: it was altered")
+            raise ValueError(f"{self.place} does not have the header that was written: it was altered")
         self._data = 8 + length
         self._nbytes = size - self._data
         try:
@@ -197,9 +197,9 @@ class SafeFile(ExitStack):
             sums, self._block = self.metadata["block_crc32"], int(self.metadata["block_bytes"])
             self._sums = [int(sums[i : i + 8], 16) for i in range(0, len(sums), 8)]
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise FileProblem(f"{self.place} has a header that zero has not written ({error!r})") from None
+            raise ValueError(f"{self.place} has a header that zero has not written ({error!r})") from None
         if self._block < 1 or len(self._sums) * self._block < self._nbytes:
-            raise FileProblem(f"{self.place} lacks checksums")
+            raise ValueError(f"{self.place} lacks checksums")
 
     def _tensor(self, described: dict[str, Any]) -> tuple[torch.dtype, tuple[int, ...], int]:
         dtype, shape = DTYPES[described["dtype"]], tuple(int(size) for size in described["shape"])
@@ -232,7 +232,7 @@ class SafeFile(ExitStack):
                 found = zlib.crc32(data, found)
             if found != self._sums[number]:
                 at = self._data + low
-                raise FileProblem(
+                raise ValueError(
                     f"{self.place} was altered: bytes {at} to {at + high - low} are not those that were written"
                 )
             tick(high - low)
@@ -248,11 +248,9 @@ class SafeFile(ExitStack):
 
     def _read_into(self, data: memoryview, at: int) -> None:
         while data:
-            try:
+            with reading(self.place):
                 self._file.seek(at)
                 count = self._file.readinto(data[:AT_A_TIME])
-            except OSError as error:
-                raise FileProblem(f"{self.place} cannot be read ({error.strerror or error})") from None
             if count == 0:
-                raise FileProblem(f"{self.place} ends before byte {at + len(data)}: it is incomplete")
+                raise ValueError(f"{self.place} ends before byte {at + len(data)}: it is incomplete")
             data, at = data[count:], at + count

@@ -3,8 +3,8 @@
 The owner of a shard writes it. Tensors that are full on every rank are written once: each rank writes an equal share of
 parameters and of state that is the same on all ranks, and rank 0 writes its buffers, which are the ones that count.
 
-The header of a file has, under "zero", which elements of which full tensor each shard is, and the optimizers' state
-that is no tensor. So the index is made from headers on disk, and no rank sends another what it has written.
+The header of a file has, under "zero", the rank's part of the index: its entries, and the optimizers' state that is no
+tensor. So the index is made from headers on disk, and no rank sends another what it has written.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from zero._torch.tensors import leaves
 from zero.checkpoint import directory
-from zero.checkpoint.agree import Ranks
-from zero.checkpoint.files import LONGEST_HEADER, Chunk, FileProblem, SafeFile, progress, write
-from zero.checkpoint.format import Entry, Geometry, Index, OptimizerIndex, ParamShard, tensor_problem
+from zero.checkpoint.files import LONGEST_HEADER, Chunk, SafeFile, progress, write
+from zero.checkpoint.format import Entry, Index, OptimizerIndex, ParamShard, tensor_problem
+from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.shards import Held, Training, inner, kind, whole
 from zero.checkpoint.storage import Place
 from zero.checkpoint.values import encode
@@ -154,19 +154,19 @@ def staged(model: nn.Module, held: Sequence[Held]) -> tuple[list[Held], Callable
     return copies, release
 
 
-def rank_file(partial: Place, rank: int, kind: str = "safetensors") -> Place:
-    return partial / f"rank-{rank:05d}.{kind}"
+def rank_file(checkpoint: Place, rank: int) -> Place:
+    return checkpoint / f"rank-{rank:05d}.safetensors"
 
 
-def write_rank_file(partial: Place, rank: int, plan: SavePlan, *, shown: bool) -> None:
+def write_rank_file(file: Place, plan: SavePlan, *, shown: bool) -> None:
     """Writes a rank's file; it is on disk when this returns. shown: show progress."""
-    chunks = [_chunk(held) for held in plan.held]
-    pieces = {chunk.key: [held.name, held.start, held.stop] for chunk, held in zip(chunks, plan.held, strict=True)}
-    full_tensors = {held.name: [held.full.shape, *held.full.counting] for held in plan.held}
+    chunks, entries = [_chunk(held) for held in plan.held], {}
+    for chunk, held in zip(chunks, plan.held, strict=True):
+        shard = ParamShard(file.name, chunk.key, held.start, held.stop)
+        entries[held.name] = Entry(held.full, (shard,)).to_json()
     values = [optimizer.values for optimizer in plan.index.optimizers]
-    metadata = {"zero": json.dumps({"pieces": pieces, "full_tensors": full_tensors, "values": values})}
     with progress("saving", sum(chunk.nbytes for chunk in chunks), shown) as tick:
-        write(rank_file(partial, rank), chunks, metadata, tick)
+        write(file, chunks, {"zero": json.dumps({"tensors": entries, "values": values})}, tick)
 
 
 def _chunk(held: Held) -> Chunk:
@@ -176,33 +176,31 @@ def _chunk(held: Held) -> Chunk:
     return Chunk(key, held.full.dtype, shape, lambda: iter([held.flat()]))
 
 
-def seal(partial: Place, index: Index, *, keep: int | None) -> Place:
-    """Turns a directory that has all ranks' files into a checkpoint, and returns its new place.
+def seal(checkpoint: Place, index: Index, *, keep: int | None) -> None:
+    """Makes a directory that has all ranks' files a checkpoint.
 
     index: of the checkpoint; what the files hold is added. keep: how many of the run's checkpoints stay; None for all.
     """
-    found: dict[str, tuple[Geometry, list[ParamShard]]] = {}
+    found: dict[str, list[Entry]] = {}
     for rank in range(index.world):
-        place = rank_file(partial, rank)
-        with SafeFile(place) as file:
-            index.files[place.name] = file.identity
+        with SafeFile(rank_file(checkpoint, rank)) as file:
+            index.files[file.place.name] = file.identity
             header = json.loads(file.metadata["zero"])
-            for key, (path, start, stop) in header["pieces"].items():
-                shape, order, slices = header["full_tensors"][path]
-                full = Geometry(tuple(shape), file.tensors[key][0], order and tuple(order), slices and tuple(slices))
-                found.setdefault(path, (full, []))[1].append(ParamShard(place.name, key, start, stop))
+        for path, entry in header["tensors"].items():
+            found.setdefault(path, []).append(Entry.from_json(entry))
         for number, values in enumerate(header["values"]):
             for param, state in values.items():
                 index.optimizers[number].values.setdefault(param, {}).update(state)
-    for path, (full, shards) in sorted(found.items(), key=lambda item: item[0]):
-        index.tensors[path] = Entry(full, tuple(sorted(shards, key=lambda shard: (shard.start, shard.stop))))
+    for path, entries in sorted(found.items()):
+        shards = sorted((shard for one in entries for shard in one.shards), key=lambda one: (one.start, one.stop))
+        index.tensors[path] = Entry(entries[0].geometry, tuple(shards))
         if problem := index.tensors[path].problem():
-            raise FileProblem(f"{path}, as the ranks wrote it, {problem}: they do not hold the same model")
+            raise ValueError(f"{path}, as the ranks wrote it, {problem}: they do not hold the same model")
         if path.startswith("optimizer/"):
             _, position, rest = path.split("/", 2)
             param, _, key = rest.rpartition("/")
             index.optimizers[int(position)].tensors.setdefault(param, {})[key] = path
     text = index.dumps().encode()
     if len(text) > LONGEST_HEADER:
-        raise FileProblem(f"the index would have {len(text)} bytes, more than the {LONGEST_HEADER} that are read")
-    return directory.publish(partial, text, keep)
+        raise ValueError(f"the index would have {len(text)} bytes, more than the {LONGEST_HEADER} that are read")
+    directory.publish(checkpoint, text, keep)

@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 from zero._torch.telling import warn_user
 from zero._torch.tensors import as_plain_tensors
 from zero.checkpoint import directory
-from zero.checkpoint.agree import Ranks, attempt
 from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, OptimizerIndex, Part, all_of, listed
+from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.resume import PREFIX, Resumed, label
 from zero.checkpoint.shards import Held, Training, kind
 from zero.checkpoint.source import Source
@@ -91,14 +91,16 @@ def _load(path: str | os.PathLike[str], training: Training, resume: Any, *, weig
     ranks = training.ranks
     source, resumed = _opened(path, training, resume)
     with source:
-        plan, (extra, left_out) = ranks.together(
-            lambda: (LoadPlan(training, source.index, weights), _extra(source.index, ranks, resumed)),
-            before=f"{source.directory} does not fit: ",
-        )
-        ranks.together(lambda: source.check(plan.parts(), shown=ranks.first))
+        with ranks.together(before=f"{source.directory} does not fit: "):
+            plan = LoadPlan(training, source.index, weights)
+            extra, left_out = _extra(source.index, ranks, resumed)
+        with ranks.together():
+            source.check(plan.parts(), shown=ranks.first)
         plan.take_values(ranks)
-        ranks.together(lambda: plan.take(source), after=_PARTLY_LOADED)
-        ranks.together(lambda: resumed.take(extra), after=_PARTLY_LOADED)
+        with ranks.together(after=_PARTLY_LOADED):
+            plan.take(source)
+        with ranks.together(after=_PARTLY_LOADED):
+            resumed.take(extra)
     if left_out:
         warn_user(left_out)
     return {key: value for key, value in extra.items() if not key.startswith(PREFIX)}
@@ -122,16 +124,15 @@ def _extra(index: Index, ranks: Ranks, resumed: Resumed) -> tuple[dict[str, Any]
 
 def _opened(path: str | os.PathLike[str], training: Training, resume: Any) -> tuple[Source, Resumed]:
     """Collective. The checkpoint that the path means, the same on all ranks, and what takes its extra states."""
-    understood, unknown = attempt(lambda: (place(path), Resumed(resume)))
-    lines = [] if understood is None else [f"path {understood[0]}", *understood[1].names]
-    training.ranks.compare("the arguments of zero.checkpoint.load", lines, unknown or training.problem)
-    assert understood is not None
-    given, resumed = understood
-    finish(given, training.ranks)
-    source, problem = attempt(lambda: Source(directory.resolve(given)))
-    lines = [str(source.directory), source.digest] if source else []
-    training.ranks.compare("the checkpoints found", lines, problem)
-    assert source is not None
+    ranks = training.ranks
+    with ranks.together():
+        training.look()
+        given, resumed = place(path), Resumed(resume)
+    ranks.compare("the arguments of zero.checkpoint.load", [f"path {given}", *resumed.names])
+    finish(given, ranks)
+    with ranks.together():
+        source = Source(directory.resolve(given))
+    ranks.compare("the checkpoints found", [str(source.directory), source.digest])
     return source, resumed
 
 
@@ -163,13 +164,10 @@ class LoadPlan:
     def take_values(self, ranks: Ranks) -> None:
         """Collective. Gives the modules their extra state; where one refuses it, on any rank, all get theirs back."""
         holders = self._training.holders
-
-        def take() -> None:
-            for name, value in self._index.values.items():
-                holders[name].set_extra_state(decode(value))
-
         try:
-            ranks.together(take)
+            with ranks.together():
+                for name, value in self._index.values.items():
+                    holders[name].set_extra_state(decode(value))
         except CheckpointError:
             for name, value in self._training.values.items():
                 with suppress(Exception):  # a module may refuse even its own state

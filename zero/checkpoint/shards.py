@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from zero._torch.compiling import name_without_compile
 from zero._torch.tensors import as_plain_tensors
-from zero.checkpoint.agree import Ranks
 from zero.checkpoint.format import Geometry, Part, all_of, geometry_of, memory_order, tensor_problem
+from zero.checkpoint.ranks import Ranks
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
@@ -80,7 +80,8 @@ def whole(name: str, tensor: Tensor) -> Held:
 class Training:
     """A model and its optimizers, seen from this rank.
 
-    problem: why they cannot be saved or loaded, as an error message for the user.
+    Once `look` has been called:
+
     tensors: parameters and buffers, each once, by the innermost module's name, under which they are stored.
     tied: for each further name of a tensor the name that it is stored under.
     values: the entries of the state_dict that are no tensors, by name; holders: the modules that they come from.
@@ -107,23 +108,26 @@ class Training:
         self.holders: dict[str, nn.Module] = {}
         self._names: dict[Tensor, str] = {}
         self._own_dtypes: dict[Tensor, torch.dtype] = {}
-        unnamed = self._name_tensors(module)
         self._groups = [group for one in self._sharding for group in one.shards.shard_groups]
-        for one in wrappers:
+        self._places: dict[Any, Place] = {}
+
+    def look(self) -> None:
+        """Names the tensors and finds their shards. Raises ValueError for what cannot be saved or loaded."""
+        self._name_tensors(self._module)
+        for one in self._wrappers:
             if isinstance(one, FSDP):
                 one.reshard()
                 self._groups += running_model(one).index.groups
                 self._own_dtypes |= {cast.tensor: cast.dtype for cast in running_model(one).cast_buffers}
-        self._places: dict[Any, Place] = {**places_in(self._groups)}
-        self.problem = unnamed or self._misfit()
+        self._places |= places_in(self._groups)
+        self._refuse_misfits()
 
-    def _name_tensors(self, module: nn.Module) -> str | None:
-        """Returns why not all can be named."""
+    def _name_tensors(self, module: nn.Module) -> None:
         known = {*module.parameters(), *module.buffers()}
         try:
             given_state = module.state_dict(keep_vars=True)
-        except Exception as error:  # from the user's modules: every rank must raise it
-            return f"the module's state_dict() raised {type(error).__name__}: {error}."
+        except Exception as error:
+            raise ValueError(f"the module's state_dict() raised {type(error).__name__}: {error}") from error
         for given, value in given_state.items():
             name = name_without_compile(given)
             if isinstance(value, Tensor) and value in known:
@@ -132,45 +136,43 @@ class Training:
                     continue
                 self._names[value], self.tensors[name] = name, value
                 if problem := tensor_problem(value):
-                    return f"{name!r} {problem}."
+                    raise ValueError(f"{name!r} {problem}")
             elif name.rpartition(".")[2] == "_extra_state":
                 self.values[name] = value
                 self.holders[name] = module.get_submodule(given.rpartition(".")[0])
             else:
-                return (
+                raise ValueError(
                     f"{name!r} of the module's state_dict is none of its parameters and buffers, but was made by a "
-                    "hook. zero.checkpoint stores parameters, buffers, and what get_extra_state() returns."
+                    "hook. zero.checkpoint stores parameters, buffers, and what get_extra_state() returns"
                 )
-        return None
 
-    def _misfit(self) -> str | None:
+    def _refuse_misfits(self) -> None:
         for number, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):
-                return f"optimizer {number} is a {type(optimizer).__name__}, not a torch.optim.Optimizer."
+                raise ValueError(f"optimizer {number} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
             elsewhere = [one for one in vars(optimizer).values() if isinstance(one, Optimizer)]
             if not isinstance(optimizer, OSS) and any(one.state is not optimizer.state for one in elsewhere):
-                return (
+                raise ValueError(
                     f"the {type(optimizer).__name__} keeps its state in another optimizer "
                     f"({type(elsewhere[0]).__name__}), which zero.checkpoint does not look into. Use zero.OSS to "
-                    "shard the state, or pass the inner optimizer."
+                    "shard the state, or pass the inner optimizer"
                 )
             if isinstance(optimizer, OSS) and optimizer.comm.group is not self.ranks.comms[0].group:
-                return "the model and its OSS were given different process groups. Pass the same one to both."
+                raise ValueError("the model and its OSS were given different process groups. Pass one to both")
             for position, group in enumerate(optimizer.param_groups):
                 for index, param in enumerate(group["params"]):
                     if param not in self._names:
-                        return (
+                        raise ValueError(
                             f"parameter {index} of group {position} of the {type(optimizer).__name__}, of shape "
                             f"{list(param.shape)}, is not in the state_dict of the model. Pass the model that the "
-                            "optimizer trains."
+                            "optimizer trains"
                         )
         for shard_group in self._groups:
             if shard_group.state in (GroupState.GATHERING, GroupState.SUMMONED):
-                return f"{shard_group.names[0]} is being gathered, or summoned full. Save and load between steps."
-            name = moved(shard_group)
-            if name is not None:
-                return f"{name} was moved, cast or given other data after it was sharded. Do that before wrapping."
-        return None
+                first = shard_group.names[0]
+                raise ValueError(f"{first} is being gathered, or summoned full. Save and load between steps")
+            if (name := moved(shard_group)) is not None:
+                raise ValueError(f"{name} was moved, cast or given other data after it was sharded: do that before")
 
     def full_geometry(self, name: str) -> Geometry:
         place = self._places.get(self.tensors[name])

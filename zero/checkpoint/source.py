@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zero.checkpoint.files import LONGEST_HEADER, FileProblem, SafeFile, buffer, progress
+from zero.checkpoint.files import LONGEST_HEADER, SafeFile, buffer, progress, reading
 from zero.checkpoint.format import INDEX, Entry, Index, Part, all_of
 from zero.checkpoint.storage import Place
 
@@ -24,25 +23,22 @@ from zero.checkpoint.storage import Place
 class Source(ExitStack):
     """A checkpoint's index, and its files, which stay open from their first use until the context is left.
 
-    digest: of the index, to be compared between ranks. Raises FileProblem where files are damaged or cannot be read.
+    digest: of the index, to be compared between ranks. Raises ValueError where files are damaged or cannot be read.
     """
 
     def __init__(self, directory: Place) -> None:
         super().__init__()
         self.directory = directory
+        place = directory / INDEX
+        with reading(place):
+            text = place.read(LONGEST_HEADER + 1)
+        if len(text) > LONGEST_HEADER:
+            raise ValueError(f"{place} has more than the {LONGEST_HEADER} bytes that an index may have")
+        self.digest = hashlib.sha256(text).hexdigest()
         try:
-            with (directory / INDEX).open() as file:
-                size = file.seek(0, os.SEEK_END)
-                if size > LONGEST_HEADER:
-                    raise ValueError(f"has {size} bytes, more than the {LONGEST_HEADER} that an index may have")
-                file.seek(0)
-                text = file.read()
-            self.digest = hashlib.sha256(text).hexdigest()
             self.index = Index.loads(text.decode())
-        except OSError as error:
-            raise FileProblem(f"{directory / INDEX} cannot be read ({error.strerror or error})") from None
         except ValueError as error:
-            raise FileProblem(f"{directory / INDEX} {error}") from None
+            raise ValueError(f"{place} {error}") from None
         self._files: dict[str, SafeFile] = {}
         self._copies = buffer()
 
@@ -113,7 +109,7 @@ class Source(ExitStack):
                 file = self._open(shard.file)
                 dtype, shape, first = file.tensors.get(shard.key, (None, (), 0))
                 if dtype != entry.geometry.dtype or math.prod(shape) != shard.stop - shard.start:
-                    raise FileProblem(f"{file.place} has no {shard.key} of the dtype and size that {INDEX} names")
+                    raise ValueError(f"{file.place} has no {shard.key} of the dtype and size that {INDEX} names")
                 low = first + (start - shard.start) * dtype.itemsize
                 yield shard.file, low, low + (stop - start) * dtype.itemsize, start - part.start
 
@@ -121,6 +117,6 @@ class Source(ExitStack):
         if name not in self._files:
             expected = self.index.files.get(name)
             if expected is None or "/" in name or name == "..":
-                raise FileProblem(f"{self.directory / INDEX} names {name!r}, which is none of its files")
+                raise ValueError(f"{self.directory / INDEX} names {name!r}, which is none of its files")
             self._files[name] = self.enter_context(SafeFile(self.directory / name, expected))
         return self._files[name]

@@ -1,31 +1,22 @@
-"""Where checkpoints are stored: in directories, or at fsspec URLs ("s3://bucket/run", "gs://...", "memory://...").
+"""Where checkpoints are stored: in mounted directories, or at fsspec URLs ("s3://bucket/run", "gs://...", "memory://...").
 
-    Place    an object, or a prefix of object names. Read by ranges. An object is complete or absent, but there are no
-             directories to rename and no files to sync.
-    Local    a mounted directory or file. Read at offsets, directly into the target's memory. Data is on disk when the
-             call that writes it returns, and a rename is atomic.
-
-Both go through fsspec. Its LocalFileSystem has no fsync, replaces files by copying them where a rename would do, stops
-at the first file that it cannot remove, and takes for missing what it may not see: these operations are Local's own.
+A Place is a path in one of fsspec's file systems, of which LocalFileSystem serves the mounted ones. A file appears when
+it is complete: objects do by themselves, and a mounted file is written under another name, synced and renamed, which
+fsspec does not do.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import sys
-import uuid
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar
+from typing import IO, Any
 
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # torch requires it
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 AT_A_TIME = 1 << 24
 """Bytes that are requested from an object store at a time, or whose transfer to the disk is started at a time."""
@@ -38,42 +29,43 @@ def place(path: str | os.PathLike[str]) -> Place:
     if mounted is None and "://" in text:
         return Place(text.rstrip("/"), *url_to_fs(text.rstrip("/")))
     absolute = Path(os.path.abspath(mounted[1] if mounted else text)).as_posix()
-    return Local(absolute, url_to_fs("file:///")[0], absolute)
+    return Place(absolute, url_to_fs("file:///")[0], absolute)
 
 
 @dataclass(frozen=True)
 class Place:
-    """url: the user's, with the names below it. system: the file system of fsspec. path: of the URL in that system.
-
-    poll_every: the most seconds between two looks while waiting for a file.
-    public: the path or URL from which `place` makes it.
-    """
+    """url: the user's, with the names below it; the absolute path of what is mounted. system: the file system of
+    fsspec. path: of the URL in that system."""
 
     url: str
     system: Any = field(compare=False)
     path: str
 
-    poll_every: ClassVar[float] = 0.5
-
     def __str__(self) -> str:
         return self.url
+
+    @property
+    def mounted(self) -> bool:
+        """Whether files are written where they lie, and can be renamed and synced."""
+        return "://" not in self.url
 
     @property
     def name(self) -> str:
         return self.path.rpartition("/")[2]
 
     @property
-    def parent(self) -> Self:
-        return type(self)(self.url.rpartition("/")[0], self.system, self.path.rpartition("/")[0])
+    def parent(self) -> Place:
+        return Place(self.url.rpartition("/")[0], self.system, self.path.rpartition("/")[0])
 
     @property
     def public(self) -> Path | str:
-        return self.url
+        """The path or URL from which `place` makes it."""
+        return Path(self.path) if self.mounted else self.url
 
-    def __truediv__(self, name: str) -> Self:
-        return type(self)(f"{self.url}/{name}", self.system, f"{self.path}/{name}")
+    def __truediv__(self, name: str) -> Place:
+        return Place(f"{self.url}/{name}", self.system, f"{self.path}/{name}")
 
-    def inside(self) -> list[Self]:
+    def inside(self) -> list[Place]:
         try:
             found = self._fresh().ls(self.path, detail=False)
         except FileNotFoundError:  # a directory without objects
@@ -82,10 +74,12 @@ class Place:
         return [self / one.rpartition("/")[2] for one in sorted(paths)]
 
     def exists(self) -> bool:
-        return bool(self._fresh().exists(self.path))
-
-    def is_directory(self) -> bool:
-        return bool(self._fresh().isdir(self.path))
+        """Raises OSError where this may not be looked at, of which fsspec's own `exists` says that it is not there."""
+        try:
+            self._fresh().info(self.path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def make(self) -> None:
         self.system.makedirs(self.path, exist_ok=True)
@@ -99,17 +93,38 @@ class Place:
         """All of a small file, or its first bytes."""
         return bytes(self.system.cat_file(self.path, end=most))
 
-    def put(self, data: bytes) -> None:
-        """Creates or replaces a small file, atomically for readers."""
-        self.system.pipe_file(self.path, data)
-
     def open(self) -> IO[bytes]:
-        """The file, without a buffer: a read fills as much of the memory as one request returns."""
+        """The file, without a cache: a read fills as much of the memory as one request returns."""
         return self._fresh().open(self.path, "rb", cache_type="none")  # type: ignore[no-any-return]
 
-    def write(self) -> AbstractContextManager[Any]:
-        """A context in which the file is written. When it is left, the object exists, or the data is on disk."""
-        return self.system.open(self.path, "wb")  # type: ignore[no-any-return]
+    def put(self, data: bytes) -> None:
+        """Creates or replaces a small file. Its name, and all others in its directory, are on disk then."""
+        with self.write() as file:
+            file.write(data)
+        self.parent.sync()
+
+    @contextmanager
+    def write(self) -> Iterator[Any]:
+        """A context in which a file is written; a mounted one can `seek`. When it is left, the file is there, whole, in
+        place of an earlier one. What is in a mounted one is on disk then, but perhaps not its name."""
+        if not self.mounted:
+            with self.system.open(self.path, "wb") as file:
+                yield file
+            return
+        partial = f"{self.path}.partial"
+        with open(partial, "wb", buffering=0) as file:
+            yield _EarlyWriter(file.fileno())
+            os.fsync(file.fileno())
+        os.replace(partial, self.path)
+
+    def sync(self) -> None:
+        """Writes a mounted directory's names to disk."""
+        if self.mounted:
+            descriptor = os.open(self.path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
     def _fresh(self) -> Any:
         """The file system without its cached listings: other ranks write too."""
@@ -117,62 +132,7 @@ class Place:
         return self.system
 
 
-class Local(Place):
-    """A directory or file, which may not exist yet. A rename is atomic, and files opened by `write` are seekable."""
-
-    poll_every: ClassVar[float] = 0.02
-
-    @property
-    def public(self) -> Path:
-        return Path(self.path)
-
-    def inside(self) -> list[Local]:
-        """Raises OSError where there is no directory (any more)."""
-        return [self / name for name in os.listdir(self.path)]
-
-    def exists(self) -> bool:
-        """Raises OSError where this may not be looked at, of which fsspec says that it is not there."""
-        return self.public.exists()
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        with suppress(OSError):  # a file
-            os.unlink(self.path)
-
-    def put(self, data: bytes) -> None:
-        """File and directory entry are on disk on return."""
-        temporary = self.parent / f".partial-{self.name}-{uuid.uuid4().hex[:6]}"
-        with temporary.write() as file:
-            file.write(data)
-        temporary.public.replace(self.path)
-        self.parent.sync()
-
-    def open(self) -> IO[bytes]:
-        return open(self.path, "rb", buffering=0)
-
-    @contextmanager
-    def write(self) -> Iterator[_LocalWriter]:
-        with open(self.path, "wb", buffering=0) as file:
-            yield _LocalWriter(file.fileno())
-            os.fsync(file.fileno())
-
-    def rename(self, name: str) -> Local:
-        """Renames a directory within its parent; the new name is on disk on return. Its contents should be already."""
-        renamed = self.parent / name
-        self.public.rename(renamed.path)
-        self.parent.sync()
-        return renamed
-
-    def sync(self) -> None:
-        """Writes the directory's entries to disk."""
-        descriptor = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-class _LocalWriter:
+class _EarlyWriter:
     """Starts the transfer to the disk while more is being written, so that the final sync has little left."""
 
     def __init__(self, descriptor: int) -> None:

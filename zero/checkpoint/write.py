@@ -1,24 +1,24 @@
 """Saving.
 
     every rank       streams what it owns into a file of its own, in a directory that no reader looks at yet
-    the first rank   when all files are on disk, writes the index from their headers, and gives the directory its name
+    the first rank   when all files are on disk, writes the index from their headers, which makes it a checkpoint
 
 This is the same with wait=True and wait=False. With wait=False a rank first copies what it owns, and a thread does the
-rest while training goes on. These threads send nothing, because training uses the process group: the thread of every
-other rank writes a report to disk when it is done, and the first rank's thread waits for these reports. What fails on a
-thread is raised by `wait`, which the run's next save or load calls first, or told when the program ends.
+rest while training goes on. These threads send nothing, because training uses the process group: the first rank's
+thread waits for the files of the others, which appear when they are complete. What fails on a thread is raised by
+`wait`, which the run's next save or load calls first, or told when the program ends.
 """
 
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero.checkpoint import directory
-from zero.checkpoint.agree import Ranks, attempt
-from zero.checkpoint.files import FileProblem, checksum
+from zero.checkpoint.files import checksum
 from zero.checkpoint.format import CheckpointError, Index
 from zero.checkpoint.rank_files import SavePlan, plan_save, rank_file, seal, staged, write_rank_file
+from zero.checkpoint.ranks import Ranks, described
 from zero.checkpoint.resume import PREFIX, Resumed, label
 from zero.checkpoint.shards import Training, kind
 from zero.checkpoint.storage import Place, place
@@ -39,6 +39,9 @@ from zero.comm.waiting import calling
 
 # Seconds that the first rank's thread waits for other ranks' files after the main thread has ended.
 _WAIT_AFTER_EXIT = 60.0
+
+# Seconds between two looks for them.
+_LONGEST_PAUSE = 0.25
 
 # By run, the save that a thread is writing.
 _unfinished: dict[Place, Saving] = {}
@@ -83,17 +86,31 @@ def save(
     by a `process_group` of that rank alone, to a path of its own.
     """
     training = Training(model, optimizer, process_group)
-    planned = attempt(lambda: (place(path), _plan(training, extra, resume, keep)), writing=path)
-    run, plan = _agree(training, f"keep {keep}, wait {wait}", *planned)
-    finish(run, training.ranks)
-    copied = None if wait else training.ranks.together(lambda: staged(model, plan.held), before="no copy to write: ")
-    saving = Saving(training.ranks, _begin(run, training.ranks), plan.index, keep)
-    if copied is None:
-        saving._write(plan)
-        saving.wait()
-    else:
-        saving._write_behind(replace(plan, held=copied[0]), release=copied[1])
+    ranks = training.ranks
+    with ranks.together(writing=path):
+        training.look()
+        run, plan = place(path), _plan(training, extra, resume, keep)
+    _agree(training, plan, [f"keep {keep}, wait {wait}", f"path {run}"])
+    finish(run, ranks)
+    release = None if wait else _copy(model, plan, ranks)
+    saving = Saving(ranks, _begin(run, ranks), plan.index, keep)
+    saving._start(plan, release)
     return saving
+
+
+def _copy(model: nn.Module, plan: SavePlan, ranks: Ranks) -> Callable[[], None]:
+    """Collective. Replaces what is to be written by copies. Returns the function that leaves their memory."""
+    with ranks.together(before="no copy to write: "):
+        plan.held, release = staged(model, plan.held)
+    return release
+
+
+def _begin(run: Place, ranks: Ranks) -> Place:
+    """Collective. A new directory to write into."""
+    with ranks.together(writing=run):
+        begun = directory.begin(run).name if ranks.first else None
+    name: str = ranks.gather(begun)[0]
+    return run / name
 
 
 def finish(path: Place, ranks: Ranks) -> None:
@@ -111,24 +128,16 @@ def finish(path: Place, ranks: Ranks) -> None:
             )
 
 
-def _begin(run: Place, ranks: Ranks) -> Place:
-    """Collective. A new directory to write into."""
-    begun, problem = attempt(lambda: directory.begin(run), writing=run) if ranks.first else (None, None)
-    name: str = ranks.exchange(begun and begun.name, problem)[0]
-    return run / name
-
-
 class Saving:
     """A save that is being written, or is complete."""
 
-    def __init__(self, ranks: Ranks, partial: Place, index: Index, keep: int | None) -> None:
-        self._ranks, self._partial, self._index, self._keep = ranks, partial, index, keep
+    def __init__(self, ranks: Ranks, checkpoint: Place, index: Index, keep: int | None) -> None:
+        self._ranks, self._place, self._index, self._keep = ranks, checkpoint, index, keep
         self._thread: threading.Thread | None = None
         self._written, self._given_up = threading.Event(), threading.Event()
         self._problem: str | None = None
-        # On the first rank, once the checkpoint has its name; on every rank, once `wait` has told all.
-        self._published: Place | None = None
-        self._final: Place | None = None
+        # On the first rank, once the checkpoint has its index; on every rank, once `wait` has told all.
+        self._published = self._complete = False
         self._failure: CheckpointError | None = None
 
     @property
@@ -136,9 +145,9 @@ class Saving:
         """The checkpoint's path, for `load`; a URL if the run's was one. Raises RuntimeError until it is complete."""
         if self._failure is not None:
             raise RuntimeError(f"there is no checkpoint to name: {self._failure}")
-        if self._final is None:
+        if not self._complete:
             raise RuntimeError("the checkpoint is still being written. Call wait() first.")
-        return self._final.public
+        return self._place.public
 
     def wait(self) -> None:
         """Collective. Returns when the checkpoint is complete, on disk, and the run's latest.
@@ -149,31 +158,35 @@ class Saving:
         """
         if self._failure is not None:
             raise self._failure
-        if self._final is not None:
+        if self._complete:
             return
         self._written.wait()
-        if _unfinished.get(self._partial.parent) is self:
-            del _unfinished[self._partial.parent]
+        if _unfinished.get(self._place.parent) is self:
+            del _unfinished[self._place.parent]
         try:
-            self._ranks.exchange(None, self._problem)  # first: a rank that cannot write cannot write a report either
+            self._ranks.compare("", problem=self._problem)  # the first's thread waits for a file that may never come
             if self._thread is not None:
                 self._thread.join()
             elif self._ranks.first:
                 self._publish()
-            names = self._ranks.exchange(self._published and self._published.name, self._problem)
+            self._ranks.compare("", problem=self._problem)
         except BaseException as error:
             unknown = f"wait() was interrupted ({error!r}): nobody knows whether it is complete. Save again."
             self._failure = error if isinstance(error, CheckpointError) else CheckpointError(unknown)
             self._given_up.set()
             if self._thread is not None:
                 self._thread.join()
-            if self._published is None and self._ranks.first:
-                self._partial.remove()  # with wait=False again, now that no rank writes there any more
+            if self._ranks.first and not self._published:
+                self._place.remove()  # with wait=False again, now that no rank writes there any more
             raise
-        self._final = self._partial.parent / names[0]
+        self._complete = True
 
-    def _write_behind(self, plan: SavePlan, release: Callable[[], None]) -> None:
-        """Writes on a thread. release: called when the tensors are written."""
+    def _start(self, plan: SavePlan, release: Callable[[], None] | None) -> None:
+        """Collective. Writes: with `release`, which is called when the tensors are written, on a thread."""
+        if release is None:
+            self._write(plan)
+            self.wait()
+            return
 
         def work() -> None:
             if sys.platform == "linux":  # there threads have priorities: training comes first where cores are few
@@ -185,51 +198,47 @@ class Saving:
 
         self._thread = threading.Thread(target=work, name="zero.checkpoint")
         self._thread.start()
-        _unfinished[self._partial.parent] = self
+        _unfinished[self._place.parent] = self
 
     def _write(self, plan: SavePlan, release: Callable[[], None] = lambda: None) -> None:
         """This rank's file. From the end on only the first rank writes to the directory, and can remove it."""
-        partial, rank, first = self._partial, self._ranks.rank, self._ranks.first
-
-        def work() -> None:
-            if self._ranks.writes:
-                write_rank_file(partial, rank, plan, shown=first)
-            release()
-
+        file = rank_file(self._place, self._ranks.rank)
         try:
-            _, self._problem = attempt(work, writing=rank_file(partial, rank))
-            if self._thread is not None and self._ranks.writes and not first:
-                report = rank_file(partial, rank, "report")
-                attempt(lambda: report.put((self._problem or "").encode()), writing=report)  # empty if all is well
+            if self._ranks.writes:
+                write_rank_file(file, plan, shown=self._ranks.first)
+            release()
+        except Exception as error:
+            self._problem = described(error, file)
         finally:
             self._written.set()
 
     def _publish(self) -> None:
         """On the first rank, after it has tried to write its own file."""
-        if self._problem is None:
-            self._published, self._problem = attempt(self._seal, writing=self._partial)
+        try:
+            if self._problem is None:
+                if self._thread is not None:
+                    self._wait_for_files()
+                seal(self._place, self._index, keep=self._keep)
+                self._published = True
+        except Exception as error:
+            self._problem = described(error, self._place)
         if self._problem is not None:
-            self._partial.remove()
+            self._place.remove()
 
-    def _seal(self) -> Place:
-        """On a thread, first waits until all ranks have reported. Raises FileProblem if one has failed."""
-        ended, pause = None, 0.01
-        others = range(1, self._ranks.world) if self._thread is not None else ()
-        missing = {rank_file(self._partial, rank, "report").name for rank in others}
-        while missing:
-            for report in [one for one in self._partial.inside() if one.name in missing]:
-                missing.remove(report.name)
-                if problem := report.read().decode():
-                    raise FileProblem(problem.removesuffix("."))
-                report.remove()
+    def _wait_for_files(self) -> None:
+        """On a thread, where other ranks may still write theirs."""
+        files = {rank_file(self._place, rank).name for rank in range(self._ranks.world)}
+        own, ended, pause = rank_file(self._place, self._ranks.rank), None, 0.01
+        while missing := files - {one.name for one in self._place.inside()}:
+            if own.name in missing:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(own))
             if not threading.main_thread().is_alive():
                 ended = ended or time.monotonic()
                 if time.monotonic() - ended > _WAIT_AFTER_EXIT:
-                    raise FileProblem("other ranks have not written their files before the program ended")
-            if missing and self._given_up.wait(pause):
-                raise FileProblem("another rank could not write its file")
-            pause = min(2 * pause, self._partial.poll_every)
-        return seal(self._partial, self._index, keep=self._keep)
+                    raise ValueError("other ranks have not written their files before the program ended")
+            if self._given_up.wait(pause):
+                raise ValueError("another rank could not write its file")
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 @atexit.register  # by then Python has waited for the threads
@@ -257,32 +266,22 @@ class _Failed:
             raise OSError("a save has failed")
 
 
-def _agree(
-    training: Training, options: str, planned: tuple[Place, SavePlan] | None, problem: str | None
-) -> tuple[Place, SavePlan]:
-    """Collective. The run's directory, and what this rank writes. Raises where ranks do not save the same."""
-    ranks = training.ranks
-    lines, encoded = [options, f"stage {training.stage}"], planned[1].index.extra if planned else {}
-    lines += [name for name in encoded if name.startswith(PREFIX)]
-    lines += [f"path {planned[0]}"] if planned else []
+def _agree(training: Training, plan: SavePlan, lines: list[str]) -> None:
+    """Collective. Raises where ranks do not save the same; the index gets the `extra` of all."""
+    ranks, index = training.ranks, plan.index
+    lines += [f"stage {training.stage}", *(name for name in index.extra if name.startswith(PREFIX))]
     lines += [f"optimizer {kind(one)}" for one in training.optimizers]
-    if not training.problem:
-        lines += [f"{name}: {training.full_geometry(name)!r}" for name in training.tensors]
-    extras = ranks.compare("the arguments of zero.checkpoint.save", lines, problem, encoded)
-    assert planned is not None
-    run, plan = planned
+    lines += [f"{name}: {training.full_geometry(name)!r}" for name in training.tensors]
+    ranks.compare("the arguments of zero.checkpoint.save", lines)
     if training.unsynchronised:
         lines = [f"{held.name} with checksum {checksum(held.flat()):08x}" for held in plan.common]
         ranks.compare("parameters, or their optimizer state, that no wrapper synchronises", lines)
-    plan.index.take_extras(extras)
-    return run, plan
+    index.take_extras(ranks.gather(index.extra))
 
 
 def _plan(training: Training, extra: dict[str, Any] | None, resume: Any, keep: int | None) -> SavePlan:
     """What this rank writes, with its own extra. Raises ValueError, with a message for the user."""
     extra = {} if extra is None else extra
-    if training.problem:
-        raise ValueError(training.problem)
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(f"keep={keep!r}: it is how many checkpoints stay, at least 1, or None for all")
     if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):

@@ -73,6 +73,17 @@ def _raised_on_every_rank(text: str) -> RuntimeError:
     return error
 
 
+def compare(comms: Sequence[Comm], what: str, lines: Sequence[str], problem: str | None) -> None:
+    """Collective. Comm.compare over all ranks: where it raises on one, it does on all. comms: as of `Together`."""
+    for comm in comms:
+        try:
+            comm.compare(what, lines, problem)
+        except ValueError as error:
+            problem = str(error)
+    if problem is not None:
+        raise ValueError(problem)
+
+
 @contextmanager
 def told_by_comparing(compare: Callable[[str], object]) -> Iterator[None]:
     """Around what a rank does before ranks compare what they were given: what it raises here is the others' problem

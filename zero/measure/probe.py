@@ -12,7 +12,6 @@ estimates one number over all parameters (Prodigy) changes that number before it
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -30,7 +29,7 @@ from torch.optim import Optimizer
 from zero._torch.tensors import has_hooks
 from zero.measure.param_groups import options
 from zero.measure.shapes import shard_shape
-from zero.measure.undisturbed import seed, undisturbed
+from zero.measure.undisturbed import draws, seed, undisturbed
 
 Build = Callable[[list[dict[str, Any]]], Optimizer]
 """Makes a new optimizer from parameter groups."""
@@ -120,7 +119,7 @@ class _Measure:
         """Whether the optimizer registers hooks on a tensor that is given to it. Some do on large ones only."""
         param = nn.Parameter(_values([_LARGE])[0][0])
         with suppress(Exception):  # it may raise anything, and is then measured
-            self._build([{**deepcopy(dict(self._options)), "params": [param]}])
+            made(self._build, self._options, [param])
         return has_hooks(param)
 
     def find(self) -> Finding:
@@ -223,10 +222,8 @@ class _Measure:
         """Steps copies of tensors, each given with its first gradient if it has one, by a new optimizer."""
         params = [nn.Parameter(value.clone()) for value, _ in given]
         seed(0)
-        optimizer = self._build([{**deepcopy(dict(self._options)), "params": params}])
+        optimizer = made(self._build, self._options, params)
         _set_rate(optimizer)
-        if callable(train := getattr(optimizer, "train", None)):
-            train()  # Schedule-Free requires it
         written, drew = [_numbers(optimizer.param_groups[0])], False
         for step in range(_STEPS):
             gradients = [None if gradient is None else gradient * _GROWTH**step for _, gradient in given]
@@ -239,15 +236,21 @@ class _Measure:
             for param, gradient in zip(params, gradients, strict=True):
                 param.grad = gradient
             seed(step + 1)
-            drawn = torch.get_rng_state(), random.getstate()
             step_once: Callable[..., Any] = optimizer.step
-            step_once(evaluate) if self._closure else step_once()
-            drew = drew or not torch.equal(drawn[0], torch.get_rng_state()) or drawn[1] != random.getstate()
+            drew = draws(partial(step_once, evaluate) if self._closure else step_once) or drew
             written.append(_numbers(optimizer.param_groups[0]))
             if time.monotonic() > self._until:
                 raise _LateError
         states = [dict(_leaves("", optimizer.state.get(param, {}))) for param in params]
         return _Outcome([param.detach() for param in params], states, written, drew)
+
+
+def made(build: Build, options: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
+    """A new optimizer of one group with these options, ready to step."""
+    optimizer = build([{**deepcopy(dict(options)), "params": params}])
+    if callable(train := getattr(optimizer, "train", None)):
+        train()  # Schedule-Free requires it
+    return optimizer
 
 
 def _values(shapes: Shapes) -> list[tuple[Tensor, Tensor]]:

@@ -3,17 +3,15 @@ parameters at random, and keep their state in a dtype of its own."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Mapping
-from copy import deepcopy
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from zero.measure.probe import Build
-from zero.measure.undisturbed import seed, undisturbed
+from zero.measure.probe import Build, made
+from zero.measure.undisturbed import draws, seed, undisturbed
 
 
 @dataclass(frozen=True)
@@ -33,14 +31,9 @@ def single_step(build: Build, options: Mapping[str, Any], dtype: torch.dtype) ->
         param = nn.Parameter(torch.ones(12, 16, dtype=dtype, device="cpu"))
         param.grad = torch.ones_like(param)
         try:
-            optimizer = build([{**deepcopy(dict(options)), "params": [param]}])
-            if callable(train := getattr(optimizer, "train", None)):
-                train()
+            optimizer = made(build, options, [param])
             seed(0)
-            before = torch.get_rng_state(), random.getstate()
-            step: Callable[[], Any] = optimizer.step
-            step()
-            draws = not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()
-            return SingleStep(draws, dict(optimizer.state.get(param, {})))
+            drew = draws(optimizer.step)
+            return SingleStep(drew, dict(optimizer.state.get(param, {})))
         except Exception:
             return SingleStep()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
 
@@ -53,3 +53,10 @@ def seed(number: int) -> None:
     torch.default_generator.manual_seed(number)
     random.seed(number)
     np.random.seed(number)
+
+
+def draws(work: Callable[[], object]) -> bool:
+    """Whether the work draws from the generators of torch, on the CPU, or of Python."""
+    before = torch.get_rng_state(), random.getstate()
+    work()
+    return not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()

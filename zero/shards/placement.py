@@ -13,7 +13,7 @@ from torch import Tensor
 
 from zero.comm import Comm, Work
 from zero.comm.streams import HOST, HostStreams, on_other_device
-from zero.comm.together import told_by_comparing
+from zero.comm.together import compare, told_by_comparing
 from zero.comm.transport import Message
 from zero.shards.layout import Layout
 
@@ -160,13 +160,7 @@ class Placement:
 
     def compare(self, what: str, lines: Sequence[str], problem: str | None) -> None:
         """Collective. Comm.compare over all ranks: where it raises on one, it does on all."""
-        for comm in self.all_groups():
-            try:
-                comm.compare(what, lines, problem)
-            except ValueError as error:
-                problem = str(error)
-        if problem is not None:
-            raise ValueError(problem)
+        compare(self.all_groups(), what, lines, problem)
 
     def raised_everywhere(self, what: str) -> AbstractContextManager[None]:
         """Collective where it fails: a context for what comes before `compare`, where the other ranks raise it, too."""

@@ -1,0 +1,71 @@
+"""All ranks of a model, and what is raised on every one of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from zero.checkpoint.format import CheckpointError
+from zero.comm import Comm
+from zero.comm.together import compare
+
+
+class Ranks:
+    """The ranks of the shard group and, where there are any, those that have other parts of the tensors (tensor
+    parallelism), and the replicate group.
+
+    rank, world: in the shard group, and among the ranks that have other parts. writes: whether this rank is in the
+    first replica, which writes what all replicas hold. all: how many ranks there are. number: this rank's place among
+    all, as `gather` orders them; the first's is 0.
+    """
+
+    def __init__(self, shards: Comm, parts: Comm | None, replicas: Comm | None) -> None:
+        self.comms = [comm for comm in (shards, parts, replicas) if comm is not None]
+        self.writes = replicas is None or replicas.rank == 0
+        self.all, self.number = 1, 0
+        for comm in self.comms:
+            if comm is not replicas:
+                self.rank, self.world = self.number + self.all * comm.rank, self.all * comm.world
+            self.all, self.number = self.all * comm.world, self.number + self.all * comm.rank
+        self.first = self.number == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Collective. The JSON values of all ranks, in order."""
+        gathered = [value]
+        for comm in self.comms:
+            gathered = [one for text in comm.all_gather_text(json.dumps(gathered)) for one in json.loads(text)]
+        return gathered
+
+    def compare(self, what: str, lines: Sequence[str] = (), problem: str | None = None) -> None:
+        """Collective. Raises CheckpointError on every rank if any has a problem, or if the lines differ."""
+        try:
+            compare(self.comms, what, lines, problem)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+
+    @contextmanager
+    def together(self, *, writing: object = None, before: str = "", after: str = "") -> Iterator[None]:
+        """Collective. What is raised in this context is raised on every rank, as CheckpointError.
+
+        writing: see `described`. before, after: added to the message."""
+        problem = None
+        try:
+            yield
+        except Exception as error:  # also from the user's optimizer, modules or values
+            problem = f"{before}{described(error, writing)}{after}"
+        self.compare("", problem=problem)
+
+
+def described(error: Exception, writing: object = None) -> str:
+    """An error as a message for the user. writing: where it was written to; None if it was read."""
+    if isinstance(error, ValueError):
+        return f"{str(error).removesuffix('.')}."
+    if isinstance(error, OSError):
+        reason = error.strerror or error
+        if writing is None:
+            return f"{error.filename or 'the checkpoint'} cannot be read ({reason})."
+        return f"{error.filename or writing} could not be written ({reason}). Nothing was changed."
+    what = "" if writing is None else f"{writing} could not be written: "
+    return f"{what}{type(error).__name__}: {error}."
