@@ -5,13 +5,16 @@
     torchrun --nproc-per-node 2 docs/examples/train_gpt.py --stage 2 --bf16 --steps 400  # goes on, at another stage
 
 It runs alone and under torchrun, on CPUs and GPUs. Started again with the same --output it goes on from the latest
-checkpoint, on as many ranks to the same numbers as if it had not been interrupted.
+checkpoint, on as many ranks to the same numbers as if it had not been interrupted. With tqdm it shows a bar, and with
+matplotlib it draws its losses and its memory at the end.
 """
 
 import argparse
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 
@@ -23,6 +26,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import zero
+
+Losses = dict[int, float]  # by step
 
 
 class Block(nn.Module):
@@ -92,8 +97,28 @@ def batches(loader: DataLoader, sampler: DistributedSampler, done: int) -> Itera
             yield batch
 
 
-def train(options: argparse.Namespace, device: torch.device, rank: int, world: int) -> list[float]:
-    """Returns this rank's losses, and that of the evaluation."""
+def bar(steps: range, shown: bool) -> Iterable[int]:
+    if shown and find_spec("tqdm"):
+        return import_module("tqdm").tqdm(steps, desc="steps")
+    return steps
+
+
+def draw(file: str, losses: Losses, evaluated: Losses, held: dict[str, int]) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 3.5), layout="constrained", facecolor="white")
+    of_loss, of_memory = figure.subplots(1, 2, width_ratios=(2, 1))
+    of_loss.plot([*losses], [*losses.values()], label="trained")
+    of_loss.plot([*evaluated], [*evaluated.values()], "o-", label="evaluated")
+    of_loss.set(xlabel="step", ylabel="loss")
+    of_loss.legend()
+    of_memory.bar([*held], [size / 2**20 for size in held.values()])
+    of_memory.set(ylabel="MiB on rank 0")
+    figure.savefig(file)
+
+
+def train(options: argparse.Namespace, device: torch.device, rank: int, world: int) -> tuple[Losses, Losses]:
+    """Returns this rank's losses, and those of the evaluations."""
     torch.manual_seed(0)
     pieces = torch.frombuffer(bytearray(Path(options.text).read_bytes()), dtype=torch.uint8).long()
     pieces = pieces.unfold(0, options.context + 1, options.context)
@@ -126,7 +151,9 @@ def train(options: argparse.Namespace, device: torch.device, rank: int, world: i
         extra = {"step": step, "scheduler": scheduler.state_dict()}
         zero.checkpoint.save(options.output, model, [optimizer, average], extra=extra, keep=2)
 
-    start, losses = 0, []
+    start = 0
+    losses: Losses = {}
+    evaluated_at: Losses = {}
     if os.path.exists(f"{options.output}/latest"):
         extra = zero.checkpoint.load(options.output, model, [optimizer, average])
         start = extra["step"]
@@ -136,13 +163,15 @@ def train(options: argparse.Namespace, device: torch.device, rank: int, world: i
         zero.load_full_state_dict(model, saved.get("weights"))
         zero.load_full_optimizer_state_dict(model, optimizer, saved.get("optimizer"))
     data = batches(loader, sampler, done=start * options.accumulate)
-    for step in range(start + 1, options.steps + 1):
+    for step in bar(range(start + 1, options.steps + 1), shown=rank == 0):
+        losses[step] = 0.0
         for number in range(options.accumulate):
             with zero.no_sync(model) if number < options.accumulate - 1 else nullcontext():
                 with autocast:
                     loss = model(next(data).to(device))
                 (loss / options.accumulate).backward()
-                losses.append(loss.item())
+                losses[step] += loss.item() / options.accumulate
+        held = zero.report(model, [optimizer, average])
         norm = zero.clip_grad_norm_(model, optimizer, options.max_norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -150,9 +179,9 @@ def train(options: argparse.Namespace, device: torch.device, rank: int, world: i
         average.update()
         if step % options.save_every == 0 or step == options.steps:
             save(step)
-            losses.append(evaluate())
+            evaluated_at[step] = evaluate()
             if rank == 0:
-                print(f"step {step}: evaluated {losses[-1]:.4f}, norm of gradients {norm.item():.2f}")
+                print(f"step {step}: evaluated {evaluated_at[step]:.4f}, norm of gradients {norm.item():.2f}")
 
     full = {"weights": zero.full_state_dict(model, to=0)}  # on rank 0; the others get {}
     full["optimizer"] = zero.full_optimizer_state_dict(model, optimizer, to=0)
@@ -160,7 +189,10 @@ def train(options: argparse.Namespace, device: torch.device, rank: int, world: i
         full["average"] = zero.full_state_dict(model, to=0)
     if rank == 0:
         torch.save(full, f"{options.output}/full.pt")
-    return losses
+    if rank == 0 and losses and find_spec("matplotlib"):
+        sizes = {"weights": held.parameters, "gradients": held.gradients, "optimizer\nand average": held.optimizer}
+        draw(f"{options.output}/training.svg", losses, evaluated_at, sizes)
+    return losses, evaluated_at
 
 
 def main(arguments: list[str] | None = None) -> None:

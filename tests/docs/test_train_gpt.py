@@ -7,6 +7,7 @@ import contextlib
 import io
 import runpy
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import ranks
 from processes import ROOT, python
 
 SCRIPT = ROOT / "docs" / "examples" / "train_gpt.py"
+Losses = dict[int, float]
 TINY = {"batch_size": 8, "context": 8, "width": 8, "layers": 1}
 
 
@@ -26,7 +28,7 @@ def example() -> Any:
     return runpy.run_path(str(SCRIPT))["train"]
 
 
-def trained(output: str, stage: int, **how: Any) -> list[float]:
+def trained(output: str, stage: int, **how: Any) -> tuple[Losses, Losses]:
     text = Path(output).parent / "text"
     fixed = {"start": None, "bf16": False, "compile": False, "accumulate": 2, "lr": 0.01, "steps": 3}
     fixed["max_norm"] = 1e6  # which scales by 1: sums of squares are added up in another order at each stage
@@ -42,13 +44,14 @@ def folder(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def trainings(rank: int, world: int, folder: str) -> tuple[list[list[float]], list[float], list[list[float]]]:
+def trainings(rank: int, world: int, folder: str) -> tuple[list[Any], Any, list[Any]]:
     """Losses at each stage; of a run that each step goes on at another one; and of runs that clip, and start from the
     file of full weights of stage 2, which rank 0 reads."""
     whole = [trained(f"{folder}/{stage}", stage, bf16=True) for stage in range(4)]
-    parts = []
+    parts: tuple[Losses, Losses] = {}, {}
     for step, stage in enumerate((3, 2, 0), 1):
-        parts += trained(f"{folder}/parts", stage, steps=step, bf16=True)
+        for together, found in zip(parts, trained(f"{folder}/parts", stage, steps=step, bf16=True), strict=True):
+            together.update(found)
     how = {"steps": 1, "start": f"{folder}/2/full.pt", "max_norm": 0.1}
     return whole, parts, [trained(f"{folder}/from {stage}", stage, **how) for stage in (0, 2, 3)]
 
@@ -56,10 +59,13 @@ def trainings(rank: int, world: int, folder: str) -> tuple[list[list[float]], li
 @pytest.mark.slow
 def test_losses_are_the_same_at_every_stage_interrupted_and_started_from_a_file(folder):
     for (plain, *sharded), parts, (from_file, *others) in ranks.run(trainings, 2, (folder,)):
-        assert plain[-1] < plain[2]  # those of the evaluations
+        losses, evaluated = plain
+        assert len(losses) == 3 and evaluated[3] < evaluated[1]
         assert [*sharded, parts] == [plain] * 4
-        assert all(found == pytest.approx(from_file, rel=1e-5) for found in others)
-        assert from_file[0] < plain[0]
+        assert all(
+            found == pytest.approx(one, rel=1e-5) for pair in others for found, one in zip(pair, from_file, strict=True)
+        )
+        assert from_file[0][1] < losses[1]
 
 
 @pytest.mark.slow
@@ -67,5 +73,6 @@ def test_it_runs_alone_as_a_command(folder):
     tiny = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", value)]
     told = python(SCRIPT, "--steps", 2, "--text", "text", *tiny, cwd=Path(folder)).stdout
     assert told.startswith("step 2: evaluated ")
+    assert find_spec("matplotlib") is None or Path(folder, "run", "training.svg").exists()
     full = torch.load(f"{folder}/run/full.pt")
     assert full["weights"]["head.weight"].shape == full["average"]["head.weight"].shape == (256, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import runpy
 import sys
 from collections.abc import Callable
@@ -265,8 +266,7 @@ def again(rank: int, world: int) -> None:
 
 def example(rank: int, world: int, folder: str) -> None:
     script = Path(__file__).parents[2] / "docs" / "examples" / "lightning_train.py"
-    arguments = ["--strategy", "zero_stage_3", "--steps", "2", "--weights", f"{folder}/weights.ckpt"]
-    with mock.patch.object(sys, "argv", [str(script), *arguments]):
+    with mock.patch.object(sys, "argv", [str(script), "zero_stage_3", str(world)]), contextlib.chdir(folder):
         made = runpy.run_path(str(script), run_name="__main__")
     assert type(made["trainer"].strategy.model) is zero.FSDP and made["trainer"].world_size == world
 

@@ -127,8 +127,8 @@ def test_averages_of_weights_are_those_of_ddp(tmp_path):
 @pytest.mark.slow
 def test_the_example_runs(tmp_path):
     on_ranks("lightnings", "example", str(tmp_path))
-    weights = torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"]
-    assert weights["head.weight"].shape == (256, 64)
+    weights = torch.load(tmp_path / "model.ckpt", weights_only=True)["state_dict"]
+    assert weights["net.2.weight"].shape == (256, 64)
     assert all(value.numel() for value in weights.values())
 
 

@@ -1,0 +1,222 @@
+"""The scripts of docs/examples on one process and on two ranks, and what README.md shows of them.
+
+Those of resume.py and save_on_signal.py that fail are in tests/faults, that of Lightning is in tests/integrations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import os
+import re
+import runpy
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from pages import README, ROOT
+
+import matrix
+import ranks
+from launched import launched
+from processes import python
+
+EXAMPLES = ROOT / "docs" / "examples"
+DDP, MOVED = (EXAMPLES / f"{name}.py" for name in ("ddp", "moved"))
+
+with_peft = pytest.mark.skipif(not all(map(find_spec, ("transformers", "peft"))), reason="needs transformers and peft")
+with_accelerate = pytest.mark.skipif(
+    not all(map(find_spec, ("transformers", "accelerate"))), reason="needs transformers and accelerate"
+)
+
+
+def script(rank: int, world: int, folder: Path, name: str, written: str = "", instead: str = "") -> str:
+    """What a script prints in a folder, started as by torchrun. written, instead: replaced in its text."""
+    started = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)} if dist.is_initialized() else {}
+    source = (EXAMPLES / f"{name}.py").read_text()
+    assert written in source
+    with (
+        mock.patch.dict(os.environ, started),
+        mock.patch.object(dist, "init_process_group"),  # there is one
+        mock.patch.object(dist, "destroy_process_group"),
+        contextlib.redirect_stdout(io.StringIO()) as told,
+        contextlib.chdir(folder),
+    ):
+        exec(compile(source.replace(written, instead), name, "exec"), {"__name__": "__main__"})
+    return told.getvalue()
+
+
+def run(world: int, folder: Path, name: str, *replaced: str) -> list[str]:
+    """By rank. One process has no process group."""
+    return ranks.run(script, world, (folder, name, *replaced), bare=world == 1)
+
+
+def loaded(file: Path) -> dict[str, torch.Tensor]:
+    return torch.load(file, weights_only=True)
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"^```{kind}\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_the_diff_of_the_readme_is_that_of_the_scripts() -> None:
+    before, after = (path.read_text().splitlines(keepends=True) for path in (DDP, MOVED))
+    assert blocks("diff") == ["".join(difflib.unified_diff(before, after, "ddp.py", "moved.py", n=2))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_moved_script_trains_to_what_ddp_does_at_every_stage(world: int, tmp_path: Path) -> None:
+    told, expected = run(world, tmp_path, "ddp"), loaded(tmp_path / "weights.pt")
+    assert float(told[0].split()[1]) < 0.7  # 1.0 at first
+    for stage in range(4):
+        assert run(world, tmp_path, "moved", "stage=3", f"stage={stage}") == told
+        torch.testing.assert_close(loaded(tmp_path / "weights.pt"), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("name", "below"), [("offload", 0.9), ("muon", 5.2)])
+def test_a_script_trains(name: str, below: float, world: int, tmp_path: Path) -> None:
+    for told in run(world, tmp_path, name):
+        assert float(told.split()[1]) < below
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+def test_files_that_plain_pytorch_takes_are_written(world: int, tmp_path: Path) -> None:
+    run(world, tmp_path, "weights")
+    net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+    net.load_state_dict(loaded(tmp_path / "weights.pt"))
+    optimizer = torch.optim.AdamW(net.parameters())
+    optimizer.load_state_dict(loaded(tmp_path / "optimizer.pt"))
+    assert optimizer.state[net[0].weight]["step"] == 20
+    before = loaded(tmp_path / "start.pt")
+    assert all(0 < (param - before[name]).abs().max() < 0.1 for name, param in net.named_parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ["resume", "save_on_signal"])
+def test_a_script_goes_on_where_it_ended(name: str, world: int, tmp_path: Path) -> None:
+    ranks.run(trained, world, (name, tmp_path / "parts", 10), fresh=True)
+    found = ranks.run(trained, world, (name, tmp_path / "parts", 20), fresh=True)
+    assert [len(weights) for weights in found] == [4, 0][:world]
+
+
+def trained(rank: int, world: int, name: str, folder: Path, steps: int) -> Any:
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["train"](str(folder), steps=steps)
+
+
+@pytest.mark.slow
+def test_a_plan_is_made_of_a_model_without_memory(tmp_path: Path) -> None:
+    (told,) = run(1, tmp_path, "plan", "num_layers=8", "num_layers=2")
+    assert re.search(r"^ +8 +3 kept ", told, re.MULTILINE) and "8 ranks: stage 0 (DDP)" in told, told
+
+
+@pytest.mark.slow
+@with_peft
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_adapter_alone_is_saved_and_loads(world: int, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    found = []
+    for stage in (0, 3):
+        assert float(run(world, tmp_path, "lora", "stage=3", f"stage={stage}")[0].split()[1]) < 5.6
+        found.append(load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
+    assert {name.split(".")[-2] for name in found[0]} == {"lora_A", "lora_B"}
+    assert any(value.any() for name, value in found[0].items() if "lora_B" in name)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
+
+
+# As `accelerate config` writes them.
+FSDP = """
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_sharding_strategy: SHARD_GRAD_OP
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+  fsdp_transformer_layer_cls_to_wrap: GPT2Block
+mixed_precision: 'no'
+main_process_port: 0
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+"""
+DEEPSPEED = """
+compute_environment: LOCAL_MACHINE
+deepspeed_config:
+  gradient_accumulation_steps: 2
+  gradient_clipping: 1.0
+  zero_stage: 2
+distributed_type: DEEPSPEED
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+"""
+
+
+def by_accelerate(rank: int, world: int, folder: Path, name: str, config: str) -> list[str]:
+    """What rank 0 prints at the stage of a configuration, and as it goes on at stage 3; the saved model loads."""
+    from transformers import GPT2LMHeadModel
+
+    from zero.integrations.accelerate import ZeroPlugin
+
+    train, printed = runpy.run_path(str(EXAMPLES / f"{name}.py"))["train"], []
+    steps: list[dict[str, int]] = [{"steps": 10}, {"steps": 20}] if name == "trainer_train" else [{}, {}]
+    for plugin, how in zip([ZeroPlugin.from_yaml(config), 3], steps, strict=True):
+        group_stays = mock.patch.object(dist, "destroy_process_group")
+        with launched(rank, world), group_stays, contextlib.redirect_stdout(io.StringIO()) as told:
+            train(f"{folder}/run", plugin, **how)
+        printed.append(told.getvalue())
+    if rank == 0:
+        _, loading = GPT2LMHeadModel.from_pretrained(f"{folder}/run/model", output_loading_info=True)
+        assert not any(loading[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return printed
+
+
+@pytest.mark.slow
+@with_accelerate
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("name", ["accelerate_train", "trainer_train"])
+def test_an_example_trains_and_goes_on_at_another_stage(name: str, world: int, tmp_path: Path) -> None:
+    config = tmp_path / "deepspeed.yaml"
+    config.write_text(DEEPSPEED)
+    found = ranks.run(by_accelerate, world, (tmp_path, name, str(config)), timeout=100)[0]
+    losses = []
+    for printed, expected in zip(found, ["ShardedDDP", "FSDP"], strict=True):
+        wrapper, loss = re.findall(r"^(\w+): loss (\S+)$", printed, re.MULTILINE)[-1]
+        assert wrapper == expected
+        losses.append(float(loss))
+    assert losses[1] < losses[0] < 5.2  # of bytes that are drawn from all 256 alike it is 5.5
+
+
+@matrix.only
+@with_accelerate
+def test_accelerate_launch_tells_an_example_how_to_shard(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text(FSDP)
+    launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", "fsdp.yaml"]
+    told = python(*launch, EXAMPLES / "accelerate_train.py", cwd=tmp_path)
+    assert re.search(r"^FSDP: loss \S+$", told.stdout, re.MULTILINE), told.stdout + told.stderr
+    assert re.search(r"FSDP\(GPT2LMHeadModel, .*SHARD_GRAD_OP\) of 3 units", told.stderr)  # the root and two blocks
+
+
+@matrix.only
+def test_the_readme_shows_what_the_plan_prints() -> None:
+    (command,) = re.findall(r"^python -m zero\.plan (.*)$", README.read_text(), re.MULTILINE)
+    assert python("-m", "zero.plan", *command.split()).stdout in blocks("")
+
+
+@matrix.only
+def test_the_picture_of_the_readme_is_that_of_the_plan(tmp_path: Path) -> None:
+    drawing, picture = (ROOT / "docs" / "measured" / f"memory_7b.{kind}" for kind in ("py", "svg"))
+    (tmp_path / drawing.name).write_text(drawing.read_text())
+    python(tmp_path / drawing.name)
+    assert (tmp_path / picture.name).read_text() == picture.read_text()
