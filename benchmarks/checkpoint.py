@@ -28,6 +28,7 @@ from loop import take_step
 from models import Task, gpt
 from report import Figures, failures, machine, parser_of, tabulate
 
+ELSEWHERE = "of other ranks"
 NAMES = {"zero": "zero3", "torch": "fsdp2"}
 
 
@@ -50,33 +51,33 @@ def load(trained: Trained, path: Path) -> None:
 
 
 def measure(task: Task, whose: str, folder: Path, worlds: list[int], rank: Rank) -> Figures:
-    """Each once to warm up, and then in seconds. What other numbers of ranks have left is loaded, too."""
+    """Each once to warm up, and then in seconds. What the other number of ranks has left is loaded, too."""
     warnings.simplefilter("ignore")
     trained = build(NAMES[whose], task, rank, How(partial(Adam, foreach=False)))
     take_step(trained, task.batch(0, rank.rank, rank.device), rank.device)
     path = folder / f"{whose}{rank.world}"
-    found = {f"load of {world}": folder / f"{whose}{world}" for world in worlds if world != rank.world}
+    jobs = {"save": partial(save, trained, path), "load": partial(load, trained, path)}
+    left = [folder / f"{whose}{world}" for world in worlds if world != rank.world]
+    if left and left[0].exists():
+        jobs[ELSEWHERE] = partial(load, trained, left[0])
     for _ in range(2):
         clear(rank, path)
-        figures: Figures = {"save": timed(partial(save, trained, path)), "load": timed(partial(load, trained, path))}
-        for job, left in found.items():
-            figures[job] = timed(partial(load, trained, left)) if left.exists() else None
-        figures["save, wait=False"] = None
+        figures: Figures = {job: timed(work)[0] for job, work in jobs.items()}
+        figures |= {ELSEWHERE: figures.get(ELSEWHERE), "save, wait=False": None}
         if whose == "zero":  # torch's needs a second process group
             clear(rank, path)
-            begun: list[Any] = []
             save_behind = partial(zero.checkpoint.save, path, trained.model, trained.optimizer, wait=False)
-            figures["save, wait=False"] = timed(lambda save=save_behind, begun=begun: begun.append(save()))
-            begun[0].wait()
+            figures["save, wait=False"], saving = timed(save_behind)
+            saving.wait()
     return figures
 
 
-def timed(work: Callable[[], object]) -> float:
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     dist.barrier()
     begin = time.perf_counter()
-    work()
+    result = work()
     dist.barrier()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, result
 
 
 def clear(rank: Rank, path: Path) -> None:

@@ -1,5 +1,6 @@
 """Contestants side by side: each in fresh processes, in turn, over and over. For stages.py and peers.py."""
 
+import math
 import operator
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from contestants import CONTESTANTS, How
 from launch import Launch, take_turns
 from loop import Timed, Weight, time_training, weigh
 from models import Task
-from report import MIB, align, differences
+from report import MIB, align
 
 
 @dataclass(frozen=True)
@@ -101,11 +102,7 @@ def mib(of: Callable[[Weight], int]) -> Callable[[Result, Others], float]:
 
 
 COLUMNS: dict[str, Column] = {
-    "params": (
-        "MiB of parameters between backward and step, on the rank that needs most",
-        1,
-        mib(lambda w: w.parameters),
-    ),
+    "params": ("MiB of parameters between backward and step", 1, mib(lambda w: w.parameters)),
     "grads": ("MiB of gradients there", 1, mib(lambda w: w.gradients)),
     "optim": ("MiB of the optimizer's state there", 1, mib(lambda w: w.optimizer)),
     "CPU ms": ("of a rank and step, all its threads; mean over ranks, median of rounds", 1, lambda one, _: one.cpu_ms),
@@ -120,11 +117,7 @@ COLUMNS: dict[str, Column] = {
     "step ms": ("the median step on the slowest rank, median of rounds", 1, lambda one, _: one.step_ms),
     "step / DDP": ("relative to plain DDP", 2, _against("ddp", "step_rounds", operator.truediv)),
     "tensors": ("MiB of tensors at the peak of a step, counted exactly", 1, mib(lambda w: w.tensors)),
-    "process": (
-        "MiB by which the process grew at most, freed blocks returned at once; on a GPU, CUDA's allocator's",
-        1,
-        mib(lambda w: w.process),
-    ),
+    "process": ("MiB by which the process grew; on a GPU, what CUDA's allocator took", 1, mib(lambda w: w.process)),
     "sent": ("MiB that a rank sends in a step, by rings", 1, mib(lambda w: w.sent)),
     "calls": ("collectives in a step, of torch.distributed and of zero", 0, lambda one, _: one.weight.calls),
     "first loss": ("mean over the ranks", 4, lambda one, _: one.losses[0]),
@@ -152,6 +145,15 @@ def transports(results: Sequence[Result], others: str) -> str:
 
 
 def other_losses(results: Sequence[Result], tolerance: float) -> dict[str, str]:
-    """Whose losses differ from those of the first that trains on all ranks, and where."""
-    losses = {result.title: result.losses for result in results if result.name != "alone"}
-    return differences(losses, tolerance) if losses else {}
+    """Whose losses differ from those of the first that trains on all ranks, relative to them; 0 asks for the same
+    bits."""
+    found = {}
+    first, *others = [result for result in results if result.name != "alone"] or [None]
+    for other in others:
+        for step, (expected, loss) in enumerate(zip(first.losses, other.losses, strict=True)):
+            if not math.isclose(expected, loss, rel_tol=tolerance, abs_tol=0):
+                told = (
+                    f"loss {loss!r} at step {step}, {first.title} has {expected!r} (relative tolerance {tolerance:g})"
+                )
+                found.setdefault(other.title, told)
+    return found

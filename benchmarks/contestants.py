@@ -232,17 +232,11 @@ CONTESTANTS = {
     "zero3": Contestant("zero stage 3, FSDP", "3", partial(_zero, 3, False)),
 }
 
-OVER_FAKE_RANKS = [
-    *("alone", "zero1", "zero2", "fsdp1kept", "fsdp2kept", "zero3kept", "fsdp1", "fsdp2", "zero3"),
-]
+OVER_FAKE_RANKS = [name for name, one in CONTESTANTS.items() if name not in ("ddp", "zro") and not one.package]
 """DistributedDataParallel's own all-reduce, and DeepSpeed, do not run without the others. Stage 1 does in 16 bits."""
 
 
 def build(name: str, task: Task, rank: Rank, how: How = How()) -> Trained:
-    return wrap(name, task.build(rank.device), task.block, rank, how)
-
-
-def wrap(name: str, model: nn.Module, block: type[nn.Module], rank: Rank, how: How) -> Trained:
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        return CONTESTANTS[name].make(model, block, rank, how)
+        return CONTESTANTS[name].make(task.build(rank.device), task.block, rank, how)

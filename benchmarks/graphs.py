@@ -16,7 +16,6 @@ import os
 import sys
 import warnings
 from contextlib import nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,7 +25,7 @@ from contestants import CONTESTANTS, How, Trained, build
 from fake import Wires, Wiring
 from launch import Launch, Rank
 from loop import Step, median, take_step
-from models import CONTEXT, Task
+from models import Task
 from report import Figures, failures, tabulate
 from wires import asked, describe, gpu_parser
 from zero.comm.streams import STEP_GRAPH
@@ -35,14 +34,6 @@ WARM_UP = 11
 """As many as DistributedDataParallel asks for. Of zero's forwards the 12th is one that looks for no writes, which reads
 numbers from the device (zero/fsdp/schedule.py)."""
 NAMES = ["alone", "fsdp2", "zero3", "zero3kept", "zero2", "zero1"]
-
-
-@dataclass(frozen=True)
-class Run:
-    """The steps that were timed, and the losses of all."""
-
-    settled: list[Step]
-    losses: list[float]
 
 
 class Replayed(Trained):
@@ -69,19 +60,20 @@ def measure(name: str, task: Task, how: How, wiring: Wiring | None, steps: int, 
     warnings.simplefilter("ignore")
     compute_deterministically()
     with Wires(wiring, rank.world, rank.device).patched() if wiring else nullcontext():
-        eager = train(name, task, how, steps, rank, recorded=False)
+        eager, losses = train(name, task, how, steps, rank, recorded=False)
         gc.collect()
-        replayed = train(name, task, how, steps, rank, recorded=True)
+        replayed, same = train(name, task, how, steps, rank, recorded=True)
     return {
-        "step ms": median(eager.settled, lambda step: step.wall_ms),
-        "replayed": median(replayed.settled, lambda step: step.wall_ms),
-        "host ms": median(eager.settled, lambda step: step.launched),
-        "replay launched": median(replayed.settled, lambda step: step.launched),
-        "replays have": difference(eager, replayed),
+        "step ms": median(eager, lambda step: step.wall_ms),
+        "replayed": median(replayed, lambda step: step.wall_ms),
+        "host ms": median(eager, lambda step: step.launched),
+        "replay launched": median(replayed, lambda step: step.launched),
+        "replays have": difference(losses, same),
     }
 
 
-def train(name: str, task: Task, how: How, steps: int, rank: Rank, *, recorded: bool) -> Run:
+def train(name: str, task: Task, how: How, steps: int, rank: Rank, *, recorded: bool) -> tuple[list[Step], list[float]]:
+    """The steps that were timed, and the losses of all."""
     stream = torch.cuda.Stream() if rank.device.type == "cuda" else None
     with torch.cuda.stream(stream):
         trained, batch = build(name, task, rank, how), task.batch(0, rank.rank, rank.device)
@@ -92,7 +84,7 @@ def train(name: str, task: Task, how: How, steps: int, rank: Rank, *, recorded: 
             step, loss = take_step(trained, batch, rank.device)
             losses.append(loss.item())
             taken.append(step)
-        return Run(taken[WARM_UP:], losses)
+        return taken[WARM_UP:], losses
 
 
 def compute_deterministically() -> None:
@@ -101,23 +93,18 @@ def compute_deterministically() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def difference(eager: Run, replayed: Run) -> str:
+def difference(eager: list[float], replayed: list[float]) -> str:
     """In words."""
-    for step, (one, other) in enumerate(zip(eager.losses, replayed.losses, strict=True)):
-        if one != other:
-            return f"loss {other!r} at step {step} of {len(eager.losses)}, eager {one!r}"
-    return "the same bits"
+    steps = [step for step, (one, other) in enumerate(zip(eager, replayed, strict=True)) if one != other]
+    return f"other losses from step {steps[0]} on" if steps else "the same bits"
 
 
 def main() -> None:
     numbers = {"hosts": (0, "ranks that all run, over NCCL, in place of --world"), "steps": (8, "timed steps")}
     numbers |= {"seconds": (60, "that a contestant may take")}
-    parser = gpu_parser(__doc__, NAMES, NAMES, tokens=2048, **numbers)
-    given = parser.parse_args()
-    if given.tokens % CONTEXT:
-        parser.error(f"--tokens is a multiple of {CONTEXT}")
+    given = gpu_parser(__doc__, NAMES, NAMES, tokens=2048, **numbers).parse_args()
     task, how, told = asked(given, rate=1e-4)
-    launch = Launch(given.hosts or given.world, "hosts" if given.hosts else "fake", given.seconds)
+    launch = Launch(given.hosts or given.world, "hosts" if given.hosts else "fake", seconds=given.seconds)
     wiring = None if given.hosts else Wiring(given.bandwidth)
     where = describe(wiring, given.world) if wiring else f"all {given.hosts} ranks are real, without wires"
     jobs = {

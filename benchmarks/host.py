@@ -2,8 +2,8 @@
 
 One rank trains 100 units of 12 parameters each. The other ranks are torch's fake process group, and the tensors are so
 small that computing with them takes little. What is left is what the host of a GPU does while the GPU computes. Every
-parameter of a unit has 1,024 rows, so that nobody pads up to 1,024 ranks. Transfers take no time, and one copy of what this rank
-has is for all others (fake.py).
+parameter of a unit has 1,024 rows, so that nobody pads up to 1,024 ranks. Transfers take no time, and one copy of what
+this rank has is for all others (fake.py).
 
     python benchmarks/host.py --worlds 8 1024
 

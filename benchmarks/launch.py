@@ -103,7 +103,7 @@ def take_turns(jobs: Mapping[str, Callable[[], T]], rounds: int) -> tuple[dict[s
         if name in failed:
             continue
         if sys.stderr.isatty():
-            print(f"\r\033[Kround {turn + 1} of {rounds}: {name}", end="", file=sys.stderr, flush=True)
+            print(f"round {turn + 1} of {rounds}: {name}\033[K", end="\r", file=sys.stderr, flush=True)
         try:
             found[name].append(jobs[name]())
         except RankFailed as failure:
@@ -111,8 +111,6 @@ def take_turns(jobs: Mapping[str, Callable[[], T]], rounds: int) -> tuple[dict[s
         except KeyboardInterrupt:
             failed["all that is not shown"] = "interrupted"
             break
-    if sys.stderr.isatty():
-        print("\r\033[K", end="", file=sys.stderr, flush=True)
     return {name: results for name, results in found.items() if results and name not in failed}, failed
 
 

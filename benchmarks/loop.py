@@ -49,13 +49,11 @@ class Step:
         return sum(self.cpu)
 
 
-def take_step(
-    trained: Trained, batch: Sequence[Tensor], device: torch.device, *, apart: bool = False
-) -> tuple[Step, Tensor]:
-    """One step on this rank, and its loss. apart: the device is done with each phase before the next one begins."""
+def take_step(trained: Trained, batch: Sequence[Tensor], device: torch.device) -> tuple[Step, Tensor]:
+    """One step on this rank, and its loss."""
     times = []
 
-    def note(wait: bool = apart) -> None:
+    def note(*, wait: bool = False) -> None:
         if wait:
             wait_for(device)
         times.append((time.perf_counter(), time.process_time()))
@@ -168,20 +166,22 @@ def weigh(name: str, task: Task, how: How, rank: Rank) -> Weight:
     gc.collect()
     before = peak_of_process(rank.device)
     batches = [task.batch(number, rank.rank, rank.device) for number in range(WARM_UP + 1)]
-    comm, ours = Comm.default(), CONTESTANTS[name].ours
+    comm, ours, on_gpu = Comm.default(), CONTESTANTS[name].ours, rank.device.type == "cuda"
     with Counting(rank.world, rank.device) as counting:
         trained = build(name, task, rank, how)
         for batch in batches[:-1]:
             take_step(trained, batch, rank.device)
-        _reset_peak(counting, rank.device)
+        counting.reset_peak()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         counting.calls = counting.sent = 0
         since, launched = zero.traffic(), comm.log._length
         trained.backward(trained.loss(*batches[-1]))
         resting = zero.report(trained.model, trained.optimizer) if ours or name == "ddp" else None
         trained.update()
-        peak = torch.cuda.max_memory_allocated() if rank.device.type == "cuda" else counting.peak()
+        peak = torch.cuda.max_memory_allocated() if on_gpu else counting.peak()
     # On the CPU torch does not see what zero sends by host memory, or a Gloo group of its own.
-    unseen = ours and rank.device.type == "cpu"
+    unseen = ours and not on_gpu
     return Weight(
         *((resting.parameters, resting.gradients, resting.optimizer) if resting else (0, 0, 0)),
         tensors=peak,
@@ -190,12 +190,6 @@ def weigh(name: str, task: Task, how: How, rank: Rank) -> Weight:
         calls=counting.calls + unseen * (comm.log._length - launched),
         transport=comm.transport_name(rank.device),
     )
-
-
-def _reset_peak(counting: Counting, device: torch.device) -> None:
-    counting.reset_peak()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
 
 
 def return_freed_blocks_at_once() -> None:

@@ -1,17 +1,14 @@
-"""What is trained: a small GPT that reads bytes or random words, or a chain of small layers."""
+"""What is trained: a small GPT, or a chain of small layers."""
 
 import math
-import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-BYTES = 256
 CONTEXT = 128
 SEED = 0
 
@@ -44,7 +41,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Next-token prediction; the output layer is the embedding's own weight where it is tied."""
 
-    def __init__(self, layers: int, width: int, words: int = BYTES, *, tied: bool = True) -> None:
+    def __init__(self, layers: int, width: int, words: int = 256, *, tied: bool = True) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
         self.position = nn.Embedding(CONTEXT, width)
@@ -118,32 +115,19 @@ class Task:
         return f"{sum(param.numel() for param in parameters):,} parameters in {len(parameters)} tensors"
 
 
-def gpt(layers: int, width: int, words: int = BYTES, *, tokens: int = 2 * CONTEXT, tied: bool = False) -> Task:
-    """tokens: of a batch, in sequences of CONTEXT. A GPT of as many words as there are bytes reads a text."""
-    draw = partial(_text if words == BYTES else partial(_words, words), tokens // CONTEXT)
-    return Task(partial(GPT, layers, width, words, tied=tied), Block, draw)
+def gpt(layers: int, width: int, words: int = 256, *, tokens: int = 2 * CONTEXT, tied: bool = False) -> Task:
+    """tokens: of a batch, in sequences of CONTEXT."""
+    return Task(partial(GPT, layers, width, words, tied=tied), Block, partial(_counting, words, tokens // CONTEXT))
 
 
 def chain(units: int, *, layers: int = 1, width: int = 64, read: int = 64, rows: int = 128) -> Task:
     return Task(partial(Chain, units, layers, width, read), Unit, partial(_rows, rows, width))
 
 
-def _words(words: int, sequences: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    drawn = torch.randint(words, (sequences, CONTEXT + 1), generator=generator)
+def _counting(words: int, sequences: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Each word is the next one after the word before it, which is soon learned."""
+    drawn = (torch.randint(words, (sequences, 1), generator=generator) + torch.arange(CONTEXT + 1)) % words
     return drawn[:, :-1], drawn[:, 1:]
-
-
-def _text(sequences: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    starts = torch.randint(len(_library()) - CONTEXT, (sequences, 1), generator=generator)
-    drawn = _library()[starts + torch.arange(CONTEXT + 1)].long()
-    return drawn[:, :-1], drawn[:, 1:]
-
-
-@cache
-def _library() -> Tensor:
-    """The bytes of the Python standard library's modules."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 
 
 def _rows(rows: int, width: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -79,12 +79,10 @@ def main() -> None:
     given = parser_of(__doc__, world=(2, "ranks"), **sizes, seconds=(40, "that a row may take")).parse_args()
     launch = Launch(given.world, "hosts", seconds=given.seconds)
     task = gpt(given.layers, given.width, 16 * given.width)
-    jobs = {
-        f"gradients in {dtype}, {'two communicators' if second else 'one'}": partial(
-            row, launch, partial(measure, task, dtype, second)
-        )
-        for dtype, second in product(("float32", "bfloat16"), (False, True))
-    }
+    jobs = {}
+    for dtype, second in product(("float32", "bfloat16"), (False, True)):
+        title = f"gradients in {dtype}, {'two communicators' if second else 'one'}"
+        jobs[title] = partial(row, launch, partial(measure, task, dtype, second))
     subject = f"{given.world} ranks as hosts, a GPT of {given.layers} blocks of {given.width}; {machine()}"
     _, failed = tabulate(jobs, 1, given.out, "nccl_memory", subject)
     sys.exit(failures(failed))

@@ -47,11 +47,6 @@ def of_sizes(numel: int, dtype: torch.dtype) -> list[Tensor]:
     return [0.02 * torch.randn(len(part), dtype=dtype) for part in torch.empty(numel).split(LONGEST)]
 
 
-def copying(numel: int) -> Callable[[], object]:
-    source, to = torch.ones(numel), torch.zeros(numel)
-    return partial(to.copy_, source)
-
-
 def torch_step(numel: int) -> Callable[[], object]:
     params = [nn.Parameter(values) for values in of_sizes(numel, torch.float32)]
     for param, gradient in zip(params, of_sizes(numel, torch.float32), strict=True):
@@ -74,7 +69,7 @@ def zero_step(numel: int, *, stage: int) -> Callable[[], object]:
 
 
 STEPS: dict[str, Callable[[int], Callable[[], object]]] = {
-    COPY: copying,
+    COPY: lambda numel: partial(torch.zeros(numel).copy_, torch.ones(numel)),
     TORCH: torch_step,
     STAGE_1: partial(zero_step, stage=1),
     STAGE_2: partial(zero_step, stage=2),

@@ -2,9 +2,9 @@
 
 import argparse
 import json
-import math
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -62,10 +62,8 @@ def machine() -> str:
 def processor() -> str:
     """The processor's name, as far as the system tells."""
     cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def write(out: Path, name: str, content: Mapping[str, Any], draw: Callable[[Path], None] | None = None) -> None:
@@ -73,14 +71,12 @@ def write(out: Path, name: str, content: Mapping[str, Any], draw: Callable[[Path
     out.mkdir(parents=True, exist_ok=True)
     (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
     print(f"\nwrote {out / name}.json")
-    if draw is None:
-        return
     try:
-        draw(out / f"{name}.png")
+        if draw is not None:
+            draw(out / f"{name}.png")
+            print(f"wrote {out / name}.png")
     except ImportError as error:
         print(f"no picture: {error}")
-    else:
-        print(f"wrote {out / name}.png")
 
 
 Figures = dict[str, Any]
@@ -113,18 +109,3 @@ def _shown(value: Any) -> str:
 def failures(failed: Mapping[str, str]) -> str | None:
     """For sys.exit."""
     return "\n".join(f"FAILED: {name}: {told}" for name, told in failed.items()) or None
-
-
-def differences(losses: Mapping[str, Sequence[float]], tolerance: float) -> dict[str, str]:
-    """Where losses first differ from those that come first, relative to them; 0 asks for the same bits."""
-    (reference, those), *others = losses.items()
-    found = {}
-    for name, these in others:
-        for step, (expected, loss) in enumerate(zip(those, these, strict=True)):
-            if not math.isclose(expected, loss, rel_tol=tolerance, abs_tol=0):
-                found[name] = (
-                    f"differs from {reference} at step {step}: loss {loss!r}, expected {expected!r} "
-                    f"(relative tolerance {tolerance:g})"
-                )
-                break
-    return found

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim import AdamW
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from contestants import CONTESTANTS, How, wrap
+from contestants import CONTESTANTS, How
 from fake import Network, patched
 from launch import Rank
 from models import GPT, SEED, Block
@@ -110,8 +110,7 @@ class Handle:
     def set_device(self, device: object) -> None: ...
 
 
-OF_FSDP = "torch.distributed.fsdp._fully_shard._fsdp_"
-ASKING = [f"{OF_FSDP}{name}" for name in ("collectives", "init", "param_group", "state")]
+ASKING = [f"fsdp._fully_shard._fsdp_{name}" for name in ("collectives", "init", "param_group", "state")]
 
 
 @contextmanager
@@ -119,8 +118,8 @@ def one_communicator(there: Simulated, world: int) -> Iterator[None]:
     """Process groups, of torch's fake backend, send by one group that is not there."""
     group = there.group(RANK, world, there.transfer)
     with ExitStack() as replaced:
-        for module in (*ASKING, "torch.distributed.device_mesh"):
-            handle = mock.patch(f"{module}._get_device_handle", return_value=Handle(there.device))
+        for module in (*ASKING, "device_mesh"):
+            handle = mock.patch(f"torch.distributed.{module}._get_device_handle", return_value=Handle(there.device))
             replaced.enter_context(handle)
         replaced.enter_context(
             patched(
@@ -141,7 +140,7 @@ def step_of(name: str, case: Case, *, wires: bool = True) -> tuple[float, Counte
         torch.manual_seed(SEED)
         model = GPT(LAYERS, WIDTH // SCALE, WORDS // SCALE, tied=False)
         how = How(partial(AdamW, lr=0.0, fused=True), case.dtype, case.reduce_dtype, group=there.comm(RANK, world))
-        trained = wrap(name, model, Block, Rank(RANK, world, torch.device("cuda")), how)
+        trained = CONTESTANTS[name].make(model, Block, Rank(RANK, world, torch.device("cuda")), how)
         batch = case.batch()
         for _ in range(STEPS):
             begin = there.device.computing.time
