@@ -25,7 +25,6 @@ TIMEOUT = timedelta(minutes=5)
 # torch imports _dynamo with the first optimizer, which takes seconds.
 PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo", "torch.distributed.fsdp"]
 
-Group = Literal["all", "hosts", "fake", "none"]
 T = TypeVar("T")
 
 
@@ -55,7 +54,7 @@ class Launch:
     """
 
     world: int = 1
-    group: Group = "all"
+    group: Literal["all", "hosts", "fake", "none"] = "all"
     threads: int = 1
     seconds: float | None = None
     link: str | None = None

@@ -8,9 +8,11 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -109,6 +111,7 @@ def repeat(work: Callable[[], object], rank: Rank, *, times: int) -> tuple[float
     return 1000 * (time.perf_counter() - begin) / times, 1000 * (time.process_time() - begin_cpu) / times
 
 
+OPERATIONS = ("gather", "reduce", "all_reduce", "broadcast")
 KINDS = {"allreduce": "all-reduce", "alltoall": "all-to-all"}
 """What a collective is called by simulated.network, by what torch's operator has in its name. All others send as a
 gather does; a broadcast and a reduction to one rank do so in the mean over the ranks."""
@@ -133,6 +136,18 @@ class Counting(Meter):
             self.calls += nbytes > 0
             self.sent += round(self._network.link_bytes(kind, nbytes))
         return super().run(func, args, kwargs)
+
+    def of_zero(self) -> AbstractContextManager[Any]:
+        """Counts zero's own, too: on the CPU it sends by host memory or a Gloo group that torch does not know."""
+
+        def noted(operation: Callable[..., Any]) -> Callable[..., Any]:
+            def run(*args: Any, **kwargs: Any) -> Any:
+                self.calls += self._device.type == "cpu"
+                return operation(*args, **kwargs)
+
+            return run
+
+        return mock.patch.multiple(Comm, **{name: noted(getattr(Comm, name)) for name in OPERATIONS})
 
 
 def _bytes_in(argument: Any) -> int:
@@ -167,7 +182,7 @@ def weigh(name: str, task: Task, how: How, rank: Rank) -> Weight:
     before = peak_of_process(rank.device)
     batches = [task.batch(number, rank.rank, rank.device) for number in range(WARM_UP + 1)]
     comm, ours, on_gpu = Comm.default(), CONTESTANTS[name].ours, rank.device.type == "cuda"
-    with Counting(rank.world, rank.device) as counting:
+    with Counting(rank.world, rank.device) as counting, counting.of_zero():
         trained = build(name, task, rank, how)
         for batch in batches[:-1]:
             take_step(trained, batch, rank.device)
@@ -175,19 +190,18 @@ def weigh(name: str, task: Task, how: How, rank: Rank) -> Weight:
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         counting.calls = counting.sent = 0
-        since, launched = zero.traffic(), comm.log._length
+        since = zero.traffic()
         trained.backward(trained.loss(*batches[-1]))
         resting = zero.report(trained.model, trained.optimizer) if ours or name == "ddp" else None
         trained.update()
         peak = torch.cuda.max_memory_allocated() if on_gpu else counting.peak()
-    # On the CPU torch does not see what zero sends by host memory, or a Gloo group of its own.
-    unseen = ours and not on_gpu
+    unseen = (zero.traffic() - since).total if ours and not on_gpu else 0
     return Weight(
         *((resting.parameters, resting.gradients, resting.optimizer) if resting else (0, 0, 0)),
         tensors=peak,
         process=peak_of_process(rank.device) - before,
-        sent=counting.sent + unseen * (zero.traffic() - since).total,
-        calls=counting.calls + unseen * (comm.log._length - launched),
+        sent=counting.sent + unseen,
+        calls=counting.calls,
         transport=comm.transport_name(rank.device),
     )
 

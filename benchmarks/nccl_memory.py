@@ -26,8 +26,6 @@ from loop import peak_of_process, wait_for
 from models import Task, gpt
 from report import MIB, Figures, failures, machine, parser_of, tabulate
 
-POINTS = ("made MiB", "forward MiB", "backward MiB")
-
 
 def measure(task: Task, dtype: str, second: bool, rank: Rank) -> list[tuple[int, int]]:
     """What the device, or the process, has given away, and what torch has of it for this rank: at the beginning, before
@@ -70,7 +68,8 @@ def row(launch: Launch, work: Any) -> Figures:
         given, own = map(sum, zip(*of_ranks, strict=True))
         outside.append((given / sharing - own) / world / MIB)
         torchs.append(own / world / MIB)
-    figures = dict(zip(POINTS, (after - before for before, after in pairwise(outside)), strict=True))
+    points = ("made MiB", "forward MiB", "backward MiB")
+    figures = dict(zip(points, (after - before for before, after in pairwise(outside)), strict=True))
     return {**figures, "torch's, backward MiB": torchs[-1] - torchs[-2]}
 
 

@@ -34,14 +34,8 @@ def parser_of(page: str | None, **numbers: tuple[float, str]) -> argparse.Argume
 
 def add_names(parser: argparse.ArgumentParser, option: str, names: Sequence[str], default: Sequence[str] = ()) -> None:
     """An option that takes some of the names; by default all, or those of `default`."""
-    parser.add_argument(
-        option,
-        nargs="+",
-        choices=names,
-        metavar="NAME",
-        default=list(default or names),
-        help=f"of {', '.join(names)} (default: {' '.join(default) or 'all'})",
-    )
+    told = f"of {', '.join(names)} (default: {' '.join(default) or 'all'})"
+    parser.add_argument(option, nargs="+", choices=names, metavar="NAME", default=list(default or names), help=told)
 
 
 def align(lines: Sequence[Sequence[str]], *, left: int = 1) -> str:

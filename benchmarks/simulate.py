@@ -107,6 +107,12 @@ class Handle:
 
     is_initialized = is_available
 
+    def device_count(self) -> int:
+        return 1
+
+    def current_device(self) -> int:
+        return 0
+
     def set_device(self, device: object) -> None: ...
 
 

@@ -90,7 +90,7 @@ def test_each_stage_holds_less_and_its_bytes_are_counted():
     [found, _] = ranks.run(weigh, 2, fresh=True)
     resident, peaks, calls, sent = zip(*found.values(), strict=True)
     assert [*resident] == sorted(resident, reverse=True) and [*peaks] == sorted(peaks, reverse=True)
-    assert calls[0] >= 1 and sent[0] == pytest.approx(resident[0] / 4, rel=0.01)
+    assert min(calls) >= 1 and sent[0] == pytest.approx(resident[0] / 4, rel=0.01)
     assert sent[2] == pytest.approx(sent[0], rel=0.05) and sent[3] > sent[2]
 
 
