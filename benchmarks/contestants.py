@@ -39,7 +39,7 @@ class How:
     dtype: in which is computed, float32 or bfloat16; master weights are float32. What has no policy of its own computes
         under torch.autocast.
     reduce_dtype: in which gradients are sent; by default float32. Not of DDP and of stage 1.
-    offload: shards and optimizer state are stored on the CPU.
+    offload: shards and optimizer state are stored on the CPU, except of the two that all are compared with.
     group: for zero, what stands for a process group.
     """
 
@@ -214,8 +214,8 @@ class Contestant:
 
 
 CONTESTANTS = {
-    "alone": Contestant("alone", "0", _alone, offloads=False),
-    "ddp": Contestant("DDP", "0", _ddp, offloads=False),
+    "alone": Contestant("alone", "0", _alone),
+    "ddp": Contestant("DDP", "0", _ddp),
     "zro": Contestant("DDP + ZeroRedundancyOptimizer", "1", _zero_redundancy, offloads=False),
     "fairscale1": Contestant("FairScale OSS", "1", partial(_fairscale, False), "fairscale", offloads=False),
     "deepspeed1": Contestant("DeepSpeed stage 1", "1", partial(_deepspeed, 1), "deepspeed"),

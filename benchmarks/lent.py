@@ -20,8 +20,6 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 OUT = Path(__file__).parent / "out" / "lent"
 GRACE = 8  # seconds in which a command that took too long may say what it has found
-
-
 PYTEST = "ZERO_TEST_DEVICE=cuda PYTHON -m pytest -q -n 6 --dist worksteal"
 WIRES = "PYTHON benchmarks/wires.py --only zero3 fsdp2"
 OFFLOAD = "PYTHON benchmarks/peers.py --world 1 --model gpt-1b --bf16 --offload --rounds 1 --threads 14"

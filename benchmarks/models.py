@@ -136,8 +136,7 @@ def _rows(rows: int, width: int, generator: torch.Generator) -> tuple[Tensor, Te
 
 
 TASKS = {
-    "gpt": gpt(6, 512, 8192, tokens=CONTEXT),
-    "layers": chain(64),
-    "gpt-1b": gpt(18, 2048, 32768, tokens=8 * CONTEXT),
+    "gpt": gpt(6, 512, 8192, tokens=CONTEXT),  # 27M parameters
+    "layers": chain(64),  # of 4K each
+    "gpt-1b": gpt(18, 2048, 32768, tokens=8 * CONTEXT),  # 1.04B, for GPUs
 }
-"""gpt: 27M parameters. layers: 64 of 4K each. gpt-1b: 1.04B, for GPUs."""
