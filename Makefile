@@ -74,11 +74,11 @@ soak: $(READY)  ## 3,000 steps at every stage and transport: nothing grows; STEP
 stages: $(CORE)  ## Train at every stage and compare; ARGS="--steps 5" is passed on
 	@$(BIN)/python benchmarks/stages.py $(ARGS)
 
-bench: $(READY)  ## CPU time of every operation; ARGS="-k oss" chooses; benchmarks/compare.py compares two runs
+bench: $(READY)  ## CPU time of a step, clipping and checkpoints at every stage; ARGS="--benchmark-compare=FILE" compares
 	@mkdir -p benchmarks/out
 	@$(BIN)/pytest -q benchmarks --benchmark-json benchmarks/out/bench.json $(ARGS)
 
-peers: $(VENV)/.peers  ## Train beside DDP, FSDP, FairScale and DeepSpeed; ARGS="--world 4" is passed on
+peers: $(VENV)/.peers  ## Train beside DDP, FSDP, FairScale and DeepSpeed; ARGS="--world 4 --link 1gbit" is passed on
 	@$(BIN)/python benchmarks/peers.py $(ARGS)
 
 docs: $(VENV)/.docs  ## Build the site into build/html, strictly; ARGS=linkcheck follows the links to other sites
