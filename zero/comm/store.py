@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import socket
 from collections.abc import Callable
@@ -48,12 +47,10 @@ class StoreRendezvous:
         return [b"" if text == "-" else bytes.fromhex(text) for text in texts]
 
     def address(self) -> str:
-        """Collective. Returns an address of this host at which ranks of other hosts reach it. Empty if there are none,
-        or if GLOO_SOCKET_IFNAME says it."""
+        """Collective. Returns an address of this host at which ranks of other hosts reach it; empty if there are
+        none."""
         own, there = address_towards(self.host)
         told = [json.loads(text) for text in self.all_gather(json.dumps([own, there]).encode())]
-        if "GLOO_SOCKET_IFNAME" in os.environ:
-            return ""
         # Where the store is, the host may know its own name by a loopback address alone: others know it by another.
         return own or next((there for own, there in told if own), "")
 
