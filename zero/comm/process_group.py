@@ -34,9 +34,9 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 
 from zero._torch.process_groups import coalesced, collectives_of_one_tensor, in_stream_order
 from zero.comm.oplog import BROADCAST, COLLECTION, COMPARISON, TAIL, Log
-from zero.comm.packing import SIXTEEN_BITS, concatenate, lengths, summed_as
+from zero.comm.packing import SIXTEEN_BITS, concatenate, lengths, sum_in_rank_order, summed_as
 from zero.comm.transport import Message, Transport
-from zero.comm.work import GroupWork, Work
+from zero.comm.work import GroupWork, SumWork, Work
 
 _ALL_GATHER = in_stream_order(AllgatherOptions())
 _ALL_TO_ALL = in_stream_order(dist.AllToAllOptions())
@@ -68,7 +68,14 @@ class ProcessGroupTransport(Transport):
         if blocks:
             log.at_failure.append(lambda _: _never_drop(group))
 
+    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
+        return SumWork(self.sum, self.all_to_all(messages, channel), times, into)
+
+    sum = staticmethod(sum_in_rank_order)
+    """Adds what `all_to_all` has received."""
+
     def all_to_all(self, messages: Sequence[Message], channel: int) -> Work:
+        """Sends each rank its elements. `wait` returns for each message the elements from all ranks, one row a rank."""
         received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
         self.log.append(channel, sum(message.nbytes for message, _ in messages), self.compare)
         return self._launch(channel, (messages, received), self._exchange, messages, received, result=received)

@@ -39,18 +39,11 @@ class Transport(ABC):
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
         """Fills the flat `full`. Rank r sends elements [bounds[r], bounds[r + 1]), which its own `full` holds."""
 
+    @abstractmethod
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
         """Sums over the ranks the elements sent to this rank. `wait` returns `times` the sums, flat, one message after
         another: a new tensor (float32 for 16-bit floats), or the flat `into`, which may overlap this rank's share of
         the messages. On the CPU they are added in rank order."""
-        return SumWork(self.sum, self.all_to_all(messages, channel), times, into)
-
-    sum = staticmethod(sum_in_rank_order)
-    """Adds what `all_to_all` has received."""
-
-    @abstractmethod
-    def all_to_all(self, messages: Sequence[Message], channel: int) -> Work:
-        """Sends each rank its elements. `wait` returns for each message the elements from all ranks, one row a rank."""
 
     @abstractmethod
     def broadcast(self, flat: Tensor, source: int) -> None:
@@ -81,8 +74,8 @@ class Local(Transport):
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
         return Work()
 
-    def all_to_all(self, messages: Sequence[Message], channel: int) -> Work:
-        return Work([message.unsqueeze(0) for message, _ in messages])
+    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
+        return SumWork(sum_in_rank_order, Work([message.unsqueeze(0) for message, _ in messages]), times, into)
 
     def broadcast(self, flat: Tensor, source: int) -> None: ...
 

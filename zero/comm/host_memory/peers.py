@@ -1,29 +1,27 @@
 """The connections between the ranks of a process group on one host, which may read one another's memory.
 
-Each rank has a socket to each other rank, over which they send two kinds of notes, of 16 bytes:
+Each rank has a pipe from each other rank, over which these send two kinds of notes, of 16 bytes:
 
     operation   the channel of the sender's next operation, and the address of the data that the other ranks read
     done        the sender has read all its data of the oldest operation for which it has not sent this note yet
 
-Tensors do not go over the sockets: `attach.read` copies their values from the memory of the other rank.
+Tensors do not go through the pipes: `attach.read` copies their values from the memory of the other rank.
 """
 
 from __future__ import annotations
 
-import contextlib
-import os
 import select
-import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from weakref import finalize
 
-import torch
 from torch import Tensor
 
 from zero.comm import waiting
+from zero.comm.forked import Pipe
 from zero.comm.host_memory import attach
 
 # The number of a `done` note, in place of a channel.
@@ -36,28 +34,21 @@ _LONGEST_POLL = 3600
 
 
 class Peer:
-    """The connection to another rank. Notes that are not used yet: `notes` about operations (channel and address), and
-    the number of `done` notes. `closed`: whether the rank has ended or closed its connection."""
+    """Another rank: its process, the pipe from it (`inbox`), and that to it (`outbox`). Notes that are not used yet:
+    `notes` about operations (channel and address), and the number of `done` notes. `closed`: whether the rank has ended
+    or closed its pipes."""
 
-    def __init__(self, pid: int, connection: socket.socket) -> None:
-        self.pid, self.socket = pid, connection
-        try:
-            self.pidfd = os.pidfd_open(pid)  # the socket may outlive the process, in a process that was forked from it
-        except BaseException:
-            connection.close()
-            raise
+    def __init__(self, pid: int, inbox: Pipe, outbox: Pipe) -> None:
+        self.pid, self.inbox, self.outbox = pid, inbox, outbox
         self.notes: deque[tuple[int, int]] = deque()
         self.done = 0
         self.closed = False
 
     def take_note(self) -> bool:
-        """Takes the next note, or notices that the rank has closed its connection. Returns False if it is silent."""
-        try:
-            data = self.socket.recv(_NOTE.size)
-        except BlockingIOError:
+        """Takes the next note, or notices that the rank has closed its pipe. Returns False if it is silent."""
+        data = b"" if self.inbox.closed else self.inbox.read(_NOTE.size)
+        if data is None:
             return False
-        except OSError:
-            data = b""
         if not data:
             self.closed = True
             return True
@@ -68,25 +59,14 @@ class Peer:
             self.notes.append((number, address))
         return True
 
-    def end(self) -> None:
-        """Takes the last notes of a rank that has ended."""
-        while not self.closed and self.take_note():
-            pass
-        self.closed = True
-
     def send(self, note: bytes) -> None:
-        """Sends a note. Blocks only if the peer has hundreds of unread notes; it may then be blocked in a send itself.
+        """Sends a note. Blocks only if the peer has thousands of unread notes; it may then be blocked in a send itself.
 
         Does nothing if the peer has ended: this rank raises when it next waits for a note of the peer.
         """
-        while not self.closed:
-            try:
-                self.socket.send(note, socket.MSG_NOSIGNAL)
-                return
-            except BlockingIOError:
+        with suppress(BrokenPipeError):
+            while self.outbox.write(note) is None:
                 _wait_for([self], to_send=True)
-            except OSError:
-                self.end()
 
 
 class Peers:
@@ -98,19 +78,16 @@ class Peers:
     """
 
     def __init__(self, peers: Mapping[int, Peer], timeout: float) -> None:
-        self._peers, self._timeout = dict(sorted(peers.items())), timeout
+        self._peers, self._timeout = peers, timeout
         self.waits_for: Callable[[list[int], int], object] = lambda missing, channel: None
         self._channel = _DONE
-        self._pid = os.getpid()
-        self.close = finalize(self, close, [*self._peers.values()], self._pid)
+        self.close = finalize(self, _close, [pipe for peer in peers.values() for pipe in (peer.inbox, peer.outbox)])
 
     def announce(self, number: int, address: int = 0) -> None:
         """Sends all ranks the channel of this rank's operation, and the address of its data.
 
         The data must not change until `finish` has returned for this operation.
         """
-        if os.getpid() != self._pid:
-            raise OSError("this process was forked from a rank and is not a rank itself; use zero in the rank only")
         for peer in self._peers.values():
             peer.send(_NOTE.pack(number, address))
 
@@ -125,12 +102,6 @@ class Peers:
         """Overwrites a contiguous tensor with what is at an address on another rank."""
         if into.nbytes:
             attach.read(self._peers[rank].pid, address, into.data_ptr(), into.nbytes)
-
-    def read_table(self, rank: int, address: int, count: int) -> list[int]:
-        """Returns a table of `count` addresses (int64), read from an address on another rank."""
-        table = torch.empty(count, dtype=torch.int64, device="cpu")
-        self.read(rank, address, table)
-        return table.tolist()
 
     def finish(self) -> None:
         """Tells all ranks that this rank has read its data, and waits until all others have."""
@@ -159,26 +130,18 @@ class Peers:
             _wait_for(missing.values(), min(patience, self._timeout) - waited)
 
 
-def _wait_for(peers: Iterable[Peer], seconds: float | None = None, *, to_send: bool = False) -> None:
+def _wait_for(peers: Collection[Peer], seconds: float = _LONGEST_POLL, *, to_send: bool = False) -> None:
     """Waits for a note of any of the peers, for the end of one, or until a note can be sent. Takes a note of each."""
     poll = select.poll()
     for peer in peers:
-        poll.register(peer.socket, select.POLLIN | (select.POLLOUT if to_send else 0))
-        poll.register(peer.pidfd, select.POLLIN)
-    ready = dict(poll.poll(None if seconds is None else min(seconds, _LONGEST_POLL) * 1000))
+        poll.register(peer.inbox, select.POLLIN)
+        if to_send:
+            poll.register(peer.outbox, select.POLLOUT)
+    poll.poll(min(seconds, _LONGEST_POLL) * 1000)
     for peer in peers:
-        if peer.pidfd in ready:
-            peer.end()
-        elif peer.socket.fileno() in ready:
-            peer.take_note()
+        peer.take_note()
 
 
-def close(peers: Iterable[Peer], pid: int) -> None:
-    """Closes the connections. Does nothing in a process that was forked from the process `pid` that opened them."""
-    if os.getpid() != pid:
-        return
-    for peer in peers:
-        with contextlib.suppress(OSError):
-            peer.socket.shutdown(socket.SHUT_RDWR)
-        peer.socket.close()
-        os.close(peer.pidfd)
+def _close(pipes: Collection[Pipe]) -> None:
+    for pipe in pipes:
+        pipe.close()
