@@ -12,12 +12,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import ranks
+import zero
 from transports import READS
 
 WINDOWS = {
@@ -65,12 +68,12 @@ def trains(rank: int, world: int, lacking: str, folder: Path) -> tuple[str, list
     for name in [name for name in sys.modules if name.split(".")[0] == "zero"]:
         del sys.modules[name]
     LACKING[lacking]()
-    zero: Any = importlib.import_module("zero")
+    again: Any = importlib.import_module("zero")
     found = []
-    for stage, offload in [(0, None), (1, None), (2, None), (3, None), (3, zero.DiskOffload(folder))]:
+    for stage, offload in [(0, None), (1, None), (2, None), (3, None), (3, again.DiskOffload(folder))]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-        model, optimizer = zero.setup(model, torch.optim.Adam, stage=stage, lr=0.1, offload=offload)
+        model, optimizer = again.setup(model, torch.optim.Adam, stage=stage, lr=0.1, offload=offload)
         losses = []
         for step in range(4):
             inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
@@ -84,6 +87,7 @@ def trains(rank: int, world: int, lacking: str, folder: Path) -> tuple[str, list
     return comm.transport_name(torch.device("cpu")), found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lacking", LACKING)
 def test_all_stages_train_over_gloo_as_ddp_does(lacking, tmp_path):
     expected = "host memory" if lacking == "register_at_fork" else "gloo"
@@ -91,3 +95,16 @@ def test_all_stages_train_over_gloo_as_ddp_does(lacking, tmp_path):
         assert len({*plainly}) == 4
         assert others == [pytest.approx(plainly, rel=1e-6)] * 4
         assert transport == (expected if READS else "gloo")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,mps:gloo"])
+@ranks.raises(2, ValueError, r'no backend for mps: move the model to the CPU by model\.to\("cpu"\) first')
+def test_a_model_on_mps_is_refused_on_every_rank(rank, world, stage, backend):
+    on_mps = {"return_value": [torch.device("mps")]}
+    with (
+        mock.patch("zero.oss.options.devices_of", **on_mps),
+        mock.patch("zero.fsdp.choice.UnitChoice.devices", **on_mps),
+    ):
+        group = dist.new_group(backend=backend)
+        zero.setup(nn.Linear(3, 3), torch.optim.Adam, stage=stage, process_group=group)

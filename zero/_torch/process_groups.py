@@ -39,11 +39,13 @@ def host_of(store: dist.Store) -> str:
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """The name, in small letters, of the group's backend for tensors on such a device; None if it has none.
 
-    torch.distributed.get_backend() returns that of one device type only.
+    torch.distributed.get_backend() returns that of one device type only. torch takes Gloo for devices from which it
+    cannot send, such as mps.
     """
     if all(kind.type != device.type for kind in group._device_types):
         return None
-    return str(group._get_backend(device).name()).lower()
+    name = str(group._get_backend(device).name()).lower()
+    return name if device.type in dist.Backend.backend_capability.get(name, [device.type]) else None
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:

@@ -19,17 +19,14 @@ from pathlib import Path
 
 _PR_SET_PTRACER = 0x59616D61
 
-
-class _Range(ctypes.Structure):
-    """struct iovec."""
-
-    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+# struct iovec: an address, and a number of bytes.
+_Range = ctypes.c_size_t * 2
 
 
 @cache
 def _libc() -> ctypes.CDLL:
     libc = ctypes.CDLL(None, use_errno=True)
-    ranges = ctypes.POINTER(_Range), ctypes.c_ulong
+    ranges = ctypes.c_void_p, ctypes.c_ulong
     libc.process_vm_readv.restype = ctypes.c_ssize_t
     libc.process_vm_readv.argtypes = ctypes.c_int, *ranges, *ranges, ctypes.c_ulong
     return libc

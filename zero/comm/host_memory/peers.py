@@ -44,19 +44,18 @@ class Peer:
         self.done = 0
         self.closed = False
 
-    def take_note(self) -> bool:
-        """Takes the next note, or notices that the rank has closed its pipe. Returns False if it is silent."""
-        data = b"" if self.inbox.closed else self.inbox.read(_NOTE.size)
-        if data is None:
-            return False
-        if not data:
-            self.closed = True
-            return True
-        number, address = _NOTE.unpack(data)
-        if number == _DONE:
-            self.done += 1
-        else:
-            self.notes.append((number, address))
+    def has(self, needed: Callable[[Peer], bool]) -> bool:
+        """Takes notes until there is what is needed. Returns False if there is not yet, or the rank has ended."""
+        while not needed(self):
+            data = b"" if self.inbox.closed else self.inbox.read(_NOTE.size)
+            if not data:
+                self.closed = data is not None
+                return False
+            number, address = _NOTE.unpack(data)
+            if number == _DONE:
+                self.done += 1
+            else:
+                self.notes.append((number, address))
         return True
 
     def send(self, note: bytes) -> None:
@@ -66,7 +65,8 @@ class Peer:
         """
         with suppress(BrokenPipeError):
             while self.outbox.write(note) is None:
-                _wait_for([self], to_send=True)
+                _poll([self], to_send=True)
+                self.has(lambda peer: False)
 
 
 class Peers:
@@ -110,13 +110,10 @@ class Peers:
         for peer in self._peers.values():
             peer.done -= 1
 
-    def _wait(self, satisfied: Callable[[Peer], bool]) -> None:
+    def _wait(self, needed: Callable[[Peer], bool]) -> None:
         """Raises OSError if a peer that is waited for has ended, or if one sends nothing in time."""
-        for peer in self._peers.values():
-            while not satisfied(peer) and not peer.closed and peer.take_note():
-                pass  # most have sent it by now
         begun, patience = time.monotonic(), waiting.PATIENCE
-        while missing := {rank: peer for rank, peer in self._peers.items() if not satisfied(peer)}:
+        while missing := {rank: peer for rank, peer in self._peers.items() if not peer.has(needed)}:
             for rank, peer in missing.items():
                 if peer.closed:
                     raise OSError(f"rank {rank} of the group, process {peer.pid}, has ended or closed its connection")
@@ -127,19 +124,17 @@ class Peers:
             if waited >= patience:
                 patience = self._timeout
                 self.waits_for([*missing], self._channel)
-            _wait_for(missing.values(), min(patience, self._timeout) - waited)
+            _poll(missing.values(), min(patience, self._timeout) - waited)
 
 
-def _wait_for(peers: Collection[Peer], seconds: float = _LONGEST_POLL, *, to_send: bool = False) -> None:
-    """Waits for a note of any of the peers, for the end of one, or until a note can be sent. Takes a note of each."""
+def _poll(peers: Collection[Peer], seconds: float = _LONGEST_POLL, *, to_send: bool = False) -> None:
+    """Waits for a note of any of the peers, for the end of one, or until a note can be sent."""
     poll = select.poll()
     for peer in peers:
         poll.register(peer.inbox, select.POLLIN)
         if to_send:
             poll.register(peer.outbox, select.POLLOUT)
     poll.poll(min(seconds, _LONGEST_POLL) * 1000)
-    for peer in peers:
-        peer.take_note()
 
 
 def _close(pipes: Collection[Pipe]) -> None:

@@ -79,6 +79,19 @@ class HostMemory(Transport):
         # The other ranks wait for this rank to read: it will not. `close` does not keep the peers, which keep the log.
         log.at_failure.append(lambda _: close())
 
+    def _announce(self, channel: int, word: int, buffers: object, finish: Callable[[Mapping[int, int]], Any]) -> Work:
+        """Announces an operation. `wait` returns the result of `finish`, which gets the words of the other ranks, by
+        rank. buffers: the owners of all memory that any rank reads or writes."""
+        with Operation(self._log, channel, buffers):
+            self._peers.announce(channel, word)
+        return QueuedWork(partial(self._finish, channel, buffers, finish), self._queue)
+
+    def _finish(self, channel: int, buffers: object, finish: Callable[[Mapping[int, int]], Any]) -> Any:
+        with Operation(self._log, channel, buffers):
+            notes = self._peers.notes(channel)
+            self._log.refuse_differing(channel, {rank: number for rank, (number, _) in notes.items()})
+            return finish({rank: word for rank, (_, word) in notes.items()})
+
     def _launch(
         self,
         channel: int,
@@ -87,52 +100,35 @@ class HostMemory(Transport):
         buffers: object,
         counts: Mapping[int, int] | None = None,
     ) -> Work:
-        """Announces an operation. `wait` returns the result of `read` after all ranks have read.
+        """Launches an operation. `wait` returns the result of `read` after all ranks have read.
 
         shown: the tensors that other ranks may read. counts: how many each rank shows; by default as many as this one.
-        buffers: the owners of all other memory that any rank reads or writes.
+        A rank announces the address of one tensor itself, of several that of a table of their addresses.
         """
         own = [tensor.data_ptr() for tensor in shown]
         table = torch.tensor(own, dtype=torch.int64, device="cpu") if len(own) > 1 else None
-        held = shown, table, buffers
-        self._announce(channel, sum(own) if table is None else table.data_ptr(), held)
         counts = dict.fromkeys(range(self._world), len(own)) if counts is None else counts
-        return QueuedWork(partial(self._read_all, channel, read, held, counts), self._queue)
 
-    def _read_all(
-        self, channel: int, read: Callable[[Addresses], Any], buffers: object, counts: Mapping[int, int]
-    ) -> Any:
-        notes = self._notes(channel, buffers)
-        with Operation(self._log, channel, buffers):
-            result = read({rank: self._addresses(rank, note, counts[rank]) for rank, note in notes.items()})
+        def read_all(words: Mapping[int, int]) -> Any:
+            result = read({rank: self._addresses(rank, word, counts[rank]) for rank, word in words.items()})
             self._peers.finish()
-        return result
+            return result
 
-    def _addresses(self, rank: int, announced: int, count: int) -> Sequence[int]:
-        """Of one tensor a rank announces the address itself, of several that of a table of their addresses."""
+        word = sum(own) if table is None else table.data_ptr()
+        return self._announce(channel, word, (shown, table, buffers), read_all)
+
+    def _addresses(self, rank: int, word: int, count: int) -> list[int]:
         if count == 1:
-            return [announced]
+            return [word]
         table = torch.empty(count, dtype=torch.int64, device="cpu")
-        self._peers.read(rank, announced, table)
+        self._peers.read(rank, word, table)
         return table.tolist()
-
-    def _announce(self, channel: int, word: int, buffers: object) -> None:
-        with Operation(self._log, channel, buffers):
-            self._peers.announce(channel, word)
-
-    def _notes(self, channel: int, buffers: object) -> Mapping[int, int]:
-        """Returns what each other rank has announced beside the channel, by rank."""
-        with Operation(self._log, channel, buffers):
-            notes = self._peers.notes(channel)
-        self._log.refuse_differing(channel, {rank: number for rank, (number, _) in notes.items()})
-        return {rank: word for rank, (_, word) in notes.items()}
 
     def compare(self, channel: int, *, flags: int = 0) -> int:
         # The log has only operations by other transports of the group: notes compare those of this one. A note has room
         # for an address of 64 bits; in its place go 62 bits of the digest, and the flags.
         digest = self._log.digest & _DIGEST_MASK
-        self._announce(channel, digest << 2 | flags, None)
-        received: Mapping[int, int] = QueuedWork(partial(self._notes, channel, None), self._queue).wait()
+        received: Mapping[int, int] = self._announce(channel, digest << 2 | flags, None, lambda words: words).wait()
         if any(word >> 2 != digest for word in received.values()):
             refuse_differing_logs(self, self._log)
         self._log.clear()
@@ -172,12 +168,13 @@ class HostMemory(Transport):
             for start in range(low, high, most):
                 length = min(most, high - start)
                 rows, chunk = chunks[:, :length], total[done : done + length]
+                sums = chunk if buffer is None else buffer[:length]
                 rows[self._rank] = messages[number][start : start + length]
                 for rank, of_messages in addresses.items():
                     self._peers.read(rank, of_messages[number] + start * rows.element_size(), rows[rank])
-                add_in_order([*rows], chunk if buffer is None else buffer[:length], times)
-                if buffer is not None:
-                    chunk.copy_(buffer[:length])
+                add_in_order([*rows], sums, times)
+                if sums is not chunk:
+                    chunk.copy_(sums)
                 done += length
         return total
 
