@@ -7,11 +7,13 @@ that all raise when they are out of step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from zero.comm.oplog import TAIL, Log
 from zero.comm.packing import sum_in_rank_order
 from zero.comm.work import SumWork, Work
 
@@ -88,3 +90,14 @@ class Local(Transport):
 
     def compare(self, channel: int, *, flags: int = 0) -> int:
         return flags
+
+
+def refuse_differing_logs(transport: Transport, log: Log) -> None:
+    """Collective. Raises RuntimeError on every rank, after their logs were found to differ."""
+    length, tail = log.history
+    received = transport.all_gather_bytes(array("q", [length, *tail, *[-1] * (TAIL - len(tail))]).tobytes())
+    histories = {}
+    for rank, history in enumerate(received):
+        length, *channels = array("q", history)
+        histories[rank] = length, [channel for channel in channels if channel >= 0]
+    log.out_of_step(log.difference(histories))

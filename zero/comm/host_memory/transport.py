@@ -23,8 +23,7 @@ from torch import Tensor
 from zero.comm.host_memory.peers import Peers
 from zero.comm.oplog import BROADCAST, COLLECTION, COMPARISON, Log
 from zero.comm.packing import add_in_order, lengths, sum_in_rank_order, summed_as
-from zero.comm.process_group import refuse_differing_logs
-from zero.comm.transport import Message, Transport
+from zero.comm.transport import Message, Transport, refuse_differing_logs
 from zero.comm.work import Operation, Work
 
 CHUNK = 1 << 18
