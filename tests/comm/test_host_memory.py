@@ -174,6 +174,16 @@ def test_a_rank_that_ends_is_missed_though_a_process_forked_from_it_lives():
     assert "has stopped" in caught.value.outcomes[0].value
 
 
+@ranks.on(2)
+def test_a_process_forked_from_a_rank_is_told_that_it_is_none_and_disturbs_nobody(rank, world):
+    comm, _ = together(rank, world)
+    child = fork()
+    if child == 0:
+        os._exit(int("forked from one" not in refusal(lambda: gathered(comm))))
+    assert os.waitpid(child, 0)[1] == 0
+    assert gathered(comm) == [0.0, 1.0]
+
+
 def _never_comes(rank, world):
     comm = Comm(dist.new_group([0, 1], timeout=timedelta(seconds=1)))
     comm.agree(0)

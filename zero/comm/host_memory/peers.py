@@ -116,7 +116,8 @@ class Peers:
         while missing := {rank: peer for rank, peer in self._peers.items() if not peer.has(needed)}:
             for rank, peer in missing.items():
                 if peer.closed:
-                    raise OSError(f"rank {rank} of the group, process {peer.pid}, has ended or closed its connection")
+                    ended = f"rank {rank} of the group, process {peer.pid}, has ended or closed its connection"
+                    raise OSError(f"{ended}, unless this process is no rank itself: it was forked from one")
             waited = time.monotonic() - begun
             if waited >= self._timeout:
                 silent = ", ".join(map(str, missing))
