@@ -30,21 +30,16 @@ def shortest_timeout_of(group: dist.ProcessGroup) -> timedelta:
     return min(timeout_of(group, device) for device in group._device_types)
 
 
-def host_of(store: dist.Store) -> str:
-    """The name or address of the host that keeps the store, as this process reaches it."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store.host if isinstance(store, dist.TCPStore) else "localhost"
-
-
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """The name, in small letters, of the group's backend for tensors on such a device; None if it has none.
 
-    torch.distributed.get_backend() returns that of one device type only.
+    torch.distributed.get_backend() returns that of one device type only. torch takes Gloo for devices from which it
+    cannot send, such as mps.
     """
     if all(kind.type != device.type for kind in group._device_types):
         return None
-    return str(group._get_backend(device).name()).lower()
+    name = str(group._get_backend(device).name()).lower()
+    return name if device.type in dist.Backend.backend_capability.get(name, [device.type]) else None
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
@@ -65,13 +60,6 @@ def in_stream_order(options: _Options) -> _Options:
     """
     options.asyncOp = False  # type: ignore[attr-defined]
     return options
-
-
-def nccl_version() -> tuple[int, ...] | None:
-    """The version of NCCL that torch was built with; None without one, or with another library such as RCCL."""
-    if torch.version.cuda is None or not dist.is_nccl_available():
-        return None
-    return tuple(torch.cuda.nccl.version())
 
 
 def gloo_group(gloo: Any, store: dist.Store, rank: int, world: int, timeout: timedelta, address: str) -> Any:

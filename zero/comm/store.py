@@ -14,7 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero._torch.process_groups import host_of
 from zero.comm import waiting
 
 # Seconds within which a store that can be reached answers.
@@ -30,7 +29,7 @@ class StoreRendezvous:
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
-        self.host = host_of(store)
+        self.host = _host_of(store)
         self._store, self._rounds = dist.PrefixStore("zero", store), 0
 
     def __enter__(self) -> StoreRendezvous:
@@ -73,6 +72,13 @@ class StoreRendezvous:
                     for rank in range(self.world):
                         self._store.delete_key(f"{number}/{rank}")
                 self._store.delete_key("left")
+
+
+def _host_of(store: dist.Store) -> str:
+    """Returns the name or address of the host that keeps the store, as this process reaches it."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else "localhost"
 
 
 def address_towards(host: str) -> tuple[str, str]:
