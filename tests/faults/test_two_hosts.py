@@ -29,7 +29,7 @@ FAILING = ["1", "2", "3"]
 SECONDS = 2 * TIMEOUT + 1.5  # Gloo: to receive, then to send
 
 README = (ROOT / "README.md").read_text()
-PAGE = (ROOT / "docs" / "every_stage.md").read_text()
+PAGE = (ROOT / "docs" / "when_it_fails.md").read_text()
 (SCRIPT,) = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", PAGE, re.DOTALL)  # for Slurm
 
 
