@@ -12,6 +12,8 @@ from logs import Heard
 from processes import python
 from transports import TRANSPORTS, by
 
+SIZE, HALF = "256 bytes", "128 bytes"
+
 
 def construct(rank, world, transport):
     with by(transport), Heard() as heard:
@@ -27,24 +29,37 @@ def construct(rank, world, transport):
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_construction_says_what_it_sharded_in_one_line_on_the_first_rank(transport):
+def test_a_construction_says_what_a_rank_holds_in_one_line_on_the_first_rank(transport):
     first, other = ranks.run(construct, 2, (transport,))
     assert other == []
     oss, sdp, fsdp = first
-    where = f"of 1 parameters over 2 ranks, 128 of 256 of their bytes on rank 0, sent by {transport}; left out: "
-    assert oss == f"OSS(SGD): optimizer state {where}nothing"
-    assert sdp == f"ShardedDDP(Sequential): gradients {where}1 parameters that are frozen and in no optimizer"
-    assert re.fullmatch(r"FSDP\(Sequential, .*FULL_SHARD, 1 unit, the largest .*\): parameters and gradients .*", fsdp)
-    assert fsdp.endswith(f"{where}1 parameters, ignored as the caller asked")
+    held = f"optimizer state of 50 % on a rank (DDP: {SIZE}, {SIZE}, 100 %)"
+    assert oss == f"stage 1, OSS(SGD) on 2 ranks by {transport}: weights {SIZE}, gradients {SIZE}, {held}"
+    frozen = "; left out: 1 parameters that are frozen and in no optimizer"
+    where = f"on 2 ranks by {transport}: weights"
+    assert sdp == f"stage 2, ShardedDDP(Sequential) {where} {SIZE}, gradients {HALF}, {held}{frozen}"
+    assert re.fullmatch(r"stage 3, FSDP\(Sequential, FULL_SHARD\) of 1 unit, the largest .* on 2 ranks .*", fsdp)
+    ignored = "; left out: 1 parameters, ignored as the caller asked"
+    assert fsdp.endswith(f"{where} {HALF}, gradients {HALF}, {held}{ignored}")
 
 
-def test_the_environment_can_ask_for_the_lines():
-    """With offload they say how many threads step: torchrun has OMP_NUM_THREADS be 1."""
-    offload = "lr=0.1, offload=zero.CPUOffload()"
-    code = f"import torch, zero; zero.OSS([torch.nn.Parameter(torch.ones(16))], torch.optim.SGD, {offload})"
-    written = python("-c", code, ZERO_LOG="info", OMP_NUM_THREADS="1").stderr
-    assert "zero INFO: OSS(SGD): optimizer state of 1 parameters over 1 ranks, 64 of 64 of" in written
-    assert written.endswith("left out: nothing; offload CPUOffload, ratio 1.0, stepped by 1 threads of the CPU\n")
+BUILDS = "import torch, zero; zero.OSS([torch.nn.Parameter(torch.ones(16))], torch.optim.SGD, lr=0.1{})"
+
+
+@pytest.mark.parametrize(
+    ("before", "asked", "lines"),
+    [("", "", 1), ("", "info", 1), ("", "off", 0), ("import logging; logging.basicConfig(level='INFO'); ", "", 1)],
+)
+def test_the_line_comes_by_default_and_once(before, asked, lines):
+    written = python("-c", before + BUILDS.format(""), ZERO_LOG=asked).stderr
+    assert written.count("stage 1, OSS(SGD) on 1 rank by this process alone") == lines
+
+
+def test_with_offload_the_line_says_how_many_threads_step():
+    """torchrun has OMP_NUM_THREADS be 1."""
+    written = python("-c", BUILDS.format(", offload=zero.CPUOffload()"), OMP_NUM_THREADS="1").stderr
+    assert written.startswith("zero: stage 1, OSS(SGD)")
+    assert written.endswith("; offload CPUOffload, ratio 1.0, stepped by 1 threads of the CPU\n")
 
 
 # ------------------------------------------------------------------------------------------------------ zero.report

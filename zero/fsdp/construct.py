@@ -129,9 +129,9 @@ def _understand(given: Arguments, asked: GivenOptions, strategy: ShardingStrateg
 def _announce(model: Model, strategy: ShardingStrategy, ignored: int) -> None:
     number, (largest, share) = len(model.units), largest_unit(model.units)
     units = f"{number} unit{'s' if number > 1 else ''}, the largest {largest.title} with {share} of all"
-    title = f"FSDP({type(model.module).__name__}, {strategy}, {units})"
+    title = f"FSDP({type(model.module).__name__}, {strategy.name}) of {units},"
     left_out = f"{ignored} parameters, ignored as the caller asked" if ignored else ""
-    announce(title, model.comm, model.index.groups, left_out, sharded="parameters and gradients")
+    announce(title, model.comm, model.index.groups, left_out, stage=3)
 
 
 def _problem(choice: UnitChoice, nested: dict[str, Inside], options: Options, placement: Placement) -> str | None:

@@ -124,7 +124,7 @@ class OSS(Optimizer):
                 vars(self.optim)[name] = partial(_switch, ref(self), name)
         mark_shards(self.optim, ref(self))
         self._built = True
-        announce(f"OSS({called(optim)})", self.comm, self.shards.shard_groups, sharded="optimizer state")
+        announce(f"OSS({called(optim)})", self.comm, self.shards.shard_groups, stage=1)
 
     # -------------------------------------------------------------------------------------- construction
 

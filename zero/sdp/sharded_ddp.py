@@ -170,7 +170,7 @@ class ShardedDDP(Wrapper):
         frozen = len(names) - sum(len(group.params) for group in groups)
         left_out = f"{frozen} parameters that are frozen and in no optimizer" if frozen else ""
         title = f"ShardedDDP({type(self.module).__name__})"
-        announce(title, self._comm, groups, left_out, sharded="gradients")
+        announce(title, self._comm, groups, left_out, stage=2)
 
     @property
     def require_backward_grad_sync(self) -> bool:

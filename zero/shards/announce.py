@@ -1,4 +1,4 @@
-"""What each constructor logs, at INFO on the first rank of the group."""
+"""What each constructor says, at INFO on the first rank of the group: what a rank holds, beside what DDP would take."""
 
 from __future__ import annotations
 
@@ -11,21 +11,38 @@ from zero.comm import Comm
 from zero.shards.log import logger
 from zero.shards.shard_group import ShardGroup
 
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
-def announce(what: str, comm: Comm, groups: Sequence[ShardGroup], left_out: str = "", *, sharded: str) -> None:
-    """Logs what was sharded. Constructors call it after their first collective operation.
 
-    what: such as "OSS(Adam)". sharded: such as "optimizer state". left_out: parameters that are not sharded, and why.
+def announce(what: str, comm: Comm, groups: Sequence[ShardGroup], left_out: str = "", *, stage: int) -> None:
+    """Logs what a stage keeps on this rank. Constructors call it after their first collective operation.
+
+    what: such as "OSS(Adam)". left_out: parameters that are not sharded, and why.
     """
     if comm.rank or not logger.isEnabledFor(logging.INFO) or not groups:
         return  # the transport was chosen when ranks compared what they were given
-    params = sum(len(group.params) for group in groups)
-    full = sum(group.layout.numel * group.shard.element_size() for group in groups)
-    mine = sum(group.shard.nbytes for group in groups)
+    own, full = (sum(sizes) for sizes in zip(*map(_sizes, groups), strict=True))
+    state = sum(group.main.numel() for group in groups) / sum(group.layout.numel for group in groups) * 100
+    weights, gradients = (_text(own if stage >= first else full) for first in (3, 2))
     offloads = dict.fromkeys(group.offload.alike for group in groups if group.offload.active)
     logger.info(
-        "%s: %s of %d parameters over %d ranks, %s of %s of their bytes on rank %d, sent by %s; left out: %s%s",
-        *(what, sharded, params, comm.world, f"{mine:,}", f"{full:,}", comm.rank),
-        *(comm.transport_name(groups[0].full.device), left_out or "nothing"),
+        "stage %d, %s on %d %s by %s: weights %s, gradients %s, optimizer state of %s on a rank (DDP: %s, %s, 100 %%)"
+        "%s%s",
+        *(stage, what, comm.world, "rank" if comm.world == 1 else "ranks"),
+        *(comm.transport_name(groups[0].full.device), weights, gradients, f"{state:.3g} %", _text(full), _text(full)),
+        f"; left out: {left_out}" if left_out else "",
         "".join(f"; {alike}, stepped by {torch.get_num_threads()} threads of the CPU" for alike in offloads),
     )
+
+
+def _sizes(group: ShardGroup) -> tuple[int, int]:
+    """Bytes of this rank's shard, and of the full parameters in the same dtype."""
+    return group.shard.nbytes, group.layout.numel * group.shard.element_size()
+
+
+def _text(size: float) -> str:
+    for unit in _UNITS[:-1]:
+        if size < 1024:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} {_UNITS[-1]}"

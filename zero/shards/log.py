@@ -1,20 +1,35 @@
 """What is logged by the logger `zero`: a line of each constructor at INFO, on the first rank of the group, and of each
 operation on a unit or bucket at DEBUG, on every rank. Operations are profiler ranges, too.
 
-`ZERO_LOG=info` or `debug` in the environment shows the lines where the program does not set up logging.
+Where the program does not set up logging, lines at INFO go to stderr. `ZERO_LOG=off` or `debug` in the environment says
+otherwise.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+from typing import TextIO
 
 logger = logging.getLogger("zero")
 
 
+class _Unless(logging.StreamHandler[TextIO]):
+    """Writes to stderr unless the program has handlers of its own, which get each line, too."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.root.handlers:
+            super().emit(record)
+
+
 def show_as_asked() -> None:
-    """Sets the logger to the level in ZERO_LOG, such as "info". Without ZERO_LOG the program sets it up."""
-    level = logging.getLevelName(os.environ.get("ZERO_LOG", "").upper())
-    if isinstance(level, int) and level != logging.NOTSET:
-        logging.basicConfig(format="%(asctime)s %(name)s %(levelname)s: %(message)s")
-        logger.setLevel(level)
+    """Sets the logger to the level in ZERO_LOG, such as "debug", by default "info"; "off" leaves warnings."""
+    asked = os.environ.get("ZERO_LOG", "").upper()
+    level = logging.getLevelName({"": "INFO", "OFF": "WARNING"}.get(asked, asked))
+    logger.setLevel(level if isinstance(level, int) else logging.INFO)
+    for before in [one for one in logger.handlers if one.name == "zero"]:  # of this module, imported again
+        logger.removeHandler(before)
+    handler = _Unless()
+    handler.name = "zero"
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    logger.addHandler(handler)
