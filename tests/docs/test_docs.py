@@ -21,7 +21,7 @@ import zero
 from launched import launched
 from processes import python
 
-FAST = ("how_it_is_built", "coming_from", "status")
+FAST = ("coming_from", "status")
 SHORTER = {"range(20)": "range(2)", "world_size=64,": "world_size=64, stages=[3],"}
 pages_with_code = [page for page in PAGES if any(blocks(page))]
 
