@@ -85,7 +85,7 @@ docs: $(VENV)/.docs  ## Build the site into build/html, strictly; ARGS=linkcheck
 	@$(BIN)/sphinx-build -q -E -W --keep-going -b $(or $(ARGS),html) -c docs . build/$(or $(ARGS),html)
 
 # Nothing is importable beside torch, numpy and the wheel; the wheel is built from the sdist.
-dist: $(VENV)/.dist  ## Build sdist and wheel into dist/, and run the README's script by the wheel alone, on 1 and 2 ranks
+dist: $(VENV)/.dist  ## Build sdist and wheel into dist/, and run the first example by the wheel alone, on 1 and 2 ranks
 	@rm -rf dist build/alone
 	@$(BIN)/python -m build -qq --outdir dist
 	@python3 -m venv build/alone

@@ -1,5 +1,5 @@
 """Bytes between device and CPU in a settled step with CPUOffload, bytes that each holds, and the numbers: on the
-simulated GPU. The bytes are those that the tables in docs/memory.md have for this rank's shards, and nothing else."""
+simulated GPU. The bytes are those that docs/precision_and_memory.md has for this rank's shards, and nothing else."""
 
 from __future__ import annotations
 
