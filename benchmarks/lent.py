@@ -40,7 +40,7 @@ ITEMS = f"""\
 75  64 ranks, one NIC a host: {WIRES} zero2 --world 64 --bandwidth 45 --tokens 2048 --rounds 1 --out OUT/one_nic
 120 kills in backward: ZERO_FAULTS=1 {PYTEST} {KILLS} -k "backward or gpu"
 120 a part of make gpu: {PYTEST} {ON_GPU}
-120 transfers that sleep, as on docs/gpus.md: {WIRES} zero2 alone --rounds 2 --out OUT
+120 transfers that sleep, as on docs/measurements.md: {WIRES} zero2 alone --rounds 2 --out OUT
 120 graphs over NCCL: PYTHON benchmarks/graphs.py --hosts 2 --layers 4 --width 1024 --out OUT/nccl""".splitlines()
 """Seconds that it may take, title, command with PYTHON and OUT in it."""
 
