@@ -74,18 +74,18 @@ soak: $(READY)  ## 3,000 steps at every stage and transport: nothing grows; STEP
 stages: $(CORE)  ## Train at every stage and compare; ARGS="--steps 5" is passed on
 	@$(BIN)/python benchmarks/stages.py $(ARGS)
 
-bench: $(READY)  ## CPU time of every operation; ARGS="-k oss" chooses; benchmarks/compare.py compares two runs
+bench: $(READY)  ## CPU time of a step, clipping and checkpoints at every stage; ARGS="--benchmark-compare=FILE" compares
 	@mkdir -p benchmarks/out
 	@$(BIN)/pytest -q benchmarks --benchmark-json benchmarks/out/bench.json $(ARGS)
 
-peers: $(VENV)/.peers  ## Train beside DDP, FSDP, FairScale and DeepSpeed; ARGS="--world 4" is passed on
+peers: $(VENV)/.peers  ## Train beside DDP, FSDP, FairScale and DeepSpeed; ARGS="--world 4 --link 1gbit" is passed on
 	@$(BIN)/python benchmarks/peers.py $(ARGS)
 
 docs: $(VENV)/.docs  ## Build the site into build/html, strictly; ARGS=linkcheck follows the links to other sites
 	@$(BIN)/sphinx-build -q -E -W --keep-going -b $(or $(ARGS),html) -c docs . build/$(or $(ARGS),html)
 
 # Nothing is importable beside torch, numpy and the wheel; the wheel is built from the sdist.
-dist: $(VENV)/.dist  ## Build sdist and wheel into dist/, and run the README's script by the wheel alone, on 1 and 2 ranks
+dist: $(VENV)/.dist  ## Build sdist and wheel into dist/, and run the first example by the wheel alone, on 1 and 2 ranks
 	@rm -rf dist build/alone
 	@$(BIN)/python -m build -qq --outdir dist
 	@python3 -m venv build/alone

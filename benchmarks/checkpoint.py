@@ -1,143 +1,83 @@
 """Times zero's checkpoints beside torch.distributed.checkpoint on FSDP2: the same model, the same disk, by turns.
 
-Prints the medians and how many times as long as torch's each takes. Disks are uneven: look at the spread (the fastest
-and the slowest of the rounds) before believing a difference.
+A checkpoint is saved, loaded, and loaded by the other number of ranks. Prints medians in seconds, until the slowest
+rank is done, and writes checkpoint.json. Disks are uneven: look there at all rounds before believing a difference.
 """
 
-import argparse
 import os
 import shutil
-import statistics
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.optim import Adam, Optimizer
+from torch.optim import Adam
 
 import zero
-from launch import Rank, run_ranks
+from contestants import How, Trained, build
+from launch import Launch, Rank
+from loop import take_step
+from models import Task, gpt
+from report import Figures, failures, machine, parser_of, tabulate
 
-WIDTH = 1024
-ELSEWHERE = "load of another number of ranks"
-Times = dict[str, list[float]]
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+ELSEWHERE = "of other ranks"
+NAMES = {"zero": "zero3", "torch": "fsdp2"}
 
 
-class Zero:
-    """Stage 3 and zero.checkpoint."""
-
-    name = "zero"
-
-    def __init__(self, blocks: int, device: torch.device) -> None:
-        model = nn.Sequential(*[Block() for _ in range(blocks)]).to(device)
-        self.model = zero.FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
-        self.optimizer = with_state(self.model)
-
-    def save(self, path: Path) -> None:
-        zero.checkpoint.save(path, self.model, self.optimizer)
-
-    def save_behind(self, path: Path) -> Callable[[], None]:
-        return zero.checkpoint.save(path, self.model, self.optimizer, wait=False).wait
-
-    def load(self, path: Path) -> None:
-        zero.checkpoint.load(path, self.model, self.optimizer)
+def save(trained: Trained, path: Path) -> None:
+    if isinstance(trained.model, zero.FSDP):
+        zero.checkpoint.save(path, trained.model, trained.optimizer)
+        return
+    weights, state = get_state_dict(trained.model, trained.optimizer)
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=path)
 
 
-class Torch:
-    """FSDP2 and torch.distributed.checkpoint."""
-
-    name = "torch"
-
-    def __init__(self, blocks: int, device: torch.device) -> None:
-        self.model = nn.Sequential(*[Block() for _ in range(blocks)]).to(device)
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-        for block in [*self.model, self.model]:
-            fully_shard(block, mesh=mesh)
-        self.optimizer = with_state(self.model)
-
-    def save(self, path: Path) -> None:
-        weights, state = get_state_dict(self.model, self.optimizer)
-        dcp.save({"model": weights, "optim": state}, checkpoint_id=path)
-
-    def save_behind(self, path: Path) -> Callable[[], None] | None:
-        return None  # needs a second process group
-
-    def load(self, path: Path) -> None:
-        weights, state = get_state_dict(self.model, self.optimizer)
-        told = {"model": weights, "optim": state}
-        dcp.load(told, checkpoint_id=path)
-        set_state_dict(self.model, self.optimizer, model_state_dict=told["model"], optim_state_dict=told["optim"])
+def load(trained: Trained, path: Path) -> None:
+    if isinstance(trained.model, zero.FSDP):
+        zero.checkpoint.load(path, trained.model, trained.optimizer)
+        return
+    weights, state = get_state_dict(trained.model, trained.optimizer)
+    told = {"model": weights, "optim": state}
+    dcp.load(told, checkpoint_id=path)
+    set_state_dict(trained.model, trained.optimizer, model_state_dict=told["model"], optim_state_dict=told["optim"])
 
 
-def with_state(model: nn.Module) -> Optimizer:
-    optimizer = Adam(model.parameters(), foreach=False)
-    for param in model.parameters():
-        param.grad = torch.zeros_like(param)
-    optimizer.step()
-    optimizer.zero_grad()
-    return optimizer
-
-
-def leave(rank: Rank, *, folder: str, blocks: int) -> None:
-    """Saves on both sides, for another number of ranks to load."""
+def measure(task: Task, whose: str, folder: Path, worlds: list[int], rank: Rank) -> Figures:
+    """Each once to warm up, and then in seconds. What the other number of ranks has left is loaded, too."""
     warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    for side in (Zero(blocks, rank.device), Torch(blocks, rank.device)):
-        side.save(Path(folder) / side.name)
-
-
-def measure(rank: Rank, *, folder: str, blocks: int, rounds: int, found: str | None) -> Times:
-    """Seconds until the slowest rank is done. found: what another number of ranks has left, to be loaded too."""
-    warnings.simplefilter("ignore")
-    torch.manual_seed(0)
-    sides = [Zero(blocks, rank.device), Torch(blocks, rank.device)]
-    times: Times = {}
-    for number in range(rounds + 1):
-        for side in sides:
-            path = Path(folder) / side.name
+    trained = build(NAMES[whose], task, rank, How(partial(Adam, foreach=False)))
+    take_step(trained, task.batch(0, rank.rank, rank.device), rank.device)
+    path = folder / f"{whose}{rank.world}"
+    jobs = {"save": partial(save, trained, path), "load": partial(load, trained, path)}
+    left = [folder / f"{whose}{world}" for world in worlds if world != rank.world]
+    if left and left[0].exists():
+        jobs[ELSEWHERE] = partial(load, trained, left[0])
+    for _ in range(2):
+        clear(rank, path)
+        figures: Figures = {job: timed(work)[0] for job, work in jobs.items()}
+        figures |= {ELSEWHERE: figures.get(ELSEWHERE), "save, wait=False": None}
+        if whose == "zero":  # torch's needs a second process group
             clear(rank, path)
-            jobs: dict[str, Callable[[], Any]] = {
-                "save": partial(side.save, path),
-                "load": partial(side.load, path),
-            }
-            if found is not None:
-                jobs[ELSEWHERE] = partial(side.load, Path(found) / side.name)
-            for job, work in jobs.items():
-                seconds, _ = timed(work)
-                if number:  # the first round warms up
-                    times.setdefault(f"{job} {side.name}", []).append(seconds)
-            clear(rank, path) if side.name == "zero" else None
-            seconds, finish = timed(partial(side.save_behind, path))
-            if finish is not None:
-                finish()
-                if number:
-                    times.setdefault(f"save behind {side.name}", []).append(seconds)
-    return times
+            save_behind = partial(zero.checkpoint.save, path, trained.model, trained.optimizer, wait=False)
+            figures["save, wait=False"], saving = timed(save_behind)
+            saving.wait()
+    return figures
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     dist.barrier()
-    start = time.perf_counter()
+    begin = time.perf_counter()
     result = work()
     dist.barrier()
-    return time.perf_counter() - start, result
+    return time.perf_counter() - begin, result
 
 
 def clear(rank: Rank, path: Path) -> None:
@@ -149,47 +89,22 @@ def clear(rank: Rank, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--blocks", type=int, default=12, help="of 100 MB of parameters and Adam's state each")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = parser_of(__doc__, blocks=(8, "of 151 MB of parameters and Adam's state each"), rounds=(5, "rounds"))
+    parser.add_argument("--worlds", type=int, nargs="+", metavar="N", default=[2, 4], help="ranks")
     parser.add_argument("--dir", help="on the disk to be measured; by default the system's temporary directory")
-    options = parser.parse_args()
-    nbytes = options.blocks * sum(param.numel() for param in Block().parameters()) * 12
-    print(f"{nbytes / 1e9:.2f} GB of parameters and Adam's state, medians of {options.rounds} rounds, in seconds")
-    print(f"{'ranks':>5}  {'':<22}{'zero':>8}{'torch':>8}{'zero/torch':>12}   {'zero from..to':<16}torch from..to")
-    with tempfile.TemporaryDirectory(dir=options.dir) as folder:
-        worlds: list[int] = options.worlds
-        for world, other in zip(worlds, worlds[1:] + worlds[:1], strict=True):
-            found = None
-            if other != world:
-                found = f"{folder}/left"
-                run_ranks(partial(leave, folder=found, blocks=options.blocks), other)
-            work = partial(measure, folder=f"{folder}/here", blocks=options.blocks, rounds=options.rounds, found=found)
-            report(world, other, run_ranks(work, world)[0])
-            shutil.rmtree(f"{folder}/left", ignore_errors=True)
-            shutil.rmtree(f"{folder}/here")
-
-
-def report(world: int, elsewhere: int, times: Times) -> None:
-    for job in ["save", "load", ELSEWHERE]:
-        ours, theirs = times.get(f"{job} zero"), times.get(f"{job} torch")
-        if ours is not None and theirs is not None:
-            mine, other = statistics.median(ours), statistics.median(theirs)
-            called = f"load of {elsewhere} ranks' save" if job == ELSEWHERE else job
-            print(
-                f"{world:>5}  {called:<22}{mine:>8.2f}{other:>8.2f}{mine / other:>12.2f}   "
-                f"{spread(ours):<16}{spread(theirs)}",
-                flush=True,
+    given = parser.parse_args()
+    task = gpt(given.blocks, 1024)
+    nbytes = 12 * sum(param.numel() for param in task.build("meta").parameters())
+    with tempfile.TemporaryDirectory(dir=given.dir) as folder:
+        jobs = {
+            f"{whose}, {world} ranks": partial(
+                Launch(world).first, partial(measure, task, whose, Path(folder), given.worlds)
             )
-    behind, waiting = statistics.median(times["save behind zero"]), statistics.median(times["save zero"])
-    print(
-        f"{world:>5}  {'wait=False blocks':<22}{behind:>8.2f}   {behind / waiting:.0%} of the waiting save", flush=True
-    )
-
-
-def spread(seconds: list[float]) -> str:
-    return f"{min(seconds):.2f}..{max(seconds):.2f}"
+            for world, whose in product(given.worlds, NAMES)
+        }
+        subject = f"{nbytes / 1e9:.2f} GB of parameters and Adam's state, seconds; {machine()}"
+        _, failed = tabulate(jobs, given.rounds, given.out, "checkpoint", subject)
+    sys.exit(failures(failed))
 
 
 if __name__ == "__main__":

@@ -1,158 +1,242 @@
-"""What wires.py and graphs.py compare: a GPT in bfloat16 with float32 master weights, sharded by each or not."""
+"""The ways to train that are compared: alone, plain DDP, its peers, and the stages of zero, each with its options.
 
-import argparse
-import sys
+Every command of this folder has its models and optimizers from here. A contestant whose package cannot be imported, or
+which lacks what was asked for, is missing, and says why.
+"""
+
+import contextlib
+import importlib.util
+import io
+import os
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.optim import AdamW
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
 
 import zero
-from gpt import CONTEXT, GPT, Block
 from launch import Rank
+from models import Task
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from simulated.network import Network
+BUCKET = 25 * 2**20 // 4
+"""Elements of a bucket where a peer's own default is out of all proportion: DDP's 25 MiB."""
+
+
+ADAMW = partial(AdamW, lr=1e-3)
 
 
 @dataclass(frozen=True)
-class Settings:
-    """world: ranks, of which one runs. bandwidth, gpus_a_host, nics, link: see wires.py. tokens: of this rank's batch.
+class How:
+    """optim: a class or a partial of it, in which zero sees the class: a function it would measure.
 
-    reduce_dtype: float32 or bfloat16, in which gradients are sent; at stage 1 they have the model's 16 bits, and at
-    stage 2 they are float32. rate: of learning; by default 0, since what the fake group brings are not the ranks'
-    gradients, and the weights would diverge. capturable: the optimizer counts its steps on the GPU. ctas, one: see
-    wires.py.
+    dtype: in which is computed, float32 or bfloat16; master weights are float32. What has no policy of its own computes
+        under torch.autocast.
+    reduce_dtype: in which gradients are sent; by default float32. Not of DDP and of stage 1.
+    offload: shards and optimizer state are stored on the CPU, except of the two that all are compared with.
+    group: for zero, what stands for a process group.
     """
 
-    world: int
-    bandwidth: float
-    tokens: int
-    layers: int
-    width: int
-    compile: bool
-    reduce_dtype: str
-    steps: int
-    rate: float = 0.0
-    capturable: bool = False
-    ctas: int = 0
-    one: bool = False
-    gpus_a_host: int = 0
-    nics: int = 0
-    link: float = 300.0
+    optim: Callable[[Iterable[nn.Parameter]], Optimizer] = ADAMW
+    dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype | None = None
+    offload: bool = False
+    group: Any = None
 
     @property
-    def network(self) -> Network:
-        """In one host --bandwidth is that of links, and nothing else is used."""
-        gpus = min(self.gpus_a_host, self.world) or self.world
-        link = self.bandwidth if gpus == self.world else self.link
-        return Network(self.world // gpus, gpus, self.nics or gpus, 1e9 * self.bandwidth, 1e9 * link)
-
-    @property
-    def words(self) -> int:
-        return 16 * self.width
-
-    def build(self, device: torch.device) -> GPT:
-        torch.manual_seed(0)
-        with torch.device(device):
-            model = GPT(self.layers, self.width, tokens=self.words, tied=False)
-        if self.compile:
-            for number, block in enumerate(model.blocks):
-                model.blocks[number] = torch.compile(block)
-        return model
-
-    def batch(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        drawn = torch.randint(self.words, (self.tokens // CONTEXT, CONTEXT + 1), device=device)
-        return drawn[:, :-1], drawn[:, 1:]
+    def half(self) -> bool:
+        return self.dtype != torch.float32
 
 
-Trained = tuple[Callable[..., Tensor], torch.optim.Optimizer]
+class Trained:
+    """A model and its optimizer, used as torch's are.
+
+    autocast: the dtype to compute in, if the model does not see to it. zero_grad, backward: where they are not those
+        of the optimizer and of the loss.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        autocast: torch.dtype = torch.float32,
+        zero_grad: Callable[[], None] | None = None,
+        backward: Callable[[Tensor], None] = Tensor.backward,
+    ) -> None:
+        self.model, self.optimizer, self._autocast = model, optimizer, autocast
+        self._zero_grad, self.backward = zero_grad or optimizer.zero_grad, backward
+
+    def loss(self, *batch: Tensor) -> Tensor:
+        if self._autocast == torch.float32:
+            return self.model(*batch)
+        with torch.autocast(batch[0].device.type, self._autocast):
+            return self.model(*batch)
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self._zero_grad()
 
 
-def adam(settings: Settings, device: torch.device) -> Callable[..., AdamW]:
-    """A partial, in which zero sees the class: a function of ours it would measure, and by the CPU, where fused steps
-    of torch 2.11 depend on the length."""
-    on_gpu = device.type == "cuda"
-    return partial(AdamW, lr=settings.rate, fused=on_gpu, capturable=on_gpu and settings.capturable)
+def _alone(model: nn.Module, block: type[nn.Module], rank: Rank, how: How) -> Trained:
+    return Trained(model, how.optim(model.parameters()), autocast=how.dtype)
 
 
-def unsharded(settings: Settings, rank: Rank) -> Trained:
-    model = settings.build(rank.device)
-
-    def loss(*batch: Tensor) -> Tensor:
-        with torch.autocast(rank.device.type, torch.bfloat16):
-            return model(*batch)
-
-    return loss, adam(settings, rank.device)(model.parameters())
+def _ddp(model: nn.Module, block: type[nn.Module], rank: Rank, how: How) -> Trained:
+    return Trained(DistributedDataParallel(model), how.optim(model.parameters()), autocast=how.dtype)
 
 
-def fsdp1(settings: Settings, rank: Rank) -> Trained:
-    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+def _zero_redundancy(model: nn.Module, block: type[nn.Module], rank: Rank, how: How) -> Trained:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns
 
-    model = settings.build(rank.device)
-    precision = MixedPrecision(torch.bfloat16, getattr(torch, settings.reduce_dtype))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), how.optim)
+    return Trained(DistributedDataParallel(model), optimizer, autocast=how.dtype)
+
+
+def _fairscale(sharded: bool, model: nn.Module, block: type[nn.Module], rank: Rank, how: How) -> Trained:
+    from fairscale.nn.data_parallel import ShardedDataParallel
+    from fairscale.optim import OSS
+
+    optimizer = OSS(model.parameters(), optim=how.optim)
+    if not sharded:
+        return Trained(DistributedDataParallel(model), optimizer, autocast=how.dtype)
+    wrapped = ShardedDataParallel(model, optimizer)
+    # The optimizer's own zero_grad sets gradients to None, which takes them out of the buckets.
+    return Trained(wrapped, optimizer, autocast=how.dtype, zero_grad=wrapped.zero_grad)
+
+
+def _fsdp1(kept: bool, model: nn.Module, block: type[nn.Module], rank: Rank, how: How) -> Trained:
+    from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+
     sharded = FullyShardedDataParallel(
         model,
-        auto_wrap_policy=ModuleWrapPolicy({type(model.blocks[0])}),
-        mixed_precision=precision,
+        sharding_strategy=ShardingStrategy.SHARD_GRAD_OP if kept else ShardingStrategy.FULL_SHARD,
+        auto_wrap_policy=ModuleWrapPolicy({block}),
+        mixed_precision=MixedPrecision(how.dtype, how.reduce_dtype or torch.float32) if how.half else None,
+        cpu_offload=CPUOffload(how.offload),
         use_orig_params=True,
         device_id=rank.device,
     )
-    return sharded, adam(settings, rank.device)(sharded.parameters())
+    return Trained(sharded, how.optim(sharded.parameters()))
 
 
-def fsdp2(settings: Settings, rank: Rank) -> Trained:
+def _fsdp2(kept: bool, model: nn.Module, block: type[nn.Module], rank: Rank, how: How) -> Trained:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-    model = settings.build(rank.device)
-    mesh = init_device_mesh(rank.device.type, (rank.world,))
-    policy = MixedPrecisionPolicy(torch.bfloat16, getattr(torch, settings.reduce_dtype))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    return model, adam(settings, rank.device)(model.parameters())
-
-
-def stage_3(settings: Settings, rank: Rank, *, reshards: bool = True) -> Trained:
-    precision = zero.MixedPrecision(torch.bfloat16, getattr(torch, settings.reduce_dtype))
-    model = zero.FSDP(
-        settings.build(rank.device),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        mixed_precision=precision,
-        reshard_after_forward=reshards,
-    )
-    return model, adam(settings, rank.device)(model.parameters())
+    options: dict[str, Any] = {
+        "mesh": init_device_mesh(rank.device.type, (rank.world,)),
+        "reshard_after_forward": not kept,
+    }
+    if how.half:
+        options["mp_policy"] = MixedPrecisionPolicy(how.dtype, how.reduce_dtype or torch.float32)
+    if how.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=rank.device.type == "cuda")
+    for module in [module for module in model.modules() if isinstance(module, block)]:
+        fully_shard(module, **options)
+    fully_shard(model, **options)
+    return Trained(model, how.optim(model.parameters()))
 
 
-def with_oss(stage: int, settings: Settings, rank: Rank) -> Trained:
-    """Stages 1 and 2."""
-    model, optim = settings.build(rank.device).bfloat16(), adam(settings, rank.device)
-    return zero.setup(model, optim, stage=stage, partition="even", master_dtype=torch.float32)
+def _deepspeed(stage: int, model: nn.Module, block: type[nn.Module], rank: Rank, how: How) -> Trained:
+    os.environ.update(RANK=str(rank.rank), LOCAL_RANK=str(rank.device.index or 0), WORLD_SIZE=str(rank.world))
+    if rank.device.type == "cpu":
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    deepspeed.logger.setLevel("ERROR")
+    deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+    # By default buckets have 2 GB.
+    sharding: dict[str, Any] = {"stage": stage, "reduce_bucket_size": BUCKET, "allgather_bucket_size": BUCKET}
+    if how.offload:
+        sharding["offload_optimizer"] = {"device": "cpu"}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0,  # it clips to a norm of 1 by default
+        "bf16": {"enabled": how.half},
+        "zero_optimization": sharding,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=how.optim(model.parameters()), config=config)
+    return Trained(engine, engine, zero_grad=lambda: None, backward=engine.backward)  # it sets them to zero itself
 
 
-CONTESTANTS: dict[str, Callable[[Settings, Rank], Trained]] = {
-    "nothing sharded": unsharded,
-    "FSDP1": fsdp1,
-    "FSDP2": fsdp2,
-    "zero stage 3": stage_3,
-    "zero stage 2": partial(with_oss, 2),
+def _zero(stage: int, kept: bool, model: nn.Module, block: type[nn.Module], rank: Rank, how: How) -> Trained:
+    offload = zero.CPUOffload() if how.offload else None
+    if stage == 3:
+        sharded = zero.FSDP(
+            model,
+            how.group,
+            auto_wrap_policy=ModuleWrapPolicy({block}),
+            mixed_precision=zero.MixedPrecision(how.dtype, how.reduce_dtype) if how.half else None,
+            reshard_after_forward=not kept,
+            offload=offload,
+        )
+        return Trained(sharded, how.optim(sharded.parameters()))
+    if stage == 2 and how.half and how.reduce_dtype == how.dtype:
+        model = model.to(how.dtype)
+        options = {"master_dtype": torch.float32, "offload": offload}
+        optimizer = zero.OSS(model.parameters(), how.optim, how.group, **options)
+        return Trained(zero.ShardedDDP(model, optimizer, reduce_fp16=True), optimizer)
+    options = {"process_group": how.group, "offload": offload, "precision": "bf16" if how.half else None}
+    return Trained(*zero.setup(model, how.optim, stage=stage, **options))
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """stage: what it keeps in shards, as zero.plan counts. package: that it needs besides torch and zero."""
+
+    title: str
+    stage: str
+    make: Callable[[nn.Module, type[nn.Module], Rank, How], Trained]
+    package: str | None = None
+    offloads: bool = True
+
+    @property
+    def ours(self) -> bool:
+        return self.title.startswith("zero")
+
+    def missing(self, how: How) -> str | None:
+        """Why it cannot be run here, or None."""
+        if how.offload and not self.offloads:
+            return "it offloads nothing"
+        if self.package is not None and importlib.util.find_spec(self.package) is None:
+            return f"there is no package {self.package} (make peers installs it)"
+        return None
+
+
+CONTESTANTS = {
+    "alone": Contestant("alone", "0", _alone),
+    "ddp": Contestant("DDP", "0", _ddp),
+    "zro": Contestant("DDP + ZeroRedundancyOptimizer", "1", _zero_redundancy, offloads=False),
+    "fairscale1": Contestant("FairScale OSS", "1", partial(_fairscale, False), "fairscale", offloads=False),
+    "deepspeed1": Contestant("DeepSpeed stage 1", "1", partial(_deepspeed, 1), "deepspeed"),
+    "zero1": Contestant("zero stage 1, OSS", "1", partial(_zero, 1, False)),
+    "fairscale2": Contestant("FairScale OSS + SDP", "2", partial(_fairscale, True), "fairscale", offloads=False),
+    "deepspeed2": Contestant("DeepSpeed stage 2", "2", partial(_deepspeed, 2), "deepspeed"),
+    "zero2": Contestant("zero stage 2, ShardedDDP", "2", partial(_zero, 2, False)),
+    "fsdp1kept": Contestant("FSDP1 SHARD_GRAD_OP", "3 kept", partial(_fsdp1, True)),
+    "fsdp2kept": Contestant("FSDP2, not resharded", "3 kept", partial(_fsdp2, True)),
+    "zero3kept": Contestant("zero stage 3, kept", "3 kept", partial(_zero, 3, True)),
+    "fsdp1": Contestant("FSDP1 FULL_SHARD", "3", partial(_fsdp1, False)),
+    "fsdp2": Contestant("FSDP2", "3", partial(_fsdp2, False)),
+    "deepspeed3": Contestant("DeepSpeed stage 3", "3", partial(_deepspeed, 3), "deepspeed"),
+    "zero3": Contestant("zero stage 3, FSDP", "3", partial(_zero, 3, False)),
 }
 
+OVER_FAKE_RANKS = [name for name, one in CONTESTANTS.items() if name not in ("ddp", "zro") and not one.package]
+"""DistributedDataParallel's own all-reduce, and DeepSpeed, do not run without the others. Stage 1 does in 16 bits."""
 
-def add_options(parser: argparse.ArgumentParser, contestants: Iterable[str], *, tokens: int) -> None:
-    """Those of the model, and `--only`. tokens: by default."""
-    add, names, on_gpu = parser.add_argument, [*contestants], torch.cuda.is_available()
-    for name, default, told in (
-        ("--tokens", tokens, f"of a batch, a multiple of {CONTEXT}"),
-        ("--layers", 18 if on_gpu else 2, "blocks"),
-        ("--width", 2048 if on_gpu else 64, "of the model"),
-    ):
-        add(name, metavar="N", type=int, default=default, help=f"{told} (default: %(default)s)")
-    add("--reduce-dtype", choices=["float32", "bfloat16"], default="float32")
-    add("--only", nargs="+", choices=names, metavar="NAME", default=names, help=f"of {', '.join(names)}")
+
+def build(name: str, task: Task, rank: Rank, how: How = How()) -> Trained:
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        return CONTESTANTS[name].make(task.build(rank.device), task.block, rank, how)

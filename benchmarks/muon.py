@@ -18,7 +18,7 @@ from torch.optim import AdamW, Muon
 import zero
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from test_several_optimizers import Llama, matrices
+from llama import Llama, matrices
 
 HOW = {"all parameters whole": {"partition": "whole"}, "matrices whole, the rest cut": {}}
 WORLDS, STEPS = (2, 4), 5

@@ -7,10 +7,9 @@ lie in the memory of the host: links between GPUs take more, and the rows compar
     python benchmarks/nccl_memory.py
 
 Every row runs in fresh processes. A model alone has trained in them before, so that its kernels are loaded. Without a
-GPU it shows by how much the process grows at most, over Gloo.
+GPU it shows by how much the process grew at most, over Gloo.
 """
 
-import argparse
 import gc
 import os
 import sys
@@ -20,93 +19,72 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-import zero
-from accounting import measure_process_peak
-from contestants import Settings
-from gpt import CONTEXT, Block
-from launch import Rank, RankFailed, run_hosts
-from measure import wait_for_device
-from report import MIB, align
-
-HEAD = ("gradients in", "communicators", "made MiB", "forward MiB", "backward MiB", "torch's, backward MiB")
+from contestants import How, build
+from launch import Launch, Rank
+from loop import peak_of_process, wait_for
+from models import Task, gpt
+from report import MIB, Figures, failures, machine, parser_of, tabulate
 
 
-def measure(settings: Settings, second: bool, rank: Rank) -> list[tuple[int, int]]:
+def measure(task: Task, dtype: str, second: bool, rank: Rank) -> list[tuple[int, int]]:
     """What the device, or the process, has given away, and what torch has of it for this rank: at the beginning, before
     the first forward, before the first backward, and after it."""
     os.environ["ZERO_SECOND_COMMUNICATOR"] = str(int(second))
-    meeting, batch, found = dist.new_group(backend="gloo"), settings.batch(rank.device), []
-    settings.build(rank.device).bfloat16()(*batch).backward()
+    meeting, batch, found = dist.new_group(backend="gloo"), task.batch(0, rank.rank, rank.device), []
+    task.build(rank.device).bfloat16()(*batch).backward()
 
     def look() -> None:
-        wait_for_device(rank.device)
+        wait_for(rank.device)
         dist.barrier(meeting)
         found.append(in_use(rank.device))
         dist.barrier(meeting)
 
     gc.collect()
     look()
-    sharded = zero.FSDP(
-        settings.build(rank.device),
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
-        mixed_precision=zero.MixedPrecision(torch.bfloat16, getattr(torch, settings.reduce_dtype)),
-    )
+    trained = build("zero3", task, rank, How(dtype=torch.bfloat16, reduce_dtype=getattr(torch, dtype)))
     look()
-    loss = sharded(*batch)
+    loss = trained.loss(*batch)
     look()
-    loss.backward()
+    trained.backward(loss)
     look()
     return found
 
 
 def in_use(device: torch.device) -> tuple[int, int]:
     if device.type != "cuda":
-        return measure_process_peak(), 0
+        return peak_of_process(device), 0
     free, whole = torch.cuda.mem_get_info(device)
     return whole - free, torch.cuda.memory_reserved(device)
 
 
-def row(settings: Settings, second: bool, seconds: float) -> tuple[str, ...]:
-    """A line of the table, in MiB a rank."""
-    found = run_hosts(partial(measure, settings, second), settings.world, seconds=seconds)
-    gpus = min(torch.cuda.device_count(), settings.world)
-    sharing = settings.world / gpus if gpus else 1
+def row(launch: Launch, work: Any) -> Figures:
+    """A rank's, from point to point, and what torch took at the last."""
+    found, world = launch(work), launch.world
+    gpus = min(torch.cuda.device_count(), world)
+    sharing = world / gpus if gpus else 1
     outside, torchs = [], []
     for of_ranks in zip(*found, strict=True):  # at one point
         given, own = map(sum, zip(*of_ranks, strict=True))
-        outside.append((given / sharing - own) / settings.world / MIB)
-        torchs.append(own / settings.world / MIB)
-    figures = [after - before for before, after in pairwise(outside)] + [torchs[-1] - torchs[-2]]
-    return settings.reduce_dtype, "two" if second else "one", *(f"{figure:.0f}" for figure in figures)
+        outside.append((given / sharing - own) / world / MIB)
+        torchs.append(own / world / MIB)
+    points = ("made MiB", "forward MiB", "backward MiB")
+    figures = dict(zip(points, (after - before for before, after in pairwise(outside)), strict=True))
+    return {**figures, "torch's, backward MiB": torchs[-1] - torchs[-2]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    on_gpu = torch.cuda.is_available()
-    add = partial(parser.add_argument, metavar="N", type=int)
-    add("--world", default=2, help="ranks (default: %(default)s)")
-    add("--layers", default=4, help="blocks (default: %(default)s)")
-    add("--width", default=1024 if on_gpu else 64, help="of the model (default: %(default)s)")
-    add("--seconds", default=40, help="that a row may take (default: %(default)s)")
-    given = parser.parse_args()
-    sizes: dict[str, Any] = {"tokens": 2 * CONTEXT, "layers": given.layers, "width": given.width}
-    where = torch.cuda.get_device_name() if on_gpu else "no GPU"
-    print(f"{given.world} ranks as hosts, a GPT of {given.layers} blocks of {given.width}; {where}", flush=True)
-    lines, failed = [HEAD], []
+    sizes = {"layers": (4, "blocks"), "width": (1024 if torch.cuda.is_available() else 64, "of the model")}
+    given = parser_of(__doc__, world=(2, "ranks"), **sizes, seconds=(40, "that a row may take")).parse_args()
+    launch = Launch(given.world, "hosts", seconds=given.seconds)
+    task = gpt(given.layers, given.width, 16 * given.width)
+    jobs = {}
     for dtype, second in product(("float32", "bfloat16"), (False, True)):
-        settings = Settings(given.world, bandwidth=0.0, compile=False, reduce_dtype=dtype, steps=1, **sizes)
-        try:
-            lines.append(row(settings, second, given.seconds))
-            print(*lines[-1], flush=True)
-        except RankFailed as failure:
-            failed.append(f"{dtype}, {'two' if second else 'one'}: {failure}")
-    print(f"\n{align(lines, left=2)}")
-    if failed:
-        sys.exit("".join(f"FAILED: {told}\n" for told in failed))
+        title = f"gradients in {dtype}, {'two communicators' if second else 'one'}"
+        jobs[title] = partial(row, launch, partial(measure, task, dtype, second))
+    subject = f"{given.world} ranks as hosts, a GPT of {given.layers} blocks of {given.width}; {machine()}"
+    _, failed = tabulate(jobs, 1, given.out, "nccl_memory", subject)
+    sys.exit(failures(failed))
 
 
 if __name__ == "__main__":

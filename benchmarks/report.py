@@ -1,45 +1,41 @@
-"""What the benchmark found: a row a stage, as a table and as JSON, and whether the losses agree."""
+"""What the commands have in common around their measurements: options, tables, the files they write."""
 
+import argparse
 import json
-import math
+import os
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from launch import take_turns
+
+OUT = Path(__file__).parent / "out"
 MIB = 2**20
-HEAD = (
-    *("stage", "params", "grads", "optim", "peak", "predicted", "process", "sent"),
-    *("step ms", "CPU ms", "first loss", "last loss"),
-)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One stage, on the rank that needs most; CPU time is the mean over ranks, losses are too."""
-
-    stage: str
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    peak_bytes: int
-    predicted_peak_bytes: int
-    process_peak_bytes: int
-    sent_bytes_per_step: int
-    step_ms: float
-    cpu_ms: float
-    losses: list[float]
+def parser_of(page: str | None, **numbers: tuple[float, str]) -> argparse.ArgumentParser:
+    """page: the docstring of the command. numbers: options by name, with their default and what they are."""
+    parser = argparse.ArgumentParser(
+        description=page, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    for name, (default, what) in numbers.items():
+        option = f"--{name.replace('_', '-')}"
+        told = f"{what} (default: %(default)s)"
+        parser.add_argument(option, metavar="N", type=type(default), default=default, help=told)
+    parser.add_argument("--out", type=Path, metavar="DIR", default=OUT, help="of the results (default: %(default)s)")
+    return parser
 
 
-def write_json(file: Path, rows: Sequence[Row], *, world: int, parameters: int, subject: str) -> None:
-    """subject: what was measured, on what."""
-    stages = [asdict(row) for row in rows]
-    content = {"subject": subject, "world": world, "parameters": parameters, "stages": stages}
-    file.write_text(json.dumps(content, indent=2) + "\n")
-
-
-def format_table(rows: Sequence[Row]) -> str:
-    return align([HEAD, *(_format_cells(row) for row in rows)])
+def add_names(parser: argparse.ArgumentParser, option: str, names: Sequence[str], default: Sequence[str] = ()) -> None:
+    """An option that takes some of the names; by default all, or those of `default`."""
+    told = f"of {', '.join(names)} (default: {' '.join(default) or 'all'})"
+    parser.add_argument(option, nargs="+", choices=names, metavar="NAME", default=list(default or names), help=told)
 
 
 def align(lines: Sequence[Sequence[str]], *, left: int = 1) -> str:
@@ -49,45 +45,61 @@ def align(lines: Sequence[Sequence[str]], *, left: int = 1) -> str:
     return "\n".join("  ".join(line) for line in aligned)
 
 
-def _format_cells(row: Row) -> tuple[str, ...]:
-    sizes = [
-        row.parameters_bytes,
-        row.gradients_bytes,
-        row.optimizer_bytes,
-        row.peak_bytes,
-        row.predicted_peak_bytes,
-        row.process_peak_bytes,
-        row.sent_bytes_per_step,
-    ]
-    times = [row.step_ms, row.cpu_ms]
-    return (
-        row.stage,
-        *(f"{size / MIB:.1f}" for size in sizes),
-        *(f"{time:.0f}" for time in times),
-        f"{row.losses[0]:.4f}",
-        f"{row.losses[-1]:.4f}",
-    )
-
-
-def find_differences(losses: Mapping[str, Sequence[float]], tolerance: float) -> list[str]:
-    """Where losses first differ from those that come first, relative to them; 0 asks for the same bits."""
-    (reference, those), *others = losses.items()
-    differences = []
-    for name, these in others:
-        for step, (expected, found) in enumerate(zip(those, these, strict=True)):
-            if not math.isclose(expected, found, rel_tol=tolerance, abs_tol=0):
-                differences.append(
-                    f"{name} differs from {reference} at step {step}: "
-                    f"loss {found!r}, expected {expected!r} (relative tolerance {tolerance:g})"
-                )
-                break
-    return differences
+def machine() -> str:
+    """What all is computed on, and when."""
+    gpus = torch.cuda.device_count()
+    where = f"{gpus} x {torch.cuda.get_device_name()}" if gpus else f"{os.cpu_count()} cores of {processor()}"
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return f"{where}{load}, torch {torch.__version__}, {time.strftime('%d %B %Y').lstrip('0')}"
 
 
 def processor() -> str:
     """The processor's name, as far as the system tells."""
     cpuinfo = Path("/proc/cpuinfo")
-    for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*: (.*)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
+    return found[1].strip() if found else platform.processor() or platform.machine()
+
+
+def write(out: Path, name: str, content: Mapping[str, Any], draw: Callable[[Path], None] | None = None) -> None:
+    """A JSON file, and beside it a picture, where matplotlib is there."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    print(f"\nwrote {out / name}.json")
+    try:
+        if draw is not None:
+            draw(out / f"{name}.png")
+            print(f"wrote {out / name}.png")
+    except ImportError as error:
+        print(f"no picture: {error}")
+
+
+Figures = dict[str, Any]
+"""By what they are: numbers, words, or None for what is not known."""
+
+
+def tabulate(
+    jobs: Mapping[str, Callable[[], Figures]], rounds: int, out: Path, name: str, subject: str
+) -> tuple[dict[str, Figures], dict[str, str]]:
+    """Takes turns, prints the medians of each job as a line, and writes all to a file. Returns the medians, and why
+    others failed."""
+    print(f"{subject}\n", flush=True)
+    found, failed = take_turns(jobs, rounds)
+    rows = {title: {key: _median([of[key] for of in taken]) for key in taken[0]} for title, taken in found.items()}
+    if rows:
+        head = ("", *next(iter(rows.values())))
+        print(align([head, *((title, *map(_shown, row.values())) for title, row in rows.items())]))
+    write(out, name, {"subject": subject, "rounds": found})
+    return rows, failed
+
+
+def _median(values: Sequence[Any]) -> Any:
+    return statistics.median(values) if all(isinstance(one, (int, float)) for one in values) else values[-1]
+
+
+def _shown(value: Any) -> str:
+    return "-" if value is None else f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def failures(failed: Mapping[str, str]) -> str | None:
+    """For sys.exit."""
+    return "\n".join(f"FAILED: {name}: {told}" for name, told in failed.items()) or None

@@ -14,34 +14,29 @@ Prints milliseconds of a settled step, how many of them transfers add, and the G
 within one host, a GPU.
 """
 
-import argparse
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.optim import AdamW, Optimizer
+from torch.optim import AdamW
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import zero
-from gpt import GPT, Block
-from report import align
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+from contestants import CONTESTANTS, How
+from fake import Network, patched
+from launch import Rank
+from models import GPT, SEED, Block
+from report import align, parser_of
 from simulated.device import Device, Event, Stream
-from simulated.network import Network, Wire
+from simulated.network import Wire
 from simulated.world import Simulated, simulated
 
 SCALE = 32
@@ -49,15 +44,13 @@ LAYERS, WIDTH, CONTEXT, WORDS = 18, 2048, 128, 32768
 FLOPS = {torch.bfloat16: 600e12, torch.float32: 300e12}
 MEMORY, LINK, NIC, GPUS = 3e12, 300e9, 45e9, 8
 RANK, STEPS, TOKENS = 1, 3, (8192, 2048)
+NAMES = ["zero2", "zero3", "fsdp2"]
 SENT = {
     "float32": (torch.float32, None),
     "bfloat16, by default": (torch.bfloat16, None),
     "bfloat16, 16 bits": (torch.bfloat16, torch.bfloat16),
 }
 """In what is computed, and in what the user asks gradients to be sent."""
-
-adam = partial(AdamW, lr=0.0, fused=True)
-Trained = tuple[Callable[..., Tensor], Optimizer]
 
 
 @dataclass(frozen=True)
@@ -87,37 +80,6 @@ def flops(name: str, args: Sequence[Any]) -> float:
         length, passes = tensors[0].shape[-2], 2.5 if "backward" in name else 1
         return 2.0 * passes * tensors[0].numel() * length
     return 0.0
-
-
-# ---------------------------------------------------------------------------------------------------- contestants
-
-
-def stage_3(case: Case, model: GPT, there: Simulated) -> Trained:
-    precision = None if case.dtype == torch.float32 else zero.MixedPrecision(case.dtype, case.reduce_dtype)
-    comm: Any = there.comm(RANK, case.network.ranks)
-    policy = ModuleWrapPolicy({Block})
-    sharded = zero.FSDP(model, process_group=comm, auto_wrap_policy=policy, mixed_precision=precision)
-    return sharded, adam(sharded.parameters())
-
-
-def stage_2(case: Case, model: GPT, there: Simulated) -> Trained:
-    how: dict[str, Any] = {} if case.dtype == torch.float32 else {"master_dtype": torch.float32}
-    comm: Any = there.comm(RANK, case.network.ranks)
-    model = model.to(case.dtype)
-    optimizer = zero.OSS(model.parameters(), adam, comm, **how)
-    return zero.ShardedDDP(model, optimizer, reduce_fp16=case.reduce_dtype == torch.bfloat16), optimizer
-
-
-def fsdp2(case: Case, model: GPT, there: Simulated) -> Trained:
-    mesh = init_device_mesh("cuda", (case.network.ranks,))
-    half = case.dtype != torch.float32
-    policy = MixedPrecisionPolicy(case.dtype, case.reduce_dtype or torch.float32) if half else MixedPrecisionPolicy()
-    for module in (*model.blocks, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
-    return model, adam(model.parameters())
-
-
-CONTESTANTS = {"zero stage 2": stage_2, "zero stage 3": stage_3, "FSDP2": fsdp2}
 
 
 class Handle:
@@ -154,55 +116,49 @@ class Handle:
     def set_device(self, device: object) -> None: ...
 
 
-OF_FSDP = "torch.distributed.fsdp._fully_shard._fsdp_"
-ASKING = [f"{OF_FSDP}{name}" for name in ("collectives", "init", "param_group", "state")]
+ASKING = [f"fsdp._fully_shard._fsdp_{name}" for name in ("collectives", "init", "param_group", "state")]
 
 
 @contextmanager
 def one_communicator(there: Simulated, world: int) -> Iterator[None]:
     """Process groups, of torch's fake backend, send by one group that is not there."""
     group = there.group(RANK, world, there.transfer)
-    methods = {
-        group._allgather_base: ("all_gather_single", "_allgather_base"),
-        group._reduce_scatter_base: ("reduce_scatter_single", "_reduce_scatter_base"),
-        group.allreduce: ("allreduce",),
-        group.broadcast: ("broadcast",),
-    }
-    with ExitStack() as patched:
-        for module in (*ASKING, "torch.distributed.device_mesh"):
-            patched.enter_context(mock.patch(f"{module}._get_device_handle", return_value=Handle(there.device)))
-        for by, names in methods.items():
-            for name in names:
-                if hasattr(dist.ProcessGroup, name):
-                    bound = mock.patch.object(dist.ProcessGroup, name, lambda _, *args, by=by: by(*args))
-                    patched.enter_context(bound)
+    with ExitStack() as replaced:
+        for module in (*ASKING, "device_mesh"):
+            handle = mock.patch(f"torch.distributed.{module}._get_device_handle", return_value=Handle(there.device))
+            replaced.enter_context(handle)
+        replaced.enter_context(
+            patched(
+                gather=lambda _, *args: group._allgather_base(*args),
+                reduce=lambda _, *args: group._reduce_scatter_base(*args),
+                all_reduce=lambda _, *args: group.allreduce(*args),
+                broadcast=lambda _, *args: group.broadcast(*args),
+            )
+        )
         yield
 
 
-def step_of(title: str, case: Case, *, wires: bool = True) -> tuple[float, Counter[str]]:
+def step_of(name: str, case: Case, *, wires: bool = True) -> tuple[float, Counter[str]]:
     """Seconds of the last of the steps, and bytes by kind. wires: whether transfers take time."""
-    transfer = case.transfer if wires else lambda *_: 0.0
-    how: dict[str, Any] = {"compute": case.compute, "bandwidth": MEMORY / SCALE**2, "transfer": transfer}
-    with simulated(wire=Wire(), **how) as there, one_communicator(there, case.network.ranks):
-        torch.manual_seed(0)
-        model = GPT(LAYERS, WIDTH // SCALE, tokens=WORDS // SCALE, tied=False)
-        loss, optimizer = CONTESTANTS[title](case, model, there)
+    world, transfer = case.network.ranks, case.transfer if wires else lambda *_: 0.0
+    options: dict[str, Any] = {"compute": case.compute, "bandwidth": MEMORY / SCALE**2, "transfer": transfer}
+    with simulated(wire=Wire(), **options) as there, one_communicator(there, world):
+        torch.manual_seed(SEED)
+        model = GPT(LAYERS, WIDTH // SCALE, WORDS // SCALE, tied=False)
+        how = How(partial(AdamW, lr=0.0, fused=True), case.dtype, case.reduce_dtype, group=there.comm(RANK, world))
+        trained = CONTESTANTS[name].make(model, Block, Rank(RANK, world, torch.device("cuda")), how)
         batch = case.batch()
         for _ in range(STEPS):
             begin = there.device.computing.time
             there.device.transfers.clear()
-            loss(batch, batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            trained.backward(trained.loss(batch, batch))
+            trained.update()
         sent: Counter[str] = Counter()
         network = case.network
         for kind, nbytes, *_ in there.device.transfers:
             by = network.nic_bytes if network.hosts > 1 else network.link_bytes
             sent[kind] += round(by(kind, nbytes) * SCALE**2)
         return there.device.computing.time - begin, sent
-
-
-# -------------------------------------------------------------------------------------------------------- the table
 
 
 def networks(world: int) -> dict[str, Network]:
@@ -216,21 +172,19 @@ def rows(world: int) -> Iterator[tuple[str, ...]]:
     """Without wires a step takes as long in each network."""
     dist.init_process_group("fake", rank=RANK, world_size=world, store=FakeStore())
     alone: dict[tuple[str, int, str], float] = {}
-    for (where, network), tokens, sent_as, title in product(networks(world).items(), TOKENS, SENT, CONTESTANTS):
-        case, key = Case(network, tokens, *SENT[sent_as]), (title, tokens, sent_as)
-        seconds, sent = step_of(title, case)
+    for (where, network), tokens, sent_as, name in product(networks(world).items(), TOKENS, SENT, NAMES):
+        case, key = Case(network, tokens, *SENT[sent_as]), (name, tokens, sent_as)
+        seconds, sent = step_of(name, case)
         if key not in alone:
-            alone[key], _ = step_of(title, case, wires=False)
+            alone[key], _ = step_of(name, case, wires=False)
         figures = [f"{1000 * figure:.1f}" for figure in (seconds, seconds - alone[key])]
         kinds = ", ".join(f"{kind} {nbytes / 1e9:.2f}" for kind, nbytes in sorted(sent.items()))
-        yield where, f"{tokens:,}", sent_as, title, *figures, kinds
+        yield where, f"{tokens:,}", sent_as, CONTESTANTS[name].title, *figures, kinds
     dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--worlds", type=int, nargs="+", metavar="N", default=[8, 64], help=f"to {GPUS}, or multiples")
     table = [("network", "tokens", "computed, gradients sent", "", "ms", "exposed", "GB sent")]
     for world in parser.parse_args().worlds:

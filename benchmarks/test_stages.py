@@ -1,109 +1,55 @@
-"""Every stage by its number: the time of a step, of clipping, and of a checkpoint."""
+"""CPU time of a step and of clipping at every stage, for pytest-benchmark (make bench)."""
 
-import tempfile
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
-from torch.optim import Adam, Optimizer
 
 import zero
-from gpt import draw_batch
-from launch import Rank
-from measure import SEED, build_model
-from steps import LEARNING_RATE, Built, default_settings, measure_steps
-from turns import Clock, Turn, repeat, report, take_turns
+from contestants import How, build
+from launch import Launch, Rank, take_turns
+from loop import repeat, take_step, time_training
+from models import gpt
 
-WORLD, TURNS = 2, 3
-STAGES = {"stage 0": 0, "stage 1": 1, "stage 2": 2, "stage 3": 3}
-clock = Clock()
+TASK = gpt(6, 384, tied=True)
+NAMES = ("ddp", "zero1", "zero2", "zero3")
+Found = tuple[float, list[float]]
+"""CPU ms, and what is the same at every stage."""
 
 pytestmark = pytest.mark.timeout(900)
 
 
-def build_stage(stage: int, model: nn.Module) -> Built:
-    return zero.setup(model, Adam, stage=stage, lr=LEARNING_RATE)
+def step(name: str, rank: Rank) -> Found:
+    timed = time_training(name, TASK, How(), 6, rank)
+    return timed.cpu_ms, timed.losses
 
 
-@pytest.fixture(scope="module")
-def steps() -> dict[str, list[Turn]]:
-    settings = default_settings()
-    variants = {name: partial(measure_steps, partial(build_stage, stage), settings) for name, stage in STAGES.items()}
-    return take_turns(variants, world=WORLD, turns=TURNS)
+def clip(name: str, rank: Rank) -> Found:
+    """After a step and a backward. A norm of 1e9 clips nothing, so that it stays the same."""
+    trained = build(name, TASK, rank)
+    take_step(trained, TASK.batch(0, rank.rank, rank.device), rank.device)
+    trained.backward(trained.loss(*TASK.batch(1, rank.rank, rank.device)))
+    clipping = partial(zero.clip_grad_norm_, trained.model, trained.optimizer, max_norm=1e9)
+    return repeat(clipping, rank, times=50)[1], [float(clipping())]
 
 
-@pytest.mark.benchmark(group="a step at every stage", timer=clock)
-@pytest.mark.parametrize("name", STAGES)
-def test_step(benchmark: Any, steps: dict[str, list[Turn]], name: str) -> None:
-    for turn, plain in zip(steps[name], steps["stage 0"], strict=True):
-        assert turn.ranks[0]["losses"] == plain.ranks[0]["losses"], "not the same training"
-    report(benchmark, clock, steps, name)
+@pytest.fixture(scope="module", params=[step, clip], ids=lambda work: work.__name__)
+def taken(request: pytest.FixtureRequest) -> dict[str, list[list[Found]]]:
+    """What each rank found, by turn."""
+    found, failed = take_turns({name: partial(Launch(2), partial(request.param, name)) for name in NAMES}, 3)
+    assert not failed
+    return found
 
 
-def train_once(stage: int, rank: Rank) -> tuple[nn.Module, Optimizer]:
-    """After a backward, with gradients, and state from the step before."""
-    settings = default_settings()
-    model, optimizer = build_stage(stage, build_model(settings, rank.device))
-    for step in range(2):
-        tokens, targets = draw_batch(settings.text, seed=SEED, step=step, rank=rank.rank)
-        model(tokens.to(rank.device), targets.to(rank.device)).backward()
-        if not step:
-            optimizer.step()
-            optimizer.zero_grad()
-    return model, optimizer
+@pytest.mark.parametrize("name", NAMES)
+def test_cpu_time(benchmark: Any, taken: dict[str, list[list[Found]]], name: str) -> None:
+    """The mean over the ranks. It is handed on by a clock that advances by what they have measured."""
+    assert taken[name][0][0][1] == pytest.approx(taken["ddp"][0][0][1], rel=1e-5)
+    cpu_seconds = [sum(cpu_ms for cpu_ms, _ in ranks) / len(ranks) / 1000 for ranks in taken[name]]
+    clock, turns = [0.0], iter(cpu_seconds)
 
+    def advance() -> None:
+        clock[0] += next(turns)
 
-def measure_clipping(stage: int, rank: Rank) -> dict[str, Any]:
-    model, optimizer = train_once(stage, rank)
-    if isinstance(model, zero.FSDP):
-        clip: Callable[[float], torch.Tensor] = model.clip_grad_norm_
-    elif isinstance(optimizer, zero.OSS):
-        clip = optimizer.clip_grad_norm
-    else:
-        clip = partial(nn.utils.clip_grad_norm_, [*model.parameters()])
-    norm = clip(1e9).item()  # clips nothing, so that it stays the same
-    return {**repeat(lambda: clip(1.0), rank, times=50), "norm": norm}
-
-
-@pytest.fixture(scope="module")
-def clippings() -> dict[str, list[Turn]]:
-    variants = {name: partial(measure_clipping, stage) for name, stage in STAGES.items()}
-    return take_turns(variants, world=WORLD, turns=TURNS)
-
-
-@pytest.mark.benchmark(group="clipping at every stage", timer=clock)
-@pytest.mark.parametrize("name", STAGES)
-def test_clipping(benchmark: Any, clippings: dict[str, list[Turn]], name: str) -> None:
-    expected = clippings["stage 0"][0].ranks[0]["norm"]
-    assert clippings[name][0].ranks[0]["norm"] == pytest.approx(expected, rel=1e-5)
-    report(benchmark, clock, clippings, name)
-
-
-def measure_checkpoint(job: str, stage: int, folder: str, rank: Rank) -> dict[str, Any]:
-    """Of 123 MB: parameters and Adam's state."""
-    model, optimizer = train_once(stage, rank)
-    path = Path(folder) / f"stage{stage}"
-    zero.checkpoint.save(path, model, optimizer, keep=1)
-    if job == "save":
-        return repeat(lambda: zero.checkpoint.save(path, model, optimizer, keep=1), rank, times=5)
-    return repeat(lambda: zero.checkpoint.load(path, model, optimizer), rank, times=5)
-
-
-JOBS = {f"{job}, {name}": (job, stage) for job in ("save", "load") for name, stage in STAGES.items() if stage in (1, 3)}
-
-
-@pytest.fixture(scope="module")
-def checkpoints() -> dict[str, list[Turn]]:
-    with tempfile.TemporaryDirectory() as folder:
-        variants = {name: partial(measure_checkpoint, job, stage, folder) for name, (job, stage) in JOBS.items()}
-        return take_turns(variants, world=WORLD, turns=TURNS)
-
-
-@pytest.mark.benchmark(group="a checkpoint", timer=clock)
-@pytest.mark.parametrize("name", JOBS)
-def test_checkpoint(benchmark: Any, checkpoints: dict[str, list[Turn]], name: str) -> None:
-    report(benchmark, clock, checkpoints, name)
+    benchmark._timer = lambda: clock[0]
+    benchmark.pedantic(advance, rounds=len(cpu_seconds), iterations=1)

@@ -1,6 +1,7 @@
 """Starts the ranks' fork server at once: it imports torch while pytest still collects."""
 
 import gc
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ import ranks
 FOR_ALL = ["transformers.trainer", "peft", "accelerate", "lightning.pytorch", "sklearn.datasets"]
 FOR_ALL += ["torch._inductor.compile_fx", "torch.distributed.tensor.parallel"]
 """What takes each rank process seconds to import, and several files of the suite need, none of them quick."""
+
+
+# Before zero is imported: what each constructor says is no news here.
+os.environ.setdefault("ZERO_LOG", "off")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -51,4 +51,4 @@ def test_siblings_are_permitted_only_where_yama_forbids_them_and_the_parent_is_a
         mock.patch.object(attach, "_libc") as libc,
     ):
         attach.permit_siblings()
-    assert [call.args[1].value for call in libc.prctl.call_args_list] == permitted
+    assert [call.args[1].value for call in libc().prctl.call_args_list] == permitted

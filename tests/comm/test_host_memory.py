@@ -2,7 +2,6 @@
 overwrites what others still read. That the results are those of collectives is seen in test_comm.py."""
 
 import os
-import socket
 import time
 import warnings
 from contextlib import nullcontext, suppress
@@ -16,6 +15,7 @@ import torch.distributed as dist
 import ranks
 from inner import Comm
 from ranks import refusal
+from zero.comm.forked import held
 from zero.comm.host_memory import attach
 
 LENGTH = 5000
@@ -63,21 +63,13 @@ ERROR = {"side_effect": OSError("not here")}
     [
         (1, "zero.comm.host_memory.attach.host", {"return_value": "another"}),
         (2, "zero.comm.host_memory.attach.read", {"return_value": None}),  # not what the other has there
-        (1, "os.pidfd_open", ERROR),
-        (0, "socket.socket.accept", ERROR),
+        (1, "os.pipe", ERROR),
+        (0, "zero.comm.host_memory.attach.read", ERROR),
     ],
 )
 def test_where_one_rank_cannot_read_another_all_use_collectives(hindered, target, effect):
     found = ranks.run(_hindered, 3, args=(hindered, target, effect))
     assert found == [(False, [0.0, 1.0, 2.0], [3.0])] * 3
-
-
-def socket_type(descriptor):
-    with suppress(OSError):
-        copy = socket.socket(fileno=os.dup(descriptor))
-        with copy:
-            return copy.type
-    return None
 
 
 # -------------------------------------------------------------------------------- What is read stays until it was read
@@ -164,9 +156,10 @@ def fork():
 def _leaves_a_child(rank, world):
     comm, _ = together(rank, world)
     if rank == 1:
-        if fork() == 0:  # as a worker of a DataLoader: it has the sockets, and outlives the rank for a while
+        pipes = [pipe.fileno() for pipe in held]
+        if fork() == 0:  # as a worker of a DataLoader: it has all files of the rank, and outlives it for a while
             for name in os.listdir("/proc/self/fd"):
-                if socket_type(int(name)) != socket.SOCK_SEQPACKET:
+                if int(name) not in pipes:
                     with suppress(OSError):
                         os.close(int(name))
             time.sleep(15)
@@ -179,6 +172,16 @@ def test_a_rank_that_ends_is_missed_though_a_process_forked_from_it_lives():
     with pytest.raises(ranks.RankError) as caught:
         ranks.run(_leaves_a_child, 2, timeout=10)
     assert "has stopped" in caught.value.outcomes[0].value
+
+
+@ranks.on(2)
+def test_a_process_forked_from_a_rank_is_told_that_it_is_none_and_disturbs_nobody(rank, world):
+    comm, _ = together(rank, world)
+    child = fork()
+    if child == 0:
+        os._exit(int("forked from one" not in refusal(lambda: gathered(comm))))
+    assert os.waitpid(child, 0)[1] == 0
+    assert gathered(comm) == [0.0, 1.0]
 
 
 def _never_comes(rank, world):

@@ -254,3 +254,11 @@ def test_a_store_that_does_not_answer_holds_up_no_error():
     assert store.reached.is_set() and text.explained("a reason") == "a reason"
     assert not store.ends.is_set(), "it still waits"
     store.ends.set()
+
+
+@ranks.on(2)
+def test_gloo_takes_the_interface_that_the_environment_names(rank, world):
+    """torch reads it for its own groups only."""
+    named = mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="nowhere0")
+    with between_hosts(), named, pytest.raises(RuntimeError, match="nowhere0"):
+        zero.OSS([nn.Parameter(torch.ones(4))], torch.optim.SGD, lr=0.1)

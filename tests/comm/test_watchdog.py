@@ -31,7 +31,7 @@ import zero
 from inner import Comm
 from matrix import WHOLE, only
 from transports import between_hosts, overlapping
-from zero.comm.watchdog import loop
+from zero.comm.forked import held
 
 VICTIM = 1
 TIMEOUT = 2.0
@@ -169,12 +169,12 @@ def test_nothing_is_left_of_a_watchdog_whose_group_is_gone(rank, world):
         comm = Comm(group)
         comm.agree(0)
         order = comm.log
-        assert within_five_seconds(lambda: loop.sockets), "not connected"
+        assert within_five_seconds(lambda: held), "not connected"
         dist.barrier()
         dist.destroy_process_group(group)
         del group, comm
         gc.collect()
-    assert within_five_seconds(lambda: not loop.sockets), "still connected"
+    assert within_five_seconds(lambda: not held), "still connected"
     assert order.broken is None
 
 
@@ -183,11 +183,11 @@ def test_a_forked_process_holds_no_connection_open(rank, world):
     """Such as a worker of a DataLoader, which may outlive a rank that was killed."""
     with between_hosts():
         Comm().agree(0)
-        assert within_five_seconds(lambda: loop.sockets), "not connected"
-        numbers = [one.fileno() for one in loop.sockets]
+        assert within_five_seconds(lambda: held), "not connected"
+        numbers = [one.fileno() for one in held]
         child = os.fork()
         if not child:
-            held = [os.readlink(f"/proc/self/fd/{number}") for number in numbers]
-            os._exit(int(any(kept != os.devnull for kept in held)))
+            there = [os.readlink(f"/proc/self/fd/{number}") for number in numbers]
+            os._exit(int(any(one != os.devnull for one in there)))
         assert os.waitpid(child, 0)[1] == 0
         Comm().agree(0)

@@ -1,7 +1,7 @@
 """README.md and the pages under docs/, and their blocks of Python.
 
 Where the line above a block is `<!-- after: NAME -->`, NAME of `documented.PREAMBLES` comes first, and the block sees
-what it defines. `<!-- script -->` marks a script that is started as one.
+what it defines.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The code of README.md and of the pages under docs/ runs: each block on two ranks, by itself, and a script that a
-page begins with by one process without a group, too. Training is shortened; `make matrix` runs the command of a plan.
+page begins with by one process without a group, too. Training is shortened; `make matrix` runs the commands of plans.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import documented
 import first_script
 import pytest
 import torch.distributed as dist
-from pages import PAGES, ROOT, blocks
+from pages import PAGES, blocks
 
 import matrix
 import ranks
@@ -21,26 +21,23 @@ import zero
 from launched import launched
 from processes import python
 
-SCRIPTS = ("oss", "sharded_ddp", "fsdp", "optimizers", "memory", "from_fsdp", "from_fairscale")
-"""The pages that begin with a script."""
-FAST = ("README", "how_it_is_built", "parallelism", "from_fairscale")
+FAST = ("coming_from", "status")
 SHORTER = {"range(20)": "range(2)", "world_size=64,": "world_size=64, stages=[3],"}
-pages_with_code = [page for page in PAGES if any(marker != "script" for _, marker, _ in blocks(page))]
+pages_with_code = [page for page in PAGES if any(blocks(page))]
 
 
 def run_blocks(rank: int, world: int, page: Path, folder: str) -> None:
-    """All of a page; without a group its first."""
+    """All of a page; without a group its first, if that is a script."""
     before, several = os.getcwd(), dist.is_initialized()
     try:
         for line, marker, source in [*blocks(page)][: None if several else 1]:
-            if marker == "script":
+            if marker and not several:
                 continue
             place = Path(folder, str(line))
             place.mkdir(exist_ok=True)
             os.chdir(place)
             kind, _, name = marker.partition(": ")
             assert kind in ("", "after"), f"{page.name}:{line}: {marker!r} is no marker"
-            assert several or not marker, f"{page.name} begins with a block that cannot be pasted"
             for written, shorter in SHORTER.items():
                 source = source.replace(written, shorter)
             names = documented.PREAMBLES[name]() if name else {}
@@ -57,8 +54,7 @@ def run_blocks(rank: int, world: int, page: Path, folder: str) -> None:
 )
 def test_code_runs(page: Path, tmp_path: Path) -> None:
     ranks.run(run_blocks, args=(page, str(tmp_path)))
-    if page.stem in SCRIPTS:
-        ranks.run(run_blocks, args=(page, str(tmp_path)), bare=True)
+    ranks.run(run_blocks, args=(page, str(tmp_path)), bare=True)
 
 
 @ranks.on(bare=True)
@@ -75,9 +71,9 @@ def test_the_script_of_the_readme_trains(tmp_path: Path, launcher: list[str]) ->
 
 
 @matrix.only
-def test_the_command_of_the_plan_prints_what_the_page_shows() -> None:
-    page = (ROOT / "docs" / "plan.md").read_text()
-    found = re.search(
-        r"^```\npython -m zero.plan (--parameters [^\n]*)\n```\n\n```\n(.*?)^```", page, re.DOTALL | re.MULTILINE
-    )
-    assert found and python("-m", "zero.plan", *found[1].split()).stdout == found[2]
+def test_commands_of_plans_print_what_the_pages_show() -> None:
+    shown = re.compile(r"^python -m zero\.plan (--parameters [^\n]*)\n```\n+```\n(.*?)^```", re.DOTALL | re.MULTILINE)
+    found = [one for page in PAGES for one in shown.findall(page.read_text())]
+    assert found
+    for command, output in found:
+        assert python("-m", "zero.plan", *command.split()).stdout == output

@@ -1,12 +1,28 @@
-"""What the pages name is there. `make docs` looks after links."""
+"""What the pages name is there, and they are short. `make docs` looks after links."""
 
 from __future__ import annotations
 
+import ast
 import re
 
-from pages import PAGES, ROOT
+from pages import PAGES, ROOT, blocks
 
 import zero
+
+WORDS, OF_A_PAGE = 15_000, 2_000
+WIDTH = 88  # of code; wider, the site scrolls
+
+
+def test_pages_are_short() -> None:
+    words = {page.name: len(page.read_text().split()) for page in PAGES}
+    assert max(words.values()) <= OF_A_PAGE and sum(words.values()) <= WORDS, words
+
+
+def test_code_is_narrow() -> None:
+    for page in PAGES:
+        for line, _, source in blocks(page):
+            wide = [text for text in source.splitlines() if len(text) > WIDTH]
+            assert not wide, f"{page.name}:{line}: {wide}"
 
 
 def test_named_files_exist() -> None:
@@ -25,3 +41,27 @@ def test_the_reference_has_every_public_name() -> None:
     text = "".join(page.read_text() for page in (ROOT / "docs" / "reference").iterdir())
     for name in {*zero.__all__} - {"checkpoint"}:
         assert re.search(rf"^\.\. auto\w+:: (zero\.)?{name}$", text, re.MULTILINE), name
+
+
+def texts() -> list[str]:
+    """All strings of zero/, with an ellipsis for what is put into them."""
+    found = []
+    for path in (ROOT / "zero").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if isinstance(node, ast.JoinedStr | ast.Constant):
+                text = "".join(str(one.value) if isinstance(one, ast.Constant) else "…" for one in parts)
+                found.append(re.sub(r"\{[^{}]*\}", "…", text))
+    return found
+
+
+def test_quoted_errors_are_those_of_the_source() -> None:
+    """Each code span of a first column: the beginning of an error."""
+    page = (ROOT / "docs" / "when_it_fails.md").read_text()
+    table = page.partition("| error |")[2].partition("\n\n")[0]
+    quoted = re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)))
+    raised = texts()
+    assert len(quoted) >= 20
+    for beginning in quoted:
+        start = beginning.removesuffix(" …").removesuffix("…")
+        assert any(text.startswith(start) for text in raised), beginning

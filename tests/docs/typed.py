@@ -38,7 +38,7 @@ def main(folder: Path) -> None:
             (folder / f"{page.stem.lower()}_{line}.py").write_text(preamble(marker) + "\n" * (line - 1) + source)
     for example in (ROOT / "docs" / "examples").glob("*.py"):
         shutil.copy(example, folder)
-    assert len([*folder.iterdir()]) > 40, "fewer blocks than the pages have"
+    assert len([*folder.iterdir()]) > 20, "fewer blocks than the pages have"
 
 
 if __name__ == "__main__":

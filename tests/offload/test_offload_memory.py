@@ -1,5 +1,5 @@
 """Bytes between device and CPU in a settled step with CPUOffload, bytes that each holds, and the numbers: on the
-simulated GPU. The bytes are those that the tables in docs/memory.md have for this rank's shards, and nothing else."""
+simulated GPU. The bytes are those that docs/precision_and_memory.md has for this rank's shards, and nothing else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from inner import set_bucket_size
 from simulated.memory import FROM_CPU, NUMBERS, TO_CPU, Race
 from simulated.scenarios import HALF, SCENARIOS, WORLD, block, built, in_two_backwards, ones, sgd, step, with_clipping
 from simulated.world import Simulated, pinning, simulated
-from zero._torch.pinned import PinnedMemory
+from zero.comm.pinned import PinnedMemory
 from zoo import Block, Stack
 
 pytestmark = gpus.cpu_only("the GPU is a simulated one")
@@ -274,7 +274,7 @@ OFFLOADED = [name for name in SCENARIOS if "offloaded" in name]
 @pytest.mark.matrix
 @pytest.mark.parametrize("scenario", OFFLOADED if matrix.WHOLE else OFFLOADED[::3])
 def test_so_it_is_at_every_stage_also_where_little_is_copied(scenario):
-    with simulated() as there, pinning(there) as runtime, mock.patch("zero._torch.pinned._EXACT", 1):
+    with simulated() as there, pinning(there) as runtime, mock.patch("zero.comm.pinned._EXACT", 1):
         SCENARIOS[scenario](there)
         gc.collect()
         assert runtime.cudaHostRegister.called

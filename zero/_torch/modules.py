@@ -27,30 +27,23 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
-def modules_in(root: nn.Module) -> Iterator[nn.Module]:
-    """All modules of `root`, each once, in an order that their tree decides. root.modules() also makes names of them,
-    which takes five times as long: too long for each step."""
-    found, left = {root}, [root]
-    while left:
-        module = left.pop()
-        yield module
-        for child in vars(module)["_modules"].values():
-            if child is not None and child not in found:
-                found.add(child)
-                left.append(child)
-
-
 def params_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The module's own dictionary of parameters, to be written; register_parameter takes no tensor with a graph."""
     return module._parameters
 
 
 def params_of_each(root: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of all modules of `root`; one that several modules hold is there several times."""
-    for module in modules_in(root):
-        for param in module._parameters.values():
-            if param is not None:
-                yield param
+    """The parameters of all modules of `root`; one that several modules hold is there several times.
+
+    root.modules() also makes names of them, which takes five times as long: too long for each step.
+    """
+    found, left = {root}, [root]
+    while left:
+        module = left.pop()
+        yield from (param for param in module._parameters.values() if param is not None)
+        inside = {child for child in vars(module)["_modules"].values() if child is not None} - found
+        found |= inside
+        left += inside
 
 
 def state_dict_hooks_of(module: nn.Module) -> list[Any]:

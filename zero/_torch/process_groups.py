@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -29,21 +30,16 @@ def shortest_timeout_of(group: dist.ProcessGroup) -> timedelta:
     return min(timeout_of(group, device) for device in group._device_types)
 
 
-def host_of(store: dist.Store) -> str:
-    """The name or address of the host that keeps the store, as this process reaches it."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store.host if isinstance(store, dist.TCPStore) else "localhost"
-
-
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str | None:
     """The name, in small letters, of the group's backend for tensors on such a device; None if it has none.
 
-    torch.distributed.get_backend() returns that of one device type only.
+    torch.distributed.get_backend() returns that of one device type only. torch takes Gloo for devices from which it
+    cannot send, such as mps.
     """
     if all(kind.type != device.type for kind in group._device_types):
         return None
-    return str(group._get_backend(device).name()).lower()
+    name = str(group._get_backend(device).name()).lower()
+    return name if device.type in dist.Backend.backend_capability.get(name, [device.type]) else None
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
@@ -66,26 +62,23 @@ def in_stream_order(options: _Options) -> _Options:
     return options
 
 
-def nccl_version() -> tuple[int, ...] | None:
-    """The version of NCCL that torch was built with; None without one, or with another library such as RCCL."""
-    if torch.version.cuda is None or not dist.is_nccl_available():
-        return None
-    return tuple(torch.cuda.nccl.version())
-
-
 def gloo_group(gloo: Any, store: dist.Store, rank: int, world: int, timeout: timedelta, address: str) -> Any:
     """Collective. A Gloo group that torch.distributed does not know. gloo: torch's class. address: of this host, where
-    the other ranks connect; empty for the one that torch chooses by the host's name or GLOO_SOCKET_IFNAME."""
-    device = gloo.create_device(hostname=address) if address else gloo.create_default_device()
+    the other ranks connect; empty for that of the host's name. GLOO_SOCKET_IFNAME goes before both."""
+    interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if interfaces:  # which torch reads for its own groups alone
+        devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
+    else:
+        devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
     options = gloo._Options()
-    options._devices, options._timeout = [device], min(timeout, _CONNECTS)
+    options._devices, options._timeout = devices, min(timeout, _CONNECTS)
     try:
         group = gloo(store, rank, world, options)
     except RuntimeError as error:
         raise RuntimeError(
             f"rank {rank} could not connect with the others over Gloo in {options._timeout.total_seconds():.0f} s. "
-            f"Its own address is {device}. Where this is not in the network between the hosts, set GLOO_SOCKET_IFNAME "
-            f"to its interface on each, such as eth0. {error}"
+            f"Its own address is {devices[0]}. Where this is not in the network between the hosts, set "
+            f"GLOO_SOCKET_IFNAME to its interface on each, such as eth0. {error}"
         ) from error
     group._set_default_timeout(timeout)
     return group

@@ -116,35 +116,32 @@ as_plain_tensors: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTo
 """Returns a context in which torch takes tensors of classes of one's own for plain ones. It has no public name."""
 
 
-def copy_all(into: list[Tensor], tensors: list[Tensor]) -> None:
-    """Copies each tensor, in a few kernels however many there are.
-
-    torch's own optimizers use the same private operators. On tensors without values these would allocate copies that a
-    real device does not need, so those are copied one by one.
-    """
-    if all(map(has_values, tensors)):
-        torch._foreach_copy_(into, tensors)
-    else:
-        for place, tensor in zip(into, tensors, strict=True):
-            place.copy_(tensor)
+def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copies each tensor of one list to that of another."""
+    _each("copy_", into, tensors)
 
 
-def zero_all(tensors: list[Tensor]) -> None:
-    """Fills each tensor with zeros, in a few kernels however many there are; see copy_all."""
-    if all(map(has_values, tensors)):
-        torch._foreach_zero_(tensors)
-    else:
-        for tensor in tensors:
-            tensor.zero_()
+def zero_all(tensors: Sequence[Tensor]) -> None:
+    """Fills each tensor with zeros."""
+    _each("zero_", tensors)
 
 
 def add_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Adds to each tensor of one list that of another, in a few kernels however many there are; see copy_all."""
-    if all(map(has_values, tensors)):
-        torch._foreach_add_([*into], [*tensors])
+    """Adds to each tensor of one list that of another."""
+    _each("add_", into, tensors)
+
+
+def _each(method: str, *lists: Sequence[Tensor]) -> None:
+    """Calls a method of each tensor, in a few kernels however many there are.
+
+    torch's own optimizers use the same private operators. On tensors without values these would allocate copies that a
+    real device does not need, so those are taken one by one.
+    """
+    if all(map(has_values, lists[0])):
+        getattr(torch, f"_foreach_{method}")(*map(list, lists))
     else:
-        for place, tensor in zip(into, tensors, strict=True):
-            place.add_(tensor)
+        for tensor, *others in zip(*lists, strict=True):
+            getattr(tensor, method)(*others)
 
 
 def norms_of(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None) -> list[Tensor]:

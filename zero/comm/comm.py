@@ -96,6 +96,10 @@ class Comm:
         missing = None if self.group is None else self.link.without_backend(devices)
         if missing is None:
             return None
+        if not any(missing in types for types in dist.Backend.backend_capability.values()):
+            return (
+                f'torch.distributed has no backend for {missing}: move the model to the CPU by model.to("cpu") first.'
+            )
         return (
             f"parameters are on {missing}, but the process group has no backend for that device (its backend is "
             f"{dist.get_backend(self.group)}). Call torch.cuda.set_device(local_rank) and move the model with "

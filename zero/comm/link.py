@@ -20,7 +20,6 @@ from zero._torch.process_groups import (
     another_like,
     backend_of,
     gloo_group,
-    nccl_version,
     shortest_timeout_of,
     store_of,
     timeout_of,
@@ -115,7 +114,7 @@ class Link:
     def _device_transport(self, device: torch.device, backend: str, checks: Transport) -> Transport:
         """Collective. Returns a transport for an accelerator, with a communicator of its own for reductions."""
         assert self._store is not None
-        store, second = self._store, settings.second_communicator(nccl_version())
+        store, second = self._store, settings.second_communicator(_nccl_version())
         if backend != "fake":
             # Keys of its own: another rank may not have ended the exchange before this one.
             with StoreRendezvous(dist.PrefixStore(str(device), store), self.rank, self.world, _TIMEOUT) as exchange:
@@ -150,6 +149,13 @@ class Transports(dict[str, Transport]):
     def __missing__(self, kind: str) -> Transport:
         self[kind] = self._choose(kind)
         return self[kind]
+
+
+def _nccl_version() -> tuple[int, ...] | None:
+    """Returns the version of NCCL that torch was built with; None without one, or with another library such as RCCL."""
+    if torch.version.cuda is None or not dist.is_nccl_available():
+        return None
+    return tuple(torch.cuda.nccl.version())
 
 
 _links: WeakKeyDictionary[dist.ProcessGroup, Link] = WeakKeyDictionary()

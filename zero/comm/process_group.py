@@ -18,7 +18,6 @@ the process where one meets a comparison, an all-gather of another length, of a 
 from __future__ import annotations
 
 import ctypes
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, reduce
@@ -33,10 +32,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from zero._torch.process_groups import coalesced, collectives_of_one_tensor, in_stream_order
-from zero.comm.oplog import BROADCAST, COLLECTION, COMPARISON, TAIL, Log
-from zero.comm.packing import SIXTEEN_BITS, concatenate, lengths, summed_as
-from zero.comm.transport import Message, Transport
-from zero.comm.work import GroupWork, Work
+from zero.comm.oplog import BROADCAST, COLLECTION, COMPARISON, Log
+from zero.comm.packing import SIXTEEN_BITS, concatenate, lengths, sum_in_rank_order, summed_as
+from zero.comm.transport import Message, Transport, refuse_differing_logs
+from zero.comm.work import GroupWork, SumWork, Work
 
 _ALL_GATHER = in_stream_order(AllgatherOptions())
 _ALL_TO_ALL = in_stream_order(dist.AllToAllOptions())
@@ -68,7 +67,14 @@ class ProcessGroupTransport(Transport):
         if blocks:
             log.at_failure.append(lambda _: _never_drop(group))
 
+    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
+        return SumWork(self.sum, self.all_to_all(messages, channel), times, into)
+
+    sum = staticmethod(sum_in_rank_order)
+    """Adds what `all_to_all` has received."""
+
     def all_to_all(self, messages: Sequence[Message], channel: int) -> Work:
+        """Sends each rank its elements. `wait` returns for each message the elements from all ranks, one row a rank."""
         received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
         self.log.append(channel, sum(message.nbytes for message, _ in messages), self.compare)
         return self._launch(channel, (messages, received), self._exchange, messages, received, result=received)
@@ -308,17 +314,6 @@ def by_rings(messages: Sequence[Message]) -> bool:
     """Returns whether a backend that overlaps reduces these on their way, and sends each byte to another host once: one
     message whose sums have its dtype."""
     return len(messages) == 1 and messages[0][0].dtype not in SIXTEEN_BITS
-
-
-def refuse_differing_logs(transport: Transport, log: Log) -> None:
-    """Collective. Raises RuntimeError on every rank, after their logs were found to differ."""
-    length, tail = log.history
-    received = transport.all_gather_bytes(array("q", [length, *tail, *[-1] * (TAIL - len(tail))]).tobytes())
-    histories = {}
-    for rank, history in enumerate(received):
-        length, *channels = array("q", history)
-        histories[rank] = length, [channel for channel in channels if channel >= 0]
-    log.out_of_step(log.difference(histories))
 
 
 def _abort(launching: RLock, abort: Callable[[], object]) -> None:

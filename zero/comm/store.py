@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import secrets
 import socket
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zero._torch.process_groups import host_of
 from zero.comm import waiting
 
 # Seconds within which a store that can be reached answers.
@@ -31,7 +29,7 @@ class StoreRendezvous:
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
-        self.host = host_of(store)
+        self.host = _host_of(store)
         self._store, self._rounds = dist.PrefixStore("zero", store), 0
 
     def __enter__(self) -> StoreRendezvous:
@@ -48,12 +46,10 @@ class StoreRendezvous:
         return [b"" if text == "-" else bytes.fromhex(text) for text in texts]
 
     def address(self) -> str:
-        """Collective. Returns an address of this host at which ranks of other hosts reach it. Empty if there are none,
-        or if GLOO_SOCKET_IFNAME says it."""
+        """Collective. Returns an address of this host at which ranks of other hosts reach it; empty if there are
+        none."""
         own, there = address_towards(self.host)
         told = [json.loads(text) for text in self.all_gather(json.dumps([own, there]).encode())]
-        if "GLOO_SOCKET_IFNAME" in os.environ:
-            return ""
         # Where the store is, the host may know its own name by a loopback address alone: others know it by another.
         return own or next((there for own, there in told if own), "")
 
@@ -76,6 +72,13 @@ class StoreRendezvous:
                     for rank in range(self.world):
                         self._store.delete_key(f"{number}/{rank}")
                 self._store.delete_key("left")
+
+
+def _host_of(store: dist.Store) -> str:
+    """Returns the name or address of the host that keeps the store, as this process reaches it."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.host if isinstance(store, dist.TCPStore) else "localhost"
 
 
 def address_towards(host: str) -> tuple[str, str]:

@@ -30,10 +30,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero._torch.pinned import pinned_for
 from zero._torch.streams import current_stream_of
 from zero._torch.tensors import has_values
 from zero.comm.comm import Comm
+from zero.comm.pinned import pinned_for
 from zero.comm.work import Work
 
 # Elements that are rounded and sent at a time: they stay in the processor's cache in between.

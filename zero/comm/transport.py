@@ -7,11 +7,13 @@ that all raise when they are out of step.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from zero.comm.oplog import TAIL, Log
 from zero.comm.packing import sum_in_rank_order
 from zero.comm.work import SumWork, Work
 
@@ -39,18 +41,11 @@ class Transport(ABC):
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
         """Fills the flat `full`. Rank r sends elements [bounds[r], bounds[r + 1]), which its own `full` holds."""
 
+    @abstractmethod
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
         """Sums over the ranks the elements sent to this rank. `wait` returns `times` the sums, flat, one message after
         another: a new tensor (float32 for 16-bit floats), or the flat `into`, which may overlap this rank's share of
         the messages. On the CPU they are added in rank order."""
-        return SumWork(self.sum, self.all_to_all(messages, channel), times, into)
-
-    sum = staticmethod(sum_in_rank_order)
-    """Adds what `all_to_all` has received."""
-
-    @abstractmethod
-    def all_to_all(self, messages: Sequence[Message], channel: int) -> Work:
-        """Sends each rank its elements. `wait` returns for each message the elements from all ranks, one row a rank."""
 
     @abstractmethod
     def broadcast(self, flat: Tensor, source: int) -> None:
@@ -81,8 +76,8 @@ class Local(Transport):
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
         return Work()
 
-    def all_to_all(self, messages: Sequence[Message], channel: int) -> Work:
-        return Work([message.unsqueeze(0) for message, _ in messages])
+    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
+        return SumWork(sum_in_rank_order, Work([message.unsqueeze(0) for message, _ in messages]), times, into)
 
     def broadcast(self, flat: Tensor, source: int) -> None: ...
 
@@ -95,3 +90,14 @@ class Local(Transport):
 
     def compare(self, channel: int, *, flags: int = 0) -> int:
         return flags
+
+
+def refuse_differing_logs(transport: Transport, log: Log) -> None:
+    """Collective. Raises RuntimeError on every rank, after their logs were found to differ."""
+    length, tail = log.history
+    received = transport.all_gather_bytes(array("q", [length, *tail, *[-1] * (TAIL - len(tail))]).tobytes())
+    histories = {}
+    for rank, history in enumerate(received):
+        length, *channels = array("q", history)
+        histories[rank] = length, [channel for channel in channels if channel >= 0]
+    log.out_of_step(log.difference(histories))

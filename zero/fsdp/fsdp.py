@@ -45,7 +45,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
 
     The module is divided into units. A unit's parameters are gathered before its forward and its backward, and released
     afterwards. They remain the same objects under the same names, so an optimizer may be built before or after
-    wrapping. Between steps they are this rank's shard, with as many dimensions as the full tensor (docs/fsdp.md).
+    wrapping. Between steps they are this rank's shard, with as many dimensions as the full tensor (docs/stages.md).
 
     module: remains usable; its attributes can be read through the FSDP. An FSDP inside it is dissolved: its module
         takes its place, and this FSDP takes over its units with their own options.
@@ -75,7 +75,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         PyTorch's FSDP1 that have another name here: backward_prefetch, device_id, forward_prefetch, ignored_states,
         limit_all_gathers, use_orig_params. See zero.offload and zero.fsdp.torch_options.
 
-    docs/fsdp.md says what else goes with it, and what does not.
+    docs/stages.md says what else goes with it, and what does not.
 
     Collective: the constructor, forward, backward, `state_dict`, `load_state_dict`, `summon_full_params`.
     Raises ValueError on every rank if the module cannot be sharded, if models or options differ between ranks, if a

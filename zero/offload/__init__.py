@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero._torch.pinned import pinned
 from zero._torch.tensors import has_values
+from zero.comm.pinned import pinned
 from zero.offload.digests import digest
 from zero.offload.disk import Disk
 from zero.offload.on_host import OnHost

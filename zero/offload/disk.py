@@ -51,7 +51,10 @@ class Disk(OnHost):
             return shard.cpu()
         self._path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=self._path) as file:
-            os.posix_fallocate(file.fileno(), 0, shard.nbytes)  # a full disk is an error here, not a signal later
+            if hasattr(os, "posix_fallocate"):  # a full disk is an error here, not a signal later
+                os.posix_fallocate(file.fileno(), 0, shard.nbytes)
+            else:
+                file.truncate(shard.nbytes)
             pages = mmap.mmap(file.fileno(), shard.nbytes)
         there = torch.frombuffer(pages, dtype=shard.dtype).as_strided(shard.shape, shard.stride())
         there.copy_(shard)
@@ -64,12 +67,12 @@ class Disk(OnHost):
 
     def used(self, shard: Tensor) -> None:
         """Releases the memory; the operating system writes changed pages to the file."""
-        self._advise(shard, mmap.MADV_DONTNEED)
+        self._advise(shard, "MADV_DONTNEED")
 
-    def _advise(self, tensor: Tensor, advice: int) -> None:
+    def _advise(self, tensor: Tensor, advice: str) -> None:
         pages = self._mapped.get(_address(tensor))
-        if pages is not None:
-            pages.madvise(advice)
+        if pages is not None and hasattr(mmap, advice):  # other systems take no advice
+            pages.madvise(getattr(mmap, advice))
 
     def at_once(self) -> int:
         return sys.maxsize  # `step_part` reads the files of one parameter while it steps the one before
@@ -119,7 +122,7 @@ class Disk(OnHost):
         """Has the operating system read a parameter and its state from the files."""
         for tensor in (param, *optimizer.state.get(param, {}).values()):
             if isinstance(tensor, Tensor):
-                self._advise(tensor, mmap.MADV_WILLNEED)
+                self._advise(tensor, "MADV_WILLNEED")
 
     def _rest(self, optimizer: Optimizer, param: nn.Parameter) -> None:
         """Moves the state of a parameter into files, and releases the memory of both."""

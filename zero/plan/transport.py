@@ -68,18 +68,9 @@ class Rehearsal(Transport):
 
         if self._host_memory:
             return self._transfer(sent, lambda: summed(self._read_in_chunks(sent[0], own)))
-        received = self.all_to_all(messages, channel)
-        return RehearsedWork(lambda: summed(received.wait()))
-
-    def all_to_all(self, messages: Sequence[Message], channel: int) -> Work:
-        def received() -> list[Tensor]:
-            return [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
-
-        sent = [message for message, _ in messages]
-        if self._host_memory:
-            return self._transfer(sent, received)
-        rows = received()
-        return self._transfer([*sent, *rows], lambda: rows)
+        received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
+        work = self._transfer([*sent, *received], lambda: received)
+        return RehearsedWork(lambda: summed(work.wait()))
 
     def _transfer(self, buffers: Sequence[Tensor], finish: Finish) -> Work:
         """The work keeps the buffers until it has finished."""

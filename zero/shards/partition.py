@@ -86,7 +86,7 @@ def optimizer_problem(optim: str, found: Finding, partition: Partition, *, of: s
         return (
             f"{optim} takes gradients in hooks that it registers on parameters, which are not called for the shards "
             "that a rank steps: it cannot be sharded. Pass a plain optimizer; to step it on the CPU, or during "
-            "backward, is an option of zero's own (docs/memory.md)."
+            "backward, is an option of zero's own (docs/precision_and_memory.md)."
         )
     if found.kind is Kind.TENSORWISE and partition == "even":
         return (

@@ -6,33 +6,30 @@ MPI libraries and UCX send between the processes of one host in the same way.
 The system permits it between processes of one user that may trace one another. Where Yama restricts tracing to
 descendants (/proc/sys/kernel/yama/ptrace_scope is 1, as on Ubuntu), ranks may not read one another, as they are
 siblings, unless each has called `permit_siblings`.
+
+Where a system has none of it, these raise, and ranks send over Gloo.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import sys
+from functools import cache
 from pathlib import Path
-
-# Bytes to read in one call. The system reads at most 2 GiB in one.
-_BYTES_A_CALL = 1 << 30
 
 _PR_SET_PTRACER = 0x59616D61
 
-
-class _Range(ctypes.Structure):
-    """struct iovec."""
-
-    _fields_ = [("base", ctypes.c_void_p), ("length", ctypes.c_size_t)]
+# struct iovec: an address, and a number of bytes.
+_Range = ctypes.c_size_t * 2
 
 
-_libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-_process_vm_readv = getattr(_libc, "process_vm_readv", None)
-if _process_vm_readv is not None:
-    _process_vm_readv.restype = ctypes.c_ssize_t
-    _ranges = [ctypes.POINTER(_Range), ctypes.c_ulong]
-    _process_vm_readv.argtypes = [ctypes.c_int, *_ranges, *_ranges, ctypes.c_ulong]
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    ranges = ctypes.c_void_p, ctypes.c_ulong
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    libc.process_vm_readv.argtypes = ctypes.c_int, *ranges, *ranges, ctypes.c_ulong
+    return libc
 
 
 def read(pid: int, address: int, into: int, nbytes: int) -> None:
@@ -40,13 +37,10 @@ def read(pid: int, address: int, into: int, nbytes: int) -> None:
 
     Raises OSError if not all bytes can be read: the process has ended, has no such memory, or does not permit it.
     """
-    if _process_vm_readv is None:
-        raise OSError("this system has no process_vm_readv")
-    done = 0
-    while done < nbytes:
-        length = min(nbytes - done, _BYTES_A_CALL)
-        local, remote = _Range(into + done, length), _Range(address + done, length)
-        copied = _process_vm_readv(pid, local, 1, remote, 1, 0)
+    libc, done = _libc(), 0
+    while done < nbytes:  # the system copies at most 2 GiB in one call
+        local, remote = _Range(into + done, nbytes - done), _Range(address + done, nbytes - done)
+        copied = libc.process_vm_readv(pid, local, 1, remote, 1, 0)
         if copied <= 0:
             number = ctypes.get_errno()
             raise OSError(number, f"process {pid} cannot be read: {os.strerror(number)}")
@@ -60,12 +54,12 @@ def permit_siblings() -> None:
     process. Does nothing if the parent is the first process of the system, because all processes descend from it.
     """
     scope = Path("/proc/sys/kernel/yama/ptrace_scope")
-    if _libc is not None and scope.exists() and scope.read_text().strip() == "1" and os.getppid() > 1:
-        _libc.prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+    if scope.exists() and scope.read_text().strip() == "1" and os.getppid() > 1:
+        _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
 def host() -> str:
-    """Returns kernel and namespaces, which are equal in two processes if each finds the other by its process id. Raises
-    OSError if the system does not tell."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return " ".join([boot, os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")])
+    """Returns kernel and namespace, which are equal in two processes if each finds the other by its process id."""
+    if os.readlink("/proc/self") != str(os.getpid()):
+        raise OSError("/proc is of another namespace of process ids")
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"

@@ -23,8 +23,7 @@ from torch import Tensor
 from zero.comm.host_memory.peers import Peers
 from zero.comm.oplog import BROADCAST, COLLECTION, COMPARISON, Log
 from zero.comm.packing import add_in_order, lengths, sum_in_rank_order, summed_as
-from zero.comm.process_group import refuse_differing_logs
-from zero.comm.transport import Message, Transport
+from zero.comm.transport import Message, Transport, refuse_differing_logs
 from zero.comm.work import Operation, Work
 
 CHUNK = 1 << 18
@@ -32,8 +31,8 @@ CHUNK = 1 << 18
 
 _DIGEST_MASK = (1 << 62) - 1
 
-Addresses = Mapping[int, int]
-"""The address of the data to read, by rank, for each other rank."""
+Addresses = Mapping[int, Sequence[int]]
+"""Where the tensors are that other ranks show to this one, by rank."""
 
 
 class QueuedWork(Work):
@@ -79,35 +78,56 @@ class HostMemory(Transport):
         # The other ranks wait for this rank to read: it will not. `close` does not keep the peers, which keep the log.
         log.at_failure.append(lambda _: close())
 
-    def _launch(self, channel: int, address: int, read: Callable[[Addresses], Any], buffers: object) -> Work:
-        """Announces an operation. `wait` returns the result of `read` after all ranks have read. buffers: the owners of
-        the memory that any rank reads or writes."""
-        self._announce(channel, address, buffers)
-        return QueuedWork(partial(self._read_all, channel, read, buffers), self._queue)
-
-    def _read_all(self, channel: int, read: Callable[[Addresses], Any], buffers: object) -> Any:
-        addresses = self._notes(channel, buffers)
+    def _announce(self, channel: int, word: int, buffers: object, finish: Callable[[Mapping[int, int]], Any]) -> Work:
+        """Announces an operation. `wait` returns the result of `finish`, which gets the words of the other ranks, by
+        rank. buffers: the owners of all memory that any rank reads or writes."""
         with Operation(self._log, channel, buffers):
-            result = read(addresses)
-            self._peers.finish()
-        return result
+            self._peers.announce(channel, word)
+        return QueuedWork(partial(self._finish, channel, buffers, finish), self._queue)
 
-    def _announce(self, channel: int, address: int, buffers: object) -> None:
-        with Operation(self._log, channel, buffers):
-            self._peers.announce(channel, address)
-
-    def _notes(self, channel: int, buffers: object) -> Addresses:
+    def _finish(self, channel: int, buffers: object, finish: Callable[[Mapping[int, int]], Any]) -> Any:
         with Operation(self._log, channel, buffers):
             notes = self._peers.notes(channel)
-        self._log.refuse_differing(channel, {rank: number for rank, (number, _) in notes.items()})
-        return {rank: address for rank, (_, address) in notes.items()}
+            self._log.refuse_differing(channel, {rank: number for rank, (number, _) in notes.items()})
+            return finish({rank: word for rank, (_, word) in notes.items()})
+
+    def _launch(
+        self,
+        channel: int,
+        shown: Sequence[Tensor],
+        read: Callable[[Addresses], Any],
+        buffers: object,
+        counts: Mapping[int, int] | None = None,
+    ) -> Work:
+        """Launches an operation. `wait` returns the result of `read` after all ranks have read.
+
+        shown: the tensors that other ranks may read. counts: how many each rank shows; by default as many as this one.
+        A rank announces the address of one tensor itself, of several that of a table of their addresses.
+        """
+        own = [tensor.data_ptr() for tensor in shown]
+        table = torch.tensor(own, dtype=torch.int64, device="cpu") if len(own) > 1 else None
+        counts = dict.fromkeys(range(self._world), len(own)) if counts is None else counts
+
+        def read_all(words: Mapping[int, int]) -> Any:
+            result = read({rank: self._addresses(rank, word, counts[rank]) for rank, word in words.items()})
+            self._peers.finish()
+            return result
+
+        word = sum(own) if table is None else table.data_ptr()
+        return self._announce(channel, word, (shown, table, buffers), read_all)
+
+    def _addresses(self, rank: int, word: int, count: int) -> list[int]:
+        if count == 1:
+            return [word]
+        table = torch.empty(count, dtype=torch.int64, device="cpu")
+        self._peers.read(rank, word, table)
+        return table.tolist()
 
     def compare(self, channel: int, *, flags: int = 0) -> int:
         # The log has only operations by other transports of the group: notes compare those of this one. A note has room
         # for an address of 64 bits; in its place go 62 bits of the digest, and the flags.
         digest = self._log.digest & _DIGEST_MASK
-        self._announce(channel, digest << 2 | flags, None)
-        received: Addresses = QueuedWork(partial(self._notes, channel, None), self._queue).wait()
+        received: Mapping[int, int] = self._announce(channel, digest << 2 | flags, None, lambda words: words).wait()
         if any(word >> 2 != digest for word in received.values()):
             refuse_differing_logs(self, self._log)
         self._log.clear()
@@ -115,31 +135,54 @@ class HostMemory(Transport):
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
         shards = [full[low:high] for low, high in pairwise(bounds)]
-        return self._launch(channel, shards[self._rank].data_ptr(), partial(self._read_each, shards), full)
+        return self._launch(channel, [shards[self._rank]], partial(self._read_each, shards), full)
+
+    def _read_each(self, tensors: Sequence[Tensor] | Tensor, addresses: Addresses) -> None:
+        """Reads from each other rank into the tensor that is in its place."""
+        for rank, (address,) in addresses.items():
+            self._peers.read(rank, address, tensors[rank])
 
     def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
-        shares = _Shares(messages, self._rank, self._peers)
-        buffers = messages, shares, into
-        return self._launch(channel, shares.address, partial(shares.sum, times=times, into=into), buffers)
+        flats = [flat for flat, _ in messages]
+        shares = [[0, *accumulate(counts)][self._rank : self._rank + 2] for _, counts in messages]
+        return self._launch(channel, flats, partial(self._sum, flats, shares, times, into), into)
 
-    def all_to_all(self, messages: Sequence[Message], channel: int) -> Work:
-        shares = _Shares(messages, self._rank, self._peers)
-        return self._launch(channel, shares.address, shares.rows, (messages, shares))
-
-    def broadcast(self, flat: Tensor, source: int) -> None:
-        def read(addresses: Addresses) -> None:
-            if self._rank != source:
-                self._peers.read(source, addresses[source], flat)
-
-        self._launch(BROADCAST, flat.data_ptr(), read, flat).wait()
+    def _sum(
+        self,
+        messages: Sequence[Tensor],
+        shares: Sequence[Sequence[int]],
+        times: float,
+        into: Tensor | None,
+        addresses: Addresses,
+    ) -> Tensor:
+        """Reads this rank's share [low, high) of each message from all ranks, in chunks, and adds them up."""
+        sample = messages[0]
+        new = partial(sample.new_empty, dtype=summed_as(sample.dtype))
+        total = new(sum(high - low for low, high in shares)) if into is None else into
+        most = min(CHUNK // sample.element_size(), max(1, *(high - low for low, high in shares)))
+        chunks = sample.new_empty(self._world, most)
+        buffer = None if into is None else new(most)  # `into` may overlap the messages
+        done = 0
+        for number, (low, high) in enumerate(shares):
+            for start in range(low, high, most):
+                length = min(most, high - start)
+                rows, chunk = chunks[:, :length], total[done : done + length]
+                sums = chunk if buffer is None else buffer[:length]
+                rows[self._rank] = messages[number][start : start + length]
+                for rank, of_messages in addresses.items():
+                    self._peers.read(rank, of_messages[number] + start * rows.element_size(), rows[rank])
+                add_in_order([*rows], sums, times)
+                if sums is not chunk:
+                    chunk.copy_(sums)
+                done += length
+        return total
 
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
         flat = tensor.view(-1)
         if flat.nbytes > CHUNK and not maximum:
             bounds = [len(flat) * rank // self._world for rank in range(self._world + 1)]
             low, high = bounds[self._rank : self._rank + 2]
-            counts = lengths(bounds)
-            self.reduce([(flat, counts)], times, flat[low:high], channel).wait()
+            self.reduce([(flat, lengths(bounds))], times, flat[low:high], channel).wait()
             self.gather(flat, bounds, channel).wait()
             return
         rows = self._rows(flat, channel)
@@ -153,84 +196,22 @@ class HostMemory(Transport):
         """Returns the tensors of all ranks, one row a rank."""
         rows = flat.new_empty(self._world, len(flat))
         rows[self._rank] = flat
-        self._launch(channel, rows[self._rank].data_ptr(), partial(self._read_each, rows), rows).wait()
+        self._launch(channel, [rows[self._rank]], partial(self._read_each, rows), rows).wait()
         return rows
 
-    def _read_each(self, tensors: Sequence[Tensor] | Tensor, addresses: Addresses) -> None:
-        """Reads from each other rank into the tensor that is in its place."""
-        for rank, address in addresses.items():
-            self._peers.read(rank, address, tensors[rank])
+    def broadcast(self, flat: Tensor, source: int) -> None:
+        self._collect([(source, flat)], BROADCAST)
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
-        sent = [tensor for owner, tensor in transfers if owner == self._rank and tensor is not None]
-        table = _address_table(sent)
-        counts = Counter(owner for owner, _ in transfers)
+        self._collect(transfers, COLLECTION)
+
+    def _collect(self, transfers: Sequence[tuple[int, Tensor | None]], channel: int) -> None:
+        shown = [tensor for owner, tensor in transfers if owner == self._rank and tensor is not None]
 
         def read(addresses: Addresses) -> None:
-            if to not in (None, self._rank):
-                return
-            tables = {rank: self._peers.read_table(rank, at, counts[rank]) for rank, at in addresses.items()}
-            seen: Counter[int] = Counter()
+            there = {rank: iter(of_tensors) for rank, of_tensors in addresses.items()}
             for owner, tensor in transfers:
                 if owner != self._rank and tensor is not None:
-                    self._peers.read(owner, tables[owner][seen[owner]], tensor)
-                seen[owner] += 1
+                    self._peers.read(owner, next(there[owner]), tensor)
 
-        self._launch(COLLECTION, table.data_ptr(), read, (sent, table)).wait()
-
-
-class _Shares:
-    """Reads this rank's share of the messages of all ranks. Other ranks read theirs from this rank's messages."""
-
-    def __init__(self, messages: Sequence[Message], rank: int, peers: Peers) -> None:
-        self._messages, self._rank, self._peers = [message for message, _ in messages], rank, peers
-        self._bounds = [[0, *accumulate(counts)][rank : rank + 2] for _, counts in messages]
-        self._table = _address_table(self._messages)
-        self.address = self._table.data_ptr()
-
-    def sum(self, addresses: Addresses, times: float, into: Tensor | None) -> Tensor:
-        """Returns the sums of Transport.reduce for this rank. addresses: those of the other ranks' tables."""
-        tables = self._tables(addresses)
-        sample = self._messages[0]
-        new = partial(sample.new_empty, dtype=summed_as(sample.dtype))
-        total = new(sum(high - low for low, high in self._bounds)) if into is None else into
-        most = min(CHUNK // sample.element_size(), max(1, *(high - low for low, high in self._bounds)))
-        chunks = sample.new_empty(len(tables) + 1, most)
-        buffer = None if into is None else new(most)  # `into` may overlap the messages
-        done = 0
-        for number, (low, high) in enumerate(self._bounds):
-            for start in range(low, high, most):
-                length = min(most, high - start)
-                rows = chunks[:, :length]
-                self._read(tables, number, start, rows)
-                chunk = total[done : done + length]
-                add_in_order([*rows], chunk if buffer is None else buffer[:length], times)
-                if buffer is not None:
-                    chunk.copy_(buffer[:length])
-                done += length
-        return total
-
-    def rows(self, addresses: Addresses) -> list[Tensor]:
-        """Returns for each message this rank's shares from all ranks, one row a rank."""
-        tables, received = self._tables(addresses), []
-        for number, (low, high) in enumerate(self._bounds):
-            rows = self._messages[number].new_empty(len(tables) + 1, high - low)
-            self._read(tables, number, low, rows)
-            received.append(rows)
-        return received
-
-    def _read(self, tables: Mapping[int, Sequence[int]], number: int, start: int, rows: Tensor) -> None:
-        """Overwrites the rows, one a rank, with elements of message `number` of all ranks, from `start` on."""
-        rows[self._rank] = self._messages[number][start : start + rows.shape[1]]
-        for rank, table in tables.items():
-            self._peers.read(rank, table[number] + start * rows.element_size(), rows[rank])
-
-    def _tables(self, addresses: Addresses) -> dict[int, Sequence[int]]:
-        """Returns the addresses of the messages of each other rank, by rank."""
-        count = len(self._messages)
-        return {rank: self._peers.read_table(rank, address, count) for rank, address in addresses.items()}
-
-
-def _address_table(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns the tensors' addresses, which other ranks can read."""
-    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device="cpu")
+        self._launch(channel, shown, read, transfers, Counter(owner for owner, _ in transfers)).wait()

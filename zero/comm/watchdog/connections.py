@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from zero.comm.watchdog import loop
+from zero.comm.forked import held
 
 Message = dict[str, Any]
 
@@ -45,7 +45,7 @@ class Connections:
         """Accepts the other ranks: on the first rank."""
         self._server = await asyncio.start_server(self._accept, sock=listening, limit=_LONGEST)
         self._listening = listening
-        loop.sockets.add(listening)
+        held.add(listening)
 
     async def connect(self, host: str, port: int) -> None:
         """Connects with the first rank, and reads what it says until the connection ends: on the other ranks."""
@@ -78,7 +78,7 @@ class Connections:
         """Ends the connections. Nobody counts as lost then."""
         self._closed = True
         if self._server is not None:
-            loop.sockets.discard(self._listening)
+            held.discard(self._listening)
             self._server.close()
         for writer in self._writers.values():
             writer.close()
@@ -93,7 +93,7 @@ class Connections:
 
     async def _follow(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = writer.get_extra_info("socket")
-        loop.sockets.add(connection)
+        held.add(connection)
         _keep_alive(connection, self._keep)
         self._writers[rank] = writer
         self._hear(rank, {})
@@ -107,7 +107,7 @@ class Connections:
             pass
         finally:
             del self._writers[rank]
-            loop.sockets.discard(connection)
+            held.discard(connection)
         if not self._closed:
             self._lost(rank)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -37,7 +38,7 @@ def pinned(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 class PinnedMemory:
     """Tensors in pinned memory, which is used again once a tensor has been freed, and given back with this object.
 
-    On other devices than CUDA's, memory is torch's own.
+    On other devices than CUDA's, and other systems than Linux, memory is torch's own.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class PinnedMemory:
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns a tensor without values. Raises RuntimeError if the system does not pin so much memory."""
         nbytes = prod(shape) * dtype.itemsize
-        if not nbytes or not torch.cuda.is_available():
+        if not nbytes or not torch.cuda.is_available() or sys.platform != "linux":
             return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=torch.accelerator.is_available())
         free = self._free[nbytes]
         pages = free.pop() if free else _pin(nbytes)

@@ -1,0 +1,37 @@
+"""Connections that a forked process, such as a worker of a DataLoader, gives up: while it holds them open, nobody
+notices the end of the process that it was forked from."""
+
+from __future__ import annotations
+
+import os
+from io import FileIO
+from typing import Any
+
+held: set[Any] = set()
+"""Sockets and pipes of this process."""
+
+
+class Pipe(FileIO):
+    """One end of a pipe. A read or write that would have to wait returns None."""
+
+    def __init__(self, descriptor: int, mode: str) -> None:
+        super().__init__(descriptor, mode)
+        os.set_blocking(descriptor, False)
+        held.add(self)
+
+    def close(self) -> None:
+        held.discard(self)
+        super().close()
+
+
+def _give_up() -> None:
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for one in held:
+        if one.fileno() >= 0:
+            os.dup2(nothing, one.fileno())  # not closed: the copy of the object would close the number again
+    os.close(nothing)
+    held.clear()
+
+
+if hasattr(os, "register_at_fork"):  # where it is missing, no process is forked
+    os.register_at_fork(after_in_child=_give_up)
