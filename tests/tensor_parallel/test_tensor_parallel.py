@@ -21,7 +21,6 @@ import plainly
 import ranks
 import zero
 from matrix import WHOLE, only
-from processes import ROOT, python
 
 pytestmark = pytest.mark.slow
 
@@ -201,12 +200,3 @@ def test_an_overflow_in_one_part_skips_the_step_on_all_ranks(rank: int, world: i
     scaler.update()
     assert scaler.get_scale() == 2.0**15
     close(zero.full_state_dict(both.model), before)
-
-
-@only
-def test_the_example_trains() -> None:
-    script = ROOT / "docs" / "examples" / "tensor_parallel.py"
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
-    written = python(*launcher, script, "--steps", 10).stdout
-    assert "gate.weight {(64, 32)}" in written  # whole
-    assert float(written.split()[3].strip(",")) < 2.5  # of 4.2 at first
