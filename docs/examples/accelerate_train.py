@@ -15,16 +15,17 @@ from transformers import GPT2Config, GPT2LMHeadModel, get_constant_schedule_with
 from zero.integrations.accelerate import Accelerator  # was: from accelerate
 
 
-def train(folder, zero_plugin=None):
+def train(folder, stage=None):
     cpu = not torch.cuda.is_available()
-    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=cpu, zero_plugin=zero_plugin)
+    accelerator = Accelerator(zero_plugin=stage, gradient_accumulation_steps=2, cpu=cpu)
     set_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_embd=64, n_layer=2, n_head=2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = get_constant_schedule_with_warmup(optimizer, 10)
     rows = (torch.randint(256, (320, 1)) + torch.arange(32)) % 256
     loader = DataLoader(TensorDataset(rows), batch_size=8, shuffle=True)
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    schedule = accelerator.prepare(schedule)
     if os.path.exists(folder):
         accelerator.load_state(folder)
     for (tokens,) in loader:
@@ -39,7 +40,8 @@ def train(folder, zero_plugin=None):
     accelerator.save_state(folder)
     weights = accelerator.get_state_dict(model)  # collective, as save_state
     if accelerator.is_main_process:
-        accelerator.unwrap_model(model).save_pretrained(f"{folder}/model", state_dict=weights)
+        plain = accelerator.unwrap_model(model)
+        plain.save_pretrained(f"{folder}/model", state_dict=weights)
     accelerator.print(f"{type(model).__name__}: loss {loss.item():.4f}")
     accelerator.end_training()
 

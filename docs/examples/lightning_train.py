@@ -44,4 +44,4 @@ if __name__ == "__main__":
         enable_checkpointing=False,
     )
     trainer.fit(Model(), loader)
-    trainer.save_checkpoint("model.ckpt", weights_only=True)  # Model.load_from_checkpoint
+    trainer.save_checkpoint("model.ckpt", weights_only=True)

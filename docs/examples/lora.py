@@ -33,7 +33,7 @@ for _ in range(20):
     zero.clip_grad_norm_(model, optimizer, max_norm=1.0)
     optimizer.step()
 
-weights = zero.full_tensors(model, to=0)  # collective: pairs of name and tensor on rank 0
+weights = zero.full_tensors(model, to=0)  # pairs of name and tensor, on rank 0
 adapter = {name: value for name, value in weights if "lora_" in name}
 if first:
     net.save_pretrained("adapter", state_dict=adapter)

@@ -15,9 +15,11 @@ if "RANK" in os.environ:  # torchrun sets it
     dist.init_process_group("gloo")
 
 layer = nn.TransformerEncoderLayer(32, nhead=2, dim_feedforward=64, batch_first=True)
-net = nn.Sequential(nn.Embedding(256, 32), nn.TransformerEncoder(layer, 2), nn.Linear(32, 256))
-matrices = [param for param in net[1].parameters() if param.dim() == 2]
-rest = [param for param in net.parameters() if all(param is not one for one in matrices)]
+blocks = nn.TransformerEncoder(layer, num_layers=2)
+net = nn.Sequential(nn.Embedding(256, 32), blocks, nn.Linear(32, 256))
+matrices = [param for param in blocks.parameters() if param.dim() == 2]
+held = {*matrices}
+rest = [param for param in net.parameters() if param not in held]
 muon, adamw = torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-2)
 model, (muon, adamw) = zero.setup(net, [muon, adamw], stage=3)
 

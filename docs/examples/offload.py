@@ -19,8 +19,8 @@ if "RANK" in os.environ:  # torchrun sets it
 
 net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, fused=True)  # fast on CPUs
-offload = zero.CPUOffload()  # for GPUs; zero.DiskOffload("scratch") works anywhere
-model, optimizer = zero.setup(net, optimizer, stage=2, precision="bf16", offload=offload)
+host = zero.CPUOffload()  # for GPUs; zero.DiskOffload("scratch") works anywhere
+model, optimizer = zero.setup(net, optimizer, stage=2, precision="bf16", offload=host)
 for _ in range(20):
     inputs = torch.randn(32, 64, device=device)
     loss = (model(inputs) - inputs).square().mean()

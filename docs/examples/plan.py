@@ -9,7 +9,7 @@ from torch import nn
 import zero
 
 with torch.device("meta"):  # shapes without memory
-    layer = nn.TransformerEncoderLayer(4096, nhead=32, dim_feedforward=16384, batch_first=True)
+    layer = nn.TransformerEncoderLayer(4096, 32, 16384, batch_first=True)
     model = nn.TransformerEncoder(layer, num_layers=8)
     batch = torch.empty(2, 512, 4096)  # of one rank: so activations are counted
 

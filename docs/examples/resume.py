@@ -13,15 +13,15 @@ from torch import nn
 import zero
 
 
-def train(folder, stage=3, steps=1000, save_every=10):
+def train(run, stage=3, steps=1000, save_every=10):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
     model, optimizer = zero.setup(net, torch.optim.AdamW, stage=stage, lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     data = torch.Generator().manual_seed(1)  # alike everywhere: ranks share a batch
     step, resume = 0, [schedule, data]
-    if os.path.exists(f"{folder}/latest"):
-        step = zero.checkpoint.load(folder, model, optimizer, resume=resume)["step"]
+    if os.path.exists(f"{run}/latest"):
+        step = zero.checkpoint.load(run, model, optimizer, resume=resume)["step"]
     while step < steps:
         batch = torch.randn(12, 32, generator=data)
         inputs = batch[dist.get_rank() :: dist.get_world_size()]
@@ -31,9 +31,10 @@ def train(folder, stage=3, steps=1000, save_every=10):
         optimizer.zero_grad()
         schedule.step()
         step += 1
-        if step % save_every == 0:
-            extra = {"step": step}
-            zero.checkpoint.save(folder, model, optimizer, resume=resume, extra=extra, keep=2)
+        if step % save_every:
+            continue
+        extra = {"step": step}
+        zero.checkpoint.save(run, model, optimizer, resume=resume, extra=extra, keep=2)
     return zero.full_state_dict(model, to=0)
 
 

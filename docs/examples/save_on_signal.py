@@ -19,7 +19,7 @@ def train(folder, steps=1000):
     for number in (signal.SIGUSR1, signal.SIGTERM):  # what clusters send
         signal.signal(number, lambda received, frame: signals.append(received))
     of_cpus = dist.new_group(backend="gloo")  # NCCL's answer would wait for the GPU
-    net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32))
+    net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(), nn.Linear(64, 32))
     model, optimizer = zero.setup(net, torch.optim.AdamW, stage=3, lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
     torch.manual_seed(1 + dist.get_rank())  # of this rank's data and dropout

@@ -1,4 +1,4 @@
-"""Trains a small model by Hugging Face's Trainer; started again, it goes on at any stage.
+"""Trains a small model by transformers' Trainer; started again it goes on at any stage.
 
 torchrun --nproc-per-node 2 docs/examples/trainer_train.py 3
 accelerate launch --config_file fsdp.yaml docs/examples/trainer_train.py
