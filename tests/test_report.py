@@ -57,7 +57,7 @@ def test_the_line_comes_by_default_and_once(before, asked, lines):
 
 def test_with_offload_the_line_says_how_many_threads_step():
     """torchrun has OMP_NUM_THREADS be 1."""
-    written = python("-c", BUILDS.format(", offload=zero.CPUOffload()"), OMP_NUM_THREADS="1").stderr
+    written = python("-c", BUILDS.format(", offload=zero.CPUOffload()"), ZERO_LOG="", OMP_NUM_THREADS="1").stderr
     assert written.startswith("zero: stage 1, OSS(SGD)")
     assert written.endswith("; offload CPUOffload, ratio 1.0, stepped by 1 threads of the CPU\n")
 
