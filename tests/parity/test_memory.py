@@ -60,10 +60,10 @@ HYBRID = (1 / 2, 1 / 2, 2 / 2)
 FORMULAS = {
     "stage 0": Formula("0", (1, 1, 2), (5, 1), 0),
     "stage 1": Formula("1", (1, 1, 2 / W), (2 + 2 / W, 1), 3 / W),
-    "stage 2": Formula("2", (1, 1 / W, 2 / W), (1 + 3 / W, 2), 6 / W),
+    "stage 2": Formula("2", (1, 1 / W, 2 / W), (1 + 3 / W, 3), 6 / W),
     # The bucket of all biases waits for the last one, with the matrices that it has beside them.
-    "stage 2, groups of parameters": Formula("2", (1, 1 / W, 2 / W), (1 + 3 / W, 2.6), 6 / W, {"groups": True}),
-    "stage 2, run backwards": Formula("2", (1, 1 / W, 2 / W), (1 + 3 / W, 2), 6 / W, {"model": "Backwards"}),
+    "stage 2, groups of parameters": Formula("2", (1, 1 / W, 2 / W), (1 + 3 / W, 3.6), 6 / W, {"groups": True}),
+    "stage 2, run backwards": Formula("2", (1, 1 / W, 2 / W), (1 + 3 / W, 3), 6 / W, {"model": "Backwards"}),
     "stage 3": Formula("3", ZERO_3, (4 / W, 4), 9 / W),
     "unsharded from forward to backward": Formula("3 kept", ZERO_3, (1 + 3 / W, 2), 6 / W),
     "replicas alone": Formula("3", (1, 1, 2), (4, 2), 6 / W, {"replicas": 4}),

@@ -14,12 +14,11 @@ graph that one rank alone keeps, or whose garbage was not collected there yet, i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch.autograd import at_end_of_backward
@@ -27,6 +26,7 @@ from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm
 from zero.comm.streams import HostStreams
 from zero.comm.together import Together
+from zero.fsdp.edges import half_way, watch_param
 from zero.fsdp.unit import Call, Index, Need, Unit
 from zero.wrap.bucket import EndOfBackward
 
@@ -116,21 +116,34 @@ class Backward:
             self._launch_ahead(unit)
 
     def watch_params(self) -> list[RemovableHandle]:
-        """Registers hooks on the parameters of units that may stay unsharded after forward. What the loss reads of them
-        there gives them gradients before backward reaches an output of the unit."""
+        """Registers hooks on parameters. What the loss reads of units that may stay unsharded after forward gives them
+        gradients before backward reaches an output of the unit. Others tell when backward is half through a unit."""
         ahead = self.in_flight == 3
-        return [
-            # Weak, as the unit keeps its parameters, and these keep their hooks.
-            _hooked(param, partial(_param_reached, weakref.ref(self), weakref.ref(unit)))
+        handles = [
+            watch_param(param, Backward.param_reached, self, unit)
             for unit in self._units
             if unit is self._root or unit.stays or ahead
             for param in unit.params
             if param.is_floating_point() or param.is_complex()
         ]
+        for unit in self._units if self.in_flight == 2 else ():
+            param = half_way(unit)
+            if unit is not self._root and not unit.overlaps and param is not None and param.is_floating_point():
+                handles.append(watch_param(param, Backward.half_way, self, unit))
+        return handles
+
+    def half_way(self, unit: Unit) -> None:
+        """Collective. Has the all-gather of the next unit travel while the second half of this one is computed. The
+        reduction of the last one, which the first half has covered, is over first: the two together would take more
+        memory."""
+        if unit in self._in_backward and not torch.is_grad_enabled():
+            with self._together:
+                self._free_wire()
+                self._launch_ahead(unit)
 
     def param_reached(self, unit: Unit) -> None:
         """Enters backward of a unit that has stayed unsharded."""
-        if unit.unsharded and not torch.is_grad_enabled():
+        if Need.BACKWARD not in unit.needed_by and unit.unsharded and not torch.is_grad_enabled():
             with self._together:
                 self._begin()
                 self._enter(unit)
@@ -330,18 +343,3 @@ class Backward:
         self._in_backward.clear()
         for unit in self._units:
             unit.abandon()
-
-
-def _hooked(param: nn.Parameter, hook: Callable[[Any], object]) -> RemovableHandle:
-    """Registers a hook, also on a parameter that is frozen now, for which torch refuses it."""
-    trained = param.requires_grad
-    handle: RemovableHandle = param.requires_grad_(True).register_hook(hook)
-    param.requires_grad_(trained)
-    return handle
-
-
-def _param_reached(backward: weakref.ref[Backward], unit: weakref.ref[Unit], _: Any) -> None:
-    """The hook on a parameter, before its gradient is accumulated."""
-    reached = unit()
-    if reached is not None and Need.BACKWARD not in reached.needed_by and (of := backward()) is not None:
-        of.param_reached(reached)

@@ -1,12 +1,17 @@
-"""Hooks on the inputs and outputs of a unit's forward, which notice where backward enters and leaves the unit."""
+"""Hooks on the inputs, outputs and parameters of a unit, which notice where backward enters the unit, is half through
+it, and leaves it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any
+from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from zero._torch.autograd import base_of, leaves_of_graphs, shape_expected_by
 from zero.fsdp.unit import Unit
@@ -61,6 +66,30 @@ def watch_inside(output: Any, on_entry: Callable[[Any], None]) -> None:
     for tensor in tensors_in(output):
         if tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(on_entry)
+
+
+def watch_param(param: nn.Parameter, method: Callable[[Any, Unit], None], of: object, unit: Unit) -> RemovableHandle:
+    """Calls method(of, unit) before the gradient of a parameter is accumulated, also of one that is frozen now, for
+    which torch refuses a hook. The hook keeps neither: units keep their parameters, and these their hooks."""
+    trained = param.requires_grad
+    handle: RemovableHandle = param.requires_grad_(True).register_hook(partial(_call, method, ref(of), ref(unit)))
+    param.requires_grad_(trained)
+    return handle
+
+
+def _call(method: Callable[[Any, Unit], None], of: ref[Any], unit: ref[Unit], _: Any) -> None:
+    owner, reached = of(), unit()
+    if owner is not None and reached is not None:
+        method(owner, reached)
+
+
+def half_way(unit: Unit) -> nn.Parameter | None:
+    """The parameter with whose gradient half of the elements of a unit's gradients have come, if they come in the
+    reverse of the parameters' order. None if all parameters are in units inside."""
+    params = [param for group in unit.groups for param in group.params][::-1]
+    sizes = [size for group in unit.groups for size in group.layout.numels][::-1]
+    so_far = accumulate(sizes)
+    return next((param for param, size in zip(params, so_far, strict=True) if 2 * size >= sum(sizes)), None)
 
 
 def _nodes(tensors: Iterable[tuple[Tensor, Tensor | None]]) -> list[Node]:

@@ -3,6 +3,7 @@ from forward to backward, does not count.
 
     1   one at a time: nothing is gathered ahead, and gradients are reduced before the next unit is gathered
     2   while a unit computes, the next unit's all-gather or the last unit's reduction is in flight: in backward the
+        reduction in the first half of a unit, and the all-gather in the second; where transfers overlap computing, the
         next unit is gathered after the gradients of the current one are computed
     3   both are: the next unit is gathered before the current one computes, in forward and in backward
 

@@ -110,7 +110,8 @@ class Plan:
         if below:
             reason = f"stage {below[-1].stage} would need {self._said(below[-1].peak)}"
             if self.fits(below[-1]):
-                sent = f" and sends {below[-1].sent / chosen.sent:.2g} times as much" if chosen.sent else ""
+                times = f"{below[-1].sent / chosen.sent:.2g}" if chosen.sent else "1"
+                sent = "" if times == "1" else f" and sends {times} times as much"
                 lowest, reason = "which", f"{reason}{sent}: take it for what needs DDP itself"
         elif larger:
             reason = f"of the others {', '.join(larger)} do not fit"

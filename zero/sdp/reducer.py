@@ -83,8 +83,6 @@ class Reducer:
         self._arrived = []
         self._places = {param: place for one in self._optimizers for param, place in one.shards.places.items()}
         self._streams = streams_in(group.streams for group in owners)
-        self._largest_bucket = max(group.full.nbytes for group in owners)
-        self._largest_param = max(param.nbytes for param in self._places)
 
     def _put_in_order(self, buckets: Sequence[tuple[GradBucket, OSS]]) -> None:
         """Sets the order in which backwards launch the buckets, given with their optimizers, on every rank."""
@@ -175,7 +173,6 @@ class Reducer:
         if number < self._launched:
             bucket.refuse_late(index)
         bucket.take(index, self._owners[number].gradients.take(param, group.names[index]))
-        self._limit_memory(bucket)
         if bucket.complete:
             if self._arrived is not None:
                 self._arrived.append(number)
@@ -212,8 +209,6 @@ class Reducer:
                 bucket.launch()
                 self._in_flight = self._launched
             self._launched += 1
-            if self._launched < len(self._buckets):
-                self._limit_memory(self._buckets[self._launched])
 
     def _take_rest(self, number: int) -> None:
         """Has bucket `number` take gradients of parameters that this backward did not reach: what was accumulated."""
@@ -221,20 +216,6 @@ class Reducer:
         for index in bucket.trained:
             if index not in bucket.taken:
                 bucket.take(index, gradients.take(bucket.group.params[index], bucket.group.names[index]))
-
-    def _limit_memory(self, filling: GradBucket) -> None:
-        """Waits for the bucket in flight before the next one has taken 1/W of a bucket: both use two buckets at most.
-
-        A bucket in flight needs its gradients and receive buffers of the same size; after the wait only 1/W of it, the
-        sums, is left. Does nothing where transfers overlap with computing, because waiting would end the overlap.
-        """
-        upcoming = filling.taken_bytes + self._largest_param
-        if (
-            self._in_flight is not None
-            and upcoming * self._comm.world > self._largest_bucket
-            and not filling.group.overlaps
-        ):
-            self._finish_in_flight()
 
     def _finish_in_flight(self) -> None:
         if self._in_flight is not None:

@@ -80,8 +80,8 @@ class ShardedDDP(Wrapper):
     sync_models_at_startup: broadcasts parameters and buffers from rank 0 in the constructor, except for tensors that
         wrap other tensors (quantised ones).
     reduce_buffer_size: number of elements of a bucket, which has at least one parameter; 0 reduces each parameter by
-        itself. By default an eighth of the model, between 1 and 32 MiB;
-        on GPUs up to a twentieth of the model or 256 MiB.
+        itself. By default a sixteenth of the model, between 1 and 32 MiB;
+        on GPUs an eighth, or up to a twentieth of a large model or 256 MiB.
     reduce_fp16: sends gradients as float16 (True) or as torch.bfloat16, and sums them in float32.
 
     Collective: the constructor, forward (if there are buffers), backward, `reduce`, `sync_buffers`.

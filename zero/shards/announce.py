@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from zero._torch.tensors import has_values
 from zero.comm import Comm
 from zero.shards.log import logger
 from zero.shards.shard_group import ShardGroup
@@ -19,7 +20,8 @@ def announce(what: str, comm: Comm, groups: Sequence[ShardGroup], left_out: str 
 
     what: such as "OSS(Adam)". left_out: parameters that are not sharded, and why.
     """
-    if comm.rank or not logger.isEnabledFor(logging.INFO) or not groups:
+    silent = comm.rank or not logger.isEnabledFor(logging.INFO)
+    if silent or not groups or not has_values(groups[0].full):  # which has none where zero.plan rehearses
         return  # the transport was chosen when ranks compared what they were given
     own, full = (sum(sizes) for sizes in zip(*map(_sizes, groups), strict=True))
     state = sum(group.main.numel() for group in groups) / sum(group.layout.numel for group in groups) * 100

@@ -42,7 +42,6 @@ class GradBucket:
         # Rings send each byte of float32 to another host once, and an all-to-all of 16 bits more than that.
         self._sent_as = sent_as or (summed_as(group.full.dtype) if group.overlaps else group.full.dtype)
         self.taken: dict[int, Tensor] = {}
-        self.taken_bytes = 0
         self.used: set[int] = set()
         self.missing = False
         self.reduced: set[int] = set()
@@ -87,7 +86,6 @@ class GradBucket:
         if gradient.requires_grad:
             raise RuntimeError(CREATE_GRAPH.format(self.group.names[index]))
         self.taken[index] = self.group.shapes.in_memory_order(index, gradient)
-        self.taken_bytes += gradient.nbytes
 
     def refuse_late(self, index: int) -> NoReturn:
         """Raises RuntimeError for a gradient that came after the launch."""
@@ -103,7 +101,7 @@ class GradBucket:
         self._sent = frozenset(self.taken)
         self.used |= self._sent
         self.missing = self.missing or len(self._sent) < len(self.trained)
-        self.taken, self.taken_bytes = {}, 0
+        self.taken = {}
         with group.recorded("reduce"):
             self._handle = group.exchange.reduce(messages, group.streams)
 
@@ -170,7 +168,7 @@ class GradBucket:
 
     def abandon(self) -> None:
         """Waits for the reduce in flight, and forgets a backward that was interrupted."""
-        self.taken, self.taken_bytes = {}, 0
+        self.taken = {}
         handle, self._handle = self._handle, None
         if handle is not None:
             handle.wait()
