@@ -133,9 +133,9 @@ def test_where_nothing_fits_why_says_what_comes_closest_and_what_would_need_less
 @pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("precision", [MIXED, zero.MixedPrecision()] if WHOLE else [MIXED])
-def test_the_readmes_table_is_what_is_planned(precision):
+def test_the_table_of_formulas_is_what_is_planned(precision):
     """On the CPU, where optimizers step one parameter after another; bytes and bytes sent, by parameter."""
-    section = (ROOT / "README.md").read_text().split("## Which stage to take")[1].split("\n## ")[0]
+    section = (ROOT / "docs" / "which_stage.md").read_text().split("## What each stage needs")[1].split("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| [0-3]", line)]
     numel, world, units = 10**7, 8, 8
     unit = (precision.param_dtype or torch.float32).itemsize / units
