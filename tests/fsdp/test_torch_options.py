@@ -16,6 +16,7 @@ import zero
 import zoo
 from assertions import same
 from inner import offload_of, shard_groups, unsharded, unsharded_in_backward
+from transports import between_hosts
 from zoo import Stack, batch, data
 
 WIDTH = 6
@@ -156,7 +157,8 @@ def ahead(rank: int, **options: Any) -> list[int]:
 @pytest.mark.slow
 @ranks.on(2)
 def test_torchs_names_say_what_is_gathered_ahead(rank, world):
-    found = [(ahead(rank, **given), ahead(rank, prefetch=own)) for given, own in PREFETCHES]
+    with between_hosts():
+        found = [(ahead(rank, **given), ahead(rank, prefetch=own)) for given, own in PREFETCHES]
     for (given, _), (one, other) in zip(PREFETCHES, found, strict=True):
         assert one == other, given
     assert len({str(counts) for counts, _ in found}) == 3, found

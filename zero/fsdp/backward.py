@@ -128,7 +128,7 @@ class Backward:
         ]
         for unit in self._units if self.in_flight == 2 else ():
             param = half_way(unit)
-            if unit is not self._root and not unit.overlaps and param is not None and param.is_floating_point():
+            if unit is not self._root and unit.travels_meanwhile and param is not None and param.is_floating_point():
                 handles.append(watch_param(param, Backward.half_way, self, unit))
         return handles
 

@@ -180,6 +180,11 @@ class Unit:
         """Whether all-gathers of its parameters overlap computing."""
         return any(group.overlaps for group in self.groups)
 
+    @property
+    def travels_meanwhile(self) -> bool:
+        """Whether an all-gather that was launched goes on by threads, those of Gloo, while the host computes."""
+        return not self.overlaps and not any(group.comm.reads(group.full.device) for group in self.groups)
+
     def unshard(self, *, for_backward: bool = False, ahead: bool = False) -> None:
         """Collective. Unshards the parameters. ahead: they are needed later, and their all-gather is only launched.
 

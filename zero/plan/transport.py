@@ -46,9 +46,9 @@ class Rehearsal(Transport):
     def __init__(self, log: Log, rank: int, world: int, like: Rehearsed) -> None:
         self.name, self.overlaps = f"{like}, rehearsed", like == "nccl"
         self._log, self._rank, self._world = log, rank, world
-        self._host_memory = like == "host memory"
+        self.reads = like == "host memory"
         queued = partial(QueuedWork, queue=list[QueuedWork]())
-        self._work: Callable[[Finish], Work] = queued if self._host_memory else RehearsedWork
+        self._work: Callable[[Finish], Work] = queued if self.reads else RehearsedWork
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
         return self._transfer([full], lambda: None)
@@ -66,7 +66,7 @@ class Rehearsal(Transport):
                     torch.sum(message_rows, 0, dtype=total.dtype, out=share)
             return total if into is None else into.copy_(total)
 
-        if self._host_memory:
+        if self.reads:
             return self._transfer(sent, lambda: summed(self._read_in_chunks(sent[0], own)))
         received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
         work = self._transfer([*sent, *received], lambda: received)
@@ -85,7 +85,7 @@ class Rehearsal(Transport):
     def broadcast(self, flat: Tensor, source: int) -> None: ...
 
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
-        if self._host_memory:
+        if self.reads:
             tensor.new_empty(self._world, min(CHUNK // tensor.element_size(), tensor.numel()))
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None: ...
