@@ -55,7 +55,7 @@ def _draw(axes: Axes, panel: Panel, places: Mapping[str, float]) -> None:
         look = {"color": COLOURS[number], "label": panel.segments[number]} if panel.segments else {"color": colours}
         drawn = axes.barh(at, lengths, 0.82, left=[of[number] for of in ends], **look)
         if panel.segments:
-            axes.bar_label(drawn, fmt="%.0f", label_type="center", color=INK, fontsize=8)
+            axes.bar_label(drawn, fmt="%.0f", label_type="center", color=INK if number else "white", fontsize=8)
     axes.bar_label(drawn, [f"{of[-1]:.0f}" for of in ends], padding=4, color=INK, fontsize=9, fontweight="bold")
     for title, mark in panel.marks.items():
         axes.vlines(mark, places[title] - 0.5, places[title] + 0.5, color=INK, linestyle=(0, (4, 2)))
