@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import gpus
 import ranks
 import zero
-from inner import unit_names, unsharded
+from inner import unit_names, unsharded, unsharded_in_backward
 from runs import sgd, take_step
-from transports import overlapping
+from transports import READS, by, overlapping
 from zoo import WIDTH, Stack, loss_on
 
 BLOCKS = 4
@@ -80,3 +80,22 @@ def unsharded_blocks(rank: int, prefetch: int | None) -> tuple[list[list[int]], 
     units = ["", "first", *blocks, "last", "embedding"] if prefetch == 1 else ["", *blocks]
     assert unit_names(model) == units
     return seen
+
+
+@gpus.cpu_only("there transfers overlap computing")
+@pytest.mark.parametrize(("transport", "expected"), [("gloo", [2, 2, 2, 1]), *([("host memory", [1] * 4)] * READS)])
+@pytest.mark.parametrize("frozen", [False, True], ids=["all are trained", "most are frozen"])
+@ranks.on(2)
+def test_over_gloo_the_next_block_travels_in_the_second_half(rank, world, transport, expected, frozen):
+    """How many blocks have memory for full parameters as the first bias of each has its gradient, the last block's
+    first. Of what is frozen no gradient tells how far backward is."""
+    net = Stack(blocks=BLOCKS)
+    for param in [param for block in net.blocks for param in block.parameters() if frozen]:
+        param.requires_grad_(any(param is block.up.bias for block in net.blocks))
+    with by(transport):
+        model = zero.FSDP(net)
+        counts = unsharded_in_backward(model, [block.up.bias for block in net.blocks])
+        for step in range(2):  # the first shows the order
+            counts.clear()
+            loss_on(rank, step)(model).backward()
+    assert counts == expected

@@ -18,6 +18,7 @@ import ranks
 from inner import unsharded_in_backward
 from odd import AT, Calling, Odds, recomputed, reentrant
 from runs import SideBySide, steps
+from transports import READS
 from zoo import WIDTH, Block, Stack
 
 MODELS = odd = Odds()
@@ -123,7 +124,7 @@ def test_units_that_read_one_tensor_or_are_recomputed_together_are_released_one_
     steps(both, rank, 1)
     counts = unsharded_in_backward(both.model, [one.up.weight for one in units(both.model)])
     steps(both, rank, 2)
-    assert max(counts) <= (1 if at == "3 memory first" else 2)
+    assert max(counts) <= (1 if READS or at == "3 memory first" else 2)  # over Gloo one more is gathered half-way
 
 
 def units(model: nn.Module) -> list[nn.Module]:

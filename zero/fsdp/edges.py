@@ -85,11 +85,12 @@ def _call(method: Callable[[Any, Unit], None], of: ref[Any], unit: ref[Unit], _:
 
 def half_way(unit: Unit) -> nn.Parameter | None:
     """The parameter with whose gradient half of the elements of a unit's gradients have come, if they come in the
-    reverse of the parameters' order. None if all parameters are in units inside."""
-    params = [param for group in unit.groups for param in group.params][::-1]
-    sizes = [size for group in unit.groups for size in group.layout.numels][::-1]
-    so_far = accumulate(sizes)
-    return next((param for param, size in zip(params, so_far, strict=True) if 2 * size >= sum(sizes)), None)
+    reverse of the parameters' order. None if nothing of the unit is trained now."""
+    places = [pair for group in unit.groups for pair in zip(group.params, group.layout.numels, strict=True)]
+    trained = [(param, size) for param, size in places[::-1] if param.requires_grad]
+    so_far = accumulate(size for _, size in trained)
+    half = sum(size for _, size in trained) / 2
+    return next((param for (param, _), size in zip(trained, so_far, strict=True) if size >= half), None)
 
 
 def _nodes(tensors: Iterable[tuple[Tensor, Tensor | None]]) -> list[Node]:
