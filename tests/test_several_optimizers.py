@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Muon, Optimizer
 
+import gpus
 import ranks
 import zero
 from assertions import close, same
@@ -38,9 +39,7 @@ def run(rank: int, transport: str, stage: int, clip: float | None, **options: An
         losses = []
         for step in range(4):
             for half in range(2):
-                tokens = torch.randint(
-                    WORDS, (2, 9), generator=torch.Generator().manual_seed(rank + 2 * half + 4 * step)
-                )
+                tokens = torch.randint(WORDS, (2, 9), generator=gpus.generator(rank + 2 * half + 4 * step))
                 with nullcontext() if half else zero.no_sync(model):
                     loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
                     loss.backward()
@@ -116,9 +115,7 @@ def one_class(rank: int, world: int, stage: int) -> None:
             part = embedding if at == 3 else optimizer.part(embedding)
             assert 0 < part.numel() < numel
         for step in range(3):
-            wrapped(
-                torch.randint(WORDS, (2, 8), generator=torch.Generator().manual_seed(rank + step))
-            ).mean().backward()
+            wrapped(torch.randint(WORDS, (2, 8), generator=gpus.generator(rank + step))).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         found.append(zero.full_state_dict(wrapped, to=None))

@@ -20,6 +20,7 @@ from torch.nn.modules import module as everywhere
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+import gpus
 import zero
 from axes import Axis, Wrap, happens
 from axes.layout import linears
@@ -56,6 +57,8 @@ class Hook(Axis):
             self.refused = dict.fromkeys(map(int, alone if act is raises_alone else "123"), (TOLD,))
         elif act is not raises:
             self.or_refused = "clip_grad_norm" if act is clips else or_refused
+        if act is clips:
+            self.tolerance = gpus.ROUNDING
 
     @contextmanager
     def running(self, rank: int, stage: int) -> Iterator[None]:

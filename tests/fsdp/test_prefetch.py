@@ -44,7 +44,7 @@ DEFAULT = ALL_AHEAD if gpus.ON else AS_NEEDED
         (None, True, ALL_AHEAD),
         (3, False, ALL_AHEAD),
         (2, True, FORWARD_ALONE),
-        (2, False, DEFAULT),
+        (2, False, FORWARD_ALONE if gpus.ON else AS_NEEDED),
         (1, True, AS_NEEDED),
     ],
     ids=["default", "default, overlapping", "3", "2, overlapping", "2", "1"],

@@ -10,6 +10,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
+import gpus
 import ranks
 import zero
 from rows import WIDTH, Rows, adam
@@ -157,7 +158,8 @@ row.of("a mean", net=lambda: Net(lambda x, w: x * w.mean(), since=1))
 row.of("a norm", net=lambda: Net(lambda x, w: x / w.norm(), "body", since=1))
 row.of("a spread without gradient", net=lambda: Net(lambda x, w: x * w.detach().std(), "body", since=1))
 row.of("a number", net=lambda: Net(lambda x, w: x * w.mean().item(), since=1))
-row.of("a Function", net=lambda: Net(product, since=1))
+# On GPUs no graph's nodes are kept from step to step, as a node keeps its stream.
+row.of("a Function", net=lambda: Net(product, since=1), or_refused="autograd.Function" if gpus.ON else None)
 row.of("a write, in the second forward", net=lambda: Halving(1))
 # Nobody looks in the third forward.
 row.of("a number, in the third", net=lambda: Net(lambda x, w: x * w.mean().item(), since=2), steps=4, or_refused="head")

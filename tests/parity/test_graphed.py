@@ -43,7 +43,7 @@ def test_replays_train_to_the_bits_of_steps_by_the_host(rank, world, stage):
         rate = torch.tensor(1e-2)
         adam = partial(AdamW, lr=rate, capturable=gpus.ON)
         # DistributedDataParallel is not recorded on the default stream; the others may have been built there.
-        stream = torch.cuda.Stream() if gpus.ON and stage in "01" else None
+        stream = torch.cuda.Stream() if gpus.ON and stage in "01" and wraps is zero.graphed else None
         with torch.cuda.stream(stream):
             model, optimizer = GRAPHED[stage](Stack(), adam)
 

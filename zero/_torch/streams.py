@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 def current_stream_of(device: torch.device) -> Callable[[], Any]:
@@ -27,3 +28,10 @@ def current_stream_of(device: torch.device) -> Callable[[], Any]:
         return known[stream]
 
     return current
+
+
+def wait_for_pinned(copy: Tensor) -> None:
+    """Makes the host wait for the copy of a tensor of a GPU, if `to("cpu", non_blocking=True)` has made it: the memory
+    of those is pinned."""
+    if copy.is_pinned():
+        torch.accelerator.current_stream().synchronize()

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero._torch.streams import wait_for_pinned
 from zero._torch.tensors import Fake, Rebound, as_plain_tensors
 from zero.shards.cut import Asked, Cut, of_param
 from zero.shards.elementwise import (
@@ -57,6 +58,8 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     if not attribute:
         _refuse_others(name, args, kwargs)
     given = args[0] if args and isinstance(args[0], (list, tuple)) else first
+    if word == FINITE_CHECK:
+        wait_for_pinned(args[2])  # torch copies the scale from a GPU without waiting, also to where the host reads it
     result = _plainly(func, args, kwargs)
     if word == FINITE_CHECK:
         _spread_overflow(*args[:2])
