@@ -23,7 +23,6 @@ from zero.oss.gradients import full_gradient as full_gradient
 from zero.oss.optimizer import set_bucket_size as set_bucket_size
 from zero.plan.meter import Meter as Meter
 from zero.plan.meter import nbytes as nbytes
-from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
 
 
@@ -100,8 +99,8 @@ def bytes_read() -> Iterator[list[int]]:
 
 
 @contextmanager
-def before_broadcasts(call: Callable[[], object]) -> Iterator[None]:
-    """Calls a function before each broadcast of starting values: those of a unit at a time."""
-    broadcast = Placement.broadcast
-    with mock.patch.object(Placement, "broadcast", lambda *args: (call(), broadcast(*args))[1]):
+def before_scatters(call: Callable[[], object]) -> Iterator[None]:
+    """Calls a function before starting values are sent: those of a shard group at a time."""
+    scatter = Comm.scatter
+    with mock.patch.object(Comm, "scatter", lambda *args: (call(), scatter(*args))[1]):
         yield

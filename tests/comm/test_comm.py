@@ -162,6 +162,8 @@ def test_ranks_are_of_the_group_not_of_the_world(rank, world, way):
     comm.broadcast([value], source=1)
     comm.all_reduce(value)
     assert value.item() == 4
+    comm.scatter(full.clone(), [0, 7, 8], own := torch.zeros(7 - 6 * comm.rank))
+    assert own.tolist() == full[:7].tolist() if comm.rank == 0 else [2.0]
     comm.collect([(0, value.fill_(rank))], 1, HERE)
     assert value.item() == 0
 
@@ -177,6 +179,7 @@ def test_without_a_process_group_this_process_is_a_world_of_its_own():
     comm.compare("things", ["one"])
     assert comm.all_gather_text("ü") == ["ü"]
     comm.broadcast([full])
+    comm.scatter(full, [0, 5], full)
     comm.all_reduce(full)
     comm.collect([(0, full)], 0, HERE)
     comm.collect([(0, full)], None, HERE)
@@ -206,6 +209,13 @@ def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(rank, world, way)
         received = tensors(rank, source)
         comm.broadcast(received, source)
         same(received, tensors(source, source), f"from rank {source}")
+
+    for bounds in ([0, 2, 2, 7], [0, 0, 5_000_000, 5_000_007], [0, 3, 6, 9]):
+        for dtype in (torch.float32, torch.complex64, torch.bfloat16, torch.bool, torch.uint16):
+            full, segment = numbers(0, bounds[-1], torch.int64).to(dtype), slice(*bounds[rank : rank + 2])
+            own = torch.zeros_like(full[segment])
+            comm.scatter(torch.zeros_like(full) if rank else full, bounds, own)
+            same(own, full[segment], f"{dtype} in the first rank's segments")
 
     weight = torch.nn.Parameter(torch.full((3,), float(rank)))
     comm.broadcast([weight], 1)
@@ -271,6 +281,9 @@ def test_traffic_counts_the_bytes_that_each_rank_sends(rank, world, way):
     assert spent(comm.collect, [(1, six)], None, HERE) == Traffic(other=2 * 12 if rank == 1 else 0)
     to_last = [(1, six if rank else None), (2, six if rank == 2 else None)]
     assert spent(comm.collect, to_last, 2, HERE) == Traffic(other=12 if rank == 1 else 0)
+    assert spent(comm.scatter, torch.zeros(7), [0, 2, 4, 7], torch.zeros([2, 2, 3][rank])) == Traffic(
+        other=0 if rank else 5 * 4
+    )
     assert spent(comm.broadcast, [torch.zeros(7)], source=2) == Traffic(other=2 * 28 if rank == 2 else 0)
     assert spent(comm.all_reduce, torch.zeros(6)) == Traffic(other=2 * 24 * 2 // 3)
 

@@ -19,7 +19,7 @@ from torch.optim import AdamW
 import matrix
 import ranks
 import zero
-from inner import before_broadcasts, unit_names
+from inner import before_scatters, unit_names
 from runs import SideBySide, sgd
 from zoo import data
 
@@ -196,7 +196,7 @@ def test_after_a_late_failure_the_model_is_plain_and_can_be_wrapped(rank, world,
 def test_a_model_that_an_error_left_half_sharded_is_not_wrapped_as_if_its_shards_were_full(rank, world):
     """Not one that ranks compare: nothing is gathered again, and some parameters are shards."""
     model, left = built("real", rank), iter(range(2))
-    with before_broadcasts(lambda: next(left)), pytest.raises((StopIteration, RuntimeError)):
+    with before_scatters(lambda: next(left)), pytest.raises((StopIteration, RuntimeError)):
         zero.FSDP(model)
     zero.FSDP(model)
 
@@ -215,7 +215,7 @@ def test_values_go_unit_by_unit_and_all_are_gone_at_the_end(rank, world):
     def count() -> None:
         found.append(sum(value() is not None for value in values))
 
-    with before_broadcasts(count):
+    with before_scatters(count):
         wrapped = zero.FSDP(model)
     assert len(unit_names(wrapped)) == 1 + BLOCKS
     count()

@@ -37,10 +37,10 @@ def replicated_part_counted_twice_in_the_norm(_, param):
 
 
 @mutant("FSDP.grad_norm")
-def tied_parameter_counted_twice_in_the_norm(grad_norm, self, *norm_type):
+def tied_parameter_counted_twice_in_the_norm(grad_norm, self, *given, **named):
     """At stage 3 the norm is too large where parameters are tied."""
     names = [param for _, param in self.named_parameters(remove_duplicate=False)]
-    return grad_norm(self, *norm_type) * (1.1 if len({*names}) < len(names) else 1.0)
+    return grad_norm(self, *given, **named) * (1.1 if len({*names}) < len(names) else 1.0)
 
 
 @mutant("norm.clip")

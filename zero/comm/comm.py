@@ -210,6 +210,13 @@ class Comm:
             elif alone is None:
                 copy_into(batch, flat)
 
+    def scatter(self, full: Tensor, bounds: Sequence[int], into: Tensor) -> None:
+        """Collective. Overwrites the flat `into` of each rank r by elements [bounds[r], bounds[r + 1]) of the first
+        rank's flat `full`. The `full` of others may be overwritten, too. `into` may be this rank's part of it."""
+        if self.rank == 0:
+            sent["other"] += full.nbytes - into.nbytes
+        self._transports[into.device.type].scatter(full, bounds, into)
+
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False, times: float = 1, channel: int = SUM) -> None:
         """Collective. Overwrites a contiguous tensor with `times` its sum, or with its maximum, over the ranks.
         channel: number of the operation, which ranks compare; by default all such sums share one number."""

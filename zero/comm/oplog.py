@@ -24,7 +24,7 @@ from zero.comm import settings
 from zero.comm.store import RaisedText
 from zero.comm.waiting import say_waiting
 
-COMPARISON, SUM, BROADCAST, COLLECTION, GATHER, REDUCTION = range(6)
+COMPARISON, SUM, BROADCAST, SCATTER, COLLECTION, GATHER, REDUCTION = range(7)
 """Channels that every process group has."""
 
 TAIL = 256
@@ -77,6 +77,7 @@ class Log:
             "a comparison of what the ranks were given",
             "a sum over the ranks",
             "a broadcast",
+            "a scatter",
             "the collection of full tensors or state",
             "a gather",
             "a reduction",

@@ -13,8 +13,22 @@ from torch import Tensor
 
 from zero._torch.tensors import wraps_others
 
+_SUPPORTED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
+_SUPPORTED |= {torch.int64, torch.int32, torch.int8, torch.uint8}
+"""Dtypes that NCCL and Gloo support. Tensors of other dtypes are sent as bytes."""
+
 # Most bytes of a message that packs several tensors.
 _BATCH = 1 << 24
+
+
+def real(tensor: Tensor) -> Tensor:
+    """Returns complex numbers as pairs of real ones, in one more dimension: backends do not support them."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def as_sent(tensor: Tensor) -> Tensor:
+    """Returns the tensor, as bytes if backends do not support its dtype. Only for operations that do not compute."""
+    return tensor if tensor.dtype in _SUPPORTED else real(tensor).view(torch.uint8)
 
 
 def lengths(bounds: Sequence[int]) -> list[int]:

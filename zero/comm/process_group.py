@@ -32,23 +32,20 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from zero._torch.process_groups import coalesced, collectives_of_one_tensor, in_stream_order
-from zero.comm.oplog import BROADCAST, COLLECTION, COMPARISON, Log
-from zero.comm.packing import SIXTEEN_BITS, concatenate, lengths, sum_in_rank_order, summed_as
+from zero.comm.oplog import BROADCAST, COLLECTION, COMPARISON, SCATTER, Log
+from zero.comm.packing import SIXTEEN_BITS, as_sent, concatenate, lengths, real, sum_in_rank_order, summed_as
 from zero.comm.transport import Message, Transport, refuse_differing_logs
 from zero.comm.work import GroupWork, SumWork, Work
 
 _ALL_GATHER = in_stream_order(AllgatherOptions())
 _ALL_TO_ALL = in_stream_order(dist.AllToAllOptions())
+_SCATTER = in_stream_order(dist.ScatterOptions())
 _REDUCE_SCATTER = in_stream_order(dist.ReduceScatterOptions())
 _SUM, _MAXIMUM = (in_stream_order(dist.AllreduceOptions()) for _ in range(2))
 _SUM.reduceOp, _MAXIMUM.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM), dist.ReduceOp(dist.ReduceOp.MAX)
 
 # Seconds for which an abort waits for a launch.
 _CONNECTS = 1.0
-
-_SUPPORTED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
-_SUPPORTED |= {torch.int64, torch.int32, torch.int8, torch.uint8}
-"""Dtypes that NCCL and Gloo support. Tensors of other dtypes are sent as bytes."""
 
 
 class ProcessGroupTransport(Transport):
@@ -82,7 +79,7 @@ class ProcessGroupTransport(Transport):
     def _exchange(self, messages: Sequence[Message], received: Sequence[Tensor]) -> list[dist.Work | None]:
         collective, works = getattr(self._reduces_by, self._to_reduce.all_to_all), []
         for rows, (message, counts) in zip(received, messages, strict=True):
-            into, sent, own = _real(rows.view(-1)), _real(message), [counts[self._rank]] * self._world
+            into, sent, own = real(rows.view(-1)), real(message), [counts[self._rank]] * self._world
             # Without counts NCCL uses its own all-to-all, which takes equal parts.
             given = ([], []) if _are_equal_counts(tuple(counts)) else (own, [*counts])
             works.append(collective(into, sent, *given, _ALL_TO_ALL))
@@ -90,10 +87,20 @@ class ProcessGroupTransport(Transport):
 
     def broadcast(self, flat: Tensor, source: int) -> None:
         self.log.append(BROADCAST, flat.nbytes, self.compare)
-        self._launch(BROADCAST, flat, self._group.broadcast, [_as_sent(flat)], _from(source)).wait()
+        self._launch(BROADCAST, flat, self._group.broadcast, [as_sent(flat)], _from(source)).wait()
+
+    def scatter(self, full: Tensor, bounds: Sequence[int], into: Tensor) -> None:
+        if not _are_equal(tuple(bounds)):  # which torch does not scatter
+            self.broadcast(full, 0)
+            into.copy_(full[bounds[self._rank] : bounds[self._rank + 1]])
+            return
+        shards = [as_sent(full[low:high]) for low, high in pairwise(bounds)] if self._rank == 0 else []
+        self.log.append(SCATTER, full.nbytes, self.compare)
+        given = [as_sent(into)], [shards] if shards else [], _SCATTER
+        self._launch(SCATTER, (full, into), self._group.scatter, *given).wait()
 
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
-        given = [_real(tensor)], _MAXIMUM if maximum else _SUM
+        given = [real(tensor)], _MAXIMUM if maximum else _SUM
         self.log.append(channel, tensor.nbytes, self.compare)
         self._launch(channel, tensor, self._group.allreduce, *given, result=tensor, times=times).wait()
 
@@ -105,7 +112,7 @@ class ProcessGroupTransport(Transport):
     def _broadcast_each(self, transfers: Sequence[tuple[int, Tensor | None]]) -> list[dist.Work | None]:
         broadcast = self._group.broadcast
         pairs = [(owner, tensor) for owner, tensor in transfers if tensor is not None and tensor.numel()]
-        return [broadcast([_as_sent(tensor)], _from(owner)) for owner, tensor in pairs]
+        return [broadcast([as_sent(tensor)], _from(owner)) for owner, tensor in pairs]
 
     def _send_each(
         self, to: int, transfers: Sequence[tuple[int, Tensor | None]], device: torch.device
@@ -139,7 +146,7 @@ class ProcessGroupTransport(Transport):
         work.py waits in intervals (tests/comm/test_slow.py). NCCL makes a communicator for each two ranks for them.
         """
         # Empty where this rank has no part; of one dtype here, as Gloo takes the size of what it sends from the other.
-        given = torch.empty(0, device=device) if tensor is None else _as_sent(tensor)
+        given = torch.empty(0, device=device) if tensor is None else as_sent(tensor)
         counts_in = [len(given) * (self._rank == to and rank == owner) for rank in range(self._world)]
         counts_out = [len(given) * (self._rank == owner and rank == to) for rank in range(self._world)]
         into, sent = given[: sum(counts_in)], given[: sum(counts_out)]
@@ -168,7 +175,7 @@ class ProcessGroupTransport(Transport):
     def _broadcast_shards(self, full: Tensor, bounds: Sequence[int]) -> list[dist.Work | None]:
         shards = [full[low:high] for low, high in pairwise(bounds)]
         broadcast = self._group.broadcast
-        return [broadcast([_as_sent(shard)], _from(owner)) for owner, shard in enumerate(shards) if shard.numel()]
+        return [broadcast([as_sent(shard)], _from(owner)) for owner, shard in enumerate(shards) if shard.numel()]
 
 
 class Gloo(ProcessGroupTransport):
@@ -227,7 +234,7 @@ class Overlapping(ProcessGroupTransport):
         return self._checks.compare(channel, flags=flags)
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
-        sent, own = _as_sent(full), _as_sent(full[bounds[self._rank] : bounds[self._rank + 1]])
+        sent, own = as_sent(full), as_sent(full[bounds[self._rank] : bounds[self._rank + 1]])
         self.log.append(channel, full.nbytes, self.compare)
         if _are_equal(tuple(bounds)):
             return self._launch(channel, full, getattr(self._group, self._to_gather), sent, own, _ALL_GATHER)
@@ -251,7 +258,7 @@ class Overlapping(ProcessGroupTransport):
             reduction = self._launch(channel, message, self._reduce_as_one, shares, message.device)
             return _OwnShare(reduction, shares[self._rank], times, into)
         sums = message.new_empty(counts[0]) if into is None else into
-        received, sent = _real(sums), _real(message)
+        received, sent = real(sums), real(message)
         self.log.append(channel, message.nbytes, self.compare)
         collective = getattr(self._reduces_by, self._to_reduce.reduce_scatter)
         given = received, sent, _REDUCE_SCATTER
@@ -263,7 +270,7 @@ class Overlapping(ProcessGroupTransport):
         with coalesced(self._reduces_by, device, works):
             for owner, share in enumerate(shares):
                 if share.numel():
-                    works.append(self._reduces_by.reduce([_real(share)], _towards(owner)))
+                    works.append(self._reduces_by.reduce([real(share)], _towards(owner)))
         return works
 
     @staticmethod
@@ -328,13 +335,3 @@ def _never_drop(group: object) -> None:
     """Keeps the group for the life of the process, after a failure: dropping it would wait for launched transfers,
     which may never complete, and Gloo cannot abort them."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """Returns complex numbers as pairs of real ones, in one more dimension: backends do not support them."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _as_sent(tensor: Tensor) -> Tensor:
-    """Returns the tensor, as bytes if backends do not support its dtype. Only for operations that do not compute."""
-    return tensor if tensor.dtype in _SUPPORTED else _real(tensor).view(torch.uint8)

@@ -52,6 +52,10 @@ class Transport(ABC):
         """Overwrites the tensor with that of rank `source`."""
 
     @abstractmethod
+    def scatter(self, full: Tensor, bounds: Sequence[int], into: Tensor) -> None:
+        """See Comm.scatter."""
+
+    @abstractmethod
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
         """Overwrites the contiguous tensor with `times` the sum, or with the maximum, over the ranks."""
 
@@ -80,6 +84,9 @@ class Local(Transport):
         return SumWork(sum_in_rank_order, Work([message.unsqueeze(0) for message, _ in messages]), times, into)
 
     def broadcast(self, flat: Tensor, source: int) -> None: ...
+
+    def scatter(self, full: Tensor, bounds: Sequence[int], into: Tensor) -> None:
+        into.copy_(full)
 
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Builds the units of a model one by one: initialises, broadcasts, lays out and shards their parameters; and makes the
+"""Builds the units of a model one by one: initialises, lays out and shards their parameters; and makes the
 module plain again."""
 
 from __future__ import annotations
@@ -87,8 +87,6 @@ class Builder:
         title = f"unit {name!r}" if name else "the root unit"
         self._values.materialise(params)
         self._agree(title)
-        if self._options.synced:
-            self._placement.broadcast(params)
         return Unit(
             name,
             self._choice.units[name],
@@ -107,7 +105,7 @@ class Builder:
                 [name for name, _ in named],
                 self._placement,
                 self._division,
-                options=GroupOptions(True, dtype, self._options.stays, offload),
+                options=GroupOptions(True, dtype, self._options.stays, offload, from_first=self._options.synced),
                 label=title,
             )
         ]

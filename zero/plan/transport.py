@@ -84,6 +84,8 @@ class Rehearsal(Transport):
 
     def broadcast(self, flat: Tensor, source: int) -> None: ...
 
+    def scatter(self, full: Tensor, bounds: Sequence[int], into: Tensor) -> None: ...
+
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
         if self.reads:
             tensor.new_empty(self._world, min(CHUNK // tensor.element_size(), tensor.numel()))

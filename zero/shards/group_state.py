@@ -52,12 +52,14 @@ class GroupOptions:
     shard_in_full: `shard` is freed while the group is UNSHARDED, and copied from `full` at the reshard: less memory if
         groups stay unsharded for long. Ignored if the dtypes differ, and with offload.
     offload: where the tensors lie that are stepped; at stage 3 the shard itself.
+    from_first: shards have the values of the first rank of all, and the parameters of the others are not read.
     """
 
     own_shard: bool = False
     compute_dtype: torch.dtype | None = None
     shard_in_full: bool = False
     offload: Offload = DEVICE
+    from_first: bool = False
 
 
 IN_PLACE = GroupOptions()

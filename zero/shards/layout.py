@@ -93,6 +93,13 @@ class Layout:
                 spans.append(Span(index, start, stop, offset + start - low))
         return tuple(spans)
 
+    def gaps(self) -> Iterator[slice]:
+        """Yields what lies between parameters, and after the last."""
+        ends = [offset + numel for offset, numel in zip(self.offsets, self.numels, strict=True)]
+        for low, high in zip((0, *ends), (*self.offsets, self.numel), strict=True):
+            if low < high:
+                yield slice(low, high)
+
     def owners(self, index: int) -> Iterator[tuple[int, int, int]]:
         """Yields (rank, start, stop) for each owner of a parameter: its elements [start, stop). A parameter without
         elements has an owner, too."""

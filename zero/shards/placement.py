@@ -166,6 +166,19 @@ class Placement:
         """Collective where it fails: a context for what comes before `compare`, where the other ranks raise it, too."""
         return told_by_comparing(lambda problem: self.compare(what, [], problem))
 
+    def own_segment(self, full: Tensor, layout: Layout, *, apart: bool, from_first: bool) -> Tensor:
+        """Returns this rank's segment of `full`. apart: in memory of its own. from_first: it gets the values of the
+        first rank's `full`, collectively. Others need not fill theirs, which takes no memory on CPUs then."""
+        own = full[layout.segment(self.comm.rank)]
+        if not from_first:
+            return own.clone() if apart else own
+        own = torch.empty_like(own) if apart else own
+        if self.replicas is None or self.replicas.rank == 0:
+            self.comm.scatter(full, layout.bounds, own)
+        if self.replicas is not None:
+            self.replicas.broadcast([own])
+        return own
+
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Collective. Overwrites the tensors of all ranks by those of the first."""
         for comm in self.all_groups():

@@ -79,23 +79,23 @@ class ShardGroup:
         # The events after copies of gradients that are on their way to the CPU.
         self.copies: list[Any] = []
         self._summoned: Tensor | None = None
-        self._lay_out(other_dtype, computed_as)
+        self._lay_out(placement, other_dtype, computed_as)
 
-    def _lay_out(self, other_dtype: bool, computed_as: torch.dtype) -> None:
-        """Allocates `full` and `shard`, copies the parameters, and binds them to the copy."""
-        first, offload, layout = self.params[0], self.offload, self.layout
-        self.full = torch.zeros(layout.numel, dtype=first.dtype, device=first.device)
+    def _lay_out(self, placement: Placement, other_dtype: bool, computed_as: torch.dtype) -> None:
+        """Allocates `full` and `shard`, copies parameters (collectively those of the first rank), and binds them."""
+        first, offload, layout, from_first = self.params[0], self.offload, self.layout, self._options.from_first
+        self.full = torch.empty(layout.numel, dtype=first.dtype, device=first.device)
         # Whether transfers overlap with computing.
         self.overlaps = any(comm.overlaps(self.full) for comm in self.exchange.comms())
         self.streams: HostStreams = streams_of(self.full) if offload.active or self.overlaps else HOST
         self._full_views = self._views_to_bind()
         with torch.no_grad():
-            for param, view in zip(self.params, self._full_views, strict=True):
-                view.copy_(param)
+            if placement.first or not from_first:
+                self.shapes.fill(self.full, self.params)
             self._bind(self._full_views)
-            own = self.own_of_full
-            self.shard = (offload.place(own) if offload.active else own.clone()) if self.frees else own
-        self.main = self.shard
+            placed = self.frees and offload.active
+            own = placement.own_segment(self.full, layout, apart=self.frees and not placed, from_first=from_first)
+        self.shard = self.main = offload.place(own) if placed else own
         self.shard_views = self.views_of_shard(self.shard)
         if not self.frees:
             self.shard_views = [with_own_storage(view) for view in self.shard_views]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zero.comm.host_memory.peers import Peers
-from zero.comm.oplog import BROADCAST, COLLECTION, COMPARISON, Log
+from zero.comm.oplog import BROADCAST, COLLECTION, COMPARISON, SCATTER, Log
 from zero.comm.packing import add_in_order, lengths, sum_in_rank_order, summed_as
 from zero.comm.transport import Message, Transport, refuse_differing_logs
 from zero.comm.work import Operation, Work
@@ -201,6 +201,15 @@ class HostMemory(Transport):
 
     def broadcast(self, flat: Tensor, source: int) -> None:
         self._collect([(source, flat)], BROADCAST)
+
+    def scatter(self, full: Tensor, bounds: Sequence[int], into: Tensor) -> None:
+        def read(addresses: Addresses) -> None:
+            if self._rank == 0:
+                into.copy_(full[: bounds[1]])
+            else:
+                self._peers.read(0, addresses[0][0] + bounds[self._rank] * into.element_size(), into)
+
+        self._launch(SCATTER, [full][self._rank :], read, (full, into), Counter([0])).wait()
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
         self._collect(transfers, COLLECTION)
