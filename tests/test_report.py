@@ -1,6 +1,7 @@
 """What zero says of itself: a line at construction, and `zero.report`."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -104,4 +105,23 @@ def test_a_report_tells_the_bytes_of_each_parameter(rank, world, stage, paramete
     assert found.sent == sent and (sent > 0 or stage in "01")  # where gradients may be DistributedDataParallel's
     assert f"stage {stage[0]} (" in str(found) and f"parameters {found.parameters / 2**20:.1f} MiB" in str(found)
     assert found.numbers()["zero/resident_bytes"] == sum((found.parameters, found.gradients, found.optimizer))
-    assert "zero/peak_bytes" not in found.numbers()
+    assert "zero/peak_bytes" not in found.numbers() and "zero/planned_bytes" not in found.numbers()
+
+
+@ranks.on(2)
+def test_a_report_tells_the_peak_of_the_plan(rank, world):
+    plan = zero.plan(nn.Linear(64, 64), world_size=[2, 4], stages=[2], backend="gloo")
+    told = zero.report(*zero.setup(nn.Linear(64, 64), torch.optim.Adam, stage=2), plan=plan)
+    assert told.planned == told.numbers()["zero/planned_bytes"] == plan.cost(2, 2).peak
+    assert f"planned {told.planned / 2**20:.1f} MiB" in str(told)
+    with pytest.raises(KeyError, match="stage 3 on 2 ranks is not in this plan"):
+        zero.report(*zero.setup(nn.Linear(64, 64), torch.optim.Adam, stage=3), plan=plan)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_setup_says_one_line(rank, world, stage):
+    with Heard() as heard:
+        zero.setup(nn.Linear(8, 8), partial(torch.optim.SGD, lr=0.1), stage=stage)
+    assert [line[: len("stage 1")] for line in heard.messages] == [f"stage {stage}"] * (rank == 0)
+    assert stage != 1 or not heard.messages or "OSS(SGD)" in heard.messages[0]

@@ -26,6 +26,7 @@ from zero.oss.from_optimizer import states_of
 from zero.oss.optimizer import refuse_unaveraged
 from zero.precision import DTYPES, Rounding, compute_under_autocast
 from zero.sdp import ShardedDDP
+from zero.shards.announce import without_announcing
 from zero.shards.arguments import parts_of
 from zero.shards.partition import Partition
 from zero.shards.sharded_parameter import mark_states
@@ -148,14 +149,15 @@ def _with_oss(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> tuple[nn.M
     """Stages 1 and 2."""
     model, options, ddp = asked.model, {**asked.options}, asked.stage == 1
     dtype = DTYPES.get(options.pop("precision", None))
+    made = _oss if ddp else without_announcing()(_oss)  # ShardedDDP says what both do
     if dtype is None:
         averaged = _averaged(model, comm) if ddp else None  # all ranks' masters then start from the first one's weights
-        sharding = _oss(asked, comm, options)
+        sharding = made(asked, comm, options)
         wrapped = averaged or ShardedDDP(model, sharding)
     else:
         rounding = Rounding(MixedPrecision(dtype), model, auto_wrap_policy, comm)
         rounding.start_alike()
-        sharding = _oss(asked, comm, {**options, "master_dtype": torch.float32, "rounded": rounding.dtypes})
+        sharding = made(asked, comm, {**options, "master_dtype": torch.float32, "rounded": rounding.dtypes})
         rounding.round_rest(sharding)
         wrapped = _averaged(model, comm, rounded_of=sharding) if ddp else ShardedDDP(model, sharding)
         rounding.cast_inputs(wrapped)

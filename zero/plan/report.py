@@ -14,7 +14,7 @@ from zero.comm import Traffic, traffic
 from zero.fsdp.model import models_of
 from zero.fsdp.unit import Unit
 from zero.oss import OSS
-from zero.plan.result import TITLES
+from zero.plan.result import TITLES, Plan
 from zero.plan.stages import resident
 from zero.wrappers import prepared, unwrapped
 
@@ -27,6 +27,7 @@ class Report:
     parameters, gradients, optimizer: resident now: parameters with the model's buffers, and the optimizer's state with
         masters.
     peak: the most that tensors have taken on this rank's GPU since its counter was reset; None without a GPU.
+    planned: the peak in the plan; None without one.
     sent: bytes that this process has sent through `zero`, since the reading `since`, or in all.
     """
 
@@ -37,6 +38,7 @@ class Report:
     gradients: int
     optimizer: int
     peak: int | None
+    planned: int | None
     sent: int
 
     @property
@@ -45,7 +47,7 @@ class Report:
 
     def numbers(self) -> dict[str, int]:
         """The known figures by name, for loggers."""
-        names = ("parameters", "gradients", "optimizer", "resident", "peak", "sent")
+        names = ("parameters", "gradients", "optimizer", "resident", "peak", "planned", "sent")
         return {f"zero/{name}_bytes": value for name in names if (value := getattr(self, name)) is not None}
 
     def __str__(self) -> str:
@@ -53,7 +55,13 @@ class Report:
         return f"stage {self.stage} ({TITLES[self.stage]}), rank {self.rank} of {self.world}: {', '.join(figures)}"
 
 
-def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, since: Traffic | None = None) -> Report:
+def report(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    since: Traffic | None = None,
+    plan: Plan | None = None,
+) -> Report:
     """The bytes of a model and its optimizers that this rank holds now, and what it has sent. Sends nothing.
 
     Call it between backward and step to count gradients.
@@ -64,7 +72,8 @@ def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sinc
 
     model: at any stage, or the module inside its wrapper. optimizer: the one that trains it, or several; also as
         Accelerate has prepared them.
-    since: a reading of zero.traffic(); `sent` counts from there.
+    since: a reading of zero.traffic(); `sent` counts from there. plan: of zero.plan, whose peak is told beside; raises
+        KeyError if it has none for this stage and number of ranks.
     """
     optimizers = [prepared(one) for one in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
     inner = unwrapped(model)[0]
@@ -74,11 +83,13 @@ def report(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], *, sinc
     found = resident(inner, [group for one in sharding for group in one.shards.shard_groups], optimizers)
     del found["host"]  # plans alone tell it apart
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    stage = _stage(units, sharding)
     return Report(
-        _stage(units, sharding),
+        stage,
         *ranks,
         **found,
         peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+        planned=None if plan is None else plan.cost(stage, ranks[1]).peak,
         sent=(traffic() - (since or Traffic())).total,
     )
 

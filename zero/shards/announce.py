@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
@@ -14,13 +16,25 @@ from zero.shards.shard_group import ShardGroup
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
+_SILENT = ContextVar("silent", default=False)
+
+
+@contextmanager
+def without_announcing() -> Iterator[None]:
+    """Constructors within say nothing: another one says it for them."""
+    before = _SILENT.set(True)
+    try:
+        yield
+    finally:
+        _SILENT.reset(before)
+
 
 def announce(what: str, comm: Comm, groups: Sequence[ShardGroup], left_out: str = "", *, stage: int) -> None:
     """Logs what a stage keeps on this rank. Constructors call it after their first collective operation.
 
     what: such as "OSS(Adam)". left_out: parameters that are not sharded, and why.
     """
-    silent = comm.rank or not logger.isEnabledFor(logging.INFO)
+    silent = comm.rank or _SILENT.get() or not logger.isEnabledFor(logging.INFO)
     if silent or not groups or not has_values(groups[0].full):  # which has none where zero.plan rehearses
         return  # the transport was chosen when ranks compared what they were given
     own, full = (sum(sizes) for sizes in zip(*map(_sizes, groups), strict=True))
