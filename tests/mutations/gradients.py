@@ -15,10 +15,10 @@ def mean_over_one_rank_too_few(reduce, self, messages, *, times=1, **more):
     return reduce(self, messages, times=times if times == 1 else 1 / max(self.world - 1, 1), **more)
 
 
-@mutant("Comm.reduce")
-def sum_in_place_of_the_mean_at_stage_1(reduce, self, messages, *, times=1, into=None, **more):
+@mutant("Comm.all_reduce")
+def sum_in_place_of_the_mean_at_stage_1(all_reduce, self, tensor, *, times=1, **more):
     """At stage 1 gradients are summed over the ranks that read one another, and not averaged."""
-    return reduce(self, messages, times=times if into is None else 1, into=into, **more)
+    all_reduce(self, tensor, **more)
 
 
 @mutant("ShardGroup.to_main")

@@ -137,6 +137,13 @@ def broadcast_from_the_wrong_rank(broadcast, self, tensors, source=0):
     broadcast(self, tensors, source or self.world - 1)
 
 
+@mutant("Comm.scatter")
+def scattered_in_reverse(scatter, self, full, bounds, into):
+    """At stage 3 shards start from their own values in reverse order."""
+    scatter(self, full, bounds, into)
+    into.copy_(into.flip(0))
+
+
 @mutant("BufferSync.before_forward")
 def buffers_never_broadcast(_, self):
     """Each rank keeps buffers of its own, such as statistics of batch normalisation."""

@@ -175,23 +175,19 @@ class Comm:
         work = transport.gather(sent_from, bounds, channel)
         return work if sent_from is full else CastWork(work, sent_from, full, slice(low, high))
 
-    def reduce(
-        self, messages: Sequence[Message], *, times: float = 1, into: Tensor | None = None, channel: int = REDUCTION
-    ) -> Work:
+    def reduce(self, messages: Sequence[Message], *, times: float = 1, channel: int = REDUCTION) -> Work:
         """Collective. Sums the messages over the ranks and sends each owner its sums. `wait` returns this rank's sums.
 
         messages: flat tensors of one dtype, and the number of elements of each that go to each rank of the group, in
             rank order; these numbers are the same on all ranks. The tensors must not change until `wait` has returned.
         times: factor for the sums, such as 1 / world for averages: it is applied while they are still in the cache.
-        into: a flat tensor that is overwritten with the sums, in its own dtype, and returned instead of a new tensor.
-            It may overlap this rank's own share of the messages.
         channel: as for `gather`.
 
-        The sums are flat, one message after another; those of 16-bit floats are float32 unless `into` is given. `wait`
-        may block until the other ranks have called `wait`.
+        The sums are flat, one message after another; those of 16-bit floats are float32. `wait` may block until the
+        other ranks have called `wait`.
         """
         sent["reduce"] += sum((flat.numel() - counts[self.rank]) * flat.element_size() for flat, counts in messages)
-        return self._transports[messages[0][0].device.type].reduce(messages, times, into, channel)
+        return self._transports[messages[0][0].device.type].reduce(messages, times, channel)
 
     # ------------------------------------------------------------------------------------- other tensors
 

@@ -64,8 +64,8 @@ class ProcessGroupTransport(Transport):
         if blocks:
             log.at_failure.append(lambda _: _never_drop(group))
 
-    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
-        return SumWork(self.sum, self.all_to_all(messages, channel), times, into)
+    def reduce(self, messages: Sequence[Message], times: float, channel: int) -> Work:
+        return SumWork(self.sum, self.all_to_all(messages, channel), times)
 
     sum = staticmethod(sum_in_rank_order)
     """Adds what `all_to_all` has received."""
@@ -246,18 +246,18 @@ class Overlapping(ProcessGroupTransport):
             works += self._broadcast_shards(full, bounds)
         return works
 
-    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
+    def reduce(self, messages: Sequence[Message], times: float, channel: int) -> Work:
         if self._second is not None:
             self._begin_to_reduce()
         if not by_rings(messages):
-            return super().reduce(messages, times, into, channel)
+            return super().reduce(messages, times, channel)
         message, counts = messages[0]
         if not _are_equal_counts(tuple(counts)):
             self.log.append(channel, message.nbytes, self.compare)
             shares = message.split([*counts])
             reduction = self._launch(channel, message, self._reduce_as_one, shares, message.device)
-            return _OwnShare(reduction, shares[self._rank], times, into)
-        sums = message.new_empty(counts[0]) if into is None else into
+            return _OwnShare(reduction, shares[self._rank], times)
+        sums = message.new_empty(counts[0])
         received, sent = real(sums), real(message)
         self.log.append(channel, message.nbytes, self.compare)
         collective = getattr(self._reduces_by, self._to_reduce.reduce_scatter)
@@ -299,12 +299,12 @@ def _towards(owner: int) -> dist.ReduceOptions:
 class _OwnShare(Work):
     """This rank's share of a message that was reduced in place. `wait` copies it: a view would keep the message."""
 
-    def __init__(self, reduction: Work, share: Tensor, times: float, into: Tensor | None) -> None:
-        self._reduction, self._share, self._times, self._into = reduction, share, times, into
+    def __init__(self, reduction: Work, share: Tensor, times: float) -> None:
+        self._reduction, self._share, self._times = reduction, share, times
 
     def wait(self) -> Tensor:
         self._reduction.wait()
-        sums = self._share.clone() if self._into is None else self._into.copy_(self._share)
+        sums = self._share.clone()
         return sums if self._times == 1 else sums.mul_(self._times)
 
 

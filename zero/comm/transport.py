@@ -42,10 +42,9 @@ class Transport(ABC):
         """Fills the flat `full`. Rank r sends elements [bounds[r], bounds[r + 1]), which its own `full` holds."""
 
     @abstractmethod
-    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
+    def reduce(self, messages: Sequence[Message], times: float, channel: int) -> Work:
         """Sums over the ranks the elements sent to this rank. `wait` returns `times` the sums, flat, one message after
-        another: a new tensor (float32 for 16-bit floats), or the flat `into`, which may overlap this rank's share of
-        the messages. On the CPU they are added in rank order."""
+        another, of 16-bit floats in float32. On the CPU they are added in rank order."""
 
     @abstractmethod
     def broadcast(self, flat: Tensor, source: int) -> None:
@@ -80,8 +79,8 @@ class Local(Transport):
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
         return Work()
 
-    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
-        return SumWork(sum_in_rank_order, Work([message.unsqueeze(0) for message, _ in messages]), times, into)
+    def reduce(self, messages: Sequence[Message], times: float, channel: int) -> Work:
+        return SumWork(sum_in_rank_order, Work([message.unsqueeze(0) for message, _ in messages]), times)
 
     def broadcast(self, flat: Tensor, source: int) -> None: ...
 

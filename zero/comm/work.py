@@ -114,16 +114,13 @@ def _wait_watching(work: dist.Work, log: Log) -> None:
 
 
 class SumWork(Work):
-    """add: of a transport, sums what `received` brings, with a factor. into: overwritten by the sums."""
+    """add: of a transport, sums what `received` brings, with a factor."""
 
-    def __init__(
-        self, add: Callable[[Sequence[Tensor], float], Tensor], received: Work, times: float, into: Tensor | None
-    ) -> None:
-        self._add, self._received, self._times, self._into = add, received, times, into
+    def __init__(self, add: Callable[[Sequence[Tensor], float], Tensor], received: Work, times: float) -> None:
+        self._add, self._received, self._times = add, received, times
 
     def wait(self) -> Tensor:
-        total = self._add(self._received.wait(), self._times)
-        return total if self._into is None else self._into.copy_(total)
+        return self._add(self._received.wait(), self._times)
 
 
 class CastWork(Work):

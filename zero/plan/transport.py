@@ -53,10 +53,10 @@ class Rehearsal(Transport):
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
         return self._transfer([full], lambda: None)
 
-    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
+    def reduce(self, messages: Sequence[Message], times: float, channel: int) -> Work:
         sent, own = [message for message, _ in messages], [counts[self._rank] for _, counts in messages]
         if self.overlaps and by_rings(messages):
-            sums = sent[0].new_empty(own[0]) if into is None else into
+            sums = sent[0].new_empty(own[0])
             return self._transfer([*sent, sums], lambda: sums)
 
         def summed(rows: Sequence[Tensor]) -> Tensor:
@@ -64,7 +64,7 @@ class Rehearsal(Transport):
             if self.overlaps:
                 for message_rows, share in zip(rows, total.split(own), strict=True):
                     torch.sum(message_rows, 0, dtype=total.dtype, out=share)
-            return total if into is None else into.copy_(total)
+            return total
 
         if self.reads:
             return self._transfer(sent, lambda: summed(self._read_in_chunks(sent[0], own)))

@@ -142,7 +142,10 @@ class HostMemory(Transport):
         for rank, (address,) in addresses.items():
             self._peers.read(rank, address, tensors[rank])
 
-    def reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
+    def reduce(self, messages: Sequence[Message], times: float, channel: int) -> Work:
+        return self._reduce(messages, times, None, channel)
+
+    def _reduce(self, messages: Sequence[Message], times: float, into: Tensor | None, channel: int) -> Work:
         flats = [flat for flat, _ in messages]
         shares = [[0, *accumulate(counts)][self._rank : self._rank + 2] for _, counts in messages]
         return self._launch(channel, flats, partial(self._sum, flats, shares, times, into), into)
@@ -182,7 +185,7 @@ class HostMemory(Transport):
         if flat.nbytes > CHUNK and not maximum:
             bounds = [len(flat) * rank // self._world for rank in range(self._world + 1)]
             low, high = bounds[self._rank : self._rank + 2]
-            self.reduce([(flat, lengths(bounds))], times, flat[low:high], channel).wait()
+            self._reduce([(flat, lengths(bounds))], times, flat[low:high], channel).wait()
             self.gather(flat, bounds, channel).wait()
             return
         rows = self._rows(flat, channel)
