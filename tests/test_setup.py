@@ -153,6 +153,15 @@ for at in range(4):
         ),
         "the Adam given to zero.setup has 2 parameters that are not the model's, such as parameter 2 of group 0",
     )
+    if at < 3:
+        UNUSABLE[f"a parameter without values at stage {at}"] = (
+            lambda model, stage=at: zero.setup(nn.Sequential(model, nn.Linear(4, 4, device="meta")), Adam, stage=stage),
+            r"'1\.weight' is on the meta device and has no values, which stage 3 alone initialises.*to_empty",
+        )
+    UNUSABLE[f"an option of FSDP at stage {at}"] = (
+        lambda model, stage=at: zero.setup(model, Adam, stage=stage, param_init_fn=print, lr=0.1),
+        r"param_init_fn= is an option of FSDP that zero\.setup does not take.*zero\.FSDP\(model, param_init_fn=",
+    )
     if at:
         UNUSABLE[f"state of another shape at stage {at}"] = (
             lambda model, stage=at: zero.setup(model, with_rows(model), stage=stage),

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from zero._torch.compiling import uncompiled
 from zero.comm import Comm
 from zero.comm.together import told_by_comparing
+from zero.fsdp import FSDP
 from zero.measure.built import finding_of_built
 from zero.measure.kinds import Finding, finding_of, known, title
 from zero.measure.param_groups import called, options, params_of
@@ -99,7 +101,7 @@ class Arguments:
         return whole
 
     def _problem(self) -> str | None:
-        problem = _unusable(self.stage, self.options, self.model)
+        problem = _unusable(self.stage, self.options, self.model) or _of_wrappers(self.defaults)
         if problem is None and self.params is not None:
             self.groups, problem = as_groups(self.params, call="zero.setup")
         problem = problem or partition_problem(self.partition)
@@ -129,6 +131,16 @@ _GIVEN = "the stages, models and optimizers given to zero.setup"
 
 def _class(optim: Any) -> Callable[..., Optimizer]:
     return type(optim) if isinstance(optim, Optimizer) else optim
+
+
+def _of_wrappers(defaults: Iterable[str]) -> str | None:
+    """Returns an error message for options of FSDP among the optimizer's."""
+    for option in sorted({*signature(FSDP).parameters} & {*defaults}):
+        return (
+            f"{option}= is an option of FSDP that zero.setup does not take. Wrap the model by zero.FSDP(model, "
+            f"{option}=...), and build the optimizer of the parameters() of what that returns."
+        )
+    return None
 
 
 def _foreign(given: str, model: nn.Module, groups: list[dict[str, Any]]) -> str | None:
@@ -234,6 +246,12 @@ def _unusable(stage: object, given: Mapping[str, Any], model: nn.Module) -> str 
             f"zero.setup was given a model that is wrapped already{where} in a {type(wrapped[1]).__name__}, as in a "
             "notebook whose cell runs again. Pass what zero.unwrap(model) returns."
         )
+    for name, param in model.named_parameters() if stage < 3 else ():
+        if param.is_meta:
+            return (
+                f"{name!r} is on the meta device and has no values, which stage 3 alone initialises. Call "
+                "model.to_empty(device=...) and initialise the model first."
+            )
     if stage == 0 and any(map(parts.takes, model.parameters())):
         return "the model has DTensors, which DistributedDataParallel (stage 0) does not take. Take stage 1, 2 or 3."
     if "precision" in given:

@@ -65,6 +65,8 @@ class Group:
         stream.time = max(stream.time, self._free_at)  # one after another in a communicator
         begin = max(stream.time, self._device.host.time)
         nbytes = (writes if what in ("gather", "broadcast", "scatter") else reads)[0].nbytes
+        if what == "scatter":
+            nbytes *= self._world  # of which each gets a part
         seconds = self._seconds(what, nbytes)
         if self._wire is not None:
             seconds = self._wire.send(begin, seconds) - begin

@@ -117,7 +117,7 @@ def _extra(index: Index, ranks: Ranks, resumed: Resumed) -> tuple[dict[str, Any]
     elif unread:
         left_out = (
             f"{listed(unread)} differed between the {len(by_rank)} ranks that saved it, and there are {ranks.all} now: "
-            "left out."
+            "left out. Set it anew on each rank: seed generators."
         )
     return {key: decode(value) for key, value in encoded.items()}, left_out
 

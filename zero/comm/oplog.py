@@ -22,7 +22,7 @@ from weakref import WeakSet
 
 from zero.comm import settings
 from zero.comm.store import RaisedText
-from zero.comm.waiting import say_waiting
+from zero.comm.waiting import running_call, say_waiting
 
 COMPARISON, SUM, BROADCAST, SCATTER, COLLECTION, GATHER, REDUCTION = range(7)
 """Channels that every process group has."""
@@ -31,8 +31,8 @@ TAIL = 256
 """Number of operations at the end of the log that ranks exchange if their logs differ."""
 
 _REMEDY = (
-    "Look for the first error on any rank. If there is none, the call is collective: call it on every rank; with fewer "
-    "batches on one rank than on others take them from zero.join."
+    "Look for the first error on any rank. If there is none, the call is collective: call it on every rank, also to "
+    "evaluate and to save; with fewer batches on one rank than on others take them from zero.join."
 )
 
 # Number of settled positions that are remembered. All are forgotten then: the schedule of the model keeps changing.
@@ -196,14 +196,17 @@ class Log:
             difference = f"rank {first} is in {self.name(channels[first])}, but {operations}"
         remedies = {self._remedies.get(channel, "") for channel in channels.values()}
         alike = remedies.pop() if len(remedies) == 1 else ""
+        if call := running_call():
+            alike = f"Rank {self._rank} has called {call}: call it on every rank."
         return (
             f"ranks are out of step: {difference}. Each of these is collective: call it on every rank, in the same "
-            f"order. {alike or 'With fewer batches on one rank than on others take them from zero.join.'}"
+            "order, also to evaluate and to save. "
+            f"{alike or 'With fewer batches on one rank than on others take them from zero.join.'}"
         )
 
     def missing(self, rank: int, how: str) -> str:
         """Returns an error for a rank without which this one cannot go on. how: such as "has stopped"."""
-        operation = self.name(self._channels[-1]) if self._channels else "no operation"
+        operation = running_call() or (self.name(self._channels[-1]) if self._channels else "no operation")
         return f"rank {self._rank} failed in {operation}: rank {rank} of the group of {self._world} {how}. {_REMEDY}"
 
     def waits_for(self, missing: Collection[int], channel: int | None = None) -> None:
@@ -237,7 +240,7 @@ class Log:
         if not self.broken:
             self.inquire()
         if not self.broken:  # else ranks are out of step, one is missing, or an earlier transfer failed
-            operation = "a transfer" if channel is None else self.name(channel)
+            operation = running_call() or ("a transfer" if channel is None else self.name(channel))
             self.mark_broken(
                 f"rank {self._rank} failed in {operation}: another rank of the group of {self._world} has stopped, or "
                 f"did not reach this operation. {_REMEDY} ({error})"

@@ -34,13 +34,17 @@ def calling(name: str) -> Iterator[None]:
         _calls.pop()
 
 
+def running_call() -> str | None:
+    """The public call that runs here, if one does."""
+    return _calls[0] if _calls else None
+
+
 def say_waiting(rank: int, missing: Collection[int], operation: str) -> None:
     """Says that this rank waits. operation: in which it does, if no public call is running."""
     some = [*missing][:8]
     more = f" and {len(missing) - len(some)} more" if len(missing) > len(some) else ""
     whom = f"rank {', '.join(map(str, some))}{more}"
-    if _calls:
-        call = _calls[0]
+    if call := running_call():
         remedy = f"If that is elsewhere, as in dist.barrier(), call {call} on every rank before."
         operation = f"{call}, which every rank calls"
     else:

@@ -99,8 +99,9 @@ class Materialiser:
         reset = self._init or getattr(type(module), "reset_parameters", None)
         if reset is None:
             self.problem = (
-                f"{name!r} is on the meta device, and {type(module).__name__} has no reset_parameters(). Pass "
-                "param_init_fn=..., or build this module with real parameters on rank 0."
+                f"{repr(name) if name else 'the module itself'} is on the meta device, and {type(module).__name__} has "
+                "no reset_parameters(). Give it one, wrap the model by zero.FSDP(model, param_init_fn=...), or build "
+                "this module with real parameters on rank 0."
             )
             return
         without_values = torch.get_default_device().type == "meta"  # what it computes must have values

@@ -74,7 +74,7 @@ class Model:
         self.comms = placement.all_groups()
         overlaps = any(unit.overlaps for unit in units)
         self.in_flight = in_flight(options.prefetch, overlaps=overlaps)
-        self.together = Together(self.comms, "an error that it has raised in FSDP")
+        self.together = Together(self.comms, "a call of FSDP, such as forward, backward or state_dict")
         self.norm_channel = self.comm.channel("the norm of all gradients")
         # Where modules hold sharded parameters.
         self._holders = [

@@ -102,8 +102,8 @@ class OwnedGradient(WithoutMemory):
         raise RuntimeError(
             f"{self.title} has no full gradient after a backward of ShardedDDP, which leaves each rank with a shard of "
             f"it, so {operator} cannot be computed from `param.grad`. Clip by "
-            "optimizer.clip_grad_norm(max_norm) instead of torch's clip_grad_norm_, read the norm of all gradients "
-            "from zero.grad_norm(model, optimizer), scale losses by zero.GradScaler; optimizer.part(param).grad is "
+            "zero.clip_grad_norm_(model, optimizer, max_norm) instead of torch's, read the norm of all gradients from "
+            "zero.grad_norm(model, optimizer), scale losses by zero.GradScaler; optimizer.part(param).grad is "
             "this rank's shard, such as for clip_grad_value_."
         )
 

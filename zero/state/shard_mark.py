@@ -27,9 +27,9 @@ class ShardMark(frozenset[str]):
     def __reduce__(self) -> tuple[Any, ...]:
         warn_user(
             f"this state_dict() is only one rank's shard of the optimizer's state ({', '.join(sorted(self))}), and no "
-            "other rank can load it. To save the full state, call OSS's consolidate_state_dict() on every rank before "
-            "state_dict(), or save what zero.full_optimizer_state_dict() returns; or call zero.checkpoint.save(). If "
-            "every rank saves its own shard in a file of its own, ignore this warning."
+            "other rank can load it. To save the full state, save what zero.full_optimizer_state_dict(model, "
+            "optimizer) returns, which every rank calls; or call zero.checkpoint.save(). If every rank saves its own "
+            "shard in a file of its own, ignore this warning."
         )
         return set, (sorted(self),)
 
