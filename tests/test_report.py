@@ -44,6 +44,16 @@ def test_a_construction_says_what_a_rank_holds_in_one_line_on_the_first_rank(tra
     assert fsdp.endswith(f"{where} {HALF}, gradients {HALF}, {held}{ignored}")
 
 
+@pytest.mark.parametrize(("stage", "gradients"), [(1, "512 bytes"), (2, "256 bytes"), (3, "512 bytes")])
+@ranks.on(2)
+def test_the_line_tells_of_masters_and_counts_no_gradients_of_what_is_frozen(rank, world, stage, gradients):
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 64, bias=False).requires_grad_(False))
+    with Heard() as heard:
+        zero.setup(model, torch.optim.SGD, stage=stage, lr=0.1, precision="bf16")
+    for line in heard.messages:
+        assert f"gradients {gradients}, optimizer state of 50 %{' with masters' if stage < 3 else ''} on" in line
+
+
 BUILDS = "import torch, zero; zero.OSS([torch.nn.Parameter(torch.ones(16))], torch.optim.SGD, lr=0.1{})"
 
 

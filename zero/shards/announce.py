@@ -37,23 +37,27 @@ def announce(what: str, comm: Comm, groups: Sequence[ShardGroup], left_out: str 
     silent = comm.rank or _SILENT.get() or not logger.isEnabledFor(logging.INFO)
     if silent or not groups or not has_values(groups[0].full):  # which has none where zero.plan rehearses
         return  # the transport was chosen when ranks compared what they were given
-    own, full = (sum(sizes) for sizes in zip(*map(_sizes, groups), strict=True))
+    own, full = _sizes(groups)
+    own_trained, trained = _sizes([group for group in groups if group.params[0].requires_grad])
     state = sum(group.main.numel() for group in groups) / sum(group.layout.numel for group in groups) * 100
-    weights, gradients = (_text(own if stage >= first else full) for first in (3, 2))
+    weights, gradients = own if stage == 3 else full, own_trained if stage >= 2 else trained
+    masters = any(group.master is not None for group in groups)
     offloads = dict.fromkeys(group.offload.alike for group in groups if group.offload.active)
     logger.info(
         "stage %d, %s on %d %s by %s: weights %s, gradients %s, optimizer state of %s on a rank (DDP: %s, %s, 100 %%)"
         "%s%s",
         *(stage, what, comm.world, "rank" if comm.world == 1 else "ranks"),
-        *(comm.transport_name(groups[0].full.device), weights, gradients, f"{state:.3g} %", _text(full), _text(full)),
+        *(comm.transport_name(groups[0].full.device), _text(weights), _text(gradients)),
+        *(f"{state:.3g} %{' with masters' if masters else ''}", _text(full), _text(trained)),
         f"; left out: {left_out}" if left_out else "",
         "".join(f"; {alike}, stepped by {torch.get_num_threads()} threads of the CPU" for alike in offloads),
     )
 
 
-def _sizes(group: ShardGroup) -> tuple[int, int]:
-    """Bytes of this rank's shard, and of the full parameters in the same dtype."""
-    return group.shard.nbytes, group.layout.numel * group.shard.element_size()
+def _sizes(groups: Sequence[ShardGroup]) -> tuple[int, int]:
+    """Bytes of this rank's shards, and of the full parameters in the same dtypes."""
+    full = sum(group.layout.numel * group.shard.element_size() for group in groups)
+    return sum(group.shard.nbytes for group in groups), full
 
 
 def _text(size: float) -> str:
