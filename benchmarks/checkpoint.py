@@ -32,22 +32,21 @@ ELSEWHERE = "of other ranks"
 NAMES = {"zero": "zero3", "torch": "fsdp2"}
 
 
-def save(trained: Trained, path: Path) -> None:
+def save(trained: Trained, path: Path, **options: Any) -> Any:
     if isinstance(trained.model, zero.FSDP):
-        zero.checkpoint.save(path, trained.model, trained.optimizer)
-        return
+        return zero.checkpoint.save(path, trained.model, trained.optimizer, **options)
     weights, state = get_state_dict(trained.model, trained.optimizer)
-    dcp.save({"model": weights, "optim": state}, checkpoint_id=path)
+    return dcp.save({"model": weights, "optim": state}, checkpoint_id=path)
 
 
-def load(trained: Trained, path: Path) -> None:
+def load(trained: Trained, path: Path) -> Any:
     if isinstance(trained.model, zero.FSDP):
-        zero.checkpoint.load(path, trained.model, trained.optimizer)
-        return
+        return zero.checkpoint.load(path, trained.model, trained.optimizer)
     weights, state = get_state_dict(trained.model, trained.optimizer)
     told = {"model": weights, "optim": state}
     dcp.load(told, checkpoint_id=path)
-    set_state_dict(trained.model, trained.optimizer, model_state_dict=told["model"], optim_state_dict=told["optim"])
+    of = {"model_state_dict": told["model"], "optim_state_dict": told["optim"]}
+    return set_state_dict(trained.model, trained.optimizer, **of)
 
 
 def measure(task: Task, whose: str, folder: Path, worlds: list[int], rank: Rank) -> Figures:
@@ -66,8 +65,7 @@ def measure(task: Task, whose: str, folder: Path, worlds: list[int], rank: Rank)
         figures |= {ELSEWHERE: figures.get(ELSEWHERE), "save, wait=False": None}
         if whose == "zero":  # torch's needs a second process group
             clear(rank, path)
-            save_behind = partial(zero.checkpoint.save, path, trained.model, trained.optimizer, wait=False)
-            figures["save, wait=False"], saving = timed(save_behind)
+            figures["save, wait=False"], saving = timed(partial(save, trained, path, wait=False))
             saving.wait()
     return figures
 
@@ -89,8 +87,8 @@ def clear(rank: Rank, path: Path) -> None:
 
 
 def main() -> None:
-    parser = parser_of(__doc__, blocks=(8, "of 151 MB of parameters and Adam's state each"), rounds=(5, "rounds"))
-    parser.add_argument("--worlds", type=int, nargs="+", metavar="N", default=[2, 4], help="ranks")
+    numbers = {"blocks": (8, "of 151 MB of parameters and Adam's state each"), "rounds": (5, "rounds")}
+    parser = parser_of(__doc__, **numbers, worlds=([2, 4], "ranks"))
     parser.add_argument("--dir", help="on the disk to be measured; by default the system's temporary directory")
     given = parser.parse_args()
     task = gpt(given.blocks, 1024)

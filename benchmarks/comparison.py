@@ -75,11 +75,14 @@ def _result(name: str, rounds: list[list[Timed]], weights: list[Weight]) -> Resu
 # ------------------------------------------------------------------------------------------------------------- tables
 
 Others = Mapping[str, Result]
-Column = tuple[str, int, Callable[[Result, Others], float | None]]
-"""What it says, its digits, and a contestant's figure beside the others', by name."""
+Figure = Callable[[Result, Others], Any]
+"""A contestant's, beside those of the others, by name: a number, or None."""
+
+Column = tuple[str, int, Figure]
+"""What it says, its digits, and its figure."""
 
 
-def _against(other: str, figure: str, how: Callable[[float, float], float]) -> Callable[[Result, Others], float | None]:
+def _against(other: str, figure: str, how: Callable[[float, float], float] = operator.truediv) -> Figure:
     """Turns next to one another meet the same machine, so they are compared with each other."""
 
     def compared(one: Result, others: Others) -> float | None:
@@ -97,7 +100,7 @@ def _fastest_peer(one: Result, others: Others) -> Result | None:
     return min(peers, key=lambda peer: peer.cpu_ms, default=None)
 
 
-def mib(of: Callable[[Weight], int]) -> Callable[[Result, Others], float]:
+def mib(of: Callable[[Weight], int]) -> Figure:
     return lambda result, _: of(result.weight) / MIB
 
 
@@ -107,15 +110,11 @@ COLUMNS: dict[str, Column] = {
     "optim": ("MiB of the optimizer's state there", 1, mib(lambda w: w.optimizer)),
     "CPU ms": ("of a rank and step, all its threads; mean over ranks, median of rounds", 1, lambda one, _: one.cpu_ms),
     "above alone": ("CPU ms more than one process that trains alone", 1, _against("alone", "cpu_rounds", operator.sub)),
-    "/ alone": (
-        "CPU ms relative to it; ratios are medians of the rounds'",
-        2,
-        _against("alone", "cpu_rounds", operator.truediv),
-    ),
-    "/ DDP": ("CPU ms relative to plain DDP", 2, _against("ddp", "cpu_rounds", operator.truediv)),
-    "/ peer": ("CPU ms relative to the fastest peer of the stage", 2, _against("peer", "cpu_rounds", operator.truediv)),
+    "/ alone": ("CPU ms relative to it; ratios are medians of the rounds'", 2, _against("alone", "cpu_rounds")),
+    "/ DDP": ("CPU ms relative to plain DDP", 2, _against("ddp", "cpu_rounds")),
+    "/ peer": ("CPU ms relative to the fastest peer of the stage", 2, _against("peer", "cpu_rounds")),
     "step ms": ("the median step on the slowest rank, median of rounds", 1, lambda one, _: one.step_ms),
-    "step / DDP": ("relative to plain DDP", 2, _against("ddp", "step_rounds", operator.truediv)),
+    "step / DDP": ("relative to plain DDP", 2, _against("ddp", "step_rounds")),
     "tensors": ("MiB of tensors at the peak of a step, counted exactly", 1, mib(lambda w: w.tensors)),
     "process": ("MiB by which the process grew; on a GPU, what CUDA's allocator took", 1, mib(lambda w: w.process)),
     "sent": ("MiB that a rank sends in a step, by rings", 1, mib(lambda w: w.sent)),

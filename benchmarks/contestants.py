@@ -54,6 +54,7 @@ class How:
         return self.dtype != torch.float32
 
 
+@dataclass
 class Trained:
     """A model and its optimizer, used as torch's are.
 
@@ -61,27 +62,21 @@ class Trained:
         of the optimizer and of the loss.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        *,
-        autocast: torch.dtype = torch.float32,
-        zero_grad: Callable[[], None] | None = None,
-        backward: Callable[[Tensor], None] = Tensor.backward,
-    ) -> None:
-        self.model, self.optimizer, self._autocast = model, optimizer, autocast
-        self._zero_grad, self.backward = zero_grad or optimizer.zero_grad, backward
+    model: nn.Module
+    optimizer: Any
+    autocast: torch.dtype = torch.float32
+    zero_grad: Callable[[], None] | None = None
+    backward: Callable[[Tensor], None] = Tensor.backward
 
     def loss(self, *batch: Tensor) -> Tensor:
-        if self._autocast == torch.float32:
+        if self.autocast == torch.float32:
             return self.model(*batch)
-        with torch.autocast(batch[0].device.type, self._autocast):
+        with torch.autocast(batch[0].device.type, self.autocast):
             return self.model(*batch)
 
     def update(self) -> None:
         self.optimizer.step()
-        self._zero_grad()
+        (self.zero_grad or self.optimizer.zero_grad)()
 
 
 def _alone(model: nn.Module, block: type[nn.Module], rank: Rank, how: How) -> Trained:

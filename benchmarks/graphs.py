@@ -58,7 +58,9 @@ class Replayed(Trained):
 
 def measure(name: str, task: Task, how: How, wiring: Wiring | None, steps: int, rank: Rank) -> Figures:
     warnings.simplefilter("ignore")
-    compute_deterministically()
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False
     with Wires(wiring, rank.world, rank.device).patched() if wiring else nullcontext():
         eager, losses = train(name, task, how, steps, rank, recorded=False)
         gc.collect()
@@ -85,12 +87,6 @@ def train(name: str, task: Task, how: How, steps: int, rank: Rank, *, recorded: 
             losses.append(loss.item())
             taken.append(step)
         return taken[WARM_UP:], losses
-
-
-def compute_deterministically() -> None:
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def main() -> None:

@@ -45,12 +45,8 @@ def measure(units: int, steps: int, name: str, rank: Rank) -> Figures:
 
 
 def main() -> None:
-    numbers = {"units": (100, "units"), "steps": (20, "timed steps a turn")}
-    parser = parser_of(__doc__, **numbers, rounds=(3, "turns of each"))
-    parser.add_argument(
-        "--worlds", type=int, nargs="+", metavar="N", default=[8, 1024], help="ranks, of which one runs"
-    )
-    given = parser.parse_args()
+    numbers = {"units": (100, "units"), "steps": (20, "timed steps a turn"), "rounds": (3, "turns of each")}
+    given = parser_of(__doc__, **numbers, worlds=([8, 1024], "ranks, of which one runs")).parse_args()
     missed = {}
     for world in given.worlds:
         launch = Launch(world, "fake")

@@ -76,22 +76,20 @@ STEPS: dict[str, Callable[[int], Callable[[], object]]] = {
 }
 
 
-def measure_steps(numel: int, turns: int, rank: Rank) -> dict[str, list[tuple[float, float]]]:
-    """ms and CPU ms of each of STEPS, in the order of the turns."""
+Turn = dict[str, tuple[float, float]]
+"""ms and CPU ms of each of STEPS."""
+
+
+def measure_steps(numel: int, turns: int, rank: Rank) -> list[Turn]:
     steps = {title: make(numel) for title, make in STEPS.items()}
-    taken: dict[str, list[tuple[float, float]]] = {title: [] for title in steps}
-    for _ in range(turns):
-        for title, step in steps.items():
-            taken[title].append(repeat(step, rank, times=1))
-    return taken
+    return [{title: repeat(step, rank, times=1) for title, step in steps.items()} for _ in range(turns)]
 
 
-def of_step(title: str, taken: dict[str, list[tuple[float, float]]], numel: int) -> Figures:
+def of_step(title: str, turns: list[Turn], numel: int) -> Figures:
     """ms, GB/s, and this as a fraction of the copy's bandwidth."""
     nbytes = COPY_BYTES if title == COPY else STEP_BYTES
-    ms, cpu_ms = map(statistics.median, zip(*taken[title], strict=True))
-    pairs = zip(taken[title], taken[COPY], strict=True)
-    to_copy = statistics.median(nbytes / COPY_BYTES * of_copy[0] / own[0] for own, of_copy in pairs)
+    ms, cpu_ms = map(statistics.median, zip(*(turn[title] for turn in turns), strict=True))
+    to_copy = statistics.median(nbytes / COPY_BYTES * turn[COPY][0] / turn[title][0] for turn in turns)
     return {"ms": ms, "GB/s": numel * nbytes / ms / 1e6, "/ copy": to_copy, "CPU ms": cpu_ms}
 
 
@@ -101,8 +99,8 @@ def main() -> None:
     numel = int(given.parameters)
     subject = f"{numel:,} parameters, {given.threads} threads; {machine()}"
     launch = Launch(threads=given.threads)
-    taken = launch.first(partial(measure_steps, numel, given.turns))
-    jobs = {title: partial(of_step, title, taken, numel) for title in STEPS}
+    turns = launch.first(partial(measure_steps, numel, given.turns))
+    jobs = {title: partial(of_step, title, turns, numel) for title in STEPS}
     rows, failed = tabulate(jobs, 1, given.out, "offload", subject)
     if (to_copy := rows[STAGE_1]["/ copy"]) < AIM:
         failed["the CPU's step"] = f"is to have {AIM} of the copy's bandwidth, and has {to_copy:.2f}"

@@ -12,21 +12,24 @@ ZERO_HOST_MEMORY=0 in the environment has zero send by Gloo between ranks of one
 """
 
 import sys
-from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from comparison import COLUMNS, Result, caption, compare, other_losses, table, transports
+from comparison import COLUMNS, caption, compare, mib, other_losses, table, transports
 from contestants import CONTESTANTS, How
 from launch import Launch, backend_of
 from models import TASKS
-from report import MIB, add_names, failures, machine, parser_of, write
+from pictures import Panel, draw
+from report import add_names, failures, machine, parser_of, write
 
 SHOWN = [
     *("CPU ms", "above alone", "/ alone", "/ DDP", "/ peer", "step ms", "step / DDP"),
     *("tensors", "process", "sent", "calls", "last loss"),
+]
+PANELS = [
+    Panel("CPU ms a step", {"": lambda one, _: one.cpu_ms}),
+    Panel("memory of the process, MiB", {"": mib(lambda weight: weight.process)}),
 ]
 
 
@@ -60,23 +63,9 @@ def main() -> None:
     print(f"\n{caption(columns)}\n\n{subject}")
     content = {name: [result.as_json() for result in results] for name, results in found.items()}
     name = "peers" if given.world == 2 else f"peers{given.world}"
-    write(given.out, name, {"subject": subject, "models": content}, partial(draw, found, subject))
-    sys.exit(failures(failed))
-
-
-def draw(found: Mapping[str, Sequence[Result]], subject: str, file: Path) -> None:
-    # Every rank imports this file, and none needs matplotlib.
-    from pictures import Panel, draw_panels
-
-    panels, stages = [], {}
-    for model, results in found.items():
-        stages |= {result.title: result.stage for result in results}
-        cpu, process = (
-            {one.title: [f(one)] for one in results} for f in (lambda r: r.cpu_ms, lambda r: r.weight.process / MIB)
-        )
-        panels += [Panel(f"{model}:\nCPU ms a step", cpu), Panel(f"{model}:\nmemory of the process, MiB", process)]
     title = "CPU time and memory of a training step, zero beside others of the same stage (lower is better)"
-    draw_panels(file, panels, stages, title=title, caption=subject)
+    write(given.out, name, {"subject": subject, "models": content}, partial(draw, found, PANELS, title, subject))
+    sys.exit(failures(failed))
 
 
 if __name__ == "__main__":

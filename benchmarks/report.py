@@ -19,15 +19,16 @@ OUT = Path(__file__).parent / "out"
 MIB = 2**20
 
 
-def parser_of(page: str | None, **numbers: tuple[float, str]) -> argparse.ArgumentParser:
-    """page: the docstring of the command. numbers: options by name, with their default and what they are."""
+def parser_of(page: str | None, **numbers: tuple[float | list[int], str]) -> argparse.ArgumentParser:
+    """page: the docstring of the command. numbers: options by name, with their default and what they are; several are
+    given where the default is a list."""
     parser = argparse.ArgumentParser(
         description=page, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     for name, (default, what) in numbers.items():
         option = f"--{name.replace('_', '-')}"
-        told = f"{what} (default: %(default)s)"
-        parser.add_argument(option, metavar="N", type=type(default), default=default, help=told)
+        of = {"type": int, "nargs": "+"} if isinstance(default, list) else {"type": type(default)}
+        parser.add_argument(option, metavar="N", default=default, help=f"{what} (default: %(default)s)", **of)
     parser.add_argument("--out", type=Path, metavar="DIR", default=OUT, help="of the results (default: %(default)s)")
     return parser
 

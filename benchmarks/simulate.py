@@ -11,10 +11,9 @@ transfers take nothing from the computing. Compare the figures with one another,
 FSDP2 sends "by default" are told to be float32, as zero's are: its own default is the dtype of the computing.
 
 Prints milliseconds of a settled step, how many of them transfers add, and the GB of each kind that a NIC sends, or,
-within one host, a GPU.
+within one host, a GPU; writes simulate8.json.
 """
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,7 +33,7 @@ from contestants import CONTESTANTS, How
 from fake import Network, patched
 from launch import Rank
 from models import GPT, SEED, Block
-from report import align, parser_of
+from report import Figures, parser_of, tabulate
 from simulated.device import Device, Event, Stream
 from simulated.network import Wire
 from simulated.world import Simulated, simulated
@@ -169,30 +168,24 @@ def networks(world: int) -> dict[str, Network]:
     return {f"{world} ranks, {told}": Network(hosts, GPUS, count, NIC, LINK) for told, count in nics.items()}
 
 
-def rows(world: int) -> Iterator[tuple[str, ...]]:
-    """Without wires a step takes as long in each network."""
-    dist.init_process_group("fake", rank=RANK, world_size=world, store=FakeStore())
-    alone: dict[tuple[str, int, str], float] = {}
-    for (where, network), tokens, sent_as, name in product(networks(world).items(), TOKENS, SENT, NAMES):
-        case, key = Case(network, tokens, *SENT[sent_as]), (name, tokens, sent_as)
-        seconds, sent = step_of(name, case)
-        if key not in alone:
-            alone[key], _ = step_of(name, case, wires=False)
-        figures = [f"{1000 * figure:.1f}" for figure in (seconds, seconds - alone[key])]
-        kinds = ", ".join(f"{kind} {nbytes / 1e9:.2f}" for kind, nbytes in sorted(sent.items()))
-        yield where, f"{tokens:,}", sent_as, CONTESTANTS[name].title, *figures, kinds
-    dist.destroy_process_group()
+def measure(name: str, case: Case) -> Figures:
+    (seconds, sent), (alone, _) = (step_of(name, case, wires=wires) for wires in (True, False))
+    kinds = ", ".join(f"{kind} {nbytes / 1e9:.2f}" for kind, nbytes in sorted(sent.items()))
+    return {"ms": 1000 * seconds, "exposed": 1000 * (seconds - alone), "GB sent": kinds}
 
 
 def main() -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--worlds", type=int, nargs="+", metavar="N", default=[8, 64], help=f"to {GPUS}, or multiples")
-    table = [("network", "tokens", "computed, gradients sent", "", "ms", "exposed", "GB sent")]
-    for world in parser.parse_args().worlds:
-        for row in rows(world):
-            print(*row, sep=" | ", file=sys.stderr, flush=True)
-            table.append(row)
-    print(align(table))
+    given = parser_of(__doc__, worlds=([8, 64], f"ranks: up to {GPUS}, or multiples")).parse_args()
+    for world in given.worlds:
+        dist.init_process_group("fake", rank=RANK, world_size=world, store=FakeStore())
+        jobs = {
+            f"{where}, {tokens:,} tokens, {sent}: {CONTESTANTS[name].title}": partial(
+                measure, name, Case(network, tokens, *SENT[sent])
+            )
+            for (where, network), tokens, sent, name in product(networks(world).items(), TOKENS, SENT, NAMES)
+        }
+        tabulate(jobs, 1, given.out, f"simulate{world}", "network, tokens, computed in, gradients sent")
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -8,24 +8,29 @@ ranks on the CPU, in any bit.
 import os
 import sys
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import zero
-from comparison import COLUMNS, Result, caption, compare, other_losses, table, transports
+from comparison import COLUMNS, Figure, caption, compare, mib, other_losses, table, transports
 from contestants import How
 from launch import Launch, backend_of
 from models import Task, gpt
+from pictures import Panel, draw
 from report import MIB, failures, machine, parser_of, write
-from zero.plan import Plan
 
 STAGES = ("ddp", "zero1", "zero2", "zero3")
 SHOWN = [
     *("params", "grads", "optim", "tensors", "predicted", "process", "sent", "calls"),
     *("step ms", "CPU ms", "first loss", "last loss"),
 ]
+SEGMENTS = {
+    "parameters": mib(lambda weight: weight.parameters),
+    "gradients": mib(lambda weight: weight.gradients),
+    "optimizer state": mib(lambda weight: weight.optimizer),
+    "activations, buffers": mib(lambda one: one.tensors - one.parameters - one.gradients - one.optimizer),
+}
 
 
 def main() -> None:
@@ -34,9 +39,9 @@ def main() -> None:
     parser = parser_of(__doc__, world=(world, "ranks"), steps=(20, "timed steps"), rounds=(1, "turns"), **sizes)
     given = parser.parse_args()
     how, task = How(), gpt(given.layers, given.width, tied=True)
-    plan = planned(task, how, given.world)
-    predicted = ("tensors by zero.plan, before anything was run", 1, lambda one, _: plan.cost(one.stage).peak / MIB)
-    columns = {name: COLUMNS.get(name, predicted) for name in SHOWN}
+    predicted = planned(task, how, given.world)
+    column = ("tensors by zero.plan, before anything was run", 1, predicted)
+    columns = {name: COLUMNS.get(name, column) for name in SHOWN}
     results, failed = compare(STAGES, task, how, Launch(given.world), rounds=given.rounds, steps=given.steps)
     if results:
         # More ranks may add up gradients in another order than DDP does, and CUDA's kernels from run to run.
@@ -46,13 +51,15 @@ def main() -> None:
         subject = f"GPT of {task}, {given.world} ranks, {by}; AdamW; {machine()}"
         print(f"{subject}\n\n{table(results, columns)}\n\n{caption(columns)}")
         content = {"subject": subject, "stages": [result.as_json() for result in results]}
-        write(given.out, "stages", content, partial(draw, results, plan, subject))
+        title = "Peak memory of a training step at each stage (lower is better)"
+        panel = Panel("MiB on the rank that needs most; dashed: the peak by zero.plan", SEGMENTS, predicted)
+        write(given.out, "stages", content, partial(draw, {"GPT": results}, [panel], title, subject))
     sys.exit(failures(failed))
 
 
-def planned(task: Task, how: How, world: int) -> Plan:
-    """What the stages should cost. Runs nothing."""
-    return zero.plan(
+def planned(task: Task, how: How, world: int) -> Figure:
+    """MiB that a stage should take at its peak. Runs nothing."""
+    plan = zero.plan(
         task.build("meta"),
         world_size=world,
         optimizer=how.optim,
@@ -61,22 +68,7 @@ def planned(task: Task, how: How, world: int) -> Plan:
         backend="nccl" if torch.cuda.is_available() else "gloo",
         one_host=os.environ.get("ZERO_HOST_MEMORY") != "0",
     )
-
-
-def draw(results: list[Result], plan: Plan, subject: str, file: Path) -> None:
-    # Every rank imports this file, and none needs matplotlib.
-    from pictures import Panel, draw_panels
-
-    kept = {}
-    for result in results:
-        weight = result.weight
-        resting = (weight.parameters, weight.gradients, weight.optimizer)
-        kept[result.title] = [size / MIB for size in (*resting, weight.tensors - sum(resting))]
-    predicted = {result.title: plan.cost(result.stage).peak / MIB for result in results}
-    segments = ["parameters", "gradients", "optimizer state", "activations, buffers"]
-    panel = Panel("MiB on the rank that needs most; dashed: the peak by zero.plan", kept, segments, predicted)
-    title = "Peak memory of a training step at each stage (lower is better)"
-    draw_panels(file, [panel], {result.title: "" for result in results}, title=title, caption=subject)
+    return lambda one, _: plan.cost(one.stage).peak / MIB
 
 
 if __name__ == "__main__":

@@ -130,6 +130,12 @@ def test_where_nothing_fits_why_says_what_comes_closest_and_what_would_need_less
     assert ("CPUOffload" in plan.why(64)) is not offloaded
 
 
+def test_what_is_little_beside_the_peak_is_said_in_a_smaller_unit_or_as_0():
+    cost = Cost("2", 8, 640, 40 * 2**20, 2**29, peak=3 * 2**30, sent=0)
+    row = Plan(10**8, (cost,), None, activations=True).table().splitlines()[1]
+    assert re.split(" {2,}", row.strip()) == ["8", "2", "0", "40.0 MiB", "0.5", "2.5", "3.0", "0"]
+
+
 @pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("precision", [MIXED, zero.MixedPrecision()] if WHOLE else [MIXED])

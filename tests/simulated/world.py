@@ -41,7 +41,7 @@ class SimulatedLink(Link):
     def __init__(self, simulated: Simulated, rank: int, world: int, transfer: Cost) -> None:
         self.transfer = transfer
         self.simulated, self.rank, self.world, self.log = simulated, rank, world, Log(rank, world)
-        checks = Rehearsal(self.log, rank, world, "gloo")
+        checks = Rehearsal(rank, world, "gloo")
         groups = [simulated.group(rank, world, transfer) for _ in range(2)]
         overlapping = Overlapping(
             *(self.log, groups[0], rank, world),

@@ -36,7 +36,7 @@ def state_made_by(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtyp
 
 def first_state(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """The same of any optimizer; empty where it cannot be measured."""
-    return single_step(partial(_built_alike, optimizer), options(group), dtype).state
+    return single_step(partial(_built_alike, optimizer), options(group), dtype)[1]
 
 
 def _built_alike(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
@@ -62,10 +62,9 @@ def argument_names(kind: type[Optimizer]) -> Iterator[str]:
     for base in kind.__mro__:
         if "__init__" not in vars(base):
             continue
-        arguments = inspect.signature(vars(base)["__init__"]).parameters.values()
-        named = [one for one in arguments if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-        positional = [one.name for one in named if one.kind is one.POSITIONAL_OR_KEYWORD]
-        yield from [one.name for one in named if one.name not in positional[:2]]  # self and the parameters
+        arguments = [*inspect.signature(vars(base)["__init__"]).parameters.values()]
+        named = [one for one in arguments[2:] if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+        yield from [one.name for one in named]  # but self and the parameters
         if not any(one.kind is one.VAR_KEYWORD for one in arguments):
             return
 
@@ -81,11 +80,9 @@ def _held(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _description(optimizer: Optimizer) -> str:
-    held = _held(optimizer)
-    inner = [
-        f"{name} {type(one).__name__} {_description(one)}" for name, one in held.items() if isinstance(one, Optimizer)
-    ]
-    return "; ".join([described_options({k: v for k, v in held.items() if not isinstance(v, Optimizer)}), *inner])
+    held = _held(optimizer).items()
+    inner = {name: f"{type(one).__name__} ({_description(one)})" for name, one in held if isinstance(one, Optimizer)}
+    return described_options({**dict(held), **inner})
 
 
 def _others(optimizer: Optimizer) -> Iterator[Optimizer]:

@@ -15,22 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero.measure.param_groups import called, described_options
-from zero.measure.probe import Build, Finding, Kind, probe
+from zero.measure.probe import Build, probe
+from zero.measure.probe import Finding as Finding
+from zero.measure.probe import Kind as Kind
 from zero.measure.single_step import single_step
-
-__all__ = [
-    "ELEMENTWISE",
-    "Finding",
-    "Kind",
-    "assumed",
-    "finding_of",
-    "is_assumed",
-    "known",
-    "measured",
-    "narrow_among",
-    "title",
-    "unwrapped",
-]
 
 ELEMENTWISE: frozenset[type] = frozenset(
     getattr(torch.optim, name)
@@ -38,14 +26,10 @@ ELEMENTWISE: frozenset[type] = frozenset(
 )
 """torch's optimizers whose step of one element reads no other element: a shard is stepped as in the full parameter."""
 
-_TENSORWISE = (torch.optim.Adafactor, torch.optim.Muon)
-
 _Key = tuple[str, torch.dtype | None]
 _found: WeakKeyDictionary[Any, dict[_Key, Finding]] = WeakKeyDictionary()
 
 _assumed: list[Finding] = []
-
-_WORST_FIRST = (Kind.COLLECTIVE, Kind.HOOKED, Kind.COUPLED, Kind.UNKNOWN, Kind.TENSORWISE, Kind.ELEMENTWISE)
 
 
 def known(optim: Callable[..., object] | None) -> Finding | None:
@@ -55,7 +39,7 @@ def known(optim: Callable[..., object] | None) -> Finding | None:
         return None
     if optim in ELEMENTWISE:
         return Finding(Kind.ELEMENTWISE)
-    if optim in _TENSORWISE:
+    if optim in (torch.optim.Adafactor, torch.optim.Muon):
         return Finding(Kind.TENSORWISE, "it computes with whole matrices or their rows")
     if issubclass(optim, torch.optim.LBFGS):
         return Finding(Kind.COUPLED, "its directions are made of all parameters")
@@ -87,9 +71,7 @@ def finding_of(
     narrow: see narrow_among.
     """
     given = dict(defaults or {})
-    while isinstance(optim, partial):
-        if optim.args:
-            break  # positional arguments would take the place of the groups
+    while isinstance(optim, partial) and not optim.args:  # which would take the place of the groups
         given, optim = {**optim.keywords, **given}, optim.func
     found = known(optim)
     if found is not None:
@@ -122,7 +104,7 @@ def measured(
             findings[key] = _remembered(source, (key, narrow), build, group)
     found = findings.values()
     return replace(
-        min(found, key=lambda one: _WORST_FIRST.index(one.kind)),
+        max(found, key=lambda one: [*Kind].index(one.kind)),
         writes_frozen=any(one.writes_frozen for one in found),
     )
 
@@ -153,7 +135,7 @@ def _remembered(source: Any, key: _Key, build: Build, group: Mapping[str, Any]) 
         known_before = {}
     if key not in known_before:
         found, narrow = probe(build, group), key[1]
-        if narrow and found.kind is not Kind.COUPLED and single_step(build, group, narrow).draws:
+        if narrow and found.kind is not Kind.COUPLED and single_step(build, group, narrow)[0]:
             reason = f"it draws random numbers, for one {narrow} tensor after another"
             found = replace(found, kind=Kind.COUPLED, reason=reason)
         known_before[key] = found

@@ -52,14 +52,14 @@ _LISTS: tuple[Shapes, ...] = ((_MATRIX, _VECTOR, _KERNEL), (_MATRIX, _VECTOR), (
 
 
 class Kind(Enum):
-    """What an optimizer reads to step one element."""
+    """What an optimizer reads to step one element: the further down, the less can be done with it."""
 
     ELEMENTWISE = "that element alone"
     TENSORWISE = "the parameter that it is in"
+    UNKNOWN = "not known"
     COUPLED = "other parameters, too"
     HOOKED = "gradients, in hooks on parameters"
     COLLECTIVE = "what other ranks have stepped"
-    UNKNOWN = "not known"
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,11 @@ class _Measure:
 
     def find(self) -> Finding:
         try:
-            shapes, full = self._first()
+            shapes, given, full = self._first()
         except Exception as error:  # the optimizer is foreign code, and may raise anything
             return Finding(Kind.UNKNOWN, f"steps of small tensors: {_text(error)}")
         try:
-            self._compare_lists(shapes, full)
+            self._compare_lists(given, full)
         except _DifferenceError as difference:
             return Finding(Kind.COUPLED, str(difference))
         except Exception as error:
@@ -152,8 +152,8 @@ class _Measure:
         except Exception:  # not measured, so it may write
             return True
 
-    def _first(self) -> tuple[Shapes, _Outcome]:
-        """The shapes that the optimizer takes, without a closure if possible, and the outcome of two tensors of each.
+    def _first(self) -> tuple[Shapes, list[tuple[Tensor, Tensor]], _Outcome]:
+        """The shapes that the optimizer takes, without a closure if possible, two tensors of each, and their outcome.
 
         If no attempt succeeds, raises the error of the first.
         """
@@ -167,16 +167,15 @@ class _Measure:
                         raise ArithmeticError("it made numbers that are not finite")
                     if any(torch.equal(value, old) for value, (old, _) in zip(full.values, given, strict=True)):
                         raise RuntimeError("it left a tensor as it was")
-                    return shapes, full
+                    return shapes, given, full
                 except Exception as error:
                     first = first or error
         assert first is not None
         raise first
 
-    def _compare_lists(self, shapes: Shapes, full: _Outcome) -> None:
+    def _compare_lists(self, given: Sequence[tuple[Tensor, Tensor]], full: _Outcome) -> None:
         """Each half has one tensor of each shape."""
-        given = _values([*shapes, *(shape[::-1] for shape in shapes)])
-        count = len(shapes)
+        count = len(given) // 2
         one = [kind + count * (kind % 2) for kind in range(count)][::-1]
         other = [kind + count * (1 - kind % 2) for kind in range(count)]
         for half in (one, other):

@@ -4,7 +4,6 @@ parameters at random, and keep their state in a dtype of its own."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,18 +13,11 @@ from zero.measure.probe import Build, made
 from zero.measure.undisturbed import draws, seed, undisturbed
 
 
-@dataclass(frozen=True)
-class SingleStep:
-    """draws: whether the step drew random numbers. state: that it made."""
+def single_step(build: Build, options: Mapping[str, Any], dtype: torch.dtype) -> tuple[bool, dict[str, Any]]:
+    """Whether the step drew random numbers, and the state that it made, of a matrix of this dtype and an optimizer that
+    `build` makes of a group with these options.
 
-    draws: bool = False
-    state: dict[str, Any] = field(default_factory=dict)
-
-
-def single_step(build: Build, options: Mapping[str, Any], dtype: torch.dtype) -> SingleStep:
-    """Steps a matrix of this dtype by an optimizer that `build` makes of a group with these options.
-
-    An empty one if that is not possible: the optimizer is foreign code, and may raise anything.
+    No and none if that is not possible: the optimizer is foreign code, and may raise anything.
     """
     with undisturbed():
         param = nn.Parameter(torch.ones(12, 16, dtype=dtype, device="cpu"))
@@ -34,6 +26,6 @@ def single_step(build: Build, options: Mapping[str, Any], dtype: torch.dtype) ->
             optimizer = made(build, options, [param])
             seed(0)
             drew = draws(optimizer.step)
-            return SingleStep(drew, dict(optimizer.state.get(param, {})))
+            return drew, dict(optimizer.state.get(param, {}))
         except Exception:
-            return SingleStep()
+            return False, {}

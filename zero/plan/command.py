@@ -75,13 +75,8 @@ def _read() -> argparse.Namespace:
     add("--tokens", type=int, metavar="N", help=f"... whose step has so many tokens a rank (default: {LENGTH})")
     arguments = "the forward's arguments, to measure activations, such as 2x1024:int64,2x1024:int64"
     add("--batch", type=_batch, metavar="SHAPE:DTYPE,...", help=arguments)
-    add(
-        "--world",
-        type=lambda text: [*map(int, text.split(","))],
-        metavar="N,N",
-        default=[8],
-        help="numbers of ranks (default: 8)",
-    )
+    ranks = "numbers of ranks (default: 8)"
+    add("--world", type=lambda text: [*map(int, text.split(","))], metavar="N,N", default=[8], help=ranks)
     add("--memory", type=partial(_in, UNITS), metavar="SIZE", help="what a rank has, such as 80GiB")
     one = "of torch.optim, or MODULE:CLASS for one of your own (default: AdamW)"
     add("--optimizer", default="AdamW", metavar="NAME", help=one)

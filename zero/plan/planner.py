@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -15,9 +15,11 @@ from zero.fsdp.prefetch import as_prefetch
 from zero.fsdp.torch_options import as_precision
 from zero.fsdp.units import Policy, smallest_leaves, unit_modules
 from zero.measure.kinds import title
-from zero.offload import CPUOffload, DiskOffload
+from zero.offload import CPUOffload, DiskOffload, offload_of
+from zero.plan.rehearsal import Offloaded
 from zero.plan.result import Plan
-from zero.plan.stages import STAGES, Backend, Job, cost_of
+from zero.plan.stages import STAGES, Job, cost_of
+from zero.plan.transport import Rehearsed
 from zero.shards.partition import Partition, optimizer_problem, partition_problem
 
 _OFFLOADED = STAGES[1:]
@@ -41,7 +43,7 @@ def plan(
     bucket_bytes: int | None = None,
     offload: CPUOffload | DiskOffload | None = None,
     replicas: int = 1,
-    backend: Backend = "nccl",
+    backend: Literal["gloo", "nccl"] = "nccl",
     one_host: bool = False,
 ) -> Plan:
     """What every stage would cost a rank. Two steps of each are rehearsed on tensors without values; nothing is sent.
@@ -62,7 +64,9 @@ def plan(
     Raises ValueError for what the stages refuse or forward does not take, RuntimeError for a forward without values.
     """
     given = model, optimizer, as_precision(precision), as_prefetch(prefetch), batch, partition, master_dtype
-    job = Job(*given, broadcast_dtype, reduce_dtype, bucket_bytes, offload, replicas, backend, one_host)
+    like: Rehearsed = "host memory" if one_host and backend == "gloo" else backend
+    offloaded = None if offload is None else Offloaded(offload_of(offload))
+    job = Job(*given, broadcast_dtype, reduce_dtype, bucket_bytes, offloaded, replicas, like)
     return _planned(job, world_size, stages, memory, auto_wrap_policy)
 
 
@@ -74,7 +78,7 @@ def _planned(
     wanted = [str(stage) for stage in (default if stages is None else stages)]
     if problem := _misfit(job, worlds, wanted):
         raise ValueError(problem)
-    leaves = smallest_leaves(job.prefetch, beside=job.backend == "nccl" and max(worlds) > 1)
+    leaves = smallest_leaves(job.prefetch, beside=job.like == "nccl" and max(worlds) > 1)
     units = [*unit_modules(job.module, policy, leaves_from=leaves)]
     job = replace(job, units=units, master_dtype=job.master_dtype or _stored(job.module, job.precision.param_dtype))
     costs = [cost_of(replace(job, world=world), one) for world in worlds for one in STAGES if one in wanted]

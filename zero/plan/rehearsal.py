@@ -17,12 +17,12 @@ from zero._torch.modules import buffers_of
 from zero._torch.recording import VALUE_OF
 from zero._torch.tensors import NEEDS_VALUES, copied_without_values, is_of_two_devices, let_move, without_values
 from zero.comm import Comm, Work
+from zero.comm.host_memory.transport import QueuedWork
 from zero.comm.streams import HostStreams
 from zero.comm.traffic import sent
 from zero.fsdp import MixedPrecision
 from zero.fsdp.units import params_by_unit
 from zero.plan.meter import Meter
-from zero.plan.transport import RehearsedWork
 from zero.shards.offload import Offload
 from zero.wrap.tensors import tensors_in
 
@@ -44,12 +44,12 @@ class Rehearsal(Meter):
         return not on_host(tensor)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is VALUE_OF and not self.in_forward:
-            try:
-                return func(*args, **kwargs)
-            except NEEDS_VALUES:
-                return args[0].dtype.is_floating_point * 0.0
-        return func(*args, **kwargs)
+        try:
+            return func(*args, **kwargs)
+        except NEEDS_VALUES:
+            if func is not VALUE_OF or self.in_forward:
+                raise
+            return args[0].dtype.is_floating_point * 0.0
 
 
 @contextmanager
@@ -83,18 +83,16 @@ def rehearsing(model: nn.Module, device: str) -> Iterator[tuple[nn.Module, Rehea
 
 def _move(module: nn.Module, device: str) -> None:
     """Gives parameters and buffers the device. Tied ones stay tied."""
-    params: dict[nn.Parameter, nn.Parameter] = {}
-    buffers: dict[Tensor, Tensor] = {}
+    moved: dict[Tensor, Tensor] = {}
     for holder in module.modules():
         for name, param in [*holder.named_parameters(recurse=False, remove_duplicate=False)]:
-            if param not in params:
-                params[param] = nn.Parameter(faked(param, device), requires_grad=param.requires_grad)
-                let_move(params[param])
-            holder.__setattr__(name, params[param])  # nn.LSTM, for one, overrides it
+            if param not in moved:
+                moved[param] = nn.Parameter(faked(param, device), requires_grad=param.requires_grad)
+                let_move(moved[param])
+            holder.__setattr__(name, moved[param])  # nn.LSTM, for one, overrides it
         for name, buffer in buffers_of(holder).items():
             if buffer is not None:
-                buffers.setdefault(buffer, faked(buffer, device))
-                buffers_of(holder)[name] = buffers[buffer]
+                buffers_of(holder)[name] = moved.setdefault(buffer, faked(buffer, device))
 
 
 def faked(tensor: Tensor, device: str) -> Tensor:
@@ -224,7 +222,7 @@ class BesideComputing(HostStreams):
 
     def arriving(self, transfer: Work, comm: Comm, keeps: object) -> Work:
         result = transfer.wait()
-        return RehearsedWork(partial(lambda kept: result, keeps))
+        return QueuedWork(partial(lambda kept: result, keeps), [])
 
 
 def on_host(tensor: Tensor) -> bool:

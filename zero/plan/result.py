@@ -129,16 +129,19 @@ class Plan:
             sizes = [cost.parameters, cost.gradients, cost.optimizer, cost.transient, cost.peak, cost.sent]
             sizes += [cost.host] * offloaded
             fits = ["yes" if self.fits(cost) else "no"] * limited
-            lines.append([str(cost.world), cost.stage, *map(self._size, sizes), *fits])
+            said = [self._said(size).removesuffix(f" {self.unit}") for size in sizes]
+            lines.append([str(cost.world), cost.stage, *said, *fits])
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         return "\n".join("  ".join(map(str.rjust, line, widths)) for line in lines)
 
-    def _size(self, nbytes: float) -> str:
-        number = nbytes / _BYTES[self.unit]
-        return f"{number:.3g}" if number < 1 else f"{number:.1f}"
-
     def _said(self, nbytes: float) -> str:
-        return f"{self._size(nbytes)} {self.unit}"
+        """In `unit`, in the next smaller one if less than a tenth of it, and as 0 if less than a tenth of that."""
+        units = [*_BYTES]
+        first = units.index(self.unit)
+        for unit in units[first : first + 2]:
+            if (number := nbytes / _BYTES[unit]) >= 0.1:
+                return f"{number:.3g} {unit}" if number < 1 else f"{number:.1f} {unit}"
+        return "0"
 
     def _at(self, world: int) -> list[Cost]:
         return [cost for cost in self.costs if cost.world == world]

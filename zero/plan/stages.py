@@ -8,21 +8,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import filterfalse
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero.comm import Comm
 from zero.comm.packing import batches
 from zero.comm.traffic import traffic
 from zero.fsdp import FSDP, MixedPrecision
 from zero.fsdp.fsdp import running_model
 from zero.measure.kinds import Finding, assumed, finding_of
 from zero.measure.param_groups import params_of
-from zero.offload import CPUOffload, DiskOffload, offload_of
 from zero.oss import OSS
 from zero.oss.gradients import full_gradient
 from zero.oss.optimizer import set_bucket_size
@@ -40,7 +38,7 @@ from zero.plan.rehearsal import (
     walk,
 )
 from zero.plan.result import Cost
-from zero.plan.transport import rehearsed
+from zero.plan.transport import Rehearsed, rehearsed
 from zero.sdp import ShardedDDP
 from zero.shards.partition import Partition, cut_for
 from zero.shards.shard_group import ShardGroup
@@ -49,8 +47,6 @@ from zero.wrap.tensors import map_tensors
 
 STAGES = ("0", "1", "2", "3 kept", "3")
 """From the one that keeps most on a rank to the one that keeps least."""
-
-Backend = Literal["gloo", "nccl"]
 
 
 @dataclass(frozen=True)
@@ -67,16 +63,15 @@ class Job:
     broadcast_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
     bucket_bytes: int | None
-    offload: CPUOffload | DiskOffload | None
+    offload: Offloaded | None
     replicas: int
-    backend: Backend
-    one_host: bool
+    like: Rehearsed
     units: Sequence[str] = ()
     world: int = 1
 
     @property
     def device(self) -> str:
-        return "cuda" if self.backend == "nccl" and torch.cuda.is_available() else "cpu"
+        return "cuda" if self.like == "nccl" and torch.cuda.is_available() else "cpu"
 
     @property
     def finding(self) -> Finding:
@@ -86,14 +81,11 @@ class Job:
     def unit_modules(self) -> dict[str, nn.Module]:
         return {name: self.module.get_submodule(name) for name in self.units}
 
-    def comm(self, rank: int, world: int) -> Comm:
-        return rehearsed(rank, world, "host memory" if self.one_host and self.backend == "gloo" else self.backend)
-
     def optimizer(self) -> Callable[..., Optimizer]:
-        """The optimizer's class; with the backend "nccl" as on CUDA, where torch's step all parameters at once."""
+        """The optimizer's class; over NCCL as on CUDA, where torch's step all parameters at once."""
         parameters = inspect.signature(self.optim).parameters
         fused = "fused" in parameters and parameters["fused"].default  # which torch takes alone
-        with_all = self.backend == "nccl" and "foreach" in parameters and not fused
+        with_all = self.like == "nccl" and "foreach" in parameters and not fused
         return partial(self.optim, foreach=True) if with_all else self.optim
 
 
@@ -115,15 +107,16 @@ def _built(job: Job, stage: str, rank: int) -> Built:
         return _sharded_parameters(job, rank, kept=stage == "3 kept")
     cast(job.module, job.precision)
     if stage == "2":
-        optimizer = _oss(job, job.comm(rank, job.world))
+        optimizer = _oss(job, rank, job.world)
         return Built(ShardedDDP(job.module, optimizer, reduce_fp16=job.reduce_dtype or False), optimizer)
     model = Averaged(job.module, job.world, into_buckets=stage == "1")
     if stage == "1":
-        return Built(model, _oss(job, job.comm(rank, job.world)))
-    return Built(model, _oss(job, job.comm(0, 1)) if job.master_dtype else job.optimizer()(model.parameters()))
+        return Built(model, _oss(job, rank, job.world))
+    return Built(model, _oss(job, 0, 1) if job.master_dtype else job.optimizer()(model.parameters()))
 
 
-def _oss(job: Job, comm: Any) -> OSS:
+def _oss(job: Job, rank: int, world: int) -> OSS:
+    comm: Any = rehearsed(rank, world, job.like)
     optimizer = OSS(
         job.module.named_parameters(),
         job.optimizer(),
@@ -131,21 +124,17 @@ def _oss(job: Job, comm: Any) -> OSS:
         partition=job.partition,
         broadcast_fp16=job.broadcast_dtype or False,
         master_dtype=job.master_dtype,
-        offload=_offload(job),
+        offload=job.offload,
     )
     if job.bucket_bytes is not None:
         set_bucket_size(optimizer, job.bucket_bytes // max(param.itemsize for param in job.module.parameters()))
     return optimizer
 
 
-def _offload(job: Job) -> Offloaded | None:
-    return Offloaded(offload_of(job.offload)) if job.offload else None
-
-
 def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
     """Stage 3: FSDP. kept: parameters stay unsharded from forward to backward (SHARD_GRAD_OP)."""
     hybrid = job.replicas > 1
-    comms = job.comm(rank, job.world // job.replicas), job.comm(0, job.replicas)
+    comms = rehearsed(rank, job.world // job.replicas, job.like), rehearsed(0, job.replicas, job.like)
     strategies = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2") if hybrid else ("FULL_SHARD", "SHARD_GRAD_OP")
     units = {*job.unit_modules.values()}
     model = FSDP(
@@ -156,7 +145,7 @@ def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
         sharding_strategy=strategies[kept],
         mixed_precision=job.precision,
         prefetch=job.prefetch,
-        offload=_offload(job),
+        offload=job.offload,
     )
     return Built(model, job.optimizer()(model.parameters()))
 
@@ -187,13 +176,10 @@ def _take(place: Tensor, param: Tensor) -> None:
 
 def cost_of(job: Job, stage: str) -> Cost:
     """The cost on the rank that needs most."""
-    costs: dict[int, Cost] = {}
-    fullest = [0]
-    while missing := [rank for rank in fullest if rank not in costs]:
-        costs[missing[0]], others = _rehearsed(job, stage, missing[0])
-        fullest = [0, *others]
-    sent = max(cost.sent for cost in costs.values())  # the first rank sends most, because it sends the buffers
-    return replace(max(costs.values(), key=lambda cost: cost.peak), sent=sent)
+    first, fullest = _rehearsed(job, stage, 0)
+    costs = [first, *(_rehearsed(job, stage, rank)[0] for rank in dict.fromkeys(fullest) if rank)]
+    sent = max(cost.sent for cost in costs)  # the first rank sends most, because it sends the buffers
+    return replace(max(costs, key=lambda cost: cost.peak), sent=sent)
 
 
 def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[int]]:

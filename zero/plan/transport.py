@@ -6,7 +6,7 @@ received values. Tensors may have no values (meta or fake). All other ranks are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -25,30 +25,14 @@ from zero.comm.work import Work
 Rehearsed = Literal["gloo", "host memory", "nccl"]
 """The name of the rehearsed transport; "nccl" stands for all backends that overlap."""
 
-Finish = Callable[[], Any]
-
-
-class RehearsedWork(Work):
-    """`finish` makes the result in `wait`. What it refers to is kept until then."""
-
-    def __init__(self, finish: Finish) -> None:
-        self._finish: Finish | None = finish
-
-    def wait(self) -> Any:
-        finish, self._finish = self._finish, None
-        assert finish is not None, "this transfer was waited for before"
-        return finish()
-
 
 class Rehearsal(Transport):
     """The simulated transport. like: the transport whose buffers are allocated."""
 
-    def __init__(self, log: Log, rank: int, world: int, like: Rehearsed) -> None:
-        self.name, self.overlaps = f"{like}, rehearsed", like == "nccl"
-        self._log, self._rank, self._world = log, rank, world
-        self.reads = like == "host memory"
-        queued = partial(QueuedWork, queue=list[QueuedWork]())
-        self._work: Callable[[Finish], Work] = queued if self.reads else RehearsedWork
+    def __init__(self, rank: int, world: int, like: Rehearsed) -> None:
+        self.name, self.overlaps, self.reads = f"{like}, rehearsed", like == "nccl", like == "host memory"
+        self._rank, self._world = rank, world
+        self._queue: list[QueuedWork] = []
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
         return self._transfer([full], lambda: None)
@@ -70,11 +54,11 @@ class Rehearsal(Transport):
             return self._transfer(sent, lambda: summed(self._read_in_chunks(sent[0], own)))
         received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
         work = self._transfer([*sent, *received], lambda: received)
-        return RehearsedWork(lambda: summed(work.wait()))
+        return QueuedWork(lambda: summed(work.wait()), [])
 
-    def _transfer(self, buffers: Sequence[Tensor], finish: Finish) -> Work:
+    def _transfer(self, buffers: Sequence[Tensor], finish: Callable[[], Any]) -> Work:
         """The work keeps the buffers until it has finished."""
-        return self._work(partial(lambda held: finish(), buffers))
+        return QueuedWork(partial(lambda held: finish(), buffers), self._queue if self.reads else [])
 
     def _read_in_chunks(self, sample: Tensor, own: Sequence[int]) -> list[Tensor]:
         """Allocates the chunks that HostMemory reads from all ranks at a time. own: this rank's elements by message."""
@@ -103,16 +87,13 @@ class RehearsedLink(Link):
     """The link of a simulated group, whose transport for every device is a rehearsal."""
 
     def __init__(self, rank: int, world: int, like: Rehearsed) -> None:
-        self.rank, self.world, self.like = rank, world, like
-        self.log = Log(rank, world)
-        self._rehearsal = Rehearsal(self.log, rank, world, like)
-        self.transports = Transports(lambda kind: self._rehearsal)
-
-    def without_backend(self, devices: Iterable[torch.device]) -> str | None:
-        return None
+        super().__init__(None)
+        self.rank, self.world, self.log = rank, world, Log(rank, world)
+        rehearsal = Rehearsal(rank, world, like)
+        self.transports = Transports(lambda kind: rehearsal)
 
     def overlaps(self, device: torch.device) -> bool:
-        return self._rehearsal.overlaps
+        return self.transports[device.type].overlaps
 
 
 def rehearsed(rank: int, world: int, like: Rehearsed) -> Comm:

@@ -71,17 +71,17 @@ class Peer:
 
 class Peers:
     """The connections of one rank to all other ranks of its process group, by rank. timeout: seconds to wait for a note
-    of a rank before OSError is raised.
+    of a rank before OSError is raised. close: closes all pipes.
 
     `waits_for`: called once in a wait that takes long, with the ranks that are waited for and the channel of the
         operation.
     """
 
-    def __init__(self, peers: Mapping[int, Peer], timeout: float) -> None:
+    def __init__(self, peers: Mapping[int, Peer], timeout: float, close: Callable[[], object]) -> None:
         self._peers, self._timeout = peers, timeout
         self.waits_for: Callable[[list[int], int], object] = lambda missing, channel: None
         self._channel = _DONE
-        self.close = finalize(self, _close, [pipe for peer in peers.values() for pipe in (peer.inbox, peer.outbox)])
+        self.close = finalize(self, close)
 
     def announce(self, number: int, address: int = 0) -> None:
         """Sends all ranks the channel of this rank's operation, and the address of its data.
@@ -136,8 +136,3 @@ def _poll(peers: Collection[Peer], seconds: float = _LONGEST_POLL, *, to_send: b
         if to_send:
             poll.register(peer.outbox, select.POLLOUT)
     poll.poll(min(seconds, _LONGEST_POLL) * 1000)
-
-
-def _close(pipes: Collection[Pipe]) -> None:
-    for pipe in pipes:
-        pipe.close()

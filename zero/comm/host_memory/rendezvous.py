@@ -52,5 +52,4 @@ def rendezvous(exchange: StoreRendezvous, how: str) -> Peers | None:
             answer = b"connected"
         if not all(exchange.all_gather(answer)):
             return None
-        opened.pop_all()
-        return Peers(peers, exchange.timeout.total_seconds())
+        return Peers(peers, exchange.timeout.total_seconds(), opened.pop_all().close)

@@ -41,7 +41,7 @@ class QueuedWork(Work):
     every rank, whichever work a rank waits for first."""
 
     def __init__(self, finish: Callable[[], Any], queue: list[QueuedWork]) -> None:
-        self._finish: Callable[[], Any] | None = finish
+        self._finish: Any = finish
         self._result: Any = None
         self._error: BaseException | None = None
         self._queue = queue
@@ -50,20 +50,17 @@ class QueuedWork(Work):
     def wait(self) -> Any:
         """Also raises the error of the transfer if it came up in the `wait` of another work."""
         while self in self._queue:
-            self._queue.pop(0)._complete()
+            work = self._queue.pop(0)
+            finish, work._finish = work._finish, None  # with its buffers
+            try:
+                work._result = finish()
+            except BaseException as error:
+                work._error = error
+                raise
         if self._error is not None:
             raise self._error
         result, self._result = self._result, None
         return result
-
-    def _complete(self) -> None:
-        finish, self._finish = self._finish, None  # with its buffers
-        assert finish is not None, "each work is in the queue once"
-        try:
-            self._result = finish()
-        except BaseException as error:
-            self._error = error
-            raise
 
 
 class HostMemory(Transport):
