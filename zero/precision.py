@@ -21,12 +21,10 @@ from torch.utils.hooks import RemovableHandle
 
 from zero._torch.tensors import wraps_others
 from zero.comm import Comm
-from zero.fsdp.precision import MixedPrecision
+from zero.fsdp.precision import DTYPES, MixedPrecision
 from zero.fsdp.units import smallest_leaves, unit_modules
 from zero.oss import OSS
 from zero.tensor_parallel import parts
-
-DTYPES: dict[object, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def precision_problem(precision: object, model: nn.Module, stage: object, beside: Sequence[str]) -> str | None:

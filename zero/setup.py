@@ -19,12 +19,12 @@ from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
 from zero.fsdp.model import Model
 from zero.fsdp.optimizer_state import register
-from zero.fsdp.precision import MixedPrecision
+from zero.fsdp.precision import DTYPES, MixedPrecision
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.oss.from_optimizer import states_of
 from zero.oss.optimizer import refuse_unaveraged
-from zero.precision import DTYPES, Rounding, compute_under_autocast
+from zero.precision import Rounding, compute_under_autocast
 from zero.sdp import ShardedDDP
 from zero.shards.announce import without_announcing
 from zero.shards.arguments import parts_of

@@ -2,7 +2,7 @@
 
     python docs/measured/memory_7b.py  # writes memory_7b.svg beside it
 
-The command `python -m zero.plan --parameters 7B --world 8 --precision mixed` prints the same figures.
+The command `python -m zero.plan --parameters 7B --world 8 --precision bf16` prints the same figures.
 """
 
 from pathlib import Path

@@ -183,8 +183,8 @@ TINY = ("--parameters", "1e5", "--layers", "1")
 
 @pytest.mark.slow
 def test_the_table_has_a_line_for_every_stage_and_world(capsys):
-    lines = told(capsys, *TINY, "--world", "8,64", "--memory", "13MiB", "--precision", "mixed")
-    for word in ("parameters (a GPT of 1 blocks", "AdamW, mixed", "MiB a rank", "2,048 tokens a rank are assumed"):
+    lines = told(capsys, *TINY, "--world", "8,64", "--memory", "13MiB", "--precision", "bf16")
+    for word in ("parameters (a GPT of 1 blocks", "AdamW, bf16", "MiB a rank", "2,048 tokens a rank are assumed"):
         assert word in lines[0]
     assert [line.split()[:2] for line in lines[3:8]] == [["8", "0"], ["8", "1"], ["8", "2"], ["8", "3"], ["8", "3"]]
     assert lines[-1].startswith("64 ranks: stage 2") and "less 8% for what is not counted" in lines[-1]
@@ -238,8 +238,32 @@ def test_what_the_command_line_cannot_plan_is_one_line(arguments, message):
         ([], "either a model, as module:factory, or --parameters"),
         (["placements:Model", "--tokens", "64"], "--batch"),
         (["--parameters", "1M", "--memory", "80 apples"], "'80 apples' is no size"),
+        (["--parameters", "1M", "--memory", "24"], "'24' is no size in one of B, KB, MB, GB, KiB"),
     ],
 )
 def test_arguments_that_do_not_fit_say_what_to_pass(capsys, arguments, message):
     assert command("zero.plan", *arguments)
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"memory": "24GiB"}, ValueError, r"memory='24GiB': pass a number of bytes, such as 24 \* 2\*\*30"),
+        (
+            {"precision": "half"},
+            ValueError,
+            "'half' is no precision. Pass 'fp32', 'bf16', 'fp16', a zero.MixedPrecision",
+        ),
+    ],
+)
+def test_what_cannot_be_planned_says_what_to_pass(given, error, message):
+    with pytest.raises(error, match=message):
+        zero.plan(nn.Linear(2, 2), world_size=2, **given)
+
+
+def test_precisions_have_the_names_of_setup_and_a_plan_is_of_its_ranks_alone():
+    named, built = (zero.plan(nn.Linear(64, 64), world_size=[2, 4], precision=one) for one in ("bf16", MIXED))
+    assert named == built
+    with pytest.raises(KeyError, match="8 ranks are not in this plan, which is of 2, 4"):
+        named.why(8)

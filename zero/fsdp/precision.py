@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 
     from torch.distributed import fsdp as torchs
 
-    GivenPrecision: TypeAlias = "MixedPrecision | torchs.MixedPrecision | torchs.MixedPrecisionPolicy | None"
+    GivenPrecision: TypeAlias = "MixedPrecision | torchs.MixedPrecision | torchs.MixedPrecisionPolicy | str | None"
+
+DTYPES: dict[object, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""In which a model computes, by the names of precisions."""
 
 
 @dataclass(frozen=True)

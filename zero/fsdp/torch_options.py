@@ -12,7 +12,7 @@ from torch import nn
 
 from zero._torch.modules import buffers_of, classes_to_ignore
 from zero.fsdp.options import GivenOptions
-from zero.fsdp.precision import MixedPrecision
+from zero.fsdp.precision import DTYPES, MixedPrecision
 from zero.fsdp.prefetch import OF_FSDP1, of_fsdp1
 
 NAMES = (*OF_FSDP1, "device_id", "ignored_states", "use_orig_params")
@@ -124,11 +124,14 @@ def as_precision(given: Any) -> MixedPrecision:
     """Returns what the user passes as MixedPrecision. Raises ValueError for what is none."""
     if given is None:
         return MixedPrecision()
+    if isinstance(given, str) and given in DTYPES:
+        return MixedPrecision(DTYPES[given])
     found = given if isinstance(given, MixedPrecision) else _of_torch(given)
     if found is None:
         raise ValueError(
-            f"mixed_precision={given!r}: pass a zero.MixedPrecision, such as zero.MixedPrecision(param_dtype="
-            "torch.bfloat16), torch.distributed.fsdp.MixedPrecision or MixedPrecisionPolicy, or None."
+            f"{given!r} is no precision. Pass {', '.join(map(repr, DTYPES))}, a zero.MixedPrecision, such as "
+            "zero.MixedPrecision(param_dtype=torch.bfloat16), torch.distributed.fsdp.MixedPrecision or "
+            "MixedPrecisionPolicy, or None."
         )
     return found
 

@@ -13,20 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero.fsdp import MixedPrecision
 from zero.offload import CPUOffload
 from zero.plan.gpt import GPT, LENGTH, batch_of, gpt_of
 from zero.plan.planner import plan
 from zero.plan.rehearsal import misfit
 from zero.plan.result import Plan
 
-PRECISIONS = {
-    "float32": (torch.float32, None),
-    "bfloat16": (torch.bfloat16, None),
-    "mixed": (torch.float32, MixedPrecision(param_dtype=torch.bfloat16)),
-}
+PRECISIONS = {"fp32": (torch.float32, None), "bf16": (torch.float32, "bf16"), "pure-bf16": (torch.bfloat16, None)}
 COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-UNITS = {"": 1.0, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+UNITS = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def main() -> None:
@@ -80,8 +75,8 @@ def _read() -> argparse.Namespace:
     add("--memory", type=partial(_in, UNITS), metavar="SIZE", help="what a rank has, such as 80GiB")
     one = "of torch.optim, or MODULE:CLASS for one of your own (default: AdamW)"
     add("--optimizer", default="AdamW", metavar="NAME", help=one)
-    dtypes = "parameters in float32, the default, in bfloat16, or computed in bfloat16 with float32 masters (mixed)"
-    add("--precision", choices=PRECISIONS, default="float32", help=dtypes)
+    dtypes = "as of zero.setup (default: fp32); pure-bf16 has no masters: all that is stored is in bfloat16"
+    add("--precision", choices=PRECISIONS, default="fp32", help=dtypes)
     share = "what is stepped at stages from 1 on, or this share of it, is in the memory of the host (default: all)"
     add("--offload", nargs="?", type=float, const=1.0, metavar="RATIO", help=share)
     given = parser.parse_args()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.fsdp import MixedPrecision
 from zero.fsdp.prefetch import as_prefetch
 from zero.fsdp.torch_options import as_precision
 from zero.fsdp.units import Policy, smallest_leaves, unit_modules
@@ -22,6 +21,9 @@ from zero.plan.stages import STAGES, Job, cost_of
 from zero.plan.transport import Rehearsed
 from zero.shards.partition import Partition, optimizer_problem, partition_problem
 
+if TYPE_CHECKING:
+    from zero.fsdp.precision import GivenPrecision
+
 _OFFLOADED = STAGES[1:]
 
 
@@ -30,7 +32,7 @@ def plan(
     *,
     world_size: int | Iterable[int],
     optimizer: Callable[..., Optimizer] = torch.optim.Adam,
-    precision: MixedPrecision | None = None,
+    precision: GivenPrecision = None,
     auto_wrap_policy: Policy = None,
     memory: int | None = None,
     batch: Sequence[Any] | None = None,
@@ -52,7 +54,8 @@ def plan(
 
     model: a module, also on the meta device; it stays as it is. world_size: number of ranks, or several.
     optimizer: its class, or a partial of it with options that matter. It reads 0 where it reads a tensor's value.
-    precision: as in FSDP. The lower stages get parameters in its param_dtype, and masters as wide as parameters are.
+    precision: as in zero.setup, or as FSDP's mixed_precision. The lower stages get parameters in its param_dtype, and
+        masters as wide as parameters are.
     memory: bytes that a rank has, to say which stages fit; 8% of it are held back for what is not counted.
     batch: positional arguments of a rank's forward, to measure its activations, but not what kernels hold for a while.
     stages: those to plan, such as [3] or ["2", "3 kept"]; by default all, or with offload those from 1 on.
@@ -76,7 +79,7 @@ def _planned(
     worlds = [ranks] if isinstance(ranks, int) else list(ranks)
     default = _OFFLOADED if job.offload else STAGES
     wanted = [str(stage) for stage in (default if stages is None else stages)]
-    if problem := _misfit(job, worlds, wanted):
+    if problem := _misfit(job, worlds, wanted, memory):
         raise ValueError(problem)
     leaves = smallest_leaves(job.prefetch, beside=job.like == "nccl" and max(worlds) > 1)
     units = [*unit_modules(job.module, policy, leaves_from=leaves)]
@@ -91,7 +94,7 @@ def _stored(model: nn.Module, computed: torch.dtype | None) -> torch.dtype | Non
     return next((dtype for dtype in stored if computed is not None and dtype.itemsize > computed.itemsize), None)
 
 
-def _misfit(job: Job, worlds: Sequence[int], stages: Sequence[str]) -> str | None:
+def _misfit(job: Job, worlds: Sequence[int], stages: Sequence[str], memory: object) -> str | None:
     """Why the stages could not train so."""
     if not isinstance(job.module, nn.Module):
         return f"the model is a {type(job.module).__name__}. Pass a torch.nn.Module."
@@ -103,6 +106,8 @@ def _misfit(job: Job, worlds: Sequence[int], stages: Sequence[str]) -> str | Non
         return f"stages has {unknown[0]!r}. Choose of {', '.join(map(repr, STAGES))}."
     if job.offload and not {*stages} <= {*_OFFLOADED}:
         return f"stages={[*stages]} with offload: only stages {', '.join(_OFFLOADED)} take it. Pass these."
+    if not isinstance(memory, (int, float, type(None))):
+        return f"memory={memory!r}: pass a number of bytes, such as 24 * 2**30."
     if not worlds or min(worlds) < 1:
         return f"world_size={worlds}: pass a number of ranks, at least 1, or several."
     if odd := [world for world in worlds if world % job.replicas]:

@@ -90,6 +90,8 @@ class Plan:
 
     def why(self, world: int) -> str:
         """The recommendation in words."""
+        if world not in self.worlds:
+            raise KeyError(f"{world} ranks are not in this plan, which is of {', '.join(map(str, self.worlds))}")
         ranks = "1 rank" if world == 1 else f"{world} ranks"
         if self.memory is None:
             return f"{ranks}: with memory= (--memory 80GiB) of a rank the plan says which stage to take"
@@ -123,7 +125,7 @@ class Plan:
     def table(self) -> str:
         """Bytes a rank in `unit`, by number of ranks and stage."""
         offloaded, limited = any(cost.host for cost in self.costs), self.memory is not None
-        lines = [["ranks", "stage", "params", "grads", "optim", "transient", "peak", "sent"]]
+        lines = [["ranks", "stage", f"params/{self.unit}", "grads", "optim", "transient", "peak", "sent"]]
         lines[0] += ["host"] * offloaded + ["fits"] * limited
         for cost in self.costs:
             sizes = [cost.parameters, cost.gradients, cost.optimizer, cost.transient, cost.peak, cost.sent]
