@@ -17,8 +17,7 @@ class Model(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         block = nn.TransformerEncoderLayer(64, 4, dim_feedforward=256, batch_first=True)
-        blocks = nn.TransformerEncoder(block, num_layers=2)
-        self.net = nn.Sequential(nn.Embedding(256, 64), blocks, nn.Linear(64, 256))
+        self.net = nn.Sequential(nn.Embedding(256, 64), block, nn.Linear(64, 256))
 
     def training_step(self, batch, number):
         (tokens,) = batch
@@ -31,17 +30,10 @@ class Model(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-if __name__ == "__main__":
-    lightning.seed_everything(0)
-    rows = (torch.randint(256, (256, 1)) + torch.arange(32)) % 256
-    loader = DataLoader(TensorDataset(rows), batch_size=8, shuffle=True)
-    strategy, devices = sys.argv[1:]
-    trainer = lightning.Trainer(
-        strategy=strategy,
-        devices=int(devices),
-        max_epochs=1,
-        gradient_clip_val=1.0,
-        enable_checkpointing=False,
-    )
-    trainer.fit(Model(), loader)
-    trainer.save_checkpoint("model.ckpt", weights_only=True)
+lightning.seed_everything(0)
+rows = (torch.randint(256, (256, 1)) + torch.arange(32)) % 256
+loader = DataLoader(TensorDataset(rows), batch_size=8, shuffle=True)
+strategy, devices = sys.argv[1:]
+trainer = lightning.Trainer(strategy=strategy, devices=int(devices), max_epochs=1)
+trainer.fit(Model(), loader)
+trainer.save_checkpoint("model.ckpt", weights_only=True)

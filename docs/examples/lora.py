@@ -20,7 +20,6 @@ def base():
 
 if "RANK" in os.environ:  # torchrun sets it
     dist.init_process_group("gloo")
-first = int(os.environ.get("RANK", 0)) == 0
 
 lora = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
 net = peft.get_peft_model(base(), lora)
@@ -35,7 +34,7 @@ for _ in range(20):
 
 weights = zero.full_tensors(model, to=0)  # pairs of name and tensor, on rank 0
 adapter = {name: value for name, value in weights if "lora_" in name}
-if first:
+if int(os.environ.get("RANK", 0)) == 0:
     net.save_pretrained("adapter", state_dict=adapter)
     net = peft.PeftModel.from_pretrained(base(), "adapter", is_trainable=True)
     print(f"loss {loss.item():.4f}")  # zero.setup(net, ...) trains it on

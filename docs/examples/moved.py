@@ -1,9 +1,11 @@
+"""Trains a small model: by `python` alone, or by `torchrun --nproc-per-node 2` on two ranks."""
+
 import os
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 import zero
 
@@ -15,15 +17,12 @@ if world > 1:  # started by torchrun
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
 
 torch.manual_seed(0)
-data = TensorDataset(torch.randn(640, 64))
-sampler: DistributedSampler = DistributedSampler(data, world, rank)
-loader = DataLoader(data, batch_size=32, sampler=sampler)
+loader = DataLoader(TensorDataset(torch.randn(640, 64)[rank::world]), batch_size=32)
 net = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)
 optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
 model, optimizer = zero.setup(net, optimizer, stage=3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
-for epoch in range(5):
-    sampler.set_epoch(epoch)
+for _ in range(5):
     for (inputs,) in loader:
         loss = (model(inputs.to(device)) - inputs.to(device)).square().mean()
         optimizer.zero_grad()

@@ -13,35 +13,28 @@ from torch import nn
 
 import zero
 
+dist.init_process_group("gloo")
+signals: list[int] = []
+for number in (signal.SIGUSR1, signal.SIGTERM):  # what clusters send
+    signal.signal(number, lambda received, frame: signals.append(received))
+of_cpus = dist.new_group(backend="gloo")  # NCCL's answer would wait for the GPU
 
-def train(folder, steps=1000):
-    signals: list[int] = []
-    for number in (signal.SIGUSR1, signal.SIGTERM):  # what clusters send
-        signal.signal(number, lambda received, frame: signals.append(received))
-    of_cpus = dist.new_group(backend="gloo")  # NCCL's answer would wait for the GPU
-    net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(), nn.Linear(64, 32))
-    model, optimizer = zero.setup(net, torch.optim.AdamW, stage=3, lr=1e-2)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
-    torch.manual_seed(1 + dist.get_rank())  # of this rank's data and dropout
-    step, told = 0, torch.tensor(0)
-    if os.path.exists(f"{folder}/latest"):
-        step = zero.checkpoint.load(folder, model, optimizer, resume=schedule)["step"]
-    while step < steps and not told:
-        inputs = torch.randn(12, 32)
-        (model(inputs) - inputs.sin()).square().mean().backward()
-        zero.clip_grad_norm_(model, optimizer, max_norm=1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        step += 1
-        told = torch.tensor(len(signals))
-        dist.all_reduce(told, group=of_cpus)  # so that all stop after the same step
-    extra = {"step": step}
-    zero.checkpoint.save(folder, model, optimizer, resume=schedule, extra=extra, keep=2)
-    return zero.full_state_dict(model, to=0)
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    train(sys.argv[1])
-    dist.destroy_process_group()
+run, steps = sys.argv[1], 1000
+net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(), nn.Linear(64, 32))
+model, optimizer = zero.setup(net, torch.optim.AdamW, stage=3, lr=1e-2)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
+torch.manual_seed(1 + dist.get_rank())  # of this rank's data and dropout
+step, told = 0, torch.tensor(0)
+if os.path.exists(f"{run}/latest"):
+    step = zero.checkpoint.load(run, model, optimizer, resume=schedule)["step"]
+while step < steps and not told:
+    inputs = torch.randn(12, 32)
+    (model(inputs) - inputs.sin()).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    schedule.step()
+    step += 1
+    told = torch.tensor(len(signals))
+    dist.all_reduce(told, group=of_cpus)  # so that all stop after the same step
+zero.checkpoint.save(run, model, optimizer, resume=schedule, extra={"step": step})
+dist.destroy_process_group()

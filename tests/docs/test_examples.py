@@ -8,25 +8,21 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
-import os
 import re
-import runpy
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from pages import README, ROOT
 
 import matrix
 import ranks
+import zero
+from examples import EXAMPLES, run_example
 from launched import launched
 from processes import python
 
-EXAMPLES = ROOT / "docs" / "examples"
 DDP, MOVED = (EXAMPLES / f"{name}.py" for name in ("ddp", "moved"))
 
 with_peft = pytest.mark.skipif(not all(map(find_spec, ("transformers", "peft"))), reason="needs transformers and peft")
@@ -36,18 +32,9 @@ with_accelerate = pytest.mark.skipif(
 
 
 def script(rank: int, world: int, folder: Path, name: str, written: str = "", instead: str = "") -> str:
-    """What a script prints in a folder, started as by torchrun. written, instead: replaced in its text."""
-    started = {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)} if dist.is_initialized() else {}
-    source = (EXAMPLES / f"{name}.py").read_text()
-    assert written in source
-    with (
-        mock.patch.dict(os.environ, started),
-        mock.patch.object(dist, "init_process_group"),  # there is one
-        mock.patch.object(dist, "destroy_process_group"),
-        contextlib.redirect_stdout(io.StringIO()) as told,
-        contextlib.chdir(folder),
-    ):
-        exec(compile(source.replace(written, instead), name, "exec"), {"__name__": "__main__"})
+    """What a script prints in a folder. written, instead: replaced in its text."""
+    with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.chdir(folder):
+        run_example(name, written=written, instead=instead)
     return told.getvalue()
 
 
@@ -106,8 +93,8 @@ def test_a_script_goes_on_where_it_ended(name: str, world: int, tmp_path: Path) 
     assert [len(weights) for weights in found] == [4, 0][:world]
 
 
-def trained(rank: int, world: int, name: str, folder: Path, steps: int) -> Any:
-    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["train"](str(folder), steps=steps)
+def trained(rank: int, world: int, name: str, folder: Path, steps: int) -> dict[str, torch.Tensor]:
+    return zero.full_state_dict(run_example(name, folder, written="1000", instead=str(steps))["model"], to=0)
 
 
 @pytest.mark.slow
@@ -147,31 +134,18 @@ num_machines: 1
 num_processes: 2
 rdzv_backend: static
 """
-DEEPSPEED = """
-compute_environment: LOCAL_MACHINE
-deepspeed_config:
-  gradient_accumulation_steps: 2
-  gradient_clipping: 1.0
-  zero_stage: 2
-distributed_type: DEEPSPEED
-mixed_precision: 'no'
-num_machines: 1
-num_processes: 2
-"""
 
 
-def by_accelerate(rank: int, world: int, folder: Path, name: str, config: str) -> list[str]:
-    """What rank 0 prints at the stage of a configuration, and as it goes on at stage 3; the saved model loads."""
+def by_accelerate(rank: int, world: int, folder: Path, name: str) -> list[str]:
+    """What rank 0 prints at stage 2, and as it goes on at stage 3; the saved model loads."""
     from transformers import GPT2LMHeadModel
 
-    from zero.integrations.accelerate import ZeroPlugin
-
-    train, printed = runpy.run_path(str(EXAMPLES / f"{name}.py"))["train"], []
-    steps: list[dict[str, int]] = [{"steps": 10}, {"steps": 20}] if name == "trainer_train" else [{}, {}]
-    for plugin, how in zip([ZeroPlugin.from_yaml(config), 3], steps, strict=True):
-        group_stays = mock.patch.object(dist, "destroy_process_group")
-        with launched(rank, world), group_stays, contextlib.redirect_stdout(io.StringIO()) as told:
-            train(f"{folder}/run", plugin, **how)
+    printed = []
+    for stage, last in ((2, 10), (3, 20)):
+        shorter = {"written": "max_steps=20", "instead": f"max_steps={last}"} if name == "trainer_train" else {}
+        quiet = contextlib.redirect_stdout(io.StringIO())
+        with launched(rank, world), contextlib.chdir(folder), quiet as told:
+            run_example(name, stage, **shorter)
         printed.append(told.getvalue())
     if rank == 0:
         _, loading = GPT2LMHeadModel.from_pretrained(f"{folder}/run/model", output_loading_info=True)
@@ -184,9 +158,7 @@ def by_accelerate(rank: int, world: int, folder: Path, name: str, config: str) -
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ["accelerate_train", "trainer_train"])
 def test_an_example_trains_and_goes_on_at_another_stage(name: str, world: int, tmp_path: Path) -> None:
-    config = tmp_path / "deepspeed.yaml"
-    config.write_text(DEEPSPEED)
-    found = ranks.run(by_accelerate, world, (tmp_path, name, str(config)), timeout=100)[0]
+    found = ranks.run(by_accelerate, world, (tmp_path, name), timeout=100)[0]
     losses = []
     for printed, expected in zip(found, ["ShardedDDP", "FSDP"], strict=True):
         wrapper, loss = re.findall(r"^(\w+): loss (\S+)$", printed, re.MULTILINE)[-1]

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import os
 import random
-import runpy
 import signal
 import subprocess
 import sys
 import time
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,24 +23,20 @@ import matrix
 import ranks
 import zero
 from assertions import same
+from examples import EXAMPLES, run_example
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "docs" / "examples" / "resume.py"
+SCRIPT = EXAMPLES / "resume.py"
 SAVE_EVERY = 20
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 
-@cache
-def example() -> dict[str, Any]:
-    return runpy.run_path(str(SCRIPT))
-
-
 def train(
     rank: int, world: int, folder: str, stage: int, steps: int, stop: int = 0, victim: int = -1, save_every: int = 5
 ) -> Any:
-    """The script's own function. stop: the step after whose save it stops, and with it the victim dies, if there is
-    one."""
+    """The weights at the script's end. stop: the step after whose save it stops, and with it the victim dies, if there
+    is one."""
     save = zero.checkpoint.save
 
     def save_and_stop(*args: Any, extra: dict[str, Any], **options: Any) -> None:
@@ -52,7 +46,7 @@ def train(
             raise KeyboardInterrupt
 
     with mock.patch.object(zero.checkpoint, "save", save_and_stop), suppress(KeyboardInterrupt):
-        return example()["train"](folder, stage=stage, steps=steps, save_every=save_every)
+        return zero.full_state_dict(run_example("resume", folder, stage, steps, save_every)["model"], to=0)
 
 
 def test_a_run_killed_at_each_stage_in_turn_ends_with_the_bits_of_one_that_was_not(tmp_path):

@@ -1,24 +1,18 @@
 """docs/examples/save_on_signal.py: one rank is told to end, all save after the same step, and the run goes on."""
 
 import os
-import runpy
 import signal
-from functools import cache
 from unittest import mock
 
 import pytest
 from torch import nn
 
 import ranks
+import zero
 from assertions import same
-from processes import ROOT
+from examples import run_example
 
 STEPS = 12
-
-
-@cache
-def example():
-    return runpy.run_path(str(ROOT / "docs" / "examples" / "save_on_signal.py"))["train"]
 
 
 def train(rank, world, folder, told=None, at=0, number=None):
@@ -32,7 +26,8 @@ def train(rank, world, folder, told=None, at=0, number=None):
         return forward(module, x)
 
     with mock.patch.object(nn.GELU, "forward", told_in_forward):
-        return example()(folder, steps=STEPS), len(calls)
+        model = run_example("save_on_signal", folder, written="1000", instead=str(STEPS))["model"]
+        return zero.full_state_dict(model, to=0), len(calls)
 
 
 @pytest.mark.slow
