@@ -16,7 +16,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils import _python_dispatch, _pytree
+from torch.utils import _python_dispatch
+
+# For nests of tuples, lists, dicts and other containers that torch knows. They have no public names (torch 2.13).
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_iter as tree_iter
+from torch.utils._pytree import tree_map as tree_map
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
@@ -116,23 +121,8 @@ as_plain_tensors: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTo
 """Returns a context in which torch takes tensors of classes of one's own for plain ones. It has no public name."""
 
 
-def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copies each tensor of one list to that of another."""
-    _each("copy_", into, tensors)
-
-
-def zero_all(tensors: Sequence[Tensor]) -> None:
-    """Fills each tensor with zeros."""
-    _each("zero_", tensors)
-
-
-def add_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Adds to each tensor of one list that of another."""
-    _each("add_", into, tensors)
-
-
-def _each(method: str, *lists: Sequence[Tensor]) -> None:
-    """Calls a method of each tensor, in a few kernels however many there are.
+def foreach(method: str, *lists: Sequence[Tensor]) -> None:
+    """Calls a method of each tensor of a list with those of the others, in a few kernels however many there are.
 
     torch's own optimizers use the same private operators. On tensors without values these would allocate copies that a
     real device does not need, so those are taken one by one.
@@ -212,18 +202,3 @@ class WithoutMemory(Tensor):
         """One on the CPU."""
         made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
         return made
-
-
-def leaves(value: Any) -> Iterable[Any]:
-    """The leaves of nested tuples, lists, dicts and other containers that torch knows. There is no public function."""
-    return _pytree.tree_iter(value)
-
-
-def flattened(value: Any) -> tuple[list[Any], Any]:
-    """The leaves, and what says how they are nested. There is no public function."""
-    return _pytree.tree_flatten(value)
-
-
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same nest with the function of each leaf. There is no public function."""
-    return _pytree.tree_map(function, value)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero._torch.tensors import leaves
+from zero._torch.tensors import tree_iter
 from zero.checkpoint import directory
 from zero.checkpoint.files import LONGEST_HEADER, Chunk, SafeFile, progress, write
 from zero.checkpoint.format import Entry, Index, OptimizerIndex, ParamShard, tensor_problem
@@ -90,7 +90,7 @@ def _plan_optimizer(plan: SavePlan, training: Training, optimizer: Optimizer) ->
                 raise ValueError(f"{path}: names of state must be strings without a slash.")
             if isinstance(value, Tensor) and value.dim():
                 (plan.common if one.shared else plan.held).append(_state_held(path, one, value))
-            elif not one.is_full and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves(value)):
+            elif not one.is_full and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_iter(value)):
                 raise ValueError(
                     f"{path} is a {type(value).__name__} of tensors, and the parameter is cut between ranks: only the "
                     "optimizer knows which elements of the parameter they are for. Build the optimizer, or FSDP, with "
