@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,10 +13,11 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeCopyMode,
-    FakeTensor,
     FakeTensorMode,
 )
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # the class of tensors without values
 from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type as is_traceable_wrapper_subclass_type
 
 # For nests of tuples, lists, dicts and other containers that torch knows. They have no public names (torch 2.13).
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -27,15 +28,10 @@ from torch.utils.hooks import RemovableHandle
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_Kind = TypeVar("_Kind", bound=Tensor)
 _Value = TypeVar("_Value")
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What operators raise that cannot run on tensors without values. These classes have no public name."""
-
-
-Fake = FakeTensor
-"""The class of tensors without values, which has no public name."""
 
 
 class _WithoutValues(FakeTensorMode):
@@ -49,9 +45,10 @@ class _WithoutValues(FakeTensorMode):
             return
         result += type(args), len(args)
         for arg in args:
+            is_own = isinstance(arg, FakeTensor) and arg.fake_mode is self and arg.constant is None
             if type(arg) in _HASHED:
                 result += type(arg), arg
-            elif isinstance(arg, FakeTensor) and arg.fake_mode is self and arg.constant is None and _is_strided(arg):
+            elif is_own and arg.layout == torch.strided:
                 place = arg.shape, arg.stride(), arg.storage_offset(), arg.untyped_storage().nbytes()
                 flags = arg.requires_grad, arg.is_conj(), arg.is_neg(), arg.is_inference()
                 result.append((arg.dtype, arg.fake_device, place, flags))
@@ -60,10 +57,6 @@ class _WithoutValues(FakeTensorMode):
 
 
 _HASHED = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
-
-
-def _is_strided(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided
 
 
 def without_values() -> FakeTensorMode:
@@ -181,11 +174,6 @@ def call_last(hooks: Mapping[Tensor, RemovableHandle]) -> None:
             there[hook.id] = there.pop(hook.id)  # not move_to_end: torch reads what is below an OrderedDict, its dict
 
 
-def wrap_others(kinds: Iterable[type]) -> bool:
-    """Whether any of the classes wraps other tensors."""
-    return any(_python_dispatch.is_traceable_wrapper_subclass_type(kind) for kind in kinds)
-
-
 class WithoutMemory(Tensor):
     """Tensors of classes of one's own, which have a shape and no memory."""
 
@@ -195,10 +183,4 @@ class WithoutMemory(Tensor):
         made: Self = Tensor._make_wrapper_subclass(
             cls, like.shape, like.stride(), dtype=dtype or like.dtype, device=device or like.device
         )
-        return made
-
-    @classmethod
-    def shaped(cls, shape: Sequence[int], dtype: torch.dtype) -> Self:
-        """One on the CPU."""
-        made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
         return made
