@@ -154,7 +154,7 @@ def _named(inner: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the weights by the names that the module has now."""
     if weights and all(name.startswith("module.") for name in weights) and not hasattr(inner, "module"):
         warn_user(_OF_DDP)
-        weights = renamed(weights, lambda name: name.removeprefix("module").removeprefix("."))
+        weights = renamed(weights, lambda path: path.removeprefix("module").removeprefix("."))
     return named_as_compiled(inner, weights)
 
 

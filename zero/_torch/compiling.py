@@ -39,28 +39,20 @@ def name_without_compile(name: str) -> str:
 
 def named_as_compiled(module: nn.Module, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """Weights by the names of a module without torch.compile, under the names that it has with it. Others stay."""
-    paths: dict[str, str] = {
-        name_without_compile(path): path for path, _ in module.named_modules(remove_duplicate=False)
-    }
+    paths = {name_without_compile(path): path for path, _ in module.named_modules(remove_duplicate=False)}
+    return renamed(weights, lambda path: paths.get(name_without_compile(path), path))
 
-    def path_of(path: str) -> str:
-        return paths.get(name_without_compile(path), path)
+
+def renamed(weights: Mapping[str, Any], path_of: Callable[[str], str]) -> OrderedDict[str, Any]:
+    """Weights of modules at other paths, with the versions of these that torch attaches to a state_dict()."""
 
     def name_of(name: str) -> str:
-        holder, _, last = name.rpartition(".")
-        return f"{path_of(holder)}.{last}".lstrip(".")
+        path, _, last = name.rpartition(".")
+        return f"{path_of(path)}.{last}".lstrip(".")
 
-    return renamed(weights, name_of, path_of)
-
-
-def renamed(
-    weights: Mapping[str, Any], name_of: Callable[[str], str], path_of: Callable[[str], str] | None = None
-) -> OrderedDict[str, Any]:
-    """Weights under other names, with the versions of modules that torch attaches to a state_dict() by their paths."""
     found = OrderedDict((name_of(name), value) for name, value in weights.items())
     versions = versions_in(weights)
-    paths = path_of or name_of
-    return with_versions(found, versions and {paths(path): of_module for path, of_module in versions.items()})
+    return with_versions(found, versions and {path_of(path): of_module for path, of_module in versions.items()})
 
 
 def versions_in(weights: Mapping[str, Any]) -> dict[str, Any] | None:
