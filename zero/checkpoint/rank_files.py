@@ -44,11 +44,13 @@ class SavePlan:
     index: of the checkpoint, without tensors; the first rank's is used, with all ranks' values of optimizers.
     held: tensors, or ranges of them.
     common: tensors that are the same on all ranks; `held` has this rank's share of them.
+    release: called when the tensors are written.
     """
 
     index: Index
     held: list[Held] = field(default_factory=list)
     common: list[Held] = field(default_factory=list)
+    release: Callable[[], None] = lambda: None
 
 
 def plan_save(training: Training) -> SavePlan:
