@@ -13,14 +13,14 @@ from torch import Tensor
 
 def tensor(checkpoint: Path, entry: dict[str, Any]) -> Tensor:
     """A tensor, from its entry in the index."""
-    pieces = []
-    for piece in entry["pieces"]:
-        with safe_open(checkpoint / piece["file"], "pt") as file:
-            pieces.append(file.get_tensor(piece["key"]).flatten())
-    values, order = torch.cat(pieces), entry.get("order", [*range(len(entry["shape"]))])
+    shards = []
+    for shard in entry["shards"]:
+        with safe_open(checkpoint / shard["file"], "pt") as file:
+            shards.append(file.get_tensor(shard["key"]).flatten())
+    values, order = torch.cat(shards), entry.get("order", [*range(len(entry["shape"]))])
     parts: Sequence[Tensor] = [full := torch.empty(entry["shape"], dtype=values.dtype)]
-    if order and isinstance(order[0], list):  # counted part by part, as tensor parallel ranks have them
-        (dim, width), *order = order
+    if "slices" in entry:  # counted slice by slice, as tensor parallel ranks have them
+        dim, width = entry["slices"]
         parts = full.split(width, dim)
     for part in parts:
         part.permute(order).copy_(values[: part.numel()].view(part.permute(order).shape))

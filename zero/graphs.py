@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero._torch.autograd import writes_so_far
-from zero._torch.tensors import as_plain_tensors, flattened, leaves, mapped
+from zero._torch.tensors import as_plain_tensors, tree_flatten, tree_iter, tree_map
 from zero.comm.streams import STEP_GRAPH
 from zero.comm.together import Together
 from zero.fsdp.model import models_of
@@ -156,20 +156,20 @@ class _Graphed:
                 comm.log.mark_broken(f"rank {comm.rank} has raised {type(error).__name__}: {error}")
             raise
         self._graph.replay()
-        return mapped(_copy, self._outputs)
+        return tree_map(_copy, self._outputs)
 
     def _by_the_host(self, given: Given) -> Any:
         """On the stream on which it will be recorded, to which belongs what torch keeps from step to step."""
         self._stream.wait_stream(self._cuda.current_stream())
         with self._cuda.stream(self._stream):
-            result = mapped(_copy, self._step(*given[0], **given[1]))
+            result = tree_map(_copy, self._step(*given[0], **given[1]))
         self._cuda.current_stream().wait_stream(self._stream)
         return result
 
     def _record(self, given: Given) -> None:
         """Collective. Records a step, which runs nothing."""
-        args, named = mapped(_copy, given)
-        self._inputs, self._nest = flattened((args, named))
+        args, named = tree_map(_copy, given)
+        self._inputs, self._nest = tree_flatten((args, named))
         before, counted, graph = self._gradients(), self._on_host(), self._cuda.CUDAGraph()
         try:
             # Other threads, such as NCCL's watchdog, ask for events meanwhile.
@@ -203,7 +203,7 @@ class _Graphed:
             comm.log.refuse_if_broken()
             comm.log.record(channel)
         self._refuse_changes()
-        found, nest = flattened(given)
+        found, nest = tree_flatten(given)
         self._refuse_others(found, same_nest=nest == self._nest)
         for into, arg in zip(self._inputs, found, strict=True):
             if isinstance(into, Tensor):
@@ -253,7 +253,7 @@ class _Graphed:
 
     def _on_host(self) -> list[Any]:
         """What the optimizer keeps in the memory of the host: numbers, and how often its tensors were written."""
-        kept = (leaf for state in self._inner.state.values() for leaf in leaves(state))
+        kept = (leaf for state in self._inner.state.values() for leaf in tree_iter(state))
         here = [leaf for leaf in kept if not isinstance(leaf, Tensor) or leaf.device.type == "cpu"]
         return [writes_so_far([leaf]) if isinstance(leaf, Tensor) else leaf for leaf in here]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -115,8 +114,8 @@ def _load(inner: nn.Module, weights: Given, strict: bool) -> Any:
             loaded.add(into)
     if kept:
         # They are of this version: a stream has none.
-        named = OrderedDict(named_as_compiled(inner, kept))
-        found = inner.load_state_dict(with_versions(named, versions_of(inner)), strict=False)
+        named = with_versions(named_as_compiled(inner, kept), versions_of(inner))
+        found = inner.load_state_dict(named, strict=False)
         unexpected += found.unexpected_keys
         loaded |= {expected[name] for name in kept.keys() & expected.keys()}
     missing = [name for name, tensor in expected.items() if tensor not in loaded]
@@ -155,7 +154,7 @@ def _named(inner: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns the weights by the names that the module has now."""
     if weights and all(name.startswith("module.") for name in weights) and not hasattr(inner, "module"):
         warn_user(_OF_DDP)
-        weights = renamed(weights, lambda name: name.removeprefix("module").removeprefix("."))
+        weights = renamed(weights, lambda path: path.removeprefix("module").removeprefix("."))
     return named_as_compiled(inner, weights)
 
 

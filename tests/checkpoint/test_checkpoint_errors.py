@@ -70,7 +70,7 @@ def header(change):
 
 def elsewhere(told):
     for entry in told["tensors"].values():
-        entry["pieces"] = [{**piece, "file": "../../else.safetensors"} for piece in entry["pieces"]]
+        entry["shards"] = [{**shard, "file": "../../else.safetensors"} for shard in entry["shards"]]
 
 
 def in_the_same_bytes(told):
@@ -97,7 +97,7 @@ DAMAGE = {
     "index of others": (named("index.json", Path.write_text, "{}"), "index.json is not the index"),
     "an index that no memory holds": (named("index.json", os.truncate, 1 << 40), "268435456"),  # takes no room on disk
     "later version": (index(lambda told: told.update(version=9)), "index.json .*version"),
-    "index without a piece": (index(lambda told: told["tensors"][FROZEN]["pieces"].pop()), f"{FROZEN} lacks elements"),
+    "index without a shard": (index(lambda told: told["tensors"][FROZEN]["shards"].pop()), f"{FROZEN} lacks elements"),
     "index to elsewhere": (index(elsewhere), "none of its files"),
     "no latest": (named("latest", Path.unlink), "has the checkpoints 00000001"),
     "latest elsewhere": (named("latest", Path.write_text, "../../etc"), "no checkpoint"),

@@ -45,7 +45,7 @@ def alter_tree(told, draw):
         if act == 0:
             del holder[key]
         elif act == 1 and isinstance(holder, dict):
-            holder[draw.choice(["", "..", "$", "model/nothing", "order"])] = holder.pop(key)
+            holder[draw.choice(["", "..", "$", "model/nothing", "order", "slices"])] = holder.pop(key)
         elif act == 2:
             other, there = draw.choice(list(places_in(told)))
             holder[key] = copy.deepcopy(other[there])

@@ -155,6 +155,15 @@ class Third(Block):
 
 
 @ranks.on(2)
+def test_reads_may_begin_in_inference(rank, world):
+    """Where no graph is recorded."""
+    both = side_by_side(Reading(), {})
+    with torch.inference_mode():
+        torch.testing.assert_close(both.model(batch(rank, 0)), both.plain(batch(rank, 0)))
+    steps(both, rank, 2)
+
+
+@ranks.on(2)
 def test_where_each_forward_is_examined_what_begins_later_counts(rank, world):
     model = Stack(Third)
     for block, other in zip(model.blocks, [*model.blocks[1:], model.blocks[0]], strict=True):

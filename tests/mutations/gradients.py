@@ -44,11 +44,10 @@ def stale_bucket(reduce, self, messages, *streams):
     return Changed(reduce(self, messages, *streams), stale)
 
 
-@mutant("tensors.add_all")
-def accumulation_that_overwrites(_, into, tensors):
+@mutant("tensors.foreach")
+def accumulation_that_overwrites(foreach, method, *lists):
     """A further backward replaces the gradients of shards in place of adding to them."""
-    for held, added in zip(into, tensors, strict=True):
-        held.copy_(added)
+    foreach("copy_" if method == "add_" else method, *lists)
 
 
 @mutant("ShardedDDP.no_sync", "FSDP.no_sync")

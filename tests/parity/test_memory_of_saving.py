@@ -23,12 +23,12 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import Adam
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter
 
 import gpus
 import ranks
 import zero
 from inner import Meter
-from zero._torch.tensors import leaves
 from zero.checkpoint.export import export
 from zero.fsdp.full_weights import Recipient
 from zero.plan.meter import _lies_within as lies_within
@@ -171,7 +171,7 @@ def streamed(run: Run, to: int | None) -> None:
 def given(run: Run, make: Callable[[], Any]) -> Any:
     with _disable_current_modes(), torch.device("cpu"):
         made = make()
-    for tensor in leaves(made):
+    for tensor in tree_iter(made):
         if isinstance(tensor, Tensor):
             run.meter.given(tensor)
     return made

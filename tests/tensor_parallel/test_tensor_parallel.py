@@ -96,7 +96,7 @@ def test_checkpoints_load_over_other_meshes_and_without_tensor_parallelism(rank,
         saving = zero.checkpoint.save(run, found, optim, extra={"last": len(weights)}, wait=stage != 2)
         saving.wait()
     index = json.loads((Path(saving.path) / "index.json").read_text())["tensors"]
-    assert any(isinstance(entry.get("order", [0])[0], list) for entry in index.values())
+    assert any("slices" in entry for entry in index.values())
     for name, value in weights.items():
         assert torch.equal(plainly.tensor(Path(saving.path), index[f"model/{name}"]), value), "read without zero"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,24 +32,8 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     (queue or Variable._execution_engine.queue_callback)(function)
 
 
-def leaves_of_graphs(params: Sequence[Tensor]) -> list[Node]:
-    """The nodes by which autograd accumulates the gradients of parameters that require one (AccumulateGrad): those that
-    exist, or new ones, which expect gradients of the parameters' present shapes."""
-    with torch.enable_grad():
-        probe = _Leaves.apply(*params)  # type: ignore[no-untyped-call]
-    return [node for node, _ in probe.grad_fn.next_functions]
-
-
-class _Leaves(torch.autograd.Function):
-    """The node of its output refers to the AccumulateGrad nodes of all arguments."""
-
-    @staticmethod
-    def forward(ctx: Any, *params: Tensor) -> Tensor:
-        return torch.empty(0, dtype=params[0].dtype, device=params[0].device)
-
-
 def shape_expected_by(leaf: Node) -> torch.Size:
-    """The shape of the gradients that such a node accepts. It has no public name."""
+    """The shape of the gradients that a node accepts which accumulates them (AccumulateGrad). It has no public name."""
     return torch.Size(leaf._input_metadata[0].shape)  # which is a list
 
 

@@ -37,30 +37,22 @@ def name_without_compile(name: str) -> str:
     return ".".join(atom for atom in name.split(".") if atom != _WRAPPED)
 
 
-def named_as_compiled(module: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
+def named_as_compiled(module: nn.Module, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """Weights by the names of a module without torch.compile, under the names that it has with it. Others stay."""
-    paths: dict[str, str] = {
-        name_without_compile(path): path for path, _ in module.named_modules(remove_duplicate=False)
-    }
+    paths = {name_without_compile(path): path for path, _ in module.named_modules(remove_duplicate=False)}
+    return renamed(weights, lambda path: paths.get(name_without_compile(path), path))
 
-    def path_of(path: str) -> str:
-        return paths.get(name_without_compile(path), path)
+
+def renamed(weights: Mapping[str, Any], path_of: Callable[[str], str]) -> OrderedDict[str, Any]:
+    """Weights of modules at other paths, with the versions of these that torch attaches to a state_dict()."""
 
     def name_of(name: str) -> str:
-        holder, _, last = name.rpartition(".")
-        return f"{path_of(holder)}.{last}".lstrip(".")
+        path, _, last = name.rpartition(".")
+        return f"{path_of(path)}.{last}".lstrip(".")
 
-    return renamed(weights, name_of, path_of)
-
-
-def renamed(
-    weights: Mapping[str, Any], name_of: Callable[[str], str], path_of: Callable[[str], str] | None = None
-) -> OrderedDict[str, Any]:
-    """Weights under other names, with the versions of modules that torch attaches to a state_dict() by their paths."""
     found = OrderedDict((name_of(name), value) for name, value in weights.items())
     versions = versions_in(weights)
-    paths = path_of or name_of
-    return with_versions(found, versions and {paths(path): of_module for path, of_module in versions.items()})
+    return with_versions(found, versions and {path_of(path): of_module for path, of_module in versions.items()})
 
 
 def versions_in(weights: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -81,7 +73,7 @@ def with_versions(weights: OrderedDict[str, Any], versions: Mapping[str, Any] | 
 
 
 def compiled_without_breaks(module: nn.Module) -> bool:
-    """Whether torch.compile(module) or the module's method compile() was called with fullgraph=True.
+    """Whether a compiled module was compiled with fullgraph=True.
 
     torch keeps the option in its compile context, which is private. If a version keeps it elsewhere, this is False, and
     tracing then fails at the first unit.
@@ -91,7 +83,7 @@ def compiled_without_breaks(module: nn.Module) -> bool:
 
 
 def compiled_to_cuda_graphs(module: nn.Module) -> bool:
-    """Whether torch.compile runs the module as CUDA graphs.
+    """Whether torch.compile runs a compiled module as CUDA graphs.
 
     That is chosen by mode="reduce-overhead" or "max-autotune", by its options or torch._inductor.config, or by
     backend="cudagraphs".
@@ -121,12 +113,10 @@ def _records_cuda_graphs(context: object) -> bool:
 
 
 def _compiled_by(module: nn.Module) -> object:
-    """torch.compile's context for the module; None if the module was not compiled.
+    """torch.compile's context for a compiled module; None where a version keeps it elsewhere.
 
     The module's method compile() sets a function, and only the closure of a function in it refers to the context.
     """
-    if not is_compiled(module):
-        return None
     if module._compiled_call_impl is None:
         return module.dynamo_ctx
     config = getattr(module._compiled_call_impl, "get_compiler_config", None)

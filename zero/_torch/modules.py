@@ -69,10 +69,8 @@ def saves_by_itself(module: nn.Module) -> bool:
 def loads_by_itself(module: nn.Module) -> bool:
     """Whether the user's class or hooks load it in another way than by copying into parameters and buffers. torch's own
     classes convert files of earlier versions, and copy."""
-    kind, hooks = (
-        type(module),
-        (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()),
-    )
+    kind = type(module)
+    hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
     own = kind._load_from_state_dict is not nn.Module._load_from_state_dict and not kind.__module__.startswith("torch.")
     return own or not all(isinstance(getattr(hook, "hook", hook), OwnHook) for hook in hooks)
 

@@ -70,17 +70,12 @@ class HooksOfSteps:
         after.move_to_end(self._after, last=False)
 
 
-_TABLES = [
-    f"_optimizer_{call}_{when}_hooks" for call in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
-]
-
-
 def move_hooks(optimizer: Optimizer, to: Optimizer, around: Callable[[Any], Any]) -> None:
     """Makes an optimizer's hooks those of another. around: returns what is called for a hook before a step.
 
     The tables themselves move, in which the handles that registering has returned remove hooks."""
-    for name in _TABLES:
-        hooks = vars(optimizer).get(name, OrderedDict())
+    for name in [name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")]:
+        hooks = vars(optimizer)[name]
         if "step_pre" in name:
             hooks.update([(number, around(hook)) for number, hook in hooks.items()])
         hooks.update(vars(to)[name])

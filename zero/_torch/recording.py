@@ -31,9 +31,5 @@ class DispatchMode(_python_dispatch.TorchDispatchMode):
 DEVICE_OF: Any = torch.ops.prim.device.default
 """The operator that modes see where the device of a fake tensor is read."""
 
-CPU_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-CPU_ATTENTION_BACKWARD: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-"""Attention on the CPU, for which torch.utils.flop_counter has no formulas."""
-
 VALUE_OF: Any = torch.ops.aten._local_scalar_dense.default
 """The operator that `item()` and `bool()` of a tensor call."""

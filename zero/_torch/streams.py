@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,18 +17,10 @@ def current_stream_of(device: torch.device) -> Callable[[], Any]:
     are kept by what the function behind it returns.
     """
     module = torch.get_device_module(device)
-    find = getattr(torch._C, "_cuda_getCurrentStream", None) if module is torch.cuda else None
-    if find is None or device.index is None:
+    if module is not torch.cuda or device.index is None:
         return lambda: module.current_stream(device)
-    known: dict[Any, Any] = {}
-
-    def current() -> Any:
-        stream = find(device.index)
-        if stream not in known:
-            known[stream] = module.current_stream(device)
-        return known[stream]
-
-    return current
+    kept = cache(lambda stream: module.current_stream(device))
+    return lambda: kept(torch._C._cuda_getCurrentStream(device.index))
 
 
 def wait_for_pinned(copy: Tensor) -> None:

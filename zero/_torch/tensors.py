@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,24 +13,25 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeCopyMode,
-    FakeTensor,
     FakeTensorMode,
 )
-from torch.utils import _python_dispatch, _pytree
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # the class of tensors without values
+from torch.utils import _python_dispatch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type as is_traceable_wrapper_subclass_type
+
+# For nests of tuples, lists, dicts and other containers that torch knows. They have no public names (torch 2.13).
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_iter as tree_iter
+from torch.utils._pytree import tree_map as tree_map
 from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_Kind = TypeVar("_Kind", bound=Tensor)
 _Value = TypeVar("_Value")
 
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
 """What operators raise that cannot run on tensors without values. These classes have no public name."""
-
-
-Fake = FakeTensor
-"""The class of tensors without values, which has no public name."""
 
 
 class _WithoutValues(FakeTensorMode):
@@ -44,9 +45,10 @@ class _WithoutValues(FakeTensorMode):
             return
         result += type(args), len(args)
         for arg in args:
+            is_own = isinstance(arg, FakeTensor) and arg.fake_mode is self and arg.constant is None
             if type(arg) in _HASHED:
                 result += type(arg), arg
-            elif isinstance(arg, FakeTensor) and arg.fake_mode is self and arg.constant is None and _is_strided(arg):
+            elif is_own and arg.layout == torch.strided:
                 place = arg.shape, arg.stride(), arg.storage_offset(), arg.untyped_storage().nbytes()
                 flags = arg.requires_grad, arg.is_conj(), arg.is_neg(), arg.is_inference()
                 result.append((arg.dtype, arg.fake_device, place, flags))
@@ -55,10 +57,6 @@ class _WithoutValues(FakeTensorMode):
 
 
 _HASHED = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
-
-
-def _is_strided(tensor: Tensor) -> bool:
-    return tensor.layout == torch.strided
 
 
 def without_values() -> FakeTensorMode:
@@ -116,23 +114,8 @@ as_plain_tensors: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTo
 """Returns a context in which torch takes tensors of classes of one's own for plain ones. It has no public name."""
 
 
-def copy_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Copies each tensor of one list to that of another."""
-    _each("copy_", into, tensors)
-
-
-def zero_all(tensors: Sequence[Tensor]) -> None:
-    """Fills each tensor with zeros."""
-    _each("zero_", tensors)
-
-
-def add_all(into: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
-    """Adds to each tensor of one list that of another."""
-    _each("add_", into, tensors)
-
-
-def _each(method: str, *lists: Sequence[Tensor]) -> None:
-    """Calls a method of each tensor, in a few kernels however many there are.
+def foreach(method: str, *lists: Sequence[Tensor]) -> None:
+    """Calls a method of each tensor of a list with those of the others, in a few kernels however many there are.
 
     torch's own optimizers use the same private operators. On tensors without values these would allocate copies that a
     real device does not need, so those are taken one by one.
@@ -191,11 +174,6 @@ def call_last(hooks: Mapping[Tensor, RemovableHandle]) -> None:
             there[hook.id] = there.pop(hook.id)  # not move_to_end: torch reads what is below an OrderedDict, its dict
 
 
-def wrap_others(kinds: Iterable[type]) -> bool:
-    """Whether any of the classes wraps other tensors."""
-    return any(_python_dispatch.is_traceable_wrapper_subclass_type(kind) for kind in kinds)
-
-
 class WithoutMemory(Tensor):
     """Tensors of classes of one's own, which have a shape and no memory."""
 
@@ -206,24 +184,3 @@ class WithoutMemory(Tensor):
             cls, like.shape, like.stride(), dtype=dtype or like.dtype, device=device or like.device
         )
         return made
-
-    @classmethod
-    def shaped(cls, shape: Sequence[int], dtype: torch.dtype) -> Self:
-        """One on the CPU."""
-        made: Self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=torch.device("cpu"))
-        return made
-
-
-def leaves(value: Any) -> Iterable[Any]:
-    """The leaves of nested tuples, lists, dicts and other containers that torch knows. There is no public function."""
-    return _pytree.tree_iter(value)
-
-
-def flattened(value: Any) -> tuple[list[Any], Any]:
-    """The leaves, and what says how they are nested. There is no public function."""
-    return _pytree.tree_flatten(value)
-
-
-def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """The same nest with the function of each leaf. There is no public function."""
-    return _pytree.tree_map(function, value)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -54,8 +53,7 @@ def export(
         raise ValueError(f"{target} has {present[0]} already. Choose another directory, or remove its weights.")
     with Source(directory.resolve(place(path))) as source:
         weights = _weights(source.index, dtype)
-        entries = [entry for entry, _ in weights.values()]
-        source.check(((entry, all_of(replace(entry.geometry, order=None))) for entry in entries), shown=True)
+        source.check(((entry, all_of(entry.geometry)) for entry, _ in weights.values()), shown=True)
         chunks = _extra_states(source.index) | {
             name: Chunk(name, dtype, entry.geometry.shape, partial(source.stream, entry, dtype))
             for name, (entry, dtype) in weights.items()

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -71,22 +72,18 @@ def write(place: Place, chunks: Sequence[Chunk], metadata: dict[str, str], tick:
     chunks = sorted(chunks, key=lambda chunk: -chunk.dtype.itemsize)  # so that every tensor is aligned
     stream = partial(_stream, chunks, buffer())
     sums = [0] * -(-sum(chunk.nbytes for chunk in chunks) // BLOCK)
+    for block, some in () if place.mounted else stream():  # no seeking: a pass over the data before the one that writes
+        sums[block] = zlib.crc32(some, sums[block])
     with place.write() as file:
-        if place.mounted:  # the header's length is known now, and the checksums in it at the end
-            file.seek(len(_header(chunks, metadata, sums)))
-            for block, some in stream():
+        file.write(_header(chunks, metadata, sums))
+        for block, some in stream():
+            if place.mounted:
                 sums[block] = zlib.crc32(some, sums[block])
-                file.write(some)
-                tick(len(some))
+            file.write(some)
+            tick(len(some))
+        if place.mounted:  # the header's length was known, and now the checksums in it are
             file.seek(0)
             file.write(_header(chunks, metadata, sums))
-        else:  # no seeking: a first pass over the data computes the checksums, a second writes
-            for block, some in stream():
-                sums[block] = zlib.crc32(some, sums[block])
-            file.write(_header(chunks, metadata, sums))
-            for _, some in stream():
-                file.write(some)
-                tick(len(some))
 
 
 def _stream(chunks: Sequence[Chunk], copies: Buffer) -> Iterator[tuple[int, memoryview]]:
@@ -193,7 +190,10 @@ class SafeFile(ExitStack):
             described = json.loads(header)
             self.metadata: dict[str, str] = described.pop("__metadata__", {})
             self.tensors = {key: self._tensor(one) for key, one in described.items()}
-            self._refuse_overlaps()
+            spans = sorted(one["data_offsets"] for one in described.values())
+            # Overlapping tensors could expand a few bytes to more than any memory holds.
+            if any(end > start for (_, end), (start, _) in pairwise(spans)):
+                raise ValueError("two tensors have the same bytes")
             sums, self._block = self.metadata["block_crc32"], int(self.metadata["block_bytes"])
             self._sums = [int(sums[i : i + 8], 16) for i in range(0, len(sums), 8)]
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -209,15 +209,6 @@ class SafeFile(ExitStack):
         if not 0 <= low <= high <= self._nbytes or high - low != math.prod(shape) * dtype.itemsize:
             raise ValueError(f"a tensor of {described['dtype']} {list(shape)} at {[low, high]} of {self._nbytes} bytes")
         return dtype, shape, low
-
-    def _refuse_overlaps(self) -> None:
-        """Raises ValueError. Overlapping tensors could expand a few bytes to more than any memory holds."""
-        end = 0
-        for dtype, shape, low in sorted(self.tensors.values(), key=lambda tensor: tensor[2]):
-            nbytes = math.prod(shape) * dtype.itemsize
-            if nbytes and low < end:
-                raise ValueError(f"two tensors have byte {low}")
-            end = max(end, low + nbytes)
 
     def check(self, ranges: Sequence[tuple[int, int]], tick: Callable[[int], object]) -> None:
         """Reads every block that the ranges touch, once, and compares its checksum."""

@@ -3,7 +3,7 @@
 A checkpoint is a directory. `index.json` names every tensor and its shards, which are in one safetensors file a rank. A
 shard is a range of a tensor's elements, counted in row-major order, or, where the tensor is stored with its dimensions
 in another order, in row-major order of the permuted tensor. Tensor parallel ranks have slices along one dimension: then
-elements are counted slice by slice. JSON has shards as "pieces". Tensors have paths:
+elements are counted slice by slice. Tensors have paths:
 
     model/<name>                          a parameter or buffer, by the module's own name
     master/<name>                         the master of a parameter of fewer bits
@@ -183,20 +183,17 @@ class Entry:
     shards: tuple[ParamShard, ...]
 
     def to_json(self) -> dict[str, Any]:
-        full, pieces = self.geometry, [vars(shard) for shard in self.shards]
-        order: dict[str, Any] = {} if full.order is None else {"order": full.order}
-        if full.slices is not None:
-            order = {"order": (full.slices, *(full.order or range(len(full.shape))))}
-        return {"dtype": NAMES[full.dtype], "shape": full.shape, **order, "pieces": pieces}
+        full = self.geometry
+        counting = {"order": full.order, "slices": full.slices}
+        given = {key: value for key, value in counting.items() if value is not None}
+        shards = [vars(shard) for shard in self.shards]
+        return {"dtype": NAMES[full.dtype], "shape": full.shape, **given, "shards": shards}
 
     @staticmethod
     def from_json(entry: dict[str, Any]) -> Entry:
-        order = tuple(entry["order"]) if "order" in entry else None
-        slices = None
-        if order and isinstance(order[0], list):
-            slices, order = tuple(order[0]), None if order[1:] == (*range(len(order) - 1),) else order[1:]
+        order, slices = (tuple(entry[key]) if key in entry else None for key in ("order", "slices"))
         full = Geometry(tuple(entry["shape"]), DTYPES[entry["dtype"]], order, slices)
-        return Entry(full, tuple(ParamShard(**shard) for shard in entry["pieces"]))
+        return Entry(full, tuple(ParamShard(**shard) for shard in entry["shards"]))
 
     def problem(self) -> str | None:
         """Why it cannot be read, as the end of an error message for the user; None if it can."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero._torch.tensors import leaves
+from zero._torch.tensors import tree_iter
 from zero.checkpoint import directory
 from zero.checkpoint.files import LONGEST_HEADER, Chunk, SafeFile, progress, write
 from zero.checkpoint.format import Entry, Index, OptimizerIndex, ParamShard, tensor_problem
@@ -44,11 +44,13 @@ class SavePlan:
     index: of the checkpoint, without tensors; the first rank's is used, with all ranks' values of optimizers.
     held: tensors, or ranges of them.
     common: tensors that are the same on all ranks; `held` has this rank's share of them.
+    release: called when the tensors are written.
     """
 
     index: Index
     held: list[Held] = field(default_factory=list)
     common: list[Held] = field(default_factory=list)
+    release: Callable[[], None] = lambda: None
 
 
 def plan_save(training: Training) -> SavePlan:
@@ -90,7 +92,7 @@ def _plan_optimizer(plan: SavePlan, training: Training, optimizer: Optimizer) ->
                 raise ValueError(f"{path}: names of state must be strings without a slash.")
             if isinstance(value, Tensor) and value.dim():
                 (plan.common if one.shared else plan.held).append(_state_held(path, one, value))
-            elif not one.is_full and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in leaves(value)):
+            elif not one.is_full and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_iter(value)):
                 raise ValueError(
                     f"{path} is a {type(value).__name__} of tensors, and the parameter is cut between ranks: only the "
                     "optimizer knows which elements of the parameter they are for. Build the optimizer, or FSDP, with "

@@ -39,7 +39,6 @@ class Resumed:
         self._states = {
             f"{PREFIX}{number}/{type(one).__name__}": _functions(one, number) for number, one in enumerate(objects)
         }
-        self._objects = {*self._states}
         if resume is not None:  # the generators last, because setting others may draw
             self._states |= {f"{PREFIX}{name}": both for name, both in _generators().items()}
         self.names = [*self._states]
@@ -60,12 +59,10 @@ class Resumed:
             raise ValueError(
                 "it was saved without resume=. Load it without, and take from its extra what you put there"
             )
-        saved = {name for name in saved if name.count("/") == 2}
-        if self.names and saved != self._objects:
-            before, here = (
-                ", ".join(one.rpartition("/")[2] for one in sorted(names)) for names in (saved, self._objects)
-            )
-            raise ValueError(f"it was saved with resume=[{before}], but load was given [{here}]")
+        before, here = (sorted(name for name in names if name.count("/") == 2) for names in (saved, self.names))
+        if self.names and before != here:
+            before, here = ([name.rpartition("/")[2] for name in names] for names in (before, here))
+            raise ValueError(f"it was saved with resume=[{', '.join(before)}], but load was given [{', '.join(here)}]")
 
 
 def _functions(one: Any, number: int) -> _Functions:

@@ -91,15 +91,15 @@ class Source(ExitStack):
 
     def stream(self, entry: Entry, dtype: torch.dtype) -> Iterator[Tensor]:
         """Yields a full tensor in a dtype, row-major and flat, a buffer at a time; each is valid until the next."""
-        full = replace(entry.geometry, order=None, slices=None)
-        if entry.geometry == full:
-            flat = self._copies().view(full.dtype)
-        else:  # it has to be read at once
-            flat = torch.empty(max(full.numel, 1), dtype=full.dtype, device="cpu")
-        for start in range(0, full.numel, len(flat)):
-            part = Part(full, start, min(start + len(flat), full.numel))
-            self.fill(flat[: part.numel], entry, part)
-            yield flat[: part.numel].to(dtype)
+        full = entry.geometry
+        if full.counting != (None, None):  # it has to be read at once
+            yield self._full(entry).reshape(-1).to(dtype)
+            return
+        copies = self._copies().view(full.dtype)
+        for start in range(0, full.numel, len(copies)):
+            part = Part(full, start, min(start + len(copies), full.numel))
+            self.fill(copies[: part.numel], entry, part)
+            yield copies[: part.numel].to(dtype)
 
     def _places(self, entry: Entry, part: Part) -> Iterator[tuple[str, int, int, int]]:
         """Where a part is stored: file, first byte, end byte, and the element of the part at the first byte."""

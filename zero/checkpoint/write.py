@@ -17,7 +17,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -92,17 +92,12 @@ def save(
         run, plan = place(path), _plan(training, extra, resume, keep)
     _agree(training, plan, [f"keep {keep}, wait {wait}", f"path {run}"])
     finish(run, ranks)
-    release = None if wait else _copy(model, plan, ranks)
+    if not wait:
+        with ranks.together(before="no copy to write: "):
+            plan.held, plan.release = staged(model, plan.held)
     saving = Saving(ranks, _begin(run, ranks), plan.index, keep)
-    saving._start(plan, release)
+    saving._start(plan, wait)
     return saving
-
-
-def _copy(model: nn.Module, plan: SavePlan, ranks: Ranks) -> Callable[[], None]:
-    """Collective. Replaces what is to be written by copies. Returns the function that leaves their memory."""
-    with ranks.together(before="no copy to write: "):
-        plan.held, release = staged(model, plan.held)
-    return release
 
 
 def _begin(run: Place, ranks: Ranks) -> Place:
@@ -181,9 +176,9 @@ class Saving:
             raise
         self._complete = True
 
-    def _start(self, plan: SavePlan, release: Callable[[], None] | None) -> None:
-        """Collective. Writes: with `release`, which is called when the tensors are written, on a thread."""
-        if release is None:
+    def _start(self, plan: SavePlan, wait: bool) -> None:
+        """Collective. Writes, without `wait` on a thread."""
+        if wait:
             self._write(plan)
             self.wait()
             return
@@ -192,7 +187,7 @@ class Saving:
             if sys.platform == "linux":  # there threads have priorities: training comes first where cores are few
                 with suppress(OSError):  # which a container may forbid to set
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-            self._write(plan, release)
+            self._write(plan)
             if self._ranks.first:
                 self._publish()
 
@@ -200,13 +195,13 @@ class Saving:
         self._thread.start()
         _unfinished[self._place.parent] = self
 
-    def _write(self, plan: SavePlan, release: Callable[[], None] = lambda: None) -> None:
+    def _write(self, plan: SavePlan) -> None:
         """This rank's file. From the end on only the first rank writes to the directory, and can remove it."""
         file = rank_file(self._place, self._ranks.rank)
         try:
             if self._ranks.writes:
                 write_rank_file(file, plan, shown=self._ranks.first)
-            release()
+            plan.release()
         except Exception as error:
             self._problem = described(error, file)
         finally:

@@ -9,11 +9,12 @@ from itertools import accumulate
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch.autograd import base_of, leaves_of_graphs, shape_expected_by
+from zero._torch.autograd import base_of, shape_expected_by
 from zero.fsdp.unit import Unit
 from zero.shards.shard_group import ShardGroup
 from zero.wrap.tensors import map_tensors, tensors_in
@@ -109,7 +110,8 @@ def _shares_memory(units: Sequence[Unit], tensor: Tensor, base: Tensor | None) -
 def recorded_as_shard(group: ShardGroup) -> str | None:
     """Returns the name of a parameter that a graph has recorded while it was a shard, whose gradients that graph would
     refuse, if there is one. The parameters are full."""
+    if torch.is_inference_mode_enabled():  # no graph is recorded
+        return None
     trained = [(param, name) for param, name in zip(group.params, group.names, strict=True) if param.requires_grad]
-    leaves = leaves_of_graphs([param for param, _ in trained]) if trained else []
-    pairs = zip(trained, leaves, strict=False)
-    return next((name for (param, name), leaf in pairs if shape_expected_by(leaf) != param.shape), None)
+    leaves = ((get_gradient_edge(param).node, param, name) for param, name in trained)
+    return next((name for leaf, param, name in leaves if shape_expected_by(leaf) != param.shape), None)

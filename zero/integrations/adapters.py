@@ -70,7 +70,7 @@ class _Asked(WithoutMemory):
 
     @classmethod
     def named(cls, name: str, like: Tensor, asked: set[str]) -> _Asked:
-        made = cls.shaped(like.shape, like.dtype)
+        made = cls.like(like, device=torch.device("cpu"))
         made.key, made.asked = name, asked
         return made
 

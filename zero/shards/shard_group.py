@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero._torch.autograd import leaves_of_graphs
 from zero._torch.recording import profiler_range
 from zero._torch.tensors import as_plain_tensors
 from zero.comm import Work
@@ -103,8 +102,9 @@ class ShardGroup:
         self.shard_in_full = False
         # Made while the parameters are full, and kept: a Function of the user's that reads parameters of another unit
         # records them before it reads, and a node that was made then would expect gradients of the shard's shape.
-        trained = [param for param in self.params if param.requires_grad]
-        self._leaves = leaves_of_graphs(trained) if self.says_so and alike and trained else []
+        records = self.says_so and alike and not torch.is_inference_mode_enabled()
+        trained = [param for param in self.params if param.requires_grad] if records else []
+        self._leaves = [torch.autograd.graph.get_gradient_edge(param).node for param in trained]
         if self._options.own_shard:
             if other_dtype:
                 self.full = torch.empty(layout.numel, dtype=computed_as, device=self.full.device)

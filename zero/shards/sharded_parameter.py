@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero._torch.streams import wait_for_pinned
-from zero._torch.tensors import Fake, Rebound, as_plain_tensors
+from zero._torch.tensors import FakeTensor as Fake
+from zero._torch.tensors import Rebound, as_plain_tensors
 from zero.shards.cut import Asked, Cut, of_param
 from zero.shards.elementwise import (
     ABOUT,

@@ -90,7 +90,8 @@ class FromFirst:
         told = self._tell(contents)
         found: OrderedDict[str, Tensor] = OrderedDict()
         for name, dtype, shape in told["weights"]:
-            found[name] = later = Later.shaped(shape, getattr(torch, dtype))
+            like = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
+            found[name] = later = Later.like(like, device=torch.device("cpu"))
             later.receive = partial(self._pass_on, name, weights)
         return with_versions(found, told["versions"])
 

@@ -15,7 +15,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from zero._torch.tensors import add_all, as_plain_tensors
+from zero._torch.tensors import as_plain_tensors, foreach
 from zero.comm import Comm, Work
 from zero.comm.packing import summed_as
 from zero.comm.together import Together
@@ -148,7 +148,7 @@ class GradBucket:
             self.group.wait_for_copies()
             held, added = zip(*self._addends, strict=True)
             self._addends = []
-            add_all(held, added)
+            foreach("add_", held, added)
 
     def _set(self, index: int, gradient: Tensor) -> None:
         """Makes it the gradient of a shard that has none."""

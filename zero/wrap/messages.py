@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from zero._torch.tensors import copy_all, zero_all
+from zero._torch.tensors import foreach
 from zero.comm.packing import concatenate, lengths
 from zero.comm.transport import Message
 from zero.shards.shard_group import ShardGroup
@@ -54,9 +54,9 @@ class InOneMessage:
         views = packed.split(self._pieces)
         missing = {2 * index + 1 for index in range(len(views) // 2) if index not in taken}
         if missing or self._padding:
-            zero_all([views[number] for number in sorted(self._padding | missing)])
+            foreach("zero_", [views[number] for number in sorted(self._padding | missing)])
         if taken:
-            copy_all([views[2 * index + 1] for index in taken], [*taken.values()])
+            foreach("copy_", [views[2 * index + 1] for index in taken], [*taken.values()])
         return [(packed, self._lengths)]
 
     def cut(self, sums: Tensor) -> Iterable[tuple[int, Tensor]]:
