@@ -5,7 +5,7 @@ python docs/examples/lightning_train.py zero_stage_3 2
 
 import sys
 
-import lightning
+import lightning as L
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import zero.integrations.lightning  # noqa: F401 (registers zero_stage_1, _2 and _3)
 
 
-class Model(lightning.LightningModule):
+class Model(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         block = nn.TransformerEncoderLayer(64, 4, dim_feedforward=256, batch_first=True)
@@ -30,10 +30,10 @@ class Model(lightning.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
-lightning.seed_everything(0)
+L.seed_everything(0)
 rows = (torch.randint(256, (256, 1)) + torch.arange(32)) % 256
 loader = DataLoader(TensorDataset(rows), batch_size=8, shuffle=True)
-strategy, devices = sys.argv[1:]
-trainer = lightning.Trainer(strategy=strategy, devices=int(devices), max_epochs=1)
+stage, ranks = sys.argv[1], int(sys.argv[2])
+trainer = L.Trainer(strategy=stage, devices=ranks, max_epochs=1, gradient_clip_val=1.0)
 trainer.fit(Model(), loader)
 trainer.save_checkpoint("model.ckpt", weights_only=True)

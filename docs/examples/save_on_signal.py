@@ -30,11 +30,11 @@ if os.path.exists(f"{run}/latest"):
 while step < steps and not told:
     inputs = torch.randn(12, 32)
     (model(inputs) - inputs.sin()).square().mean().backward()
+    zero.clip_grad_norm_(model, optimizer, max_norm=1.0)
     optimizer.step()
     optimizer.zero_grad()
     schedule.step()
-    step += 1
-    told = torch.tensor(len(signals))
+    step, told = step + 1, torch.tensor(len(signals))
     dist.all_reduce(told, group=of_cpus)  # so that all stop after the same step
 zero.checkpoint.save(run, model, optimizer, resume=schedule, extra={"step": step})
 dist.destroy_process_group()

@@ -7,13 +7,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import textwrap
 from pathlib import Path
 
 import documented
 import first_script
 import pytest
 import torch.distributed as dist
-from pages import PAGES, blocks
+from pages import PAGES, ROOT, all_blocks, blocks
 
 import matrix
 import ranks
@@ -55,6 +56,17 @@ def run_blocks(rank: int, world: int, page: Path, folder: str) -> None:
 def test_code_runs(page: Path, tmp_path: Path) -> None:
     ranks.run(run_blocks, args=(page, str(tmp_path)))
     ranks.run(run_blocks, args=(page, str(tmp_path)), bare=True)
+
+
+def test_what_pages_quote_is_in_the_scripts() -> None:
+    quoted = [
+        (page, marker[4:], source) for page in PAGES for _, marker, source in all_blocks(page) if marker[:4] == "of: "
+    ]
+    assert len(quoted) >= 4
+    for page, script, source in quoted:
+        text = (ROOT / "docs" / script).read_text()
+        found = [indent for indent in ("", "    ", "        ") if textwrap.indent(source, indent) in text]
+        assert found, f"{page.name} quotes {script}, which has other lines"
 
 
 @ranks.on(bare=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import runpy
 from functools import partial
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch.optim import SGD, Adam
 import ranks
 import zero
 from assertions import same
+from examples import run_example
 from optimizers import ByParameter
-from processes import ROOT
 from runs import loss_on
 from zoo import Stack
 
@@ -263,8 +262,8 @@ def test_streams_of_other_names_are_refused_on_every_rank_where_they_need_not_fi
 @ranks.on(2)
 def test_an_engine_takes_the_weights_of_a_trainer(rank: int, world: int, stage: int) -> None:
     """The example."""
-    main = runpy.run_path(str(ROOT / "docs" / "examples" / "weights_to_an_engine.py"))["main"]
-    assert (main(stage=stage) == 0.0) == (rank == 0)
+    differs = run_example("weights_to_an_engine", written="stage=3", instead=f"stage={stage}")["differs"]
+    assert (differs == 0.0) == (rank == 0)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
