@@ -56,9 +56,9 @@ def expected_text(case):
     if case.stage == 1 and case.where in ("forward", "backward"):
         return "RuntimeError: "  # DistributedDataParallel's own, if it is not ours
     if case.hybrid:
-        return r"RuntimeError: rank \d failed in \w+ .+: (another rank|rank \d) of the group of 2 has stopped"
+        return r"RuntimeError: rank \d failed in [\w.]+( .+)?: (another rank|rank \d) of the group of 2 has stopped"
     has = "has" if case.fault == "stopped" and case.transport != "host memory" else "has stopped"
-    return rf"RuntimeError: rank \d failed in \w+ .+: (another rank|rank 1) of the group of {WORLD} {has}"
+    return rf"RuntimeError: rank \d failed in [\w.]+( .+)?: (another rank|rank 1) of the group of {WORLD} {has}"
 
 
 @pytest.mark.faults

@@ -171,4 +171,4 @@ def test_a_rank_that_saves_alone_is_told_of_its_call(stage, tmp_path):
     with pytest.raises(ranks.RankError) as raised:
         ranks.run(saves_alone, 2, args=(stage, str(tmp_path / "saved")), timeout=20)
     told = raised.value.outcomes[0].message
-    assert "Rank 0 has called zero.checkpoint.save: call it on every rank" in told, told
+    assert "Rank 0 has called zero.checkpoint.save." in told, told

@@ -196,11 +196,10 @@ class Log:
             difference = f"rank {first} is in {self.name(channels[first])}, but {operations}"
         remedies = {self._remedies.get(channel, "") for channel in channels.values()}
         alike = remedies.pop() if len(remedies) == 1 else ""
-        if call := running_call():
-            alike = f"Rank {self._rank} has called {call}: call it on every rank."
+        call = running_call()
         return (
             f"ranks are out of step: {difference}. Each of these is collective: call it on every rank, in the same "
-            "order, also to evaluate and to save. "
+            f"order, also to evaluate and to save. {f'Rank {self._rank} has called {call}. ' if call else ''}"
             f"{alike or 'With fewer batches on one rank than on others take them from zero.join.'}"
         )
 

@@ -120,8 +120,8 @@ def _device(given: Any) -> torch.device | None:
     return current
 
 
-def as_precision(given: Any) -> MixedPrecision:
-    """Returns what the user passes as MixedPrecision. Raises ValueError for what is none."""
+def as_precision(given: Any, *, option: str = "mixed_precision") -> MixedPrecision:
+    """Returns what the user passes as MixedPrecision, by the `option`. Raises ValueError for what is none."""
     if given is None:
         return MixedPrecision()
     if isinstance(given, str) and given in DTYPES:
@@ -129,7 +129,7 @@ def as_precision(given: Any) -> MixedPrecision:
     found = given if isinstance(given, MixedPrecision) else _of_torch(given)
     if found is None:
         raise ValueError(
-            f"{given!r} is no precision. Pass {', '.join(map(repr, DTYPES))}, a zero.MixedPrecision, such as "
+            f"{option}={given!r} is no precision. Pass {', '.join(map(repr, DTYPES))}, a zero.MixedPrecision, such as "
             "zero.MixedPrecision(param_dtype=torch.bfloat16), torch.distributed.fsdp.MixedPrecision or "
             "MixedPrecisionPolicy, or None."
         )
