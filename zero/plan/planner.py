@@ -54,8 +54,7 @@ def plan(
 
     model: a module, also on the meta device; it stays as it is. world_size: number of ranks, or several.
     optimizer: its class, or a partial of it with options that matter. It reads 0 where it reads a tensor's value.
-    precision: as in zero.setup, or as FSDP's mixed_precision. The lower stages get parameters in its param_dtype, and
-        masters as wide as parameters are.
+    precision: as in zero.setup, or as FSDP's mixed_precision; the lower stages get parameters of 16 bits, and masters.
     memory: bytes that a rank has, to say which stages fit; 8% of it are held back for what is not counted.
     batch: positional arguments of a rank's forward, to measure its activations, but not what kernels hold for a while.
     stages: those to plan, such as [3] or ["2", "3 kept"]; by default all, or with offload those from 1 on.
