@@ -120,7 +120,7 @@ def _device(given: Any) -> torch.device | None:
     return current
 
 
-def as_precision(given: Any, *, option: str = "mixed_precision") -> MixedPrecision:
+def as_precision(given: Any, option: str = "mixed_precision") -> MixedPrecision:
     """Returns what the user passes as MixedPrecision, by the `option`. Raises ValueError for what is none."""
     if given is None:
         return MixedPrecision()

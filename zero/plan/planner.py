@@ -68,7 +68,7 @@ def plan(
     given = (
         model,
         optimizer,
-        as_precision(precision, option="precision"),
+        as_precision(precision, "precision"),
         as_prefetch(prefetch),
         batch,
         partition,
