@@ -65,18 +65,10 @@ def plan(
 
     Raises ValueError for what the stages refuse or forward does not take, RuntimeError for a forward without values.
     """
-    given = (
-        model,
-        optimizer,
-        as_precision(precision, "precision"),
-        as_prefetch(prefetch),
-        batch,
-        partition,
-        master_dtype,
-    )
+    what = model, optimizer, as_precision(precision, "precision"), as_prefetch(prefetch), batch, partition, master_dtype
     like: Rehearsed = "host memory" if one_host and backend == "gloo" else backend
     offloaded = None if offload is None else Offloaded(offload_of(offload))
-    job = Job(*given, broadcast_dtype, reduce_dtype, bucket_bytes, offloaded, replicas, like)
+    job = Job(*what, broadcast_dtype, reduce_dtype, bucket_bytes, offloaded, replicas, like)
     return _planned(job, world_size, stages, memory, auto_wrap_policy)
 
 
