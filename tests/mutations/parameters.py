@@ -97,7 +97,7 @@ def shard_not_written_back(dismiss, self, *, keep):
 
 
 @mutant("Writes.take_over")
-def writes_in_forward_lost(_, self):
+def writes_in_forward_lost(_, self, **how):
     """What a forward writes into parameters is lost at the reshard."""
 
 
