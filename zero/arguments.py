@@ -135,7 +135,8 @@ def _class(optim: Any) -> Callable[..., Optimizer]:
 
 def _of_wrappers(defaults: Iterable[str]) -> str | None:
     """Returns an error message for options of FSDP among the optimizer's."""
-    for option in sorted({*signature(FSDP).parameters} & {*defaults}):
+    known = {name for name, one in signature(FSDP).parameters.items() if one.kind is one.KEYWORD_ONLY}
+    for option in sorted(known & {*defaults}):
         return (
             f"{option}= is an option of FSDP that zero.setup does not take. Wrap the model by zero.FSDP(model, "
             f"{option}=...), and build the optimizer of the parameters() of what that returns."

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from zero.comm.link import Link, link_of
 from zero.comm.oplog import COMPARISON, GATHER, REDUCTION, SUM
-from zero.comm.packing import batches, copy_into, empty_flat, flatten
+from zero.comm.packing import batches, copy_into, empty_flat, flatten, lengths
 from zero.comm.traffic import sent
 from zero.comm.transport import Message
 from zero.comm.work import CastWork, Work
@@ -209,9 +209,14 @@ class Comm:
     def scatter(self, full: Tensor, bounds: Sequence[int], into: Tensor) -> None:
         """Collective. Overwrites the flat `into` of each rank r by elements [bounds[r], bounds[r + 1]) of the first
         rank's flat `full`. The `full` of others may be overwritten, too. `into` may be this rank's part of it."""
+        transport = self._transports[into.device.type]
+        if not transport.reads and len({*lengths(bounds)}) > 1:  # which torch does not scatter
+            self.broadcast([full])
+            into.copy_(full[bounds[self.rank] : bounds[self.rank + 1]])
+            return
         if self.rank == 0:
             sent["other"] += full.nbytes - into.nbytes
-        self._transports[into.device.type].scatter(full, bounds, into)
+        transport.scatter(full, bounds, into)
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False, times: float = 1, channel: int = SUM) -> None:
         """Collective. Overwrites a contiguous tensor with `times` its sum, or with its maximum, over the ranks.

@@ -90,10 +90,6 @@ class ProcessGroupTransport(Transport):
         self._launch(BROADCAST, flat, self._group.broadcast, [as_sent(flat)], _from(source)).wait()
 
     def scatter(self, full: Tensor, bounds: Sequence[int], into: Tensor) -> None:
-        if not _are_equal(tuple(bounds)):  # which torch does not scatter
-            self.broadcast(full, 0)
-            into.copy_(full[bounds[self._rank] : bounds[self._rank + 1]])
-            return
         shards = [as_sent(full[low:high]) for low, high in pairwise(bounds)] if self._rank == 0 else []
         self.log.append(SCATTER, full.nbytes, self.compare)
         given = [as_sent(into)], [shards] if shards else [], _SCATTER

@@ -52,7 +52,7 @@ class Transport(ABC):
 
     @abstractmethod
     def scatter(self, full: Tensor, bounds: Sequence[int], into: Tensor) -> None:
-        """See Comm.scatter."""
+        """See Comm.scatter. Of a transport that does not read all segments are equally long."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
