@@ -3,8 +3,9 @@
     make mutants                                  all
     make mutants ARGS="old-master late-gather"    these; options such as `-v` are passed on to pytest
 
-Each runs the quick subset, and only where that passes the tests that are marked slow. The exit status is 1 unless each
-was caught by a test.
+Each runs the test that caught it before, which mutations/caught_by.txt names; only where that passes the quick subset,
+and then the tests that are marked slow. A run writes the tests that it found into that file. The exit status is 1
+unless each was caught by a test.
 
 Processes of tests call `put_in`: with ZERO_MUTANT=name in the environment it patches `zero` there, without it nothing
 happens. So one test can be tried, too:
@@ -23,21 +24,25 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 VARIABLE = "ZERO_MUTANT"
 LONGEST = 900.0
 """Seconds after which a run is ended. A test that hangs is ended by pytest long before, and named."""
 
-QUICK, SLOW = "the quick subset", "the slow tests"
-CAUGHT = (QUICK, SLOW)
+SAME, QUICK, SLOW = "its test", "the quick subset", "the slow tests"
+CAUGHT = (SAME, QUICK, SLOW)
 NOTHING, MISFIT, ERROR = "NOTHING", "DOES NOT FIT", "NO TEST FAILS"
 NOT_OF_ZERO = ("tests/harness",)
 """Tests of the tests themselves."""
+CAUGHT_BY = Path(__file__).parent / "mutations" / "caught_by.txt"
+"""A line for each mutant: its name, a space, the test that caught it."""
 PASSED = (0, 5)
 """Exit codes of pytest: all tests have passed, or none was marked so."""
+NO_SUCH_TEST = 4
 
 
 def put_in() -> None:
@@ -75,6 +80,10 @@ class Result:
 def caught(name: str, paths: Sequence[str], options: Sequence[str]) -> Result:
     """Runs the tests with one mutant put in."""
     begun = time.monotonic()
+    if before := tests_before().get(name):
+        code, written = _run(name, [*options, before])
+        if code not in (*PASSED, NO_SUCH_TEST):
+            return _told(Result(name, *judged(written, SAME), time.monotonic() - begun))
     for part, mark in ((QUICK, "not slow"), (SLOW, "slow")):
         for number, path in enumerate(paths):  # one after another: to collect all takes as long as many tests
             done = [f"--ignore={earlier}" for earlier in (*paths[:number], *NOT_OF_ZERO)]
@@ -82,6 +91,19 @@ def caught(name: str, paths: Sequence[str], options: Sequence[str]) -> Result:
             if code not in PASSED:
                 return _told(Result(name, *judged(written, part), time.monotonic() - begun))
     return _told(Result(name, NOTHING, "", time.monotonic() - begun))
+
+
+def tests_before() -> dict[str, str]:
+    """Returns by mutant the test that caught it in an earlier run."""
+    return dict(line.split(" ", 1) for line in CAUGHT_BY.read_text().splitlines())
+
+
+def write(results: Iterable[Result]) -> None:
+    """Writes the tests that caught mutants into CAUGHT_BY. Mutants that are no more leave it."""
+    import mutations
+
+    found = tests_before() | {one.name: one.test for one in results if one.by in CAUGHT}
+    CAUGHT_BY.write_text("".join(f"{name} {found[name]}\n" for name in mutations.load() if name in found))
 
 
 def _told(result: Result) -> Result:
@@ -118,7 +140,7 @@ def judged(written: str, part: str) -> tuple[str, str]:
     if misfit := re.search(r"the mutant \S+ does not fit: .*", written):
         return MISFIT, misfit[0]
     if failed := re.search(r"^FAILED (.+?)(?: - .*)?$", written, re.MULTILINE):
-        return part, failed[1].removeprefix("tests/")
+        return part, failed[1]
     *_, last = written.strip().splitlines() or ["no output"]
     return ERROR, last
 
@@ -134,7 +156,10 @@ def main() -> int:
         parser.error(f"{', '.join(unknown)}: no mutants. There are {', '.join(table)}")
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # most are caught while pytest's own workers would still collect
         names = given.names or [*table]
-        results = [*pool.map(lambda name: caught(name, table[name].tests, options), names)]
+        results = []
+        for one in pool.map(lambda name: caught(name, table[name].tests, options), names):
+            results.append(one)
+            write(results)  # after each: a run takes long, and may be ended
     print(f"\n{'mutant':52} {'caught by':18} {'':8}  the first test that failed", *results, sep="\n")
     counts = Counter(one.by for one in results)
     print(f"\n{len(results)} mutants:", ", ".join(f"{number} by {by}" for by, number in counts.most_common()))

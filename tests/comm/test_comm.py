@@ -6,6 +6,7 @@ import re
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -143,6 +144,10 @@ def test_operations_in_flight_at_once_do_not_mix_in_whatever_order_a_rank_waits_
 # -------------------------------------------------------------------------------------------------------------- Groups
 
 
+def _read(values: torch.Tensor, start: int, into: torch.Tensor) -> None:
+    into.copy_(values[start : start + len(into)])
+
+
 @pytest.mark.parametrize("way", [*WAYS, "other"])
 @ranks.on(3)
 def test_ranks_are_of_the_group_not_of_the_world(rank, world, way):
@@ -162,8 +167,9 @@ def test_ranks_are_of_the_group_not_of_the_world(rank, world, way):
     comm.broadcast([value], source=1)
     comm.all_reduce(value)
     assert value.item() == 4
-    comm.scatter(full.clone(), [0, 7, 8], own := torch.zeros(7 - 6 * comm.rank))
-    assert own.tolist() == full[:7].tolist() if comm.rank == 0 else [2.0]
+    with mock.patch("zero.comm.comm.BATCH", 4 * 6):  # 3 elements for each rank
+        comm.scatter(partial(_read, full + comm.rank), [0, 7, 8], own := torch.zeros(7 - 6 * comm.rank))
+    assert own.tolist() == ([0.0] * 2 + [2.0] * 5 if comm.rank == 0 else [2.0])
     comm.collect([(0, value.fill_(rank))], 1, HERE)
     assert value.item() == 0
 
@@ -179,7 +185,7 @@ def test_without_a_process_group_this_process_is_a_world_of_its_own():
     comm.compare("things", ["one"])
     assert comm.all_gather_text("ü") == ["ü"]
     comm.broadcast([full])
-    comm.scatter(full, [0, 5], full)
+    comm.scatter(partial(_read, torch.arange(5.0)), [0, 5], full.zero_())
     comm.all_reduce(full)
     comm.collect([(0, full)], 0, HERE)
     comm.collect([(0, full)], None, HERE)
@@ -214,7 +220,7 @@ def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(rank, world, way)
         for dtype in (torch.float32, torch.complex64, torch.bfloat16, torch.bool, torch.uint16):
             full, segment = numbers(0, bounds[-1], torch.int64).to(dtype), slice(*bounds[rank : rank + 2])
             own = torch.zeros_like(full[segment])
-            comm.scatter(torch.zeros_like(full) if rank else full, bounds, own)
+            comm.scatter(partial(_read, full), bounds, own)
             same(own, full[segment], f"{dtype} in the first rank's segments")
 
     weight = torch.nn.Parameter(torch.full((3,), float(rank)))
@@ -281,10 +287,10 @@ def test_traffic_counts_the_bytes_that_each_rank_sends(rank, world, way):
     assert spent(comm.collect, [(1, six)], None, HERE) == Traffic(other=2 * 12 if rank == 1 else 0)
     to_last = [(1, six if rank else None), (2, six if rank == 2 else None)]
     assert spent(comm.collect, to_last, 2, HERE) == Traffic(other=12 if rank == 1 else 0)
-    assert spent(comm.scatter, torch.zeros(6), [0, 2, 4, 6], torch.zeros(2)) == Traffic(other=0 if rank else 4 * 4)
-    uneven = 5 * 4 if comm.reads(HERE) else 2 * 7 * 4  # which is broadcast
-    found = spent(comm.scatter, torch.zeros(7), [0, 2, 4, 7], torch.zeros([2, 2, 3][rank]))
-    assert found == Traffic(other=0 if rank else uneven)
+    read = partial(_read, torch.zeros(7))
+    assert spent(comm.scatter, read, [0, 2, 4, 6], torch.zeros(2)) == Traffic(other=0 if rank else 2 * 2 * 4)
+    found = spent(comm.scatter, read, [0, 2, 4, 7], torch.zeros([2, 2, 3][rank]))
+    assert found == Traffic(other=0 if rank else 2 * 3 * 4), "segments of equal length"
     assert spent(comm.broadcast, [torch.zeros(7)], source=2) == Traffic(other=2 * 28 if rank == 2 else 0)
     assert spent(comm.all_reduce, torch.zeros(6)) == Traffic(other=2 * 24 * 2 // 3)
 

@@ -220,4 +220,4 @@ def test_values_go_unit_by_unit_and_all_are_gone_at_the_end(rank, world):
     assert len(unit_names(wrapped)) == 1 + BLOCKS
     count()
     assert found == sorted(found, reverse=True)
-    assert found[0] > found[1] > found[2] > found[3] == 2 and found[-1] == 0
+    assert found[0] > found[1] > found[2] > found[3] > found[4] == 2 and found[-1] == 0

@@ -138,9 +138,9 @@ def broadcast_from_the_wrong_rank(broadcast, self, tensors, source=0):
 
 
 @mutant("Comm.scatter")
-def scattered_in_reverse(scatter, self, full, bounds, into):
+def scattered_in_reverse(scatter, self, read, bounds, into):
     """At stage 3 shards start from their own values in reverse order."""
-    scatter(self, full, bounds, into)
+    scatter(self, read, bounds, into)
     into.copy_(into.flip(0))
 
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ from torch import Tensor
 
 from zero.comm.link import Link, link_of
 from zero.comm.oplog import COMPARISON, GATHER, REDUCTION, SUM
-from zero.comm.packing import batches, copy_into, empty_flat, flatten, lengths
+from zero.comm.packing import BATCH, batches, copy_into, empty_flat, flatten, lengths
 from zero.comm.traffic import sent
-from zero.comm.transport import Message
+from zero.comm.transport import Message, Scattered
 from zero.comm.work import CastWork, Work
 
 
@@ -206,17 +206,34 @@ class Comm:
             elif alone is None:
                 copy_into(batch, flat)
 
-    def scatter(self, full: Tensor, bounds: Sequence[int], into: Tensor) -> None:
+    def scatter(self, read: Callable[[int, Tensor], None], bounds: Sequence[int], into: Tensor) -> None:
         """Collective. Overwrites the flat `into` of each rank r by elements [bounds[r], bounds[r + 1]) of the first
-        rank's flat `full`. The `full` of others may be overwritten, too. `into` may be this rank's part of it."""
-        transport = self._transports[into.device.type]
-        if not transport.reads and len({*lengths(bounds)}) > 1:  # which torch does not scatter
-            self.broadcast([full])
-            into.copy_(full[bounds[self.rank] : bounds[self.rank + 1]])
+        rank, a few MiB at a time: it takes no memory for those of others.
+
+        read: called on the first rank with a position and a flat tensor, which it overwrites by elements from there on.
+        """
+        if self.world == 1:
+            read(0, into)
             return
+        longest = max(lengths(bounds))
+        step = max(1, min(longest, BATCH // (self.world * into.element_size())))
+        received = into if len(into) == longest else into.new_empty(longest)  # torch scatters segments of equal length
+        buffers = into.new_empty(2, self.world, step if self.rank == 0 else 0)
+
+        def parts() -> Iterator[Scattered]:
+            for number, start in enumerate(range(0, longest, step)):
+                part = received[start : start + step]
+                pieces = [row[: len(part)] for row in buffers[number % 2]]  # the others are still being sent
+                if self.rank == 0:
+                    for piece, (low, high) in zip(pieces, pairwise(bounds), strict=True):
+                        read(min(low + start, high), piece[: max(high - low - start, 0)])
+                yield pieces, part
+
         if self.rank == 0:
-            sent["other"] += full.nbytes - into.nbytes
-        transport.scatter(full, bounds, into)
+            sent["other"] += received.nbytes * (self.world - 1)
+        self._transports[into.device.type].scatter(parts(), received.nbytes)
+        if received is not into:
+            into.copy_(received[: len(into)])
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False, times: float = 1, channel: int = SUM) -> None:
         """Collective. Overwrites a contiguous tensor with `times` its sum, or with its maximum, over the ranks.

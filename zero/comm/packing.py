@@ -17,8 +17,8 @@ _SUPPORTED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch
 _SUPPORTED |= {torch.int64, torch.int32, torch.int8, torch.uint8}
 """Dtypes that NCCL and Gloo support. Tensors of other dtypes are sent as bytes."""
 
-# Most bytes of a message that packs several tensors.
-_BATCH = 1 << 24
+BATCH = 1 << 24
+"""Most bytes of a message that packs several tensors, or is sent in pieces."""
 
 
 def real(tensor: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         if tensor.numel() and not wraps_others(tensor):
             same_kind = by_kind.setdefault((tensor.dtype, tensor.device), [[]])
-            if same_kind[-1] and sum(batched.nbytes for batched in same_kind[-1]) + tensor.nbytes > _BATCH:
+            if same_kind[-1] and sum(batched.nbytes for batched in same_kind[-1]) + tensor.nbytes > BATCH:
                 same_kind.append([])
             same_kind[-1].append(tensor)
     return [batch for same_kind in by_kind.values() for batch in same_kind]

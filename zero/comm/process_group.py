@@ -18,7 +18,7 @@ the process where one meets a comparison, an all-gather of another length, of a 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache, reduce
 from itertools import pairwise
@@ -34,7 +34,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from zero._torch.process_groups import coalesced, collectives_of_one_tensor, in_stream_order
 from zero.comm.oplog import BROADCAST, COLLECTION, COMPARISON, SCATTER, Log
 from zero.comm.packing import SIXTEEN_BITS, as_sent, concatenate, lengths, real, sum_in_rank_order, summed_as
-from zero.comm.transport import Message, Transport, refuse_differing_logs
+from zero.comm.transport import Message, Scattered, Transport, refuse_differing_logs
 from zero.comm.work import GroupWork, SumWork, Work
 
 _ALL_GATHER = in_stream_order(AllgatherOptions())
@@ -89,11 +89,15 @@ class ProcessGroupTransport(Transport):
         self.log.append(BROADCAST, flat.nbytes, self.compare)
         self._launch(BROADCAST, flat, self._group.broadcast, [as_sent(flat)], _from(source)).wait()
 
-    def scatter(self, full: Tensor, bounds: Sequence[int], into: Tensor) -> None:
-        shards = [as_sent(full[low:high]) for low, high in pairwise(bounds)] if self._rank == 0 else []
-        self.log.append(SCATTER, full.nbytes, self.compare)
-        given = [as_sent(into)], [shards] if shards else [], _SCATTER
-        self._launch(SCATTER, (full, into), self._group.scatter, *given).wait()
+    def scatter(self, parts: Iterator[Scattered], nbytes: int) -> None:
+        self.log.append(SCATTER, nbytes, self.compare)
+        before = Work()
+        for pieces, into in parts:
+            given = [[as_sent(piece) for piece in pieces]] if self._rank == 0 else []
+            work = self._launch(SCATTER, (pieces, into), self._group.scatter, [as_sent(into)], given, _SCATTER)
+            before.wait()
+            before = work
+        before.wait()
 
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
         given = [real(tensor)], _MAXIMUM if maximum else _SUM

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch import Tensor
 from zero.comm.oplog import TAIL, Log
 from zero.comm.packing import sum_in_rank_order
 from zero.comm.work import SumWork, Work
+
+Scattered = tuple[list[Tensor], Tensor]
+"""The pieces of a part, one a rank, on the rank that sends them; and what this rank gets."""
 
 Message = tuple[Tensor, Sequence[int]]
 """A flat tensor, and the number of its elements that go to each rank, in rank order: the same numbers on all ranks."""
@@ -51,8 +54,9 @@ class Transport(ABC):
         """Overwrites the tensor with that of rank `source`."""
 
     @abstractmethod
-    def scatter(self, full: Tensor, bounds: Sequence[int], into: Tensor) -> None:
-        """See Comm.scatter. Of a transport that does not read all segments are equally long."""
+    def scatter(self, parts: Iterator[Scattered], nbytes: int) -> None:
+        """Overwrites the tensor of rank r by the first rank's piece r, part by part, which are flat. nbytes: of all
+        parts of one rank. A part is made while the one before it is on its way, and not earlier."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
@@ -84,8 +88,7 @@ class Local(Transport):
 
     def broadcast(self, flat: Tensor, source: int) -> None: ...
 
-    def scatter(self, full: Tensor, bounds: Sequence[int], into: Tensor) -> None:
-        into.copy_(full)
+    def scatter(self, parts: Iterator[Scattered], nbytes: int) -> None: ...
 
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None: ...
 

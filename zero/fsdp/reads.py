@@ -60,7 +60,7 @@ class Reads:
         if not self.loading or isinstance(value, AtRest):  # of shards each rank copies its own
             return False
         assert isinstance(owner, ShardGroup)
-        param, full_shape = owner.params[index], owner.full_shape(index)
+        param, full_shape = owner.params[index], owner.shapes.full[index]
         if value.shape != full_shape and value.numel() != 1:
             raise RuntimeError(f"{owner.names[index]} has the shape {list(full_shape)}, not {list(value.shape)}")
         value = value.detach()  # on every rank, also if it owns nothing: it may be received here

@@ -6,7 +6,7 @@ received values. Tensors may have no values (meta or fake). All other ranks are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from zero.comm.link import Link, Transports
 from zero.comm.oplog import Log
 from zero.comm.packing import summed_as
 from zero.comm.process_group import by_rings
-from zero.comm.transport import Message, Transport
+from zero.comm.transport import Message, Scattered, Transport
 from zero.comm.work import Work
 
 Rehearsed = Literal["gloo", "host memory", "nccl"]
@@ -68,7 +68,7 @@ class Rehearsal(Transport):
 
     def broadcast(self, flat: Tensor, source: int) -> None: ...
 
-    def scatter(self, full: Tensor, bounds: Sequence[int], into: Tensor) -> None: ...
+    def scatter(self, parts: Iterator[Scattered], nbytes: int) -> None: ...
 
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
         if self.reads:

@@ -61,7 +61,7 @@ class Cut:
         if self == other:
             return True
         one, two = self.owner(), other.owner()
-        if one is None or two is None or one.full_shape(self.position) != two.full_shape(other.position):
+        if one is None or two is None or one.shapes.full[self.position] != two.shapes.full[other.position]:
             return False
         return [*one.layout.owners(self.position)] == [*two.layout.owners(other.position)]
 
@@ -69,7 +69,7 @@ class Cut:
         owner = self.owner()
         if owner is None:
             return "a parameter of an FSDP that does not exist any more"
-        span, full = owner.spans.get(self.position), owner.full_shape(self.position)
+        span, full = owner.spans.get(self.position), owner.shapes.full[self.position]
         own = "none" if span is None else f"{span.start} to {span.stop}"
         elements = f"{full.numel()} elements in shape {list(full)}"
         return f"{owner.names[self.position]!r}, of whose {elements} this rank has {own}"

@@ -80,8 +80,12 @@ class Layout:
 
         A parameter without elements also belongs to exactly one rank, so that its optimizer state exists once.
         """
-        low, high = self.bounds[rank], self.bounds[rank + 1]
-        spans = []
+        spans = self.within(self.bounds[rank], self.bounds[rank + 1])
+        return tuple(span for span in spans if span.numel or self.owner_of(self.offsets[span.index]) == rank)
+
+    def within(self, low: int, high: int) -> Iterator[Span]:
+        """Yields the spans of elements [low, high) of the buffer, without padding, at offsets from `low`; parameters
+        without elements, too."""
         # Begins with the parameter that contains `low`, or the first that starts there, which may have no elements.
         first = min(bisect_left(self.offsets, low), max(bisect_right(self.offsets, low) - 1, 0))
         for index in range(first, len(self.offsets)):
@@ -89,16 +93,8 @@ class Layout:
             if offset > high or (offset == high and numel):
                 break
             start, stop = max(low - offset, 0), min(high - offset, numel)
-            if start < stop or (numel == 0 and self.owner_of(offset) == rank):
-                spans.append(Span(index, start, stop, offset + start - low))
-        return tuple(spans)
-
-    def gaps(self) -> Iterator[slice]:
-        """Yields what lies between parameters, and after the last."""
-        ends = [offset + numel for offset, numel in zip(self.offsets, self.numels, strict=True)]
-        for low, high in zip((0, *ends), (*self.offsets, self.numel), strict=True):
-            if low < high:
-                yield slice(low, high)
+            if start < stop or (numel == 0 and offset >= low):
+                yield Span(index, start, stop, offset + start - low)
 
     def owners(self, index: int) -> Iterator[tuple[int, int, int]]:
         """Yields (rank, start, stop) for each owner of a parameter: its elements [start, stop). A parameter without

@@ -4,7 +4,7 @@ them, and gradients also among the ranks that own the same ones; on which stream
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -166,18 +166,12 @@ class Placement:
         """Collective where it fails: a context for what comes before `compare`, where the other ranks raise it, too."""
         return told_by_comparing(lambda problem: self.compare(what, [], problem))
 
-    def own_segment(self, full: Tensor, layout: Layout, *, apart: bool, from_first: bool) -> Tensor:
-        """Returns this rank's segment of `full`. apart: in memory of its own. from_first: it gets the values of the
-        first rank's `full`, collectively. Others need not fill theirs, which takes no memory on CPUs then."""
-        own = full[layout.segment(self.comm.rank)]
-        if not from_first:
-            return own.clone() if apart else own
-        own = torch.empty_like(own) if apart else own
+    def scatter(self, read: Callable[[int, Tensor], None], bounds: Sequence[int], own: Tensor) -> None:
+        """Collective. Overwrites `own` by this rank's segment of what the first rank of all reads. See Comm.scatter."""
         if self.replicas is None or self.replicas.rank == 0:
-            self.comm.scatter(full, layout.bounds, own)
+            self.comm.scatter(read, bounds, own)
         if self.replicas is not None:
             self.replicas.broadcast([own])
-        return own
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
         """Collective. Overwrites the tensors of all ranks by those of the first."""

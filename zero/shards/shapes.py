@@ -50,12 +50,14 @@ class Shapes:
         geometry = zip(self.full, self.strides, self._layout.offsets, strict=True)
         return [full.as_strided(shape, stride, offset) for shape, stride, offset in geometry]
 
-    def fill(self, full: Tensor, params: Sequence[nn.Parameter]) -> None:
-        """Overwrites a flat tensor as long as the layout by the parameters, and by zeros between them."""
-        for param, view in zip(params, self.views_of_full(full), strict=True):
-            view.copy_(param)
-        for gap in self._layout.gaps():
-            full[gap].zero_()
+    def read(self, params: Sequence[nn.Parameter], low: int, into: Tensor) -> None:
+        """Overwrites a flat tensor by the elements of the layout from `low` on: parameters, and zeros between them."""
+        end = 0
+        for span in self._layout.within(low, low + len(into)):
+            into[end : span.offset].zero_()
+            end = span.offset + span.numel
+            into[span.offset : end] = self.in_memory_order(span.index, params[span.index])[span.start : span.stop]
+        into[end:].zero_()
 
     def views_of_shard(self, shard: Tensor, spans: Mapping[int, Span]) -> list[Tensor]:
         """Views of a flat tensor as long as a segment: one a parameter, in the shape of its shard, perhaps empty.

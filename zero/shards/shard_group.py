@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,22 +83,25 @@ class ShardGroup:
 
     def _lay_out(self, placement: Placement, other_dtype: bool, computed_as: torch.dtype) -> None:
         """Allocates `full` and `shard`, copies parameters (collectively those of the first rank), and binds them."""
-        first, offload, layout, from_first = self.params[0], self.offload, self.layout, self._options.from_first
+        first, offload, layout = self.params[0], self.offload, self.layout
         self.full = torch.empty(layout.numel, dtype=first.dtype, device=first.device)
         # Whether transfers overlap with computing.
         self.overlaps = any(comm.overlaps(self.full) for comm in self.exchange.comms())
         self.streams: HostStreams = streams_of(self.full) if offload.active or self.overlaps else HOST
         self._full_views = self._views_to_bind()
         with torch.no_grad():
-            if placement.first or not from_first:
-                self.shapes.fill(self.full, self.params)
+            own = torch.empty_like(self.own_of_full) if self.frees else self.own_of_full
+            read = partial(self.shapes.read, self.params)
+            if self._options.from_first:
+                placement.scatter(read, layout.bounds, own)
+            elif self.frees:
+                read(layout.bounds[self.comm.rank], own)
+            else:
+                read(0, self.full)
             self._bind(self._full_views)
-            placed = self.frees and offload.active
-            own = placement.own_segment(self.full, layout, apart=self.frees and not placed, from_first=from_first)
-        self.shard = self.main = offload.place(own) if placed else own
-        self.shard_views = self.views_of_shard(self.shard)
-        if not self.frees:
-            self.shard_views = [with_own_storage(view) for view in self.shard_views]
+        self.shard = self.main = offload.place(own) if self.frees and offload.active else own
+        views = self.views_of_shard(self.shard)
+        self.shard_views = views if self.frees else [with_own_storage(view) for view in views]
         alike = not offload.active and not other_dtype
         self.shard_in_full = False
         # Made while the parameters are full, and kept: a Function of the user's that reads parameters of another unit
@@ -147,10 +151,6 @@ class ShardGroup:
     def master(self) -> Tensor | None:
         """The master weights: the stepped tensor, if its dtype is wider than that of the parameters; else None."""
         return self.main if self.main.element_size() > self.shard.element_size() else None
-
-    def full_shape(self, index: int) -> torch.Size:
-        """The shape of the full parameter."""
-        return self.shapes.full[index]
 
     def views_of_shard(self, shard: Tensor) -> list[Tensor]:
         """Views of a tensor as long as this rank's segment: one a parameter, in the shape of its shard."""

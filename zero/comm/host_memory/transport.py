@@ -11,7 +11,7 @@ of a gather (two loaded cores of an AMD EPYC, November 2026), so it is used at a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from itertools import accumulate, pairwise
 from operator import or_
@@ -23,7 +23,7 @@ from torch import Tensor
 from zero.comm.host_memory.peers import Peers
 from zero.comm.oplog import BROADCAST, COLLECTION, COMPARISON, SCATTER, Log
 from zero.comm.packing import add_in_order, lengths, sum_in_rank_order, summed_as
-from zero.comm.transport import Message, Transport, refuse_differing_logs
+from zero.comm.transport import Message, Scattered, Transport, refuse_differing_logs
 from zero.comm.work import Operation, Work
 
 CHUNK = 1 << 18
@@ -202,14 +202,16 @@ class HostMemory(Transport):
     def broadcast(self, flat: Tensor, source: int) -> None:
         self._collect([(source, flat)], BROADCAST)
 
-    def scatter(self, full: Tensor, bounds: Sequence[int], into: Tensor) -> None:
-        def read(addresses: Addresses) -> None:
-            if self._rank == 0:
-                into.copy_(full[: bounds[1]])
-            else:
-                self._peers.read(0, addresses[0][0] + bounds[self._rank] * into.element_size(), into)
+    def scatter(self, parts: Iterator[Scattered], nbytes: int) -> None:
+        for pieces, into in parts:
+            read, shown = partial(self._read_piece, pieces, into), pieces if self._rank == 0 else []
+            self._launch(SCATTER, shown, read, (pieces, into), Counter({0: self._world})).wait()
 
-        self._launch(SCATTER, [full][self._rank :], read, (full, into), Counter([0])).wait()
+    def _read_piece(self, pieces: Sequence[Tensor], into: Tensor, addresses: Addresses) -> None:
+        if self._rank == 0:
+            into.copy_(pieces[0])
+        else:
+            self._peers.read(0, addresses[0][self._rank], into)
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
         self._collect(transfers, COLLECTION)
