@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero.shards.layout import Layout, Span
+from zero.shards.shapes import Shapes
 
 
 class Asked(Protocol):
@@ -43,10 +44,8 @@ class Owner(Protocol):
     names: list[str]
     layout: Layout
     spans: dict[int, Span]
+    shapes: Shapes
     reads: Callable[[], Asked | None]
-
-    def full_shape(self, index: int) -> torch.Size:
-        """The shape of the full parameter."""
 
 
 @dataclass(frozen=True)
