@@ -104,13 +104,13 @@ import os, sys
 from datetime import timedelta
 import torch
 import torch.distributed as dist
-from zero._torch.process_groups import gloo_group
+from zero._torch.process_groups import gloo_groups
 from zero.comm.store import StoreRendezvous
 rank = int(sys.argv[1])
 store = dist.TCPStore("first-host", 29417, 2, rank == 0)
 timeout, own = timedelta(seconds=30), dist.PrefixStore("own", store)
 with StoreRendezvous(store, rank, 2, timeout) as exchange:
-    group = gloo_group(dist.ProcessGroupGloo, own, rank, 2, timeout, exchange.address())
+    (group,) = gloo_groups(dist.ProcessGroupGloo, own, rank, 2, timeout, exchange.address(), 1)
 group.allreduce([number := torch.tensor(rank + 1.0)]).wait()
 assert number == 3
 store.set("over", "") if rank else store.wait(["over"])  # which ends with the first rank

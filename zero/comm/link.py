@@ -19,16 +19,17 @@ from zero._torch.process_groups import (
     abort,
     another_like,
     backend_of,
-    gloo_group,
+    gloo_groups,
     shortest_timeout_of,
     store_of,
     timeout_of,
 )
 from zero.comm import settings
+from zero.comm.gloo import LANES, Gloo
 from zero.comm.host_memory.rendezvous import rendezvous
 from zero.comm.host_memory.transport import HostMemory
 from zero.comm.oplog import Log
-from zero.comm.process_group import Gloo, Overlapping
+from zero.comm.process_group import Overlapping
 from zero.comm.store import RaisedText, StoreRendezvous
 from zero.comm.transport import Local, Transport
 from zero.comm.watchdog.watchdog import Watchdog
@@ -88,9 +89,9 @@ class Link:
             with StoreRendezvous(self._store, self.rank, self.world, _TIMEOUT) as exchange:
                 self._agree_on_checks(exchange)
                 self._watch(exchange)
-        where = self.log, self._group, self.rank, self.world
-        # This backend can compare operations, too.
-        return Overlapping(*where, blocks=True, checks=Gloo(*where), name=str(backend))
+        group, where = self._group, (self.rank, self.world)
+        checks = Gloo(self.log, [group], *where)  # this backend can compare operations, too
+        return Overlapping(self.log, group, *where, blocks=True, checks=checks, name=str(backend))
 
     def _cpu_transport(self, timeout: timedelta) -> Transport:
         """Collective. Returns host memory where all ranks may read one another's, else Gloo on a group of its own."""
@@ -104,8 +105,8 @@ class Link:
             # (use_local_synchronization) waits for ever if ranks are in different numbers of groups (torch 2.13).
             address = exchange.address()
             store = self._watch(exchange)
-            gloo = gloo_group(dist.ProcessGroupGloo, store, self.rank, self.world, timeout, address)
-            return Gloo(self.log, gloo, self.rank, self.world)
+            where, lanes = (self.rank, self.world), min(self.world, LANES)
+            return Gloo(self.log, gloo_groups(dist.ProcessGroupGloo, store, *where, timeout, address, lanes), *where)
 
     def _agree_on_checks(self, exchange: StoreRendezvous) -> None:
         """Collective. One rank alone would compare where the others send: it decides for all."""

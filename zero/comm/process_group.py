@@ -1,18 +1,12 @@
 """Transports over torch.distributed's process groups: Gloo, and backends that overlap with computing, such as NCCL.
 
-                Gloo                                    backends that overlap
-    gather      one broadcast a shard                   one all-gather; shards of unequal length by one broadcast each,
-                                                        launched as one operation where the backend can
-    reduce      one all-to-all from where the           one message in the dtype of the sums: one reduce-scatter of
-                gradients lie, and a sum in             equal shards, others by one reduce each, launched as one
-                rank order                              operation; 16-bit floats by one all-to-all, and sums in float32
-
-CPU ms of a rank on two cores over Gloo, 4M float32 at 2 and 4 ranks: a broadcast a shard 3.8, 4.2, all-gather 6.3, 6.4
-(as much as one of 1 KiB to 128 KiB); all-to-all and sum 4.2, 5.6, a reduce a shard 8.7, 7.3, reduce-scatter 12.9, 12.0.
-Point-to-point messages between all ranks took 3.4, 4.1 and 4.6, 4.1, but small ones stalled for a scheduler's tick (4
-ms, half of it spinning) whenever cores were scarce: Gloo's event loop spins while the sending thread is preempted with
-its lock held. With all-gathers of small messages a step of 64 small units takes 0.89 to 0.98 of the time, but Gloo ends
-the process where one meets a comparison, an all-gather of another length, of a rank that is out of step.
+            Gloo                                    backends that overlap
+gather      one broadcast a shard                   one all-gather; shards of unequal length by one broadcast each,
+                                                    launched as one operation where the backend can
+reduce      one all-to-all from where the           one message in the dtype of the sums: one reduce-scatter of
+            gradients lie, of a large message       equal shards, others by one reduce each, launched as one
+            two (gloo.py), and a sum in             operation; 16-bit floats by one all-to-all, and sums in float32
+            rank order
 """
 
 from __future__ import annotations
@@ -38,7 +32,7 @@ from zero.comm.transport import Message, Scattered, Transport, refuse_differing_
 from zero.comm.work import GroupWork, SumWork, Work
 
 _ALL_GATHER = in_stream_order(AllgatherOptions())
-_ALL_TO_ALL = in_stream_order(dist.AllToAllOptions())
+ALL_TO_ALL = in_stream_order(dist.AllToAllOptions())
 _SCATTER = in_stream_order(dist.ScatterOptions())
 _REDUCE_SCATTER = in_stream_order(dist.ReduceScatterOptions())
 _SUM, _MAXIMUM = (in_stream_order(dist.AllreduceOptions()) for _ in range(2))
@@ -62,7 +56,7 @@ class ProcessGroupTransport(Transport):
         self._to_gather = self._to_reduce.all_gather
         self._launching: AbstractContextManager[object] = nullcontext()
         if blocks:
-            log.at_failure.append(lambda _: _never_drop(group))
+            log.at_failure.append(lambda _: never_drop(group))
 
     def reduce(self, messages: Sequence[Message], times: float, channel: int) -> Work:
         return SumWork(self.sum, self.all_to_all(messages, channel), times)
@@ -82,7 +76,7 @@ class ProcessGroupTransport(Transport):
             into, sent, own = real(rows.view(-1)), real(message), [counts[self._rank]] * self._world
             # Without counts NCCL uses its own all-to-all, which takes equal parts.
             given = ([], []) if _are_equal_counts(tuple(counts)) else (own, [*counts])
-            works.append(collective(into, sent, *given, _ALL_TO_ALL))
+            works.append(collective(into, sent, *given, ALL_TO_ALL))
         return works
 
     def broadcast(self, flat: Tensor, source: int) -> None:
@@ -110,9 +104,12 @@ class ProcessGroupTransport(Transport):
         self._launch(COLLECTION, transfers, *send).wait()
 
     def _broadcast_each(self, transfers: Sequence[tuple[int, Tensor | None]]) -> list[dist.Work | None]:
-        broadcast = self._group.broadcast
         pairs = [(owner, tensor) for owner, tensor in transfers if tensor is not None and tensor.numel()]
-        return [broadcast([as_sent(tensor)], _from(owner)) for owner, tensor in pairs]
+        return [self._lane(owner).broadcast([as_sent(tensor)], _from(owner)) for owner, tensor in pairs]
+
+    def _lane(self, owner: int) -> Any:
+        """The group by which a rank broadcasts its own."""
+        return self._group
 
     def _send_each(
         self, to: int, transfers: Sequence[tuple[int, Tensor | None]], device: torch.device
@@ -151,7 +148,7 @@ class ProcessGroupTransport(Transport):
         counts_out = [len(given) * (self._rank == owner and rank == to) for rank in range(self._world)]
         into, sent = given[: sum(counts_in)], given[: sum(counts_out)]
         collective = getattr(self._group, self._to_reduce.all_to_all)
-        return collective(into, sent, counts_in, counts_out, _ALL_TO_ALL)  # type: ignore[no-any-return]
+        return collective(into, sent, counts_in, counts_out, ALL_TO_ALL)  # type: ignore[no-any-return]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)
@@ -174,21 +171,8 @@ class ProcessGroupTransport(Transport):
 
     def _broadcast_shards(self, full: Tensor, bounds: Sequence[int]) -> list[dist.Work | None]:
         shards = [full[low:high] for low, high in pairwise(bounds)]
-        broadcast = self._group.broadcast
-        return [broadcast([as_sent(shard)], _from(owner)) for owner, shard in enumerate(shards) if shard.numel()]
-
-
-class Gloo(ProcessGroupTransport):
-    """The transport for tensors on the CPU, between hosts."""
-
-    name, overlaps = "gloo", False
-
-    def __init__(self, log: Log, group: Any, rank: int, world: int) -> None:
-        super().__init__(log, group, rank, world, blocks=True)
-
-    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
-        self.log.append(channel, full.nbytes, self.compare)
-        return self._launch(channel, full, self._broadcast_shards, full, bounds)
+        owned = [(owner, as_sent(shard)) for owner, shard in enumerate(shards) if shard.numel()]
+        return [self._lane(owner).broadcast([shard], _from(owner)) for owner, shard in owned]
 
 
 class Overlapping(ProcessGroupTransport):
@@ -331,7 +315,7 @@ def _abort(launching: RLock, abort: Callable[[], object]) -> None:
         launching.release()
 
 
-def _never_drop(group: object) -> None:
+def never_drop(group: object) -> None:
     """Keeps the group for the life of the process, after a failure: dropping it would wait for launched transfers,
     which may never complete, and Gloo cannot abort them."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Protocol
 from weakref import ReferenceType, ref
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
