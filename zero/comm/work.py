@@ -34,6 +34,15 @@ class Work:
     def __init__(self, result: Any = None) -> None:
         self._result = result
 
+    def wait_for_sent(self) -> bool:
+        """Waits for what this rank has sent, and frees it. Returns whether `wait` then has more to do than to return;
+        otherwise has done nothing."""
+        before, self.before = self.before, None
+        if before is None:
+            return False
+        before.wait()
+        return True
+
     def wait(self) -> Any:
         """Waits for the transfer and returns its result, or raises its error. Must not be called after it returned."""
         return self._result
@@ -118,6 +127,10 @@ class SumWork(Work):
 
     def __init__(self, add: Callable[[Sequence[Tensor], float], Tensor], received: Work, times: float) -> None:
         self._add, self._received, self._times = add, received, times
+
+    def wait_for_sent(self) -> bool:
+        self._received = Work(self._received.wait())
+        return True
 
     def wait(self) -> Tensor:
         return self._add(self._received.wait(), self._times)

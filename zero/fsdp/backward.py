@@ -260,9 +260,10 @@ class Backward:
             self._launch_reduce(unit)
 
     def _free_wire(self) -> None:
-        """Waits for the reduction in flight, not for averages: a second message would be as large as a unit."""
-        last = self._reducing[-1:] if len(self._comms) > 1 else ()
-        left = [bucket.await_sums() for unit in last for bucket in unit.buckets] if last else ()
+        """Waits for the reduction in flight, not for sums and averages: a second message would be as large as a unit.
+        What is sent next need not wait for these."""
+        last = self._reducing[-1:]
+        left = [bucket.wait_for_sent() for unit in last for bucket in unit.buckets]
         self._finish_reduce(but=last if any(left) else ())
 
     def _launch_reduce(self, unit: Unit) -> None:
@@ -272,6 +273,8 @@ class Backward:
         self._reducing.append(unit)
         if self.in_flight == 1:
             self._finish_reduce()
+        elif len(self._comms) == 1:  # averages over replicas go on beside the computing
+            self._finish_reduce(but=[unit])
 
     def _finish_reduce(self, but: Sequence[Unit] = ()) -> None:
         reduced, self._reducing = self._reducing, [*but]

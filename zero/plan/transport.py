@@ -20,7 +20,7 @@ from zero.comm.oplog import Log
 from zero.comm.packing import summed_as
 from zero.comm.process_group import by_rings
 from zero.comm.transport import Message, Scattered, Transport
-from zero.comm.work import Work
+from zero.comm.work import SumWork, Work
 
 Rehearsed = Literal["gloo", "host memory", "nccl"]
 """The name of the rehearsed transport; "nccl" stands for all backends that overlap."""
@@ -43,7 +43,7 @@ class Rehearsal(Transport):
             sums = sent[0].new_empty(own[0])
             return self._transfer([*sent, sums], lambda: sums)
 
-        def summed(rows: Sequence[Tensor]) -> Tensor:
+        def summed(rows: Sequence[Tensor], times: float = 1) -> Tensor:
             total = rows[0].new_empty(sum(own), dtype=summed_as(rows[0].dtype))
             if self.overlaps:
                 for message_rows, share in zip(rows, total.split(own), strict=True):
@@ -54,7 +54,7 @@ class Rehearsal(Transport):
             return self._transfer(sent, lambda: summed(self._read_in_chunks(sent[0], own)))
         received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
         work = self._transfer([*sent, *received], lambda: received)
-        return QueuedWork(lambda: summed(work.wait()), [])
+        return SumWork(summed, work, times)
 
     def _transfer(self, buffers: Sequence[Tensor], finish: Callable[[], Any]) -> Work:
         """The work keeps the buffers until it has finished."""

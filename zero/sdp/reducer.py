@@ -55,7 +55,7 @@ class Reducer:
         # What autograd calls at the end of the backward, while it may still do so.
         self._awaits_end: Callable[[], object | None] = _nothing
         self._launched = 0
-        self._in_flight: int | None = None
+        self._in_flight: list[GradBucket] = []
         # The numbers of buckets in the order in which they became complete; None once that order is theirs.
         self._arrived: list[int] | None = []
         self._update_buckets()
@@ -83,6 +83,8 @@ class Reducer:
         self._arrived = []
         self._places = {param: place for one in self._optimizers for param, place in one.shards.places.items()}
         self._streams = streams_in(group.streams for group in owners)
+        # Over Gloo: another message that waits costs its memory alone, and none of the time in which this one computes.
+        self._sent_by_threads = not any(group.overlaps or group.comm.reads(group.full.device) for group in owners)
 
     def _put_in_order(self, buckets: Sequence[tuple[GradBucket, OSS]]) -> None:
         """Sets the order in which backwards launch the buckets, given with their optimizers, on every rank."""
@@ -204,11 +206,26 @@ class Reducer:
                 self._take_rest(self._launched)
             elif not bucket.complete:
                 return
-            self._finish_in_flight()  # before it packs: a second message would be as large as a bucket
+            left = self._free_wire()
             if bucket.trained:
                 bucket.launch()
-                self._in_flight = self._launched
+                self._in_flight.append(bucket)
+            for one in left:
+                one.finish()
             self._launched += 1
+
+    def _free_wire(self) -> list[GradBucket]:
+        """Waits until another bucket may be sent: more at once would take more memory. Returns those whose sums are
+        still to be computed, during which the wire need not be idle."""
+        at_once = 2 if self._sent_by_threads else 1
+        left = []
+        while len(self._in_flight) >= at_once:
+            bucket = self._in_flight.pop(0)
+            if bucket.wait_for_sent():
+                left.append(bucket)
+            else:
+                bucket.finish()
+        return left
 
     def _take_rest(self, number: int) -> None:
         """Has bucket `number` take gradients of parameters that this backward did not reach: what was accumulated."""
@@ -216,11 +233,6 @@ class Reducer:
         for index in bucket.trained:
             if index not in bucket.taken:
                 bucket.take(index, gradients.take(bucket.group.params[index], bucket.group.names[index]))
-
-    def _finish_in_flight(self) -> None:
-        if self._in_flight is not None:
-            number, self._in_flight = self._in_flight, None
-            self._buckets[number].finish()
 
     def _finish(self) -> None:
         """Ends the backward. Called on every rank, whichever parameters it has used."""
@@ -231,7 +243,8 @@ class Reducer:
         if self._launched < len(self._buckets):
             self._refuse_replaced()
         self._launch(incomplete=True)
-        self._finish_in_flight()
+        while self._in_flight:
+            self._in_flight.pop(0).finish()
         for written in filter(None, (optimizer.shards.written_between_steps() for optimizer in self._optimizers)):
             raise RuntimeError(written)
         self._end.reach(self._buckets)
@@ -269,7 +282,7 @@ class Reducer:
             optimizer.gradients.abandon()
         self._arrived = self._arrived and []
         self._launched = 0
-        self._in_flight = None
+        self._in_flight = []
         self._in_backward = False
 
 

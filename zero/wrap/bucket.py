@@ -105,14 +105,10 @@ class GradBucket:
         with group.recorded("reduce"):
             self._handle = group.exchange.reduce(messages, group.streams)
 
-    def await_sums(self) -> bool:
-        """Waits for the reduce in flight, but not for averages over replicas. Returns whether these are left."""
-        handle = self._handle
-        if handle is None or handle.before is None:
-            return False
-        handle.before.wait()  # and drops the messages
-        handle.before = None
-        return True
+    def wait_for_sent(self) -> bool:
+        """Waits for what the reduce in flight has sent. Returns whether sums or averages over replicas are left; if not
+        has done nothing."""
+        return self._handle is not None and self._handle.wait_for_sent()
 
     def finish(self) -> None:
         """Waits for the reduce, if one is in flight, and adds the averages to the gradients of this rank's shard. It
