@@ -139,7 +139,7 @@ def judged(written: str, part: str) -> tuple[str, str]:
     """Returns by what it was caught, or what is wrong with it; and the test, or why there is none."""
     if misfit := re.search(r"the mutant \S+ does not fit: .*", written):
         return MISFIT, misfit[0]
-    if failed := re.search(r"^FAILED (.+?)(?: - .*)?$", written, re.MULTILINE):
+    if failed := re.search(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - .*)?$", written, re.MULTILINE):
         return part, failed[1]
     *_, last = written.strip().splitlines() or ["no output"]
     return ERROR, last

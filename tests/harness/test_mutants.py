@@ -48,3 +48,12 @@ def test_a_failing_test_catches_one_only_if_it_fits() -> None:
     misfit = "the mutant late-gather does not fit: zero has no Exchange.gather"
     assert mutants.judged(WRITTEN + misfit, mutants.QUICK)[0] == mutants.MISFIT
     assert mutants.judged("ERROR tests/oss/test_oss.py\n1 error in 2 s", mutants.QUICK)[0] == mutants.ERROR
+    in_a_fixture = "ERROR tests/oss/test_oss.py::test_of - zero.Failed\n1 error in 2 s"
+    assert mutants.judged(in_a_fixture, mutants.QUICK) == (mutants.QUICK, "tests/oss/test_oss.py::test_of")
+
+
+def test_each_was_caught_by_a_test_that_there_is() -> None:
+    assert mutants.tests_before().keys() == TABLE.keys()
+    assert all(
+        (mutants.CAUGHT_BY.parents[2] / test.split("::")[0]).is_file() for test in mutants.tests_before().values()
+    )
