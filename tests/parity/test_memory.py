@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -44,7 +45,7 @@ def size() -> int:
 @dataclass(frozen=True)
 class Formula:
     """case: options beside the stage. rest: parameters, gradients and optimizer state, in P. peak: in P and in B.
-    sent: in P; what DistributedDataParallel sends is not counted."""
+    sent: in P; what DistributedDataParallel sends is not counted. hosts: how many more B the peak has between hosts."""
 
     stage: str
     rest: tuple[float, float, float]
@@ -52,6 +53,7 @@ class Formula:
     sent: float
     case: dict[str, Any] = field(default_factory=dict)
     off: float = 0.01  # of the planned peak, at most
+    hosts: float = 0
 
 
 W = 4
@@ -60,10 +62,12 @@ HYBRID = (1 / 2, 1 / 2, 2 / 2)
 FORMULAS = {
     "stage 0": Formula("0", (1, 1, 2), (5, 1), 0),
     "stage 1": Formula("1", (1, 1, 2 / W), (2 + 2 / W, 1), 3 / W),
-    "stage 2": Formula("2", (1, 1 / W, 2 / W), (1 + 3 / W, 3), 6 / W),
+    "stage 2": Formula("2", (1, 1 / W, 2 / W), (1 + 3 / W, 3), 6 / W, hosts=2),
     # The bucket of all biases waits for the last one, with the matrices that it has beside them.
-    "stage 2, groups of parameters": Formula("2", (1, 1 / W, 2 / W), (1 + 3 / W, 3.6), 6 / W, {"groups": True}),
-    "stage 2, run backwards": Formula("2", (1, 1 / W, 2 / W), (1 + 3 / W, 3), 6 / W, {"model": "Backwards"}),
+    "stage 2, groups of parameters": Formula(
+        "2", (1, 1 / W, 2 / W), (1 + 3 / W, 3.6), 6 / W, {"groups": True}, hosts=2.3
+    ),
+    "stage 2, run backwards": Formula("2", (1, 1 / W, 2 / W), (1 + 3 / W, 3), 6 / W, {"model": "Backwards"}, hosts=2),
     "stage 3": Formula("3", ZERO_3, (4 / W, 4), 9 / W),
     "unsharded from forward to backward": Formula("3 kept", ZERO_3, (1 + 3 / W, 2), 6 / W),
     "replicas alone": Formula("3", (1, 1, 2), (4, 2), 6 / W, {"replicas": 4}),
@@ -97,6 +101,7 @@ def test_a_placement_holds_and_sends_what_the_formula_says(name, one_host):
     case = Case(formula.stage, W, one_host=one_host, **{"model": "Equal", **formula.case})
     found = ranks.run(measured, W, (case,))
     share, buffers = formula.peak
+    buffers += 0 if one_host else formula.hosts
     for one in found:
         at_rest = [one["parameters"], one["gradients"], one["optimizer"]]
         assert at_rest == pytest.approx([part * size() for part in formula.rest], rel=0.01)
@@ -185,7 +190,7 @@ CASES = [*ON_ONE_HOST, *REST] if matrix.WHOLE else SOME
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.stage}-{case.world}-{CASES.index(case)}")
 def test_plans_are_within_one_percent_of_a_step_that_is_run(case):
     case = case if READS else replace(case, one_host=False)  # as `make hosts` runs it
-    off = 0.15 if case.model == "Recurrent" else 0.01  # the workspace that an LSTM keeps for its backward
+    off = 0.3 if case.model == "Recurrent" else 0.01  # the workspace that an LSTM keeps for its backward
     compare_with_plan(case, ranks.run(measured, case.world, (case,)), off)
 
 
@@ -222,7 +227,8 @@ def test_a_model_from_the_meta_device_is_never_whole(rank, world, real_on_rank_0
     """Tensors on the meta device take nothing."""
     with nullcontext() if real_on_rank_0 and rank == 0 else torch.device("meta"):
         model = Equal()
-    with Meter(param for param in model.parameters() if param.is_meta) as memory:
+    pieces = mock.patch("zero.comm.comm.BATCH", 1 << 18)  # as much less than a unit as with large units
+    with pieces, Meter(param for param in model.parameters() if param.is_meta) as memory:
         wrapped = zero.FSDP(model, auto_wrap_policy=ModuleWrapPolicy({zoo.Block}), **options)
         peak = memory.peak()
     left = min(live_later(memory) for _ in range(10))  # now and then a thread of Gloo drops its buffer late

@@ -218,12 +218,13 @@ class Comm:
         longest = max(lengths(bounds))
         step = max(1, min(longest, BATCH // (self.world * into.element_size())))
         received = into if len(into) == longest else into.new_empty(longest)  # torch scatters segments of equal length
-        buffers = into.new_empty(2, self.world, step if self.rank == 0 else 0)
+        number = 2 if step < longest else 1  # one of them is filled while the other is sent
+        buffers = into.new_empty(number, self.world, step if self.rank == 0 else 0)
 
         def parts() -> Iterator[Scattered]:
-            for number, start in enumerate(range(0, longest, step)):
+            for turn, start in enumerate(range(0, longest, step)):
                 part = received[start : start + step]
-                pieces = [row[: len(part)] for row in buffers[number % 2]]  # the others are still being sent
+                pieces = [row[: len(part)] for row in buffers[turn % number]]
                 if self.rank == 0:
                     for piece, (low, high) in zip(pieces, pairwise(bounds), strict=True):
                         read(min(low + start, high), piece[: max(high - low - start, 0)])

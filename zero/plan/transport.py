@@ -72,7 +72,11 @@ class Rehearsal(Transport):
 
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
         if self.reads:
-            tensor.new_empty(self._world, min(CHUNK // tensor.element_size(), tensor.numel()))
+            if tensor.nbytes <= CHUNK:
+                tensor.new_empty(self._world, tensor.numel())
+            else:  # of each rank's share, and a chunk of sums, as they go where what is summed lies
+                share = -(-tensor.numel() // self._world)
+                tensor.new_empty(self._world + 1, min(CHUNK // tensor.element_size(), share))
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None: ...
 
