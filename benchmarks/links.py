@@ -45,10 +45,11 @@ def joined(count: int, link: str) -> Iterator[list[str]]:
 
 
 def enter(namespace: str) -> None:
-    """Before any other thread of this process starts. Python has os.setns from 3.12 on.
+    """Before any other thread of this process starts, and before zero is imported. Python has os.setns from 3.12 on.
 
     The host is then called by its address, at which Gloo and zero look for themselves.
     """
+    os.environ["ZERO_HOST_MEMORY"] = "0"
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/var/run/netns/{namespace}") as file:
         if libc.setns(file.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS):

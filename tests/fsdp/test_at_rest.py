@@ -381,15 +381,22 @@ def test_a_step_sees_plain_tensors_and_so_does_what_steps_by_itself(rank, world)
         assert type(param) is not nn.Parameter
 
 
+@pytest.mark.parametrize("kept", [False, True], ids=["error dropped", "error kept"])
 @ranks.on(2)
-def test_what_a_step_that_raises_hid_is_there_again(rank, world):
+def test_what_a_step_that_raises_hid_is_there_again(rank, world, kept):
+    """As soon as nobody holds the error, which holds what the step was called with; at the latest by a forward."""
     both = SideBySide(Stack(), "3")
     both.step(loss_on(rank, 0))
     failing = mock_step(both.optimizer)
     both.zero_grad()
     both.backward(loss_on(rank, 1))
-    with failing, pytest.raises(KeyError):
+    with failing, pytest.raises(KeyError) as error:
         both.optimizer.step()
+    if kept:
+        with torch.no_grad():
+            loss_on(rank, 1)(both.model)
+    else:
+        del error
     for param in both.model.parameters():
         assert type(param) is not nn.Parameter
         param.grad.mul_(1.0)
