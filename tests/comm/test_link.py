@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import gpus
 import ranks
 import zero
 from ranks import refusal
@@ -24,6 +25,7 @@ from simulated.world import simulated
 from transports import between_hosts, overlapping
 from zero._torch.process_groups import abort
 from zero.comm import Comm, settings, work
+from zero.comm.gloo import Gloo
 from zero.comm.host_memory import attach
 from zero.comm.oplog import Log
 from zero.comm.store import RaisedText
@@ -262,3 +264,41 @@ def test_gloo_takes_the_interface_that_the_environment_names(rank, world):
     named = mock.patch.dict(os.environ, GLOO_SOCKET_IFNAME="nowhere0")
     with between_hosts(), named, pytest.raises(RuntimeError, match="nowhere0"):
         zero.OSS([nn.Parameter(torch.ones(4))], torch.optim.SGD, lr=0.1)
+
+
+class Noted:
+    """A lane that notes the ranks to which it sends elements of this one."""
+
+    def __init__(self, lane: Any, rank: int) -> None:
+        self._lane, self._rank = lane, rank
+        self.broadcasts: list[int] = []
+        self.to: set[int] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        call = getattr(self._lane, name)
+        if name == "broadcast":
+            return lambda tensors, options: (self.broadcasts.append(options.rootRank), call(tensors, options))[1]
+        if name.startswith(("alltoall", "all_to_all")):
+
+            def noting(into: Any, sent: Any, out_counts: list[int], in_counts: list[int], options: Any) -> Any:
+                self.to |= {peer for peer, count in enumerate(in_counts) if count and peer != self._rank}
+                return call(into, sent, out_counts, in_counts, options)
+
+            return noting
+        return call
+
+
+@gpus.cpu_only("NCCL has no lanes")
+@ranks.on(3)
+def test_large_messages_of_two_ranks_to_one_another_go_by_different_connections(rank: int, world: int) -> None:
+    """Over Gloo they would take turns on one: a link of two hosts would carry half as much."""
+    with between_hosts():
+        comm = Comm()
+        transport = comm._transports["cpu"]
+        assert isinstance(transport, Gloo)
+        lanes = [Noted(lane, rank) for lane in transport._lanes]
+        with mock.patch.object(transport, "_lanes", lanes):
+            comm.gather(torch.zeros(world), range(world + 1), comm.channel("a test")).wait()
+            comm.reduce([(torch.ones(100_000 * world), [100_000] * world)]).wait()
+    assert [lane.broadcasts for lane in lanes] == [[owner] for owner in range(world)]
+    assert [lane.to for lane in lanes] == [{*range(rank + 1, world)}, set(), {*range(rank)}]
