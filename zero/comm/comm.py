@@ -217,24 +217,26 @@ class Comm:
             return
         longest = max(lengths(bounds))
         step = max(1, min(longest, BATCH // (self.world * into.element_size())))
-        received = into if len(into) == longest else into.new_empty(longest)  # torch scatters segments of equal length
         number = 2 if step < longest else 1  # one of them is filled while the other is sent
         buffers = into.new_empty(number, self.world, step if self.rank == 0 else 0)
+        last: list[tuple[Tensor, Tensor]] = []
 
         def parts() -> Iterator[Scattered]:
             for turn, start in enumerate(range(0, longest, step)):
-                part = received[start : start + step]
-                pieces = [row[: len(part)] for row in buffers[turn % number]]
+                own, length = into[start : start + step], min(step, longest - start)
+                part = own if len(own) == length else into.new_empty(length)  # torch scatters pieces of equal length
+                if 0 < len(own) < length:
+                    last.append((own, part))
+                pieces = [row[:length] for row in buffers[turn % number]]
                 if self.rank == 0:
+                    sent["other"] += part.nbytes * (self.world - 1)
                     for piece, (low, high) in zip(pieces, pairwise(bounds), strict=True):
                         read(min(low + start, high), piece[: max(high - low - start, 0)])
                 yield pieces, part
 
-        if self.rank == 0:
-            sent["other"] += received.nbytes * (self.world - 1)
-        self._transports[into.device.type].scatter(parts(), received.nbytes)
-        if received is not into:
-            into.copy_(received[: len(into)])
+        self._transports[into.device.type].scatter(parts(), longest * into.element_size())
+        for own, part in last:
+            own.copy_(part[: len(own)])
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False, times: float = 1, channel: int = SUM) -> None:
         """Collective. Overwrites a contiguous tensor with `times` its sum, or with its maximum, over the ranks.
