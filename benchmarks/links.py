@@ -45,12 +45,9 @@ def joined(count: int, link: str) -> Iterator[list[str]]:
 
 
 def enter(namespace: str) -> None:
-    """Before any other thread of this process starts, and before zero is imported. Python has os.setns from 3.12 on.
-
-    The host is then called by its address, at which Gloo and zero look for themselves.
-    """
+    """Before other threads start. The host is then called by its address, at which Gloo and zero look for themselves."""
     os.environ["ZERO_HOST_MEMORY"] = "0"
-    libc = ctypes.CDLL(None, use_errno=True)
+    libc = ctypes.CDLL(None, use_errno=True)  # Python has os.setns from 3.12 on
     with open(f"/var/run/netns/{namespace}") as file:
         if libc.setns(file.fileno(), CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS):
             raise OSError(ctypes.get_errno(), f"this user may not enter the network namespace {namespace}")
