@@ -45,7 +45,7 @@ def joined(count: int, link: str) -> Iterator[list[str]]:
 
 
 def enter(namespace: str) -> None:
-    """Before other threads start. The host is then called by its address, at which Gloo and zero look for themselves."""
+    """Before other threads start. The host is then called by its address, where Gloo and zero look for themselves."""
     os.environ["ZERO_HOST_MEMORY"] = "0"
     libc = ctypes.CDLL(None, use_errno=True)  # Python has os.setns from 3.12 on
     with open(f"/var/run/netns/{namespace}") as file:
