@@ -297,7 +297,7 @@ def test_large_messages_of_two_ranks_to_one_another_go_by_different_connections(
         transport = comm._transports["cpu"]
         assert isinstance(transport, Gloo)
         lanes = [Noted(lane, rank) for lane in transport._lanes]
-        with mock.patch.object(transport, "_lanes", lanes):
+        with mock.patch.object(Gloo, "_lanes", lanes):
             comm.gather(torch.zeros(world), range(world + 1), comm.channel("a test")).wait()
             comm.reduce([(torch.ones(100_000 * world), [100_000] * world)]).wait()
     assert [lane.broadcasts for lane in lanes] == [[owner] for owner in range(world)]

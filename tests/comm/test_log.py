@@ -134,6 +134,7 @@ def test_ranks_that_wait_are_told_that_another_has_failed(rank, world):
     """Its process and connections live on."""
     with between_hosts():
         steps = Steps()
+        steps.run(*ONE)  # which connects the lanes of shards
         steps.run("end")
         if rank == 1:
             with mock.patch.object(Gloo, "_broadcast_shards", side_effect=RuntimeError("cut off")):

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 from threading import Thread
 from typing import Any, NamedTuple, TypeVar
 
@@ -62,12 +63,10 @@ def in_stream_order(options: _Options) -> _Options:
     return options
 
 
-def gloo_groups(
-    gloo: Any, store: dist.Store, rank: int, world: int, timeout: timedelta, address: str, number: int
-) -> list[Any]:
-    """Collective. Gloo groups that torch.distributed does not know, each with connections of its own; one thread serves
-    those of all. gloo: torch's class. address: of this host, where the other ranks connect; empty for that of the
-    host's name. GLOO_SOCKET_IFNAME goes before both."""
+def gloo_groups(gloo: Any, store: dist.Store, rank: int, world: int, timeout: timedelta, address: str) -> Iterator[Any]:
+    """Yields Gloo groups that torch.distributed does not know, each with connections of its own, which is collective;
+    one thread serves those of all. gloo: torch's class. address: of this host, where the other ranks connect; empty for
+    that of the host's name. GLOO_SOCKET_IFNAME goes before both."""
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if interfaces:  # which torch reads for its own groups alone
         devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
@@ -75,17 +74,17 @@ def gloo_groups(
         devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
     options = gloo._Options()
     options._devices, options._timeout = devices, min(timeout, _CONNECTS)
-    try:
-        groups = [gloo(dist.PrefixStore(f"{one}", store), rank, world, options) for one in range(number)]
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"rank {rank} could not connect with the others over Gloo in {options._timeout.total_seconds():.0f} s. "
-            f"Its own address is {devices[0]}. Where this is not in the network between the hosts, set "
-            f"GLOO_SOCKET_IFNAME to its interface on each, such as eth0. {error}"
-        ) from error
-    for group in groups:
+    for number in count():
+        try:
+            group = gloo(dist.PrefixStore(f"{number}", store), rank, world, options)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {rank} could not connect with the others over Gloo in {options._timeout.total_seconds():.0f} s. "
+                f"Its own address is {devices[0]}. Where this is not in the network between the hosts, set "
+                f"GLOO_SOCKET_IFNAME to its interface on each, such as eth0. {error}"
+            ) from error
         group._set_default_timeout(timeout)
-    return groups
+        yield group
 
 
 def another_like(group: dist.ProcessGroup, device: torch.device, store: dist.Store) -> Any:

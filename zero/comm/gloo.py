@@ -17,7 +17,8 @@ lane an owner 458, 700, 811; one all-to-all 889, 870, 838, two 463, 690, 808. A 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch.distributed as dist
@@ -36,24 +37,33 @@ _LARGE = 1 << 18
 
 
 class Gloo(ProcessGroupTransport):
-    """lanes: groups of the same ranks, such as ProcessGroupGloo."""
+    """lanes: makes groups of the same ranks, such as ProcessGroupGloo, each collectively. All but the first are made
+    when shards or large messages are first sent: ranks that only compare operations need none."""
 
     name, overlaps = "gloo", False
 
-    def __init__(self, log: Log, lanes: Sequence[Any], rank: int, world: int) -> None:
-        super().__init__(log, lanes[0], rank, world, blocks=True)
-        self._lanes = lanes
-        log.at_failure.append(lambda _: never_drop(lanes))
+    def __init__(self, log: Log, lanes: Iterator[Any], rank: int, world: int) -> None:
+        self._made = made = [next(lanes)]
+        super().__init__(log, made[0], rank, world, blocks=True)
+        self._others = islice(lanes, min(world, LANES) - 1)
+        log.at_failure.append(lambda _: never_drop(made))
+
+    @property
+    def _lanes(self) -> Sequence[Any]:
+        """Collective the first time, after ranks have compared what they do."""
+        self._made += self._others  # of which then none are left
+        return self._made
 
     def _lane(self, owner: int) -> Any:
-        return self._lanes[owner % len(self._lanes)]
+        lanes = self._lanes
+        return lanes[owner % len(lanes)]
 
     def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
         self.log.append(channel, full.nbytes, self.compare)
         return self._launch(channel, full, self._broadcast_shards, full, bounds)
 
     def _exchange(self, messages: Sequence[Message], received: Sequence[Tensor]) -> list[dist.Work | None]:
-        if len(self._lanes) == 1 or sum(message.nbytes for message, _ in messages) < _LARGE:
+        if sum(message.nbytes for message, _ in messages) < _LARGE or len(lanes := self._lanes) == 1:
             return super()._exchange(messages, received)
         rank, works = self._rank, []
         for rows, (message, counts) in zip(received, messages, strict=True):
@@ -61,7 +71,7 @@ class Gloo(ProcessGroupTransport):
             end, start = (rank + 1) * counts[rank], sum(counts[:rank])
             upwards = into[:end], sent[start:], _below(rank + 1, from_each), _from(rank, counts)
             downwards = into[end:], sent[:start], _from(rank + 1, from_each), _below(rank, counts)
-            for lane, given in ((self._lanes[0], upwards), (self._lanes[-1], downwards)):
+            for lane, given in ((lanes[0], upwards), (lanes[-1], downwards)):
                 works.append(getattr(lane, self._to_reduce.all_to_all)(*given, ALL_TO_ALL))
         return works
 

@@ -25,7 +25,7 @@ from zero._torch.process_groups import (
     timeout_of,
 )
 from zero.comm import settings
-from zero.comm.gloo import LANES, Gloo
+from zero.comm.gloo import Gloo
 from zero.comm.host_memory.rendezvous import rendezvous
 from zero.comm.host_memory.transport import HostMemory
 from zero.comm.oplog import Log
@@ -90,7 +90,7 @@ class Link:
                 self._agree_on_checks(exchange)
                 self._watch(exchange)
         group, where = self._group, (self.rank, self.world)
-        checks = Gloo(self.log, [group], *where)  # this backend can compare operations, too
+        checks = Gloo(self.log, iter([group]), *where)  # this backend can compare operations, too
         return Overlapping(self.log, group, *where, blocks=True, checks=checks, name=str(backend))
 
     def _cpu_transport(self, timeout: timedelta) -> Transport:
@@ -105,8 +105,8 @@ class Link:
             # (use_local_synchronization) waits for ever if ranks are in different numbers of groups (torch 2.13).
             address = exchange.address()
             store = self._watch(exchange)
-            where, lanes = (self.rank, self.world), min(self.world, LANES)
-            return Gloo(self.log, gloo_groups(dist.ProcessGroupGloo, store, *where, timeout, address, lanes), *where)
+            where = self.rank, self.world
+            return Gloo(self.log, gloo_groups(dist.ProcessGroupGloo, store, *where, timeout, address), *where)
 
     def _agree_on_checks(self, exchange: StoreRendezvous) -> None:
         """Collective. One rank alone would compare where the others send: it decides for all."""
