@@ -1,7 +1,7 @@
 """Two hosts on one machine: each has a network, a host name and a file of host names of its own; a link joins them.
 
 They are namespaces of Linux (unshare(1)). Where this user may make none, `problem` says why. Ranks of two such hosts
-cannot read one another's memory: they send over the link, as real hosts do.
+are told not to read one another's memory: they send over the link, as real hosts do.
 
 As a script, this file is what a rank on them runs: it trains at every stage, and then until the link fails.
 """

@@ -32,7 +32,8 @@ from zero.comm.work import Work
 
 LANES = 8
 """Most lanes of a group."""
-# Bytes from which an all-to-all goes to higher and to lower ranks on lanes of their own.
+# Bytes from which an all-to-all goes to higher and to lower ranks on lanes of their own. The second one takes 0.05 ms
+# of CPU time; to take turns takes as long as half of this many bytes are on the wire, 1 ms at 1 Gbit/s.
 _LARGE = 1 << 18
 
 

@@ -277,11 +277,11 @@ class Backward:
             self._finish_reduce(but=[unit])
 
     def _finish_reduce(self, but: Sequence[Unit] = ()) -> None:
-        reduced, self._reducing = self._reducing, [*but]
+        reduced, self._reducing = [unit for unit in self._reducing if unit not in but], [*but]
         if reduced:
             with as_plain_tensors():
                 for unit in reduced:
-                    for bucket in unit.buckets if unit not in but else ():
+                    for bucket in unit.buckets:
                         bucket.finish()
 
     def _finish(self) -> None:

@@ -84,7 +84,9 @@ class Reducer:
         self._places = {param: place for one in self._optimizers for param, place in one.shards.places.items()}
         self._streams = streams_in(group.streams for group in owners)
         # Over Gloo: another message that waits costs its memory alone, and none of the time in which this one computes.
-        self._sent_by_threads = not any(group.overlaps or group.comm.reads(group.full.device) for group in owners)
+        self._sent_by_threads = self._comm.world > 1 and not any(
+            group.overlaps or group.comm.reads(group.full.device) for group in owners
+        )
 
     def _put_in_order(self, buckets: Sequence[tuple[GradBucket, OSS]]) -> None:
         """Sets the order in which backwards launch the buckets, given with their optimizers, on every rank."""
