@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+import gpus
 import matrix
 import ranks
 import zero
@@ -45,8 +46,8 @@ class Line(nn.Module):
             Line.calls_left -= 1
         self.fixed.copy_(torch.linspace(1, 2, len(self.fixed)))
         for param in self.parameters(recurse=False):
-            random = torch.Generator().manual_seed(param.numel())
-            param.data.copy_(torch.randn(param.shape, generator=random) / 3)
+            random = torch.Generator("cpu").manual_seed(param.numel())
+            param.data.copy_(torch.randn(param.shape, generator=random, device="cpu") / 3)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight, self.bias) * self.fixed
@@ -201,6 +202,7 @@ def test_a_model_that_an_error_left_half_sharded_is_not_wrapped_as_if_its_shards
     zero.FSDP(model)
 
 
+@gpus.cpu_only("NumPy holds no memory of GPUs")
 @ranks.on(2)
 def test_values_go_unit_by_unit_and_all_are_gone_at_the_end(rank, world):
     model = built("real", rank)

@@ -144,7 +144,7 @@ def by_numbers(module: nn.Module) -> None:
     """Values by the shape of a tensor; of modules of all kinds."""
     for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
         seed = zlib.crc32(str(tuple(tensor.shape)).encode())
-        values = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed))
+        values = torch.randn(tensor.shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
         tensor.copy_(values)
 
 
