@@ -51,14 +51,17 @@ def seconds_to_end(case):
 
 
 def expected_text(case):
-    if case.fault == "raised" and (case.where in ("save", "load") or (case.where == "construction" and case.stage < 3)):
+    if case.fault == "raised" and case.where in ("save", "load", "construction", "summon_full_params"):
         return r"Fault: the victim's own.*\(on rank 1\)"
+    if case.fault == "raised" and case.where == "forward" and case.stage == 3:
+        return "RuntimeError: rank 1 has raised Fault: the victim's own"
     if case.stage == 1 and case.where in ("forward", "backward"):
         return "RuntimeError: "  # DistributedDataParallel's own, if it is not ours
+    failed = r"RuntimeError: (zero\.setup\(model, SGD, stage=\d\): )?rank \d failed in [\w.]+( .+)?: "
     if case.hybrid:
-        return r"RuntimeError: rank \d failed in [\w.]+( .+)?: (another rank|rank \d) of the group of 2 has stopped"
+        return rf"{failed}(another rank|rank \d) of the group of 2 has stopped"
     has = "has" if case.fault == "stopped" and case.transport != "host memory" else "has stopped"
-    return rf"RuntimeError: rank \d failed in [\w.]+( .+)?: (another rank|rank 1) of the group of {WORLD} {has}"
+    return rf"{failed}(another rank|rank 1) of the group of {WORLD} {has}"
 
 
 @pytest.mark.faults

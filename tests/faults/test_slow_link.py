@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import two_hosts
 from torch import nn
-from two_hosts import HOSTS, Hosts, wait_for
+from two_hosts import APART, HOSTS, Hosts, wait_for
 
 import ranks
 import zero
@@ -49,6 +49,7 @@ def test_full_optimizer_state_reaches_one_rank_over_a_slow_link(tmp_path):
     try:
         environment = {
             **os.environ,
+            **APART,
             "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}:{Path(__file__).parent}",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "link0",

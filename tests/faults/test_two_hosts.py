@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 import two_hosts
-from two_hosts import HOSTS, TIMEOUT, Hosts, train, wait_for
+from two_hosts import APART, HOSTS, TIMEOUT, Hosts, train, wait_for
 
 import ranks
 from assertions import same
@@ -48,6 +48,7 @@ def slurm(folder: Path, hosts: Hosts, script: str) -> subprocess.Popen[bytes]:
     (folder / "job.sh").write_text(script)
     environment = {
         **os.environ,
+        **APART,
         "PATH": f"{tools}:{os.environ['PATH']}",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         "OMP_NUM_THREADS": "1",

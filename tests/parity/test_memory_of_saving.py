@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_iter
 import gpus
 import ranks
 import zero
-from inner import Meter
+from inner import Meter, while_gloo_lets_go
 from zero.checkpoint.export import export
 from zero.fsdp.full_weights import Recipient
 from zero.plan.meter import _lies_within as lies_within
@@ -271,7 +271,7 @@ AT_ONCE = {
 def measured(rank: int, world: int, stage: int, folder: str) -> dict[str, tuple[float, float]]:
     """By way in: bytes of the device over those allowed, and of the host, in P, beyond those of the result."""
     found = {}
-    with OnGpu() if gpus.ON else Apart() as meter, meter.moving(), ExitStack() as stack:
+    with OnGpu() if gpus.ON else Apart() as meter, meter.moving(), while_gloo_lets_go(), ExitStack() as stack:
         for patched in AT_ONCE.items():
             stack.enter_context(mock.patch(*patched))
         run = Run(stage, meter, rank, folder)
