@@ -91,7 +91,9 @@ def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) 
 def _passed_on(sent: FromFirst, weights: Given) -> Iterator[tuple[str, Tensor]]:
     pairs: Iterable[tuple[str, Tensor]] | None = weights  # type: ignore[assignment]
     items = None if pairs is None else (((WEIGHT, 0, name), value) for name, value in pairs)
-    return ((label[2], value) for label, value in sent.passed_on(items if sent.is_first else None))
+    for (_, _, name), value in sent.passed_on(items if sent.is_first else None):
+        yield name, value
+        del value
 
 
 def _load(inner: nn.Module, weights: Given, strict: bool) -> Any:
@@ -112,6 +114,7 @@ def _load(inner: nn.Module, weights: Given, strict: bool) -> Any:
             with torch.no_grad():
                 into.copy_(value)
             loaded.add(into)
+        del value
     if kept:
         # They are of this version: a stream has none.
         named = with_versions(named_as_compiled(inner, kept), versions_of(inner))
@@ -142,6 +145,7 @@ def _without_module(expected: Iterable[str], pairs: Iterable[tuple[str, Any]]) -
             if strips:
                 warn_user(_OF_DDP)
         yield name.removeprefix("module.") if strips else name, value
+        del value
 
 
 def _loaded_by_themselves(inner: nn.Module) -> tuple[str, ...]:
@@ -251,6 +255,7 @@ def _items(stepped: SteppedShards, names: Mapping[int, str], given: Given) -> It
             )
         entries.setdefault(numbers[name], set()).add(leaves.entry_of(key))
         yield (STATE, numbers[name], key), _as_made(by_number[numbers[name]].get(key), tensor)
+        del tensor
     _refuse_incomplete(stepped, names, entries)
 
 
@@ -288,6 +293,7 @@ def _without_options(items: Iterable[tuple[Label, Any]], groups: Sequence[dict[s
             groups[number][key] = leaf
         else:
             yield number, key, leaf
+        del leaf
 
 
 def _refuse_shard(stepped: SteppedShards, comms: Sequence[Comm], state_dict: Mapping[str, Any]) -> None:

@@ -107,6 +107,7 @@ class FromFirst:
         if not self.is_first:
             while (item := self._receive()) is not None:
                 yield item
+                del item  # here and wherever it goes: no variable keeps a tensor while the next one is received
             return
         remaining = iter(items or ())
         while (item := self._next(remaining)) is not None:

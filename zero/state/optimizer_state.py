@@ -135,11 +135,12 @@ def cut(
     whole, taken = dict(unsharded(optimizer)), dict[nn.Parameter, dict[str, Any]]()
     for number, key, leaf in found if is_shard else _fitting(optimizer, found):
         if owned := own.get(number):
-            value = leaf if is_shard else _part(owned, key, leaf)
-            taken.setdefault(optimizer.part(owned.param), {})[key] = owned.taken_from(value, is_shard=is_shard)
+            part = owned.taken_from(leaf if is_shard else _part(owned, key, leaf), is_shard=is_shard)
+            taken.setdefault(optimizer.part(owned.param), {})[key] = part
         elif number in whole:
             taken.setdefault(whole[number], {})[key] = deepcopy(leaf)
-    return {part: leaves.closed(state) for part, state in taken.items()}
+        del leaf  # which may be received: see given.py
+    return {of: leaves.closed(state) for of, state in taken.items()}
 
 
 def _fitting(optimizer: SteppedShards, found: Iterable[Leaf]) -> Iterator[Leaf]:
@@ -154,6 +155,7 @@ def _fitting(optimizer: SteppedShards, found: Iterable[Leaf]) -> Iterator[Leaf]:
                 "into the same model, or build OSS with partition='whole'."
             )
         yield number, key, leaf
+        del leaf
 
 
 def _part(owned: ParamShard, key: str, leaf: Any) -> Any:
