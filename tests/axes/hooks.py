@@ -55,6 +55,8 @@ class Hook(Axis):
         self.place, self.act, self.early, self.own, self.handles = place, act, early, own, list[Any]()
         if act is raises_alone or (act is raises and ends):
             self.refused = dict.fromkeys(map(int, alone if act is raises_alone else "123"), (TOLD,))
+            if or_refused and not early:
+                self.refused[3] = (or_refused,)
         elif act is not raises:
             self.or_refused = "clip_grad_norm" if act is clips else or_refused
         if act is clips:
@@ -133,7 +135,7 @@ def gradients(params: Iterable[Tensor]) -> list[Tensor]:
 
 def reads_each(t: Loop, params: Iterable[Tensor]) -> None:
     """Element-wise work on gradients, as it may be done on shards. How often the hook is called is compared."""
-    t.note(torch.tensor(float(all(grad.mul(2).isfinite().all() for grad in gradients(params)))))
+    t.note(torch.tensor(float(len([grad.mul(2).isfinite() for grad in gradients(params)]) > 0)))
 
 
 def halves_each(t: Loop, params: Iterable[Tensor]) -> None:
@@ -292,9 +294,9 @@ def on_many(mode: str) -> Place:
 
 hooks("on each gradient", on_gradients, reads, scales, *RAISES, **how)
 hooks("on each accumulated gradient", on_accumulated, reads, scales_in_place, *RAISES, **how)
+hooks("on any gradient of a block", on_many("any"), reads, *RAISES, **how)
 how["or_refused"] = "needs the full tensor"  # registered between steps of stage 3
 hooks("on all gradients of a block", on_many("all"), reads, *RAISES, **how)
-hooks("on any gradient of a block", on_many("any"), reads, *RAISES, **how)
 
 # ------------------------------------------------------------------------------------------------- saving and loading
 
