@@ -38,7 +38,7 @@ from zero.measure.param_groups import SHARD_MARK, params_of
 from zero.shards.cut import Cut
 from zero.shards.moved import take_back
 from zero.shards.offload import Offload
-from zero.shards.sharded_parameter import AtRest, cut_of, mark, mark_states, rest, unmark, unmark_all, wake
+from zero.shards.sharded_parameter import GRADIENT, AtRest, mark, mark_states, rest, unmark, unmark_all, wake
 from zero.tensor_parallel import table
 from zero.wrap.dtensor_checks import refuse_dtensors
 
@@ -82,7 +82,7 @@ class Steps:
         """Local, after `check`. Reshards what a forward has left unsharded, or computes with now.
 
         Returns the parameters that this hides: not those of an optimizer whose step has called this one (Lookahead)."""
-        hidden = [param for param in params if param not in self._stepping]
+        hidden = [param for param in params if param not in self._stepping] if self._stepping else [*params]
         for unit in self._units_of(hidden):
             unit.reshard()
             unit.synchronize()  # transfers that an interrupted backward has launched may still read the shards
@@ -91,9 +91,9 @@ class Steps:
             gradient = param.grad
             if gradient is not None:
                 unmark(gradient)
-            self._stepping[param] = gradient if param in self._empty else None
+            self._stepping[param] = None
             if param in self._empty:
-                param.grad = None
+                self._stepping[param], param.grad = gradient, None
         for offload, own in self._by_offload(params):
             groups = [*dict.fromkeys(self._index[param].group for param in own)]
             offload.before_step(optimizer, own, groups, closure=closure)
@@ -109,12 +109,14 @@ class Steps:
             gradient, now = self._stepping.pop(param), param.grad
             if now is None:
                 now = param.grad = gradient
-            if now is not None and self._index[param].group.says_so:
-                mark(now, cut_of(param))
+            group, position = self._index[param]
+            if now is not None and group.says_so:
+                mark(now, group.cuts[position])
         self.rest(hidden)
-        for unit in self._units_of(hidden):
-            if unit.needed_by and unshard:
-                unit.unshard()
+        if unshard and any(unit.needed_by for unit in self._index.units):
+            for unit in self._units_of(hidden):
+                if unit.needed_by:
+                    unit.unshard()
 
     def take_back(self, optimizer: Optimizer, hidden: Sequence[nn.Parameter]) -> None:
         """Has parameters that a step has given other data lie where they were again, with that data."""
@@ -124,8 +126,12 @@ class Steps:
 
     def rest(self, params: Sequence[nn.Parameter]) -> None:
         """Makes parameters that are not stepped now say that they are shards; gradients may be full, under no_sync."""
-        at_rest = {group for group in self._index.groups if group.at_rest}
-        rest([param for param in params if param not in self._stepping and self._index[param].group in at_rest])
+        awake = {group for group in self._index.groups if not group.at_rest}
+        if awake or self._stepping:
+            params = [
+                param for param in params if param not in self._stepping and self._index[param].group not in awake
+            ]
+        rest(params)
 
     def _units_of(self, params: Sequence[nn.Parameter]) -> list[Unit]:
         """Those that are not summoned."""
@@ -213,7 +219,8 @@ class StepHook:
         stepped, self._begun = [param for _, params, _ in self._held for param in params], self._begun + 1
         self._take_back(optimizer)
         self.restore(optimizer)
-        increment_version([param for param in stepped if param.grad is not None])
+        with as_plain_tensors():
+            increment_version([param for param in stepped if GRADIENT.__get__(param) is not None])
 
     def _end(self, optimizer: ReferenceType[Optimizer], begun: int) -> None:
         """Local. Restores what a step has hidden that has raised, also before it called its closure."""

@@ -18,6 +18,7 @@ from zero.measure.kinds import Finding, Kind, title
 from zero.measure.param_groups import SHARD_MARK
 from zero.shards.moved import moved_problem
 from zero.shards.partition import optimizer_problem
+from zero.shards.sharded_parameter import GRADIENT
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class StepChecks:
         params: Sequence[nn.Parameter],
         tensorwise: dict[nn.Parameter, tuple[str, Finding]],
     ) -> Iterator[str]:
-        stepped = [param for param in params if param.grad is not None]
+        stepped = [param for param in params if GRADIENT.__get__(param) is not None]
         kind, held = type(optimizer).__name__, {*stepped}
         for unit in self._index.units_of(stepped):
             if unit.summoned or Need.BACKWARD in unit.needed_by:

@@ -16,7 +16,7 @@ from zero.measure.kinds import Finding
 from zero.shards.cut import register
 from zero.shards.moved import moved
 from zero.shards.owned_shards import OwnedShards
-from zero.shards.sharded_parameter import cut_of, mark, rest, unmark, wake
+from zero.shards.sharded_parameter import mark, rest, unmark, wake
 from zero.wrap import ddp
 from zero.wrap.dtensor_checks import DTensorCheck
 
@@ -69,10 +69,10 @@ class StepChecks:
         shards = self._shards
         for flat in shards.shard_groups:
             own = [shards[param] for param in flat.params]
-            register(own, flat)
-            for shard in own if self._comm.world > 1 else ():
+            cuts = register(own, flat)
+            for shard, cut in zip(own, cuts, strict=True) if self._comm.world > 1 else ():
                 if shard.grad is not None:
-                    mark(shard.grad, cut_of(shard))
+                    mark(shard.grad, cut)
                 rest([shard])
         try:
             yield

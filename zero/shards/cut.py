@@ -77,9 +77,11 @@ class Cut:
 _cuts: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def register(params: Sequence[nn.Parameter], owner: Owner) -> None:
-    """Notes that parameters are sharded by a shard group from now on."""
-    _cuts.update((param, Cut(ref(owner), index)) for index, param in enumerate(params))
+def register(params: Sequence[nn.Parameter], owner: Owner) -> list[Cut]:
+    """Notes that parameters are sharded by a shard group from now on. Returns the cut of each."""
+    cuts = [Cut(ref(owner), index) for index in range(len(params))]
+    _cuts.update(zip(params, cuts, strict=True))
+    return cuts
 
 
 def of_param(param: Tensor) -> Cut:

@@ -33,7 +33,7 @@ from zero.shards.moved import MOVED
 from zero.shards.moved import moved as moved_in
 from zero.shards.placement import Exchange, Placement
 from zero.shards.shapes import Shapes, with_own_storage
-from zero.shards.sharded_parameter import GRADIENT, cut_of, mark, rest, wake
+from zero.shards.sharded_parameter import GRADIENT, mark, rest, wake
 
 ACTS = ("unshard", "wait_for_unshard", "reshard", "reduce", "wait_for_reduce")
 """What is done to a group, in the profiler and the log."""
@@ -74,7 +74,7 @@ class ShardGroup:
         # Whether parameters say that they are shards while they are.
         self.says_so = options.own_shard and self.comm.world > 1
         self.reads: Callable[[], Asked | None] = lambda: None
-        register(self.params, self)
+        self.cuts = register(self.params, self)
         self._handle: Work | None = None
         # The events after copies of gradients that are on their way to the CPU.
         self.copies: list[Any] = []
@@ -340,7 +340,7 @@ class ShardGroup:
     def set_gradient(self, index: int, gradient: Tensor | None) -> None:
         """Makes it the gradient of the shard of a parameter that is sharded."""
         if gradient is not None and self.says_so:
-            mark(gradient, cut_of(self.params[index]))
+            mark(gradient, self.cuts[index])
         with as_plain_tensors():
             GRADIENT.__set__(self.params[index], gradient)
 
