@@ -26,9 +26,11 @@ class Bound(Protocol):
 
 def elsewhere(params: Iterable[Tensor], views: Iterable[Tensor]) -> list[int]:
     """Returns the positions of the parameters that do not lie where the views do. Compares addresses only."""
-    with as_plain_tensors():
-        pairs = enumerate(zip(params, views, strict=True))
-        return [index for index, (param, view) in pairs if param.data_ptr() != view.data_ptr()]
+    with as_plain_tensors():  # each unit is looked at four times a step: by `map`, which takes half of a comprehension
+        here, there = [*map(Tensor.data_ptr, params)], [*map(Tensor.data_ptr, views)]
+    return (
+        [] if here == there else [index for index, pair in enumerate(zip(here, there, strict=True)) if len({*pair}) > 1]
+    )
 
 
 def moved(group: Bound) -> str | None:
