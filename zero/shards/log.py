@@ -9,17 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TextIO
 
 logger = logging.getLogger("zero")
-
-
-class _Unless(logging.StreamHandler[TextIO]):
-    """Writes to stderr unless the program has handlers of its own, which get each line, too."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not logging.root.handlers:
-            super().emit(record)
 
 
 def show_as_asked() -> None:
@@ -29,7 +20,9 @@ def show_as_asked() -> None:
     logger.setLevel(level if isinstance(level, int) else logging.INFO)
     for before in [one for one in logger.handlers if one.name == "zero"]:  # of this module, imported again
         logger.removeHandler(before)
-    handler = _Unless()
+    handler = logging.StreamHandler()
+    # A program that has handlers of its own gets each line by those.
+    handler.addFilter(lambda _: not logging.root.handlers)
     handler.name = "zero"
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
     logger.addHandler(handler)
