@@ -1,7 +1,8 @@
 # Every target runs in .venv, which is made on first use and again when its requirements change. With TORCH=2.15.0 it
-# runs with that torch instead, in an environment of its own; without a CPU build that is a download of gigabytes.
+# runs with that torch instead, with PYTHON=python3.10 by that Python, in an environment of its own; without a CPU build
+# that is a download of gigabytes.
 
-VENV  := .venv$(addprefix -torch-,$(TORCH))
+VENV  := .venv$(addprefix -torch-,$(TORCH))$(addprefix -,$(PYTHON))
 CORE  := $(VENV)/.core
 READY := $(VENV)/.ready
 BIN   := $(VENV)/bin
@@ -14,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # process, they would wait for one another.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help check test test-quick mutants nightly faults hosts gpu lent fuzz axes matrix soak stages bench peers docs dist clean
+.PHONY: help check test test-quick mutants oldest nightly faults hosts gpu lent fuzz axes matrix soak stages bench peers docs dist clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -26,13 +27,16 @@ check: $(READY)  ## Lint, formatting, types of zero/ and of the code in the docu
 	@$(BIN)/python tests/docs/typed.py .mypy_cache/documented
 	@MYPYPATH=.mypy_cache $(BIN)/mypy --no-error-summary zero .mypy_cache/documented
 
-test: $(READY)  ## Run the tests; ARGS="-k name" chooses, TORCH=2.15.0 takes another torch
+test: $(READY)  ## Run the tests; ARGS="-k name" chooses, TORCH=2.15.0 takes another torch, PYTHON=python3.10 that Python
 	@$(BIN)/pytest -q -n 2 --dist worksteal $(ARGS)
 
 test-quick: $(READY)  ## One test in five, none that takes a third of a second; ARGS="tests/oss" chooses
 	@$(BIN)/pytest -q -n 2 --dist worksteal -m "not slow" $(ARGS)
 
-nightly: $(READY)  ## All that the suite has no time for: mutants, matrix, axes, faults, hosts, fuzz, soak; ends with a table
+oldest:  ## The quick tests by the oldest Python that setup.cfg names, where it is at hand
+	@! command -v python3.10 >/dev/null || $(MAKE) --no-print-directory test-quick PYTHON=python3.10
+
+nightly: $(READY)  ## All that the suite has no time for: mutants, matrix, axes, faults, hosts, fuzz, soak, the oldest Python; ends with a table
 	@$(BIN)/python tests/nightly.py
 
 mutants: $(READY)  ## Put errors into zero one by one: which test catches each; ARGS="old-master late-gather" chooses
@@ -94,14 +98,14 @@ dist: $(VENV)/.dist  ## Build sdist and wheel into dist/, and run the first exam
 	@env -u PYTHONPATH build/alone/bin/python tests/docs/first_script.py
 
 clean:  ## Remove the environment, caches and build products
-	@rm -rf .venv .venv-torch-* build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	@rm -rf .venv .venv-* build dist *.egg-info .benchmarks .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	@find zero tests benchmarks -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # What zero itself and benchmarks/stages.py need. torch first and by its exact version alone: where that names a CPU
 # build, nothing after it replaces it.
 $(CORE): setup.cfg pyproject.toml constraints.txt
 	@echo "Preparing $(VENV) (once)"
-	@python3 -m venv $(VENV)
+	@$(or $(PYTHON),python3) -m venv $(VENV)
 	@sed 's/^torch==.*/torch==$(or $(TORCH),2.13.0)/' constraints.txt > $(VENV)/constraints.txt
 	@$(BIN)/pip install "pip>=25.1"  # the first that knows --group
 	@$(BIN)/pip install torch==$(or $(TORCH),2.13.0)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 
-TARGETS = ("mutants", "matrix", "axes", "faults", "hosts", "fuzz", "soak")
+TARGETS = ("mutants", "matrix", "axes", "faults", "hosts", "fuzz", "soak", "oldest")
 
 
 def main() -> int:

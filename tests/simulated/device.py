@@ -197,6 +197,10 @@ class Device:
         self.capture: Capture | None = None
         self._numbers = count(1)
 
+    def is_available(self) -> bool:
+        """There is no memory to pin."""
+        return False
+
     def Stream(self, device: object = None, priority: int = 0) -> Stream:
         return Stream(self, f"stream {next(self._numbers)}")
 
