@@ -27,6 +27,7 @@ from zero.comm import Comm
 from zero.comm.streams import HostStreams
 from zero.comm.together import Together
 from zero.fsdp.edges import half_way, watch_param
+from zero.fsdp.prefetch import Order
 from zero.fsdp.unit import Call, Index, Need, Unit
 from zero.wrap.bucket import EndOfBackward
 
@@ -50,6 +51,7 @@ class Backward:
         streams: Sequence[HostStreams],
         together: Together,
         in_flight: int,
+        order: Order,
     ) -> None:
         self.reduces = True
         self.active = False
@@ -57,7 +59,7 @@ class Backward:
         # Whether backward has left gradients of a unit unreduced since the last one that reduced.
         self._left_unreduced = False
         self._index, self._units, self._root, self._streams = index, index.units, index.units[0], streams
-        self._together = together
+        self._together, self._order = together, order
         self.in_flight = in_flight
         self._end = EndOfBackward(comms, "the end of a backward of FSDP")
         self._comms = [(comm, comm.channel("the graphs that a backward of FSDP may pass")) for comm in comms]
@@ -113,7 +115,7 @@ class Backward:
         if not call.has_exit_hook:  # a re-entrant checkpoint runs a backward of its own, with an end of its own
             at_end_of_backward(partial(self.post_backward, unit, call))
         if entered and self.in_flight == 3:
-            self._launch_ahead(unit)
+            self._order.launch_before(unit)
 
     def watch_params(self) -> list[RemovableHandle]:
         """Registers hooks on parameters. What the loss reads of units that may stay unsharded after forward gives them
@@ -139,7 +141,7 @@ class Backward:
         if unit in self._in_backward and not torch.is_grad_enabled():
             with self._together:
                 self._free_wire()
-                self._launch_ahead(unit)
+                self._order.launch_before(unit)
 
     def param_reached(self, unit: Unit) -> None:
         """Enters backward of a unit that has stayed unsharded."""
@@ -231,13 +233,6 @@ class Backward:
             if all(other.begun > call.ended for other in unit.calls):
                 self._reduce_unit(unit)
 
-    def _launch_ahead(self, unit: Unit) -> None:
-        """Launches the all-gather of the unit that backward is expected to reach next, unless it is in backward."""
-        following = self._index.before.get(unit)
-        if following is not None and following.calls and Need.BACKWARD not in following.needed_by:
-            following.unshard(for_backward=True, ahead=True)
-            following.needed_by.add(Need.AHEAD)
-
     def _reduce_unit(self, unit: Unit, *, at_end: bool = False) -> None:
         """Collective. Reshards the unit, launches the next all-gather, which is needed first, and then the reduction.
 
@@ -255,7 +250,7 @@ class Backward:
             for bucket in unit.buckets:
                 bucket.keep_unreduced()
         if self.in_flight == 2 and not at_end:
-            self._launch_ahead(unit)
+            self._order.launch_before(unit)
         if self.reduces:
             self._launch_reduce(unit)
 

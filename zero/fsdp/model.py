@@ -18,7 +18,7 @@ from zero.comm.together import Together
 from zero.fsdp.backward import Backward
 from zero.fsdp.options import Options
 from zero.fsdp.precision import CastBuffer
-from zero.fsdp.prefetch import in_flight
+from zero.fsdp.prefetch import Order, in_flight
 from zero.fsdp.reads import Reads
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.shown import ShownUnits
@@ -86,13 +86,13 @@ class Model:
         self._shown = ShownUnits(self.index)
         streams = streams_in(group.streams for group in self.index.groups)
         common = self.index, self.comms, streams, self.together
-        self.backward = Backward(*common, self.in_flight)
+        order = Order(self.index, ahead=self.in_flight > 1 and (overlaps or self.in_flight == 3))
+        self.backward = Backward(*common, self.in_flight, order)
         others = others_of(self.index)
         if others:
             fail_together([*self.comms, *others], self.index.groups[0].full.device)
         self.reads = Reads(self.index, self.comms, self.backward, [self.comm, *others])
-        ahead = self.in_flight > 1 and (overlaps or self.in_flight == 3)
-        self.schedule = Schedule(*common, self.backward, self.reads, ahead=ahead)
+        self.schedule = Schedule(*common, self.backward, self.reads, order)
         # How to restore what steps have hidden, which are running or have raised.
         self.unfinished_steps: list[tuple[Callable[[Optimizer], None], ReferenceType[Optimizer]]] = []
         claim(self.index, self, _AVERAGES, sharded=_SHARDED)

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from zero.fsdp.unit import Index, Need, Unit
+
 OF_FSDP1 = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
 _BACKWARD = {"BACKWARD_PRE": 3, "BACKWARD_POST": 2, None: 1}
 
@@ -53,3 +55,61 @@ def of_fsdp1(given: Mapping[str, Any]) -> int | None:
     if name not in _BACKWARD:
         raise ValueError(f"backward_prefetch={name!r} is unknown. Choose BACKWARD_PRE, BACKWARD_POST or None.")
     return _BACKWARD[name]
+
+
+class Order:
+    """Which unit follows which in forward, as units ran last, and which ones were gathered ahead by that. The root,
+    which computes around all others, follows none.
+
+    ahead: whether units are gathered ahead in forward.
+    """
+
+    def __init__(self, index: Index, *, ahead: bool) -> None:
+        self._index, self._root, self._gathers_ahead = index, index.units[0], ahead
+        self._after: dict[Unit, Unit] = {}
+        self._before: dict[Unit, Unit] = {}
+        self._last_entered = self._root
+        # Gathered ahead, and did not begin their forward yet.
+        self._ahead: set[Unit] = set()
+
+    def enter(self, unit: Unit) -> None:
+        """A forward of the unit begins. Launches the all-gather of the one that followed last time.
+
+        Only within a forward of the whole model, at whose end it is resharded if it did not run. After another method
+        it would stay, and a later forward would not read what was written into its shards meanwhile.
+        """
+        if unit is not self._root and unit is not self._last_entered:
+            self._after[self._last_entered], self._before[unit] = unit, self._last_entered
+        self._last_entered = unit
+        self._ahead.discard(unit)
+        unit.needed_by.discard(Need.AHEAD)
+        whole = self._root in self._index.running and self._root.entry_module is None
+        following = self._after.get(unit)
+        if whole and following is not None and self._gathers_ahead:
+            following.unshard(ahead=True)
+            following.needed_by.add(Need.AHEAD)
+            self._ahead.add(following)
+
+    def leave_root(self) -> None:
+        """The forward of the model ends: backward begins with the unit that ran last."""
+        self._before.pop(self._root, None)
+        if self._last_entered is not self._root:
+            self._before[self._root] = self._last_entered
+        while self._ahead:
+            self._ahead.pop().release(Need.AHEAD)  # it did not run this time
+
+    def is_first_in_backward(self, unit: Unit) -> bool:
+        """Whether backward reached this unit first, last time."""
+        return unit is self._before.get(self._root)
+
+    def launch_before(self, unit: Unit) -> None:
+        """Launches the all-gather of the unit that backward is expected to reach after this one, unless it is in
+        backward."""
+        following = self._before.get(unit)
+        if following is not None and following.calls and Need.BACKWARD not in following.needed_by:
+            following.unshard(for_backward=True, ahead=True)
+            following.needed_by.add(Need.AHEAD)
+
+    def forget(self) -> None:
+        """An error has ended the forward."""
+        self._ahead.clear()

@@ -7,10 +7,8 @@ which its units ran last. Ranks whose orders differ raise when an all-gather arr
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
-from math import isqrt
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
@@ -20,13 +18,15 @@ from torch.utils.hooks import RemovableHandle
 
 from zero._torch.autograd import in_a_backward
 from zero.comm import Comm
-from zero.comm.streams import STEP_GRAPH, HostStreams
+from zero.comm.streams import HostStreams
 from zero.comm.together import Together
 from zero.fsdp.backward import Backward, Graph
 from zero.fsdp.edges import watch_inputs, watch_inside, watch_outputs
+from zero.fsdp.prefetch import Order
 from zero.fsdp.reads import Reads
 from zero.fsdp.shown import refuse_read
 from zero.fsdp.unit import Call, Index, Need, Unit
+from zero.fsdp.writes import Search
 
 
 class Schedule:
@@ -37,10 +37,7 @@ class Schedule:
     is read meanwhile asks for that unit (sharded_parameter.py): it is unsharded, and from then on whenever its reader
     is.
 
-    `forwards`: how many forwards of the model have begun, by mode (`module.training`).
-
-    Writes through `.data` (writes.py) are looked for in forward 1, 2, 5, 8, 13 ... of a mode, with ZERO_CHECK=each in
-    every one. What is first found after forwards in which nobody looked raises.
+    `search`: in which forwards writes through `.data`, and reads, are looked for.
     """
 
     def __init__(
@@ -51,25 +48,15 @@ class Schedule:
         together: Together,
         backward: Backward,
         reads: Reads,
-        *,
-        ahead: bool,
+        order: Order,
     ) -> None:
-        self._index, self._units, self._root, self._comms = index, index.units, index.units[0], comms
-        self._streams, self._gathers_ahead, self._backward = streams, ahead, backward
-        self._together, self._reads, self._device = together, reads, index.groups[0].full.device.type
-        self.forwards: Counter[bool] = Counter()
-        # The same of calls of other methods, and of the model within a backward.
-        self._other_calls: Counter[bool] = Counter()
-        # Whether writes are looked for now.
-        self._looks = False
+        self._index, self._root, self._comms, self._streams = index, index.units[0], comms, streams
+        self._backward, self._together, self._reads, self._order = backward, together, reads, order
+        self.search = Search()
         # The number of the last forward of the model, or of units by themselves, and what its graph keeps.
         self._forward, self._graph = 0, Graph()
-        # Units that were gathered ahead, and did not begin their forward yet.
-        self._ahead: set[Unit] = set()
         # How many forwards of units have begun.
         self._forwards_begun = 0
-        # The unit whose forward began last.
-        self._last_entered = self._root
         # Whether autocast's casts of an earlier forward serve this one.
         self._casts_are_shared = False
         self._hooks: MutableMapping[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
@@ -89,7 +76,7 @@ class Schedule:
         self._on_params = self._backward.watch_params()
         for group in self._index.groups:
             group.reads = ref(self._reads)  # units keep their groups, and hooks on modules keep units and this
-        for unit in reversed(self._units):  # so that a unit around another is entered first
+        for unit in reversed(self._index.units):  # so that a unit around another is entered first
             for module in (unit.module, *_holders(unit)):
                 own = module is unit.module
                 before = hidden(unit, module, partial(self._together_with, self._pre_forward, unit, own))
@@ -125,8 +112,8 @@ class Schedule:
         """Forgets a forward that an error has ended which calls no hooks of modules: KeyboardInterrupt, SystemExit."""
         if self._index.running and not self._backward.active:
             self._index.running.clear()
-            self._ahead.clear()
-            for unit in self._units:
+            self._order.forget()
+            for unit in self._index.units:
                 unit.forget_forward()
                 unit.release()
 
@@ -167,35 +154,28 @@ class Schedule:
             each.needed_by.add(unit)
         self._index.running.append(unit)
         if not in_backward:
-            self._note_order(unit)
+            self._order.enter(unit)
 
     def _look(self, *, whole: bool) -> None:
-        """Looks for reads and writes in the forward that begins, if it is one in which that is due. whole: it is one of
-        the model, and not of another method or within a backward."""
+        """Looks for reads and writes in the forward that begins, if it is one in which that is due."""
+        writes = (one for unit in self._index.units for one in unit.writes.values())
         mode, each = self._root.module.training, self._comms[0].log.each
-        forwards = self.forwards if whole else self._other_calls
-        forwards[mode] += 1
-        number = forwards[mode]
-        due = (each or (_is_fibonacci(number) and number != 3)) and not STEP_GRAPH.recorded  # to look reads values
-        if due or self._looks:
-            self._looks, missed = due, number > 2 and not each
-            for writes in [one for unit in self._units for one in unit.writes.values()]:
-                writes.looks, writes.missed = self._looks, missed
+        due = self.search.begin(writes, mode=mode, whole=whole, each=each)
         if due and whole and (begin_search := self._begin_search()) is not None:
             begin_search()
 
     def _begin_forward(self) -> None:
         """No unit is running: the forward of the model begins, or that of one unit by itself."""
-        enabled = torch.is_autocast_enabled(self._device)
+        enabled = torch.is_autocast_enabled(self._index.groups[0].full.device.type)
         # autocast caches the casts of parameters as long as it is enabled, so that later forwards compute with them.
         # Their gradients pass through the graph of the forward that cast first: in backward they come after all others.
-        waiting = any(unit.calls for unit in self._units)
+        waiting = any(unit.calls for unit in self._index.units)
         self._casts_are_shared = enabled and waiting
         if not waiting:
             torch.clear_autocast_cache()
         if self._backward.active:
             return
-        for unit in self._units:
+        for unit in self._index.units:
             if unit.needed_by:
                 unit.take_over()
         self._forward, self._graph = self._forward + 1, Graph()
@@ -203,24 +183,6 @@ class Schedule:
             streams.begin()
         for comm in self._comms:
             comm.log.begin_schedule(together=comm is self._comms[0])  # among the first all forwards gather
-
-    def _note_order(self, unit: Unit) -> None:
-        """Remembers which unit follows which, and launches the all-gather of the one that followed last time.
-
-        Only within a forward of the whole model, at whose end it is resharded if it did not run. After another method
-        it would stay, and a later forward would not read what was written into its shards meanwhile.
-        """
-        if unit is not self._root and unit is not self._last_entered:
-            self._index.after[self._last_entered], self._index.before[unit] = unit, self._last_entered
-        self._last_entered = unit
-        self._ahead.discard(unit)
-        unit.needed_by.discard(Need.AHEAD)
-        whole = self._root in self._index.running and self._root.entry_module is None
-        following = self._index.after.get(unit)
-        if whole and following is not None and self._gathers_ahead:
-            following.unshard(ahead=True)
-            following.needed_by.add(Need.AHEAD)
-            self._ahead.add(following)
 
     def _begin(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Counts a forward of the unit. Expects a backward, and registers hooks on inputs for the end of that backward.
@@ -259,7 +221,7 @@ class Schedule:
         output, needs_backward = watch_outputs((unit, *self._index.reads[unit]), output, on_entry)
         if not unit.running:
             # Backward will reach this unit first, as it did last time, and would gather it ahead.
-            first_in_backward = self._backward.in_flight == 3 and unit is self._index.before.get(self._root)
+            first_in_backward = self._backward.in_flight == 3 and self._order.is_first_in_backward(unit)
             stays = unit is self._root or unit.stays or first_in_backward
             self._leave(unit, stays=needs_backward and stays)
         return output
@@ -269,11 +231,7 @@ class Schedule:
         if unit in self._index.running:
             self._index.running.remove(unit)
         if unit is self._root:
-            self._index.before.pop(unit, None)
-            if self._last_entered is not unit:
-                self._index.before[unit] = self._last_entered
-            while self._ahead:
-                self._ahead.pop().release(Need.AHEAD)  # it did not run this time
+            self._order.leave_root()
         for each in (unit, *self._index.reads[unit]):
             (each.needed_by.add if stays else each.needed_by.discard)(Need.KEPT)
             each.release(unit)
@@ -284,13 +242,8 @@ class Schedule:
     def _abandon(self) -> None:
         """Forgets a forward or backward that an exception has ended, so that the model can be used again."""
         self._index.running.clear()
-        self._ahead.clear()
+        self._order.forget()
         self._backward.abandon()
-
-
-def _is_fibonacci(number: int) -> bool:
-    """Some of these numbers are multiples of any number, so that what a user does every third time is looked for."""
-    return any(isqrt(square) ** 2 == square for square in (5 * number**2 - 4, 5 * number**2 + 4))
 
 
 def _holders(unit: Unit) -> Iterator[nn.Module]:

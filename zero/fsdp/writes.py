@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from math import isqrt
 
 import torch
 from torch import Tensor
 
 from zero._torch.autograd import writes_so_far
 from zero._torch.tensors import has_values
+from zero.comm.streams import STEP_GRAPH
 from zero.shards.shard_group import ShardGroup
 
 # Elements that are compared at a time, so that temporaries are small.
@@ -25,7 +28,7 @@ class Writes:
     """Detects writes into the unsharded parameters of one shard group, and copies them into the shard.
 
     torch does not count writes through `param.data`. To look for these reads the entire shard, so it is done in a few
-    forwards and their backwards (schedule.py); once there were some, they are expected from then on.
+    forwards and their backwards (`Search`); once there were some, they are expected from then on.
 
     `looks`: whether that is now. `missed`: whether it was not in the forward before.
     """
@@ -77,3 +80,36 @@ class Writes:
 def _equal_with_nan(one: Tensor, other: Tensor) -> bool:
     """As where a run has diverged: NaN is equal to NaN."""
     return bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+class Search:
+    """Says in which forwards of a model writes through `.data`, and reads of other units, are looked for: in forward 1,
+    2, 5, 8, 13 ... of a mode (`module.training`), or in each. What is first found after forwards in which nobody
+    looked raises.
+
+    `forwards`: how many forwards of the model have begun, by mode.
+    """
+
+    def __init__(self) -> None:
+        self.forwards: Counter[bool] = Counter()
+        # The same of calls of other methods, and of the model within a backward.
+        self._other_calls: Counter[bool] = Counter()
+        self._looks = False
+
+    def begin(self, writes: Iterable[Writes], *, mode: bool, whole: bool, each: bool) -> bool:
+        """A forward begins. Returns whether to look. whole: it is one of the model, and not of another method or within
+        a backward. each: whether every forward is searched."""
+        forwards = self.forwards if whole else self._other_calls
+        forwards[mode] += 1
+        number = forwards[mode]
+        due = (each or (_is_fibonacci(number) and number != 3)) and not STEP_GRAPH.recorded  # to look reads values
+        if due or self._looks:
+            self._looks, missed = due, number > 2 and not each
+            for one in writes:
+                one.looks, one.missed = self._looks, missed
+        return due
+
+
+def _is_fibonacci(number: int) -> bool:
+    """Some of these numbers are multiples of any number, so that what a user does every third time is looked for."""
+    return any(isqrt(square) ** 2 == square for square in (5 * number**2 - 4, 5 * number**2 + 4))
