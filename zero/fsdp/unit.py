@@ -68,7 +68,7 @@ class Unit:
     `needed_by`: why it is unsharded: a Need, or the units that run and read its parameters, as itself. Once that is
         empty it is resharded, whatever else ends.
     `running`: its running calls, the innermost last: more than one where a module calls itself.
-    `read_by_others`: whether the forward of another unit was seen to read its parameters.
+    `read_by_others`: whether the forward of another unit was seen to read its parameters, or may.
     `calls`: those whose backward is expected or running: of the last forward of the model, and of earlier ones whose
         graph exists on every rank (backward.py).
 
@@ -99,7 +99,8 @@ class Unit:
         # The module whose call began the running forward, if it is not the unit's own.
         self.entry_module: nn.Module | None = None
         self.running: list[Call] = []
-        self.read_by_others = False
+        # Nobody is asked for parameters that are always full, as with NO_SHARD: who reads them is not known.
+        self.read_by_others = any(not group.frees and len(group.exchange.comms()) > 1 for group in groups)
         # The autograd nodes of the inputs of the running forwards.
         self.inputs: set[Node] = set()
         self.calls: set[Call] = set()
