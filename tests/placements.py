@@ -143,7 +143,7 @@ class HalfFrozen(Model):
 
 
 class Gated(Block):
-    """An LSTM, whose kernel leaves a workspace for its backward, which is not planned."""
+    """An LSTM, whose kernel leaves a workspace for its backward."""
 
     def __init__(self, width: int) -> None:
         nn.Module.__init__(self)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeCopyMode,
     FakeTensorMode,
+    unset_fake_temporarily,
 )
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # the class of tensors without values
 from torch.utils import _python_dispatch
@@ -62,6 +63,10 @@ _HASHED = frozenset({bool, int, float, str, type(None), torch.dtype, torch.devic
 def without_values() -> FakeTensorMode:
     """In this context new tensors have shapes but no memory, on any device. torch's class has no public name."""
     return _WithoutValues(allow_non_fake_inputs=True)
+
+
+# The context, within that of `without_values`, in which new tensors have memory.
+with_values = unset_fake_temporarily
 
 
 def copied_without_values(value: _Value, mode: FakeTensorMode) -> _Value:

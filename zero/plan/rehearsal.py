@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -15,7 +15,14 @@ from torch import Tensor, nn
 
 from zero._torch.modules import buffers_of
 from zero._torch.recording import VALUE_OF
-from zero._torch.tensors import NEEDS_VALUES, copied_without_values, is_of_two_devices, let_move, without_values
+from zero._torch.tensors import (
+    NEEDS_VALUES,
+    copied_without_values,
+    is_of_two_devices,
+    let_move,
+    with_values,
+    without_values,
+)
 from zero.comm import Comm, Work
 from zero.comm.host_memory.transport import QueuedWork
 from zero.comm.streams import HostStreams
@@ -30,6 +37,8 @@ from zero.wrap.tensors import tensors_in
 # torch can copy to and from it in a rehearsal.
 _HOST = "meta"
 
+_LSTM: Any = torch.ops.aten.mkldnn_rnn_layer.default
+
 
 class Rehearsal(Meter):
     """Counts live bytes, and returns 0 where the value of a tensor without values is read.
@@ -39,17 +48,31 @@ class Rehearsal(Meter):
     """
 
     in_forward = False
+    of_cpus = False  # whether what is rehearsed runs on CPUs, whose kernels this process can ask
 
     def counts(self, tensor: Tensor) -> bool:
         return not on_host(tensor)
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
         except NEEDS_VALUES:
             if func is not VALUE_OF or self.in_forward:
                 raise
             return args[0].dtype.is_floating_point * 0.0
+        if func is not _LSTM or not self.of_cpus:
+            return result
+        *outputs, workspace = result  # which is empty without values
+        shapes = tuple(tensor.shape for tensor in args[:7])
+        return *outputs, workspace.new_empty(_workspace_of_lstm(shapes, args[0].dtype, *args[9:], reverse=args[7]))
+
+
+@cache
+def _workspace_of_lstm(shapes: Iterable[torch.Size], dtype: torch.dtype, *options: Any, reverse: bool) -> int:
+    """The bytes that oneDNN's kernel keeps for backward, which only the kernel tells: it is run, on zeros."""
+    with with_values():
+        tensors = [torch.zeros(shape, dtype=dtype, device="cpu") for shape in shapes]
+        return int(_LSTM(*tensors, reverse, [], *options)[-1].nbytes)
 
 
 @contextmanager

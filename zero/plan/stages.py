@@ -185,7 +185,7 @@ def cost_of(job: Job, stage: str) -> Cost:
 def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[int]]:
     """The cost on one rank, and the ranks, besides the first, that may need most."""
     with assumed(job.finding), rehearsing(job.module, job.device) as (module, rehearsal):
-        job = replace(job, module=module)
+        job, rehearsal.of_cpus = replace(job, module=module), job.like != "nccl"
         inputs: Sequence[Any]
         if job.batch is None:
             walk(module, job.unit_modules)
