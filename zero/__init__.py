@@ -32,7 +32,6 @@ This script trains on one process, or on several that torchrun starts:
 __title__ = "progressive-zero"  # by this zero/_torch/namesakes.py knows that no other distribution's file is here
 
 from zero import checkpoint
-from zero._torch import warn_if_untested
 from zero.comm import traffic
 from zero.fsdp import FSDP, MixedPrecision
 from zero.full_state import (
@@ -62,7 +61,6 @@ from zero.shards.log import show_as_asked
 __version__ = "0.1.0"  # setup.cfg reads it
 
 show_as_asked()
-warn_if_untested()
 
 __all__ = [
     "CPUOffload",

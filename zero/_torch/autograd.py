@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,12 +24,10 @@ def transformed() -> bool:
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Has autograd call the function when the backward that is running now is complete.
-
-    torch.autograd.graph.queue_callback does the same from torch 2.15 on; before, it had no public name.
-    """
-    queue: Callable[[Callable[[], None]], None] | None = getattr(torch.autograd.graph, "queue_callback", None)
-    (queue or Variable._execution_engine.queue_callback)(function)
+    """Has autograd call the function when the backward that is running now is complete."""
+    # Only from torch 2.15 on has this a public name.
+    public: Any = getattr(torch.autograd.graph, "queue_callback", None)
+    (public or Variable._execution_engine.queue_callback)(function)
 
 
 def shape_expected_by(leaf: Node) -> torch.Size:
@@ -38,10 +36,8 @@ def shape_expected_by(leaf: Node) -> torch.Size:
 
 
 def writes_into(leaf: Node) -> bool:
-    """Whether the backward that is running now writes into the leaf's `grad`. torch.autograd.grad does not.
-
-    Nothing public says which leaves a backward writes into; a hook on the leaf runs too late.
-    """
+    """Whether the backward that is running now writes into the leaf's `grad`. torch.autograd.grad does not."""
+    # Nothing public says which leaves a backward writes into; a hook on the leaf runs too late.
     try:
         return torch._C._will_engine_execute_node(leaf)
     except RuntimeError:  # torch.autograd.grad runs, and returns the leaf's gradient
@@ -53,10 +49,8 @@ def base_of(tensor: Tensor) -> Tensor | None:
     return tensor._base
 
 
-def keeping_versions(tensors: Sequence[Tensor]) -> AbstractContextManager[None]:
-    """A context in which torch counts no writes into the tensors, as DistributedDataParallel uses it for its buffers.
-    It has no public name."""
-    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+# A context in which torch counts no writes into a tuple of tensors, as DistributedDataParallel uses it for its buffers.
+keeping_versions = torch.autograd._unsafe_preserve_version_counter
 
 
 def writes_so_far(tensors: Iterable[Tensor]) -> int:

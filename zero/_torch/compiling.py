@@ -24,10 +24,8 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module that torch.compile was called with, if it returned this one; otherwise this one.
-
-    There is no public way back. The class of what torch.compile returns is not compared: that imports the compiler.
-    """
+    """The module that torch.compile was called with, if it returned this one; otherwise this one."""
+    # The class of what torch.compile returns is not compared: that imports the compiler.
     inside = children_of(module).get(_WRAPPED)
     return module if inside is None else inside
 
@@ -73,29 +71,21 @@ def with_versions(weights: OrderedDict[str, Any], versions: Mapping[str, Any] | 
 
 
 def compiled_without_breaks(module: nn.Module) -> bool:
-    """Whether a compiled module was compiled with fullgraph=True.
-
-    torch keeps the option in its compile context, which is private. If a version keeps it elsewhere, this is False, and
-    tracing then fails at the first unit.
-    """
+    """Whether a compiled module was compiled with fullgraph=True."""
+    # If a version keeps this elsewhere, tracing fails at the first unit.
     context = _compiled_by(module)
     return bool(getattr(context, "fullgraph", False) or getattr(context, "error_on_graph_break", False))
 
 
 def compiled_to_cuda_graphs(module: nn.Module) -> bool:
-    """Whether torch.compile runs a compiled module as CUDA graphs.
-
-    That is chosen by mode="reduce-overhead" or "max-autotune", by its options or torch._inductor.config, or by
-    backend="cudagraphs".
-    """
+    """Whether torch.compile runs a compiled module as CUDA graphs: by its mode, its options, torch._inductor.config, or
+    backend="cudagraphs"."""
     return _records_cuda_graphs(_compiled_by(module))
 
 
 def called_by_cuda_graphs() -> bool:
-    """Whether anything compiled that this thread is inside of, functions too, runs as CUDA graphs.
-
-    Found on the stack: torch keeps no list of what is being called.
-    """
+    """Whether anything compiled that this thread is inside of, functions too, runs as CUDA graphs."""
+    # Found on the stack: torch keeps no list of what is being called.
     compiler = torch._dynamo.eval_frame.__file__
     callers = (frame for frame, _ in walk_stack(sys._getframe()) if frame.f_code.co_filename == compiler)
     return any(_records_cuda_graphs(frame.f_locals.get("self")) for frame in callers)
@@ -113,12 +103,10 @@ def _records_cuda_graphs(context: object) -> bool:
 
 
 def _compiled_by(module: nn.Module) -> object:
-    """torch.compile's context for a compiled module; None where a version keeps it elsewhere.
-
-    The module's method compile() sets a function, and only the closure of a function in it refers to the context.
-    """
+    """torch.compile's context for a compiled module; None where a version keeps it elsewhere."""
     if module._compiled_call_impl is None:
         return module.dynamo_ctx
+    # The module's method compile() sets a function, and only the closure of a function in it refers to the context.
     config = getattr(module._compiled_call_impl, "get_compiler_config", None)
     return None if config is None else getclosurevars(config).nonlocals.get("self")
 
@@ -132,10 +120,8 @@ def never_traced(kind: type, *methods: str, reason: str | None = None) -> None:
 
 
 def call_around_compiling(start: Callable[[object], None], end: Callable[[object], None]) -> None:
-    """Has torch.compile call these when it begins and when it has ended. A second call changes nothing.
-
-    torch.compiler has no hooks. torch.compiler.reset() forgets these.
-    """
+    """Has torch.compile call these when it begins and when it has ended, until torch.compiler.reset(). A second call
+    changes nothing."""
     handler = torch._dynamo.callback_handler
     if start not in handler.start_callbacks:
         handler.register_start_callback(start)

@@ -6,24 +6,21 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The module's own dictionary of its children, to be read and written.
-
-    named_children() leaves out children that are None or occur twice, and setattr may run code of the user's class.
-    """
+    """The module's own dictionary of its children, to be read and written."""
+    # named_children() leaves out children that are None or occur twice, and setattr may run code of the user's class.
     children: dict[str, nn.Module | None] = vars(module)["_modules"]  # past __getattr__, which may ask for it
     return children
 
 
 def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
-    """The module's own dictionary of its buffers, to be read and written.
-
-    register_buffer() would need to know whether a buffer is saved, and setattr may run code of the user's class.
-    """
+    """The module's own dictionary of its buffers, to be read and written."""
+    # register_buffer() would need to know whether a buffer is saved, and setattr may run code of the user's class.
     return module._buffers
 
 
@@ -33,10 +30,8 @@ def params_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def params_of_each(root: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of all modules of `root`; one that several modules hold is there several times.
-
-    root.modules() also makes names of them, which takes five times as long: too long for each step.
-    """
+    """The parameters of all modules of `root`; one that several modules hold is there several times."""
+    # root.modules() also makes names of them, which takes five times as long: too long for each step.
     found, left = {root}, [root]
     while left:
         module = left.pop()
@@ -46,11 +41,6 @@ def params_of_each(root: nn.Module) -> Iterator[nn.Parameter]:
         left += inside
 
 
-def state_dict_hooks_of(module: nn.Module) -> list[Any]:
-    """The hooks before and after the module's state_dict(). There are public methods to register, none to list them."""
-    return [*module._state_dict_pre_hooks.values(), *module._state_dict_hooks.values()]
-
-
 def saved_of(module: nn.Module) -> dict[str, Tensor]:
     """The module's own parameters and persistent buffers, by the names that state_dict() gives them."""
     buffers = ((name, one) for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set)
@@ -58,12 +48,11 @@ def saved_of(module: nn.Module) -> dict[str, Tensor]:
 
 
 def saves_by_itself(module: nn.Module) -> bool:
-    """Whether its class saves more than parameters and buffers, or in another way."""
-    kind, plain = type(module), nn.Module
-    return any(
-        getattr(kind, name) is not getattr(plain, name)
-        for name in ("state_dict", "_save_to_state_dict", "get_extra_state")
-    )
+    """Whether the user's class or hooks save more than its parameters and buffers, or in another way."""
+    names = ("state_dict", "_save_to_state_dict", "get_extra_state")
+    own = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in names)
+    hooks = (*module._state_dict_pre_hooks.values(), *module._state_dict_hooks.values())
+    return own or not all(isinstance(hook, OwnHook) for hook in hooks)
 
 
 def loads_by_itself(module: nn.Module) -> bool:
@@ -81,16 +70,13 @@ def forward_hooks_of(module: nn.Module) -> tuple[dict[int, Any], ...]:
 
 
 def chosen_by_policy(policy: object, root: nn.Module) -> set[nn.Module] | None:
-    """The modules that a policy object of torch.distributed.fsdp.wrap chooses; None if `policy` is no such object.
-
-    Its method has no public name.
-    """
-    run = getattr(policy, "_run_policy", None)
+    """The modules that a policy object of torch.distributed.fsdp.wrap chooses; None if `policy` is no such object."""
+    run = getattr(policy, "_run_policy", None)  # which has no public name
     return None if run is None else set(run(root, set(), {}))
 
 
+# The class of all batch normalisation, lazy and synchronised too. Only its subclasses have public names.
 BATCH_NORM: type[nn.Module] = nn.modules.batchnorm._BatchNorm
-"""The class of all batch normalisation, lazy and synchronised too. Only its subclasses have public names."""
 
 
 def classes_to_ignore(precision: Any) -> tuple[type[nn.Module], ...]:
@@ -99,14 +85,9 @@ def classes_to_ignore(precision: Any) -> tuple[type[nn.Module], ...]:
     return tuple(precision._module_classes_to_ignore)
 
 
-def recomputed_in_backward(module: nn.Module) -> nn.Module:
-    """The module in a wrapper that keeps its inputs and recomputes the rest in backward, under the module's own names.
-
-    PyTorch's FSDP is used with this wrapper, which is in a private module. torch.utils.checkpoint is for functions.
-    """
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    return checkpoint_wrapper(module)
+# Returns a module in a wrapper that keeps its inputs and recomputes the rest in backward, under the module's own names.
+# PyTorch's FSDP is used with this wrapper, which is in a private module. torch.utils.checkpoint is for functions.
+recomputed_in_backward = checkpoint_wrapper
 
 
 def join_mark(joinable: Joinable) -> Any:

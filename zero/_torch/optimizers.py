@@ -19,11 +19,9 @@ from zero._torch.modules import OwnHook
 
 
 def takes_state_hooks(optimizer: Optimizer) -> bool:
-    """Whether hooks can be registered on its state_dict().
-
-    They cannot where a subclass, such as one that wraps another optimizer, did not call the constructor of Optimizer,
-    which makes the table of hooks.
-    """
+    """Whether hooks can be registered on its state_dict()."""
+    # A subclass, such as one that wraps another optimizer, may not have called the constructor of Optimizer, which
+    # makes the table of hooks.
     return hasattr(optimizer, "_optimizer_state_dict_post_hooks")
 
 
@@ -53,11 +51,9 @@ def with_load_hooks(optimizer: Optimizer, state_dict: dict[str, Any], load: Call
 
 class HooksOfSteps:
     """Hooks of one optimizer's own, the last before a step and the first after it. torch can register hooks at the end
-    only: its tables, which have no public names, are ordered dictionaries.
+    only: its tables, which have no public names, are ordered dictionaries."""
 
-    They do not keep the optimizer, which keeps them.
-    """
-
+    # It does not keep the optimizer, which keeps the hooks.
     def __init__(self, optimizer: Optimizer, before: Any, after: Any) -> None:
         self._before = Optimizer.register_step_pre_hook(optimizer, before).id
         self._after = Optimizer.register_step_post_hook(optimizer, after).id
@@ -90,10 +86,9 @@ def call_stepped(optimizer: Optimizer) -> None:
 
 @contextmanager
 def without_optimizer_hooks() -> Iterator[None]:
-    """In this context the hooks on the steps of all optimizers are not called. Public methods remove them one by one.
-
-    The tables are replaced rather than emptied: this may run in a hook, which is called in a loop over a table.
-    """
+    """In this context the hooks on the steps of all optimizers are not called."""
+    # Public methods remove hooks one by one. The tables are replaced rather than emptied: this may run in a hook, which
+    # is called in a loop over a table.
     before, after = hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks
     try:
         hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks = type(before)(), type(after)()
@@ -103,12 +98,10 @@ def without_optimizer_hooks() -> Iterator[None]:
 
 
 def follow(scheduler: LRScheduler, optimizer: Optimizer) -> None:
-    """Has a scheduler, and the schedulers that it consists of, schedule this optimizer instead of its own.
-
-    A scheduler's constructor marks the step of its optimizer, and the scheduler warns where that mark is missing.
-    """
+    """Has a scheduler, and the schedulers that it consists of, schedule this optimizer instead of its own."""
     for one in (scheduler, *getattr(scheduler, "_schedulers", ())):
         one.optimizer = optimizer
+    # A scheduler's constructor marks the step of its optimizer, and the scheduler warns where that mark is missing.
     step, held = type(optimizer).step, ref(optimizer)
 
     @wraps(step)

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
 from threading import Thread
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,34 +32,25 @@ def shortest_timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """The name, in small letters, of the group's backend for tensors on such a device; None if it has none.
-
-    torch.distributed.get_backend() returns that of one device type only. torch takes Gloo for devices from which it
-    cannot send, such as mps.
-    """
+    """The name, in small letters, of the group's backend for tensors on such a device; None if it has none."""
+    # torch.distributed.get_backend() returns that of one device type only.
     if all(kind.type != device.type for kind in group._device_types):
         return None
     name = str(group._get_backend(device).name()).lower()
+    # torch takes Gloo for devices from which it cannot send, such as mps.
     return name if device.type in dist.Backend.backend_capability.get(name, [device.type]) else None
 
 
 def store_of(group: dist.ProcessGroup) -> dist.Store:
-    """The store by which the group's ranks found one another. Each group has its own, the same on all its ranks.
-
-    Public is only the store that init_process_group() was called with.
-    """
+    """The store by which the group's ranks found one another. Each group has its own, the same on all its ranks."""
+    # Public is only the store that init_process_group() was called with.
     return dist.distributed_c10d._world.pg_map[group][1]
 
 
-_Options = TypeVar("_Options")
-
-
-def in_stream_order(options: _Options) -> _Options:
-    """Has a collective on a GPU run on the current stream, instead of a stream of the group.
-
-    torch.distributed's functions do so with async_op=False, but then they wait. On other devices nothing changes.
-    """
-    options.asyncOp = False  # type: ignore[attr-defined]
+def in_stream_order(options: Any) -> Any:
+    """Has a collective on a GPU run on the current stream, instead of a stream of the group."""
+    # torch.distributed's functions do so with async_op=False, but then they wait. On other devices nothing changes.
+    options.asyncOp = False
     return options
 
 
@@ -88,10 +79,9 @@ def gloo_groups(gloo: Any, store: dist.Store, rank: int, world: int, timeout: ti
 
 
 def another_like(group: dist.ProcessGroup, device: torch.device, store: dist.Store) -> Any:
-    """A Backend of the same ranks with communicators of its own; None if the group's for the device is not NCCL.
-
-    torch.distributed.new_group() is collective over all ranks of the job. store: used by nothing else.
-    """
+    """A Backend of the same ranks with communicators of its own; None if the group's for the device is not NCCL. store:
+    used by nothing else."""
+    # Not torch.distributed.new_group(), which is collective over all ranks of the job.
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)  # of builds for GPUs
     if nccl is None or not isinstance(group._get_backend(device), nccl):
         return None
@@ -103,10 +93,8 @@ def another_like(group: dist.ProcessGroup, device: torch.device, store: dist.Sto
 
 def abort(groups: Iterable[Any], device: torch.device) -> None:
     """Ends the collectives of ProcessGroups or Backends on such a device that are still running, and returns after some
-    seconds at most. They can send nothing afterwards. torch's public function ends all backends of a ProcessGroup.
-
-    All at once: NCCL waits for all kernels of the device, and one of them may wait for another communicator's.
-    """
+    seconds at most. They can send nothing afterwards. torch's public function ends all backends of a ProcessGroup."""
+    # All at once: NCCL waits for all kernels of the device, and one of them may wait for another communicator's.
     threads = [Thread(target=_abort, args=(group, device), daemon=True) for group in groups]
     for thread in threads:
         thread.start()

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch._C._profiler import _RecordFunctionFast
 from torch.utils import _python_dispatch
 
-
-def profiler_range(name: str) -> AbstractContextManager[Any]:
-    """torch.profiler.record_function that may be entered again and again: 0.4 microseconds where no profiler runs. It
-    has no public name."""
-    return _RecordFunctionFast(name)
+# torch.profiler.record_function that may be entered again and again: 0.4 microseconds where no profiler runs.
+profiler_range = _RecordFunctionFast
 
 
 class DispatchMode(_python_dispatch.TorchDispatchMode):
@@ -28,8 +24,8 @@ class DispatchMode(_python_dispatch.TorchDispatchMode):
         return False
 
 
+# The operator that modes see where the device of a fake tensor is read.
 DEVICE_OF: Any = torch.ops.prim.device.default
-"""The operator that modes see where the device of a fake tensor is read."""
 
+# The operator that `item()` and `bool()` of a tensor call.
 VALUE_OF: Any = torch.ops.aten._local_scalar_dense.default
-"""The operator that `item()` and `bool()` of a tensor call."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from copy import deepcopy
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor  # the class of tensors without values
 from torch.utils import _python_dispatch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type as is_traceable_wrapper_subclass_type
 
 # For nests of tuples, lists, dicts and other containers that torch knows. They have no public names (torch 2.13).
 from torch.utils._pytree import tree_flatten as tree_flatten
@@ -29,10 +27,8 @@ from torch.utils.hooks import RemovableHandle
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_Value = TypeVar("_Value")
-
+# What operators raise that cannot run on tensors without values.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
-"""What operators raise that cannot run on tensors without values. These classes have no public name."""
 
 
 class _WithoutValues(FakeTensorMode):
@@ -65,14 +61,8 @@ def without_values() -> FakeTensorMode:
     return _WithoutValues(allow_non_fake_inputs=True)
 
 
-# The context, within that of `without_values`, in which new tensors have memory.
-with_values = unset_fake_temporarily
-
-
-def copied_without_values(value: _Value, mode: FakeTensorMode) -> _Value:
-    """A deep copy, in which tensors belong to the context of `without_values`. The class for it has no public name."""
-    with FakeCopyMode(mode):
-        return deepcopy(value)
+# The contexts, inside of such a one, in which new tensors have memory, and in which deep copies of models have none.
+with_values, copying_without_values = unset_fake_temporarily, FakeCopyMode
 
 
 def has_values(tensor: Tensor) -> bool:
@@ -107,44 +97,26 @@ def let_move(param: Tensor) -> None:
     param.made_on = made_on  # type: ignore[attr-defined]
 
 
-def is_of_two_devices(error: RuntimeError) -> bool:
-    """Whether an operator raised this because such tensors are on two devices. The error has no class of its own.
-
-    The second text is that of torch 2.11.
-    """
-    return any(text in str(error) for text in ("same device", "two different devices"))
-
-
+# Returns a context in which torch takes tensors of classes of one's own for plain ones.
 as_plain_tensors: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
-"""Returns a context in which torch takes tensors of classes of one's own for plain ones. It has no public name."""
 
 
 def foreach(method: str, *lists: Sequence[Tensor]) -> None:
-    """Calls a method of each tensor of a list with those of the others, in a few kernels however many there are.
-
-    torch's own optimizers use the same private operators. On tensors without values these would allocate copies that a
-    real device does not need, so those are taken one by one.
-    """
+    """Calls a method of each tensor of a list with those of the others, in a few kernels however many there are."""
     if all(map(has_values, lists[0])):
-        getattr(torch, f"_foreach_{method}")(*map(list, lists))
-    else:
+        getattr(torch, f"_foreach_{method}")(*map(list, lists))  # as torch's own optimizers do
+    else:  # these operators would allocate copies that a real device does not need
         for tensor, *others in zip(*lists, strict=True):
             getattr(tensor, method)(*others)
 
 
-def norms_of(tensors: Sequence[Tensor], norm_type: float, dtype: torch.dtype | None) -> list[Tensor]:
-    """The norm of each tensor, 0-dim, computed in `dtype`, in a few kernels however many there are."""
-    return list(torch._foreach_norm([*tensors], norm_type, dtype=dtype))
+# In a few kernels however many tensors a list has: the norm of each, and each times a 0-dim tensor of their device.
+norms_of = torch._foreach_norm
+multiply_all = torch._foreach_mul_
 
-
-def multiply_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiplies each tensor in place by a 0-dim one of their device, in a few kernels however many there are."""
-    torch._foreach_mul_([*tensors], factor)
-
-
-def wraps_others(tensor: Tensor) -> bool:
-    """Whether a tensor is of a class that wraps other tensors (DTensor, quantised). There is no public test for it."""
-    return _python_dispatch.is_traceable_wrapper_subclass(tensor)
+# Whether a tensor is of a class that wraps other tensors (DTensor, quantised), and whether that is such a class.
+wraps_others: Callable[[object], bool] = _python_dispatch.is_traceable_wrapper_subclass
+is_wrapping_class: Callable[[type], bool] = _python_dispatch.is_traceable_wrapper_subclass_type
 
 
 def wrapped_in(tensor: Tensor) -> list[Tensor]:
@@ -171,8 +143,7 @@ def has_hooks(param: Tensor) -> bool:
 
 
 def call_last(hooks: Mapping[Tensor, RemovableHandle]) -> None:
-    """Has hooks on accumulated gradients, by parameter, be called after others there. Their table has no public
-    name."""
+    """Has hooks on accumulated gradients, by parameter, be called after others there."""
     for param, hook in hooks.items():
         there: Any = getattr(param, "_post_accumulate_grad_hooks", None)
         if there is not None and len(there) > 1 and hook.id in there:

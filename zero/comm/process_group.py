@@ -267,14 +267,14 @@ class Overlapping(ProcessGroupTransport):
 
 @lru_cache(maxsize=1024)
 def _from(source: int) -> dist.BroadcastOptions:
-    options = in_stream_order(dist.BroadcastOptions())
+    options: dist.BroadcastOptions = in_stream_order(dist.BroadcastOptions())
     options.rootRank, options.rootTensor = source, 0
     return options
 
 
 @lru_cache(maxsize=1024)
 def _towards(owner: int) -> dist.ReduceOptions:
-    options = in_stream_order(dist.ReduceOptions())
+    options: dist.ReduceOptions = in_stream_order(dist.ReduceOptions())
     options.rootRank, options.rootTensor = owner, 0
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
     return options

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch.compiling import name_without_compile
-from zero._torch.modules import OwnHook, children_of, loads_by_itself, saved_of, saves_by_itself, state_dict_hooks_of
+from zero._torch.modules import children_of, loads_by_itself, saved_of, saves_by_itself
 from zero._torch.tensors import wraps_others
 from zero.comm import Comm
 from zero.fsdp.build import refuse_busy
@@ -233,11 +233,8 @@ def named_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
 def _named(module: nn.Module) -> dict[str, Any] | None:
     """Returns parameters and buffers by the names of state_dict(). Returns None if a module saves in a way of its own
     or has hooks of the user's, which must see full parameters, or is a wrapper, which has full parameters."""
-    for child in module.modules():
-        if isinstance(child, Wrapper) or saves_by_itself(child):
-            return None
-        if not all(isinstance(hook, OwnHook) for hook in state_dict_hooks_of(child)):
-            return None
+    if any(isinstance(child, Wrapper) or saves_by_itself(child) for child in module.modules()):
+        return None
     named: dict[str, Any] = module.state_dict(keep_vars=True)
     return named
 

@@ -47,7 +47,7 @@ def note(copied: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:
     """Computes the norms of gradients `own`, views of the flat `sums`, that were copied to `copied`."""
     if not own or not on_other_device(sums, copied):
         return
-    norms = norms_of(own, 2.0, torch.promote_types(sums.dtype, torch.float32))
+    norms = norms_of([*own], 2.0, torch.promote_types(sums.dtype, torch.float32))
     offsets = [int(flat.storage_offset() - sums.storage_offset()) for flat in own]
     stride = max(len(sums) // _SAMPLE, 1)
     sample = sums[::stride].to(copied.dtype, copy=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zero._torch.recording import DEVICE_OF, DispatchMode
-from zero._torch.tensors import WithoutMemory, is_traceable_wrapper_subclass_type, wrapped_in
+from zero._torch.tensors import WithoutMemory, is_wrapping_class, wrapped_in
 
 _Known = ref[torch.UntypedStorage]
 
@@ -41,7 +41,7 @@ class Meter(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is DEVICE_OF:
             return args[0].device
-        if any(issubclass(kind, WithoutMemory) or is_traceable_wrapper_subclass_type(kind) for kind in types):
+        if any(issubclass(kind, WithoutMemory) or is_wrapping_class(kind) for kind in types):
             return NotImplemented  # such as DTensor: the operators on what it wraps are seen instead
         kwargs = kwargs or {}
         result = self.run(func, args, kwargs)

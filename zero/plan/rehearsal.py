@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from functools import cache, partial, reduce
 from typing import Any
 
@@ -17,8 +18,7 @@ from zero._torch.modules import buffers_of
 from zero._torch.recording import VALUE_OF
 from zero._torch.tensors import (
     NEEDS_VALUES,
-    copied_without_values,
-    is_of_two_devices,
+    copying_without_values,
     let_move,
     with_values,
     without_values,
@@ -92,7 +92,8 @@ def rehearsing(model: nn.Module, device: str) -> Iterator[tuple[nn.Module, Rehea
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # blocks, and steps, may be compiled
         mode = without_values()
         try:
-            model = copied_without_values(model, mode)
+            with copying_without_values(mode):
+                model = deepcopy(model)
         except Exception as error:
             raise ValueError(
                 f"the {type(model).__name__} cannot be copied ({error}), and a copy is what is planned. Plan it "
@@ -164,7 +165,7 @@ def explaining(module: nn.Module, batch: Sequence[Any], device: str) -> Iterator
     except RuntimeError as error:
         held = ((f"{at}.{name}", value) for at, one in module.named_modules() for name, value in vars(one).items())
         elsewhere = [name.lstrip(".") for name, one in held if isinstance(one, Tensor) and one.device.type != device]
-        if not elsewhere or not is_of_two_devices(error):
+        if not elsewhere or "device" not in str(error):
             raise
         raise RuntimeError(
             f"the activations are measured on {device}, but these attributes are tensors elsewhere: "

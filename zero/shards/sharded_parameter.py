@@ -19,10 +19,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import Tensor, accelerator, nn
 from torch.optim import Optimizer
 
-from zero._torch.streams import wait_for_pinned
 from zero._torch.tensors import FakeTensor as Fake
 from zero._torch.tensors import Rebound, as_plain_tensors
 from zero.shards.cut import Asked, Cut, of_param
@@ -59,8 +58,9 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     if not attribute:
         _refuse_others(name, args, kwargs)
     given = args[0] if args and isinstance(args[0], (list, tuple)) else first
-    if word == FINITE_CHECK:
-        wait_for_pinned(args[2])  # torch copies the scale from a GPU without waiting, also to where the host reads it
+    if word == FINITE_CHECK and args[2].is_pinned():
+        # torch has copied the scale from a GPU without waiting, also to where the host reads it: to pinned memory.
+        accelerator.current_stream().synchronize()
     result = _plainly(func, args, kwargs)
     if word == FINITE_CHECK:
         _spread_overflow(*args[:2])

@@ -46,7 +46,7 @@ class BufferSync:
             return
         # As with DistributedDataParallel, a graph that has saved buffers may still be gone through: batch normalisation
         # saves its statistics in training, too, where backward does not compute with them.
-        with keeping_versions([buffer for buffer in buffers if not buffer.is_inference()]):
+        with keeping_versions(tuple(buffer for buffer in buffers if not buffer.is_inference())):
             for comm in self._comms:
                 comm.broadcast(buffers)
 
