@@ -7,7 +7,7 @@ that moment. A storage that `resize_` has shrunk to nothing counts as nothing, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -34,8 +34,7 @@ class Meter(DispatchMode):
         self._apart = WeakSet(tensor.untyped_storage() for tensor in apart)
         self._bytes: dict[_Known, int] = {}  # of each live storage when it was last measured
         self._resized: set[_Known] = set()  # found to change their size; they are measured after every operator
-        self._with_address: set[_Known] = set()  # others may be inside them
-        self._shared: set[_Known] = set()  # those of them that do not own their memory, and may be inside others
+        self._shared: set[_Known] = set()  # do not own their memory: they may be inside others
         self._operators_since_all_were_measured = self._live = self._peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -45,9 +44,10 @@ class Meter(DispatchMode):
             return NotImplemented  # such as DTensor: the operators on what it wraps are seen instead
         kwargs = kwargs or {}
         result = self.run(func, args, kwargs)
-        for values in (args, kwargs.values(), result if isinstance(result, (tuple, list)) else (result,)):
-            for tensor in tensors_among(values):
-                self._see(tensor)
+        for value in (*args, *kwargs.values(), *(result if isinstance(result, (tuple, list)) else (result,))):
+            for one in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(one, Tensor):
+                    self._see(one)
         self._operators_since_all_were_measured += 1
         if self._operators_since_all_were_measured < max(len(self._bytes) // 4, 8):
             for known in [*self._resized]:
@@ -82,14 +82,15 @@ class Meter(DispatchMode):
         """Those that are inside this one are no longer counted."""
         if not _has_address(storage):
             return False
-        for key in [*(self._with_address if not storage.resizable() else self._shared)]:
+        for key in [*(self._bytes if not storage.resizable() else self._shared)]:
             other = key()
-            if other is not None and _lies_within(storage, other):
+            if other is None or not _has_address(other):
+                continue
+            if _lies_within(storage, other):
                 return True
-            if other is not None and _lies_within(other, storage):
+            if _lies_within(other, storage):
                 self._forget(key)
                 self._apart.add(other)
-        self._with_address.add(known)
         if not storage.resizable():
             self._shared.add(known)
         return False
@@ -105,8 +106,8 @@ class Meter(DispatchMode):
 
     def _forget(self, known: _Known) -> None:
         self._live -= self._bytes.pop(known, 0)
-        for of_some in (self._resized, self._with_address, self._shared):
-            of_some.discard(known)
+        self._resized.discard(known)
+        self._shared.discard(known)
 
     def live(self) -> int:
         self._operators_since_all_were_measured = 0
@@ -118,15 +119,6 @@ class Meter(DispatchMode):
 
     def reset_peak(self) -> None:
         self._peak = self.live()
-
-
-def tensors_among(values: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors among an operator's arguments or results, or in lists and tuples among them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (tuple, list)):
-            yield from (one for one in value if isinstance(one, Tensor))
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:

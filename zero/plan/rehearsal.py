@@ -14,15 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero._torch.modules import buffers_of
 from zero._torch.recording import VALUE_OF
-from zero._torch.tensors import (
-    NEEDS_VALUES,
-    copying_without_values,
-    let_move,
-    with_values,
-    without_values,
-)
+from zero._torch.tensors import NEEDS_VALUES, copying_without_values, let_move, with_values, without_values
 from zero.comm import Comm, Work
 from zero.comm.host_memory.transport import QueuedWork
 from zero.comm.streams import HostStreams
@@ -41,11 +34,7 @@ _LSTM: Any = torch.ops.aten.mkldnn_rnn_layer.default
 
 
 class Rehearsal(Meter):
-    """Counts live bytes, and returns 0 where the value of a tensor without values is read.
-
-    zero and optimizers read some values on the host: whether a rank has found a problem, the norm of a parameter. 0
-    means that there is none. A forward that reads values raises: what it computes may depend on them.
-    """
+    """Counts live bytes, and returns 0 where the value of a tensor without values is read."""
 
     in_forward = False
     of_cpus = False  # whether what is rehearsed runs on CPUs, whose kernels this process can ask
@@ -57,6 +46,8 @@ class Rehearsal(Meter):
         try:
             result = func(*args, **kwargs)
         except NEEDS_VALUES:
+            # zero and optimizers read some values on the host: whether a rank has found a problem, the norm of a
+            # parameter. 0 means that there is none. What a forward computes may depend on the values that it reads.
             if func is not VALUE_OF or self.in_forward:
                 raise
             return args[0].dtype.is_floating_point * 0.0
@@ -91,9 +82,11 @@ def rehearsing(model: nn.Module, device: str) -> Iterator[tuple[nn.Module, Rehea
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # blocks, and steps, may be compiled
         mode = without_values()
+        with mode:
+            moved = {id(one): _moved(one, device) for one in (*model.parameters(), *model.buffers())}
         try:
             with copying_without_values(mode):
-                model = deepcopy(model)
+                model = deepcopy(model, moved)
         except Exception as error:
             raise ValueError(
                 f"the {type(model).__name__} cannot be copied ({error}), and a copy is what is planned. Plan it "
@@ -101,22 +94,16 @@ def rehearsing(model: nn.Module, device: str) -> Iterator[tuple[nn.Module, Rehea
             ) from error
         stack.enter_context(mode)
         rehearsal = stack.enter_context(Rehearsal())
-        _move(model, device)
         yield model, rehearsal
 
 
-def _move(module: nn.Module, device: str) -> None:
-    """Gives parameters and buffers the device. Tied ones stay tied."""
-    moved: dict[Tensor, Tensor] = {}
-    for holder in module.modules():
-        for name, param in [*holder.named_parameters(recurse=False, remove_duplicate=False)]:
-            if param not in moved:
-                moved[param] = nn.Parameter(faked(param, device), requires_grad=param.requires_grad)
-                let_move(moved[param])
-            holder.__setattr__(name, moved[param])  # nn.LSTM, for one, overrides it
-        for name, buffer in buffers_of(holder).items():
-            if buffer is not None:
-                buffers_of(holder)[name] = moved.setdefault(buffer, faked(buffer, device))
+def _moved(tensor: Tensor, device: str) -> Tensor:
+    """What stands for a parameter or buffer of the model."""
+    if not isinstance(tensor, nn.Parameter):
+        return faked(tensor, device)
+    param = nn.Parameter(faked(tensor, device), requires_grad=tensor.requires_grad)
+    let_move(param)
+    return param
 
 
 def faked(tensor: Tensor, device: str) -> Tensor:
