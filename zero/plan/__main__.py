@@ -1,5 +1,136 @@
-"""`python -m zero.plan`."""
+"""`python -m zero.plan`: the command line of the planner."""
 
-from zero.plan.command import main
+from __future__ import annotations
 
-main()
+import argparse
+import re
+import sys
+from functools import partial
+from pkgutil import resolve_name
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zero.offload import CPUOffload
+from zero.plan.gpt import GPT, LENGTH, batch_of, gpt_of
+from zero.plan.planner import plan
+from zero.plan.rehearsal import misfit
+from zero.plan.result import Plan
+
+PRECISIONS = {"fp32": (torch.float32, None), "bf16": (torch.float32, "bf16"), "pure-bf16": (torch.bfloat16, None)}
+COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+UNITS = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def main() -> None:
+    given = _read()
+    try:
+        result, title = _planned(given)
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"zero.plan: {error}")
+    print(f"{title}, {given.optimizer}, {given.precision}; {result.unit} a rank and step{_counted(given)}\n")
+    print(result.table() + "\n", *map(result.why, result.worlds), sep="\n")
+
+
+def _planned(given: argparse.Namespace) -> tuple[Plan, str]:
+    """The plan, and what it is of."""
+    dtype, precision = PRECISIONS[given.precision]
+    model = _built(given.model) if given.model else gpt_of(given.parameters, given.layers, dtype)
+    result = plan(
+        model.to(dtype) if isinstance(model, nn.Module) else model,
+        world_size=given.world,
+        optimizer=_optimizer(given.optimizer),
+        precision=precision,
+        memory=given.memory and round(given.memory),
+        batch=given.batch if given.model else batch_of(given.tokens or LENGTH),
+        offload=None if given.offload is None else CPUOffload(ratio=given.offload),
+    )
+    title = f"{result.parameters:,} parameters"
+    return result, f"{title} ({model.shape})" if isinstance(model, GPT) else title
+
+
+def _counted(given: argparse.Namespace) -> str:
+    """Of which activations the plan is."""
+    if given.model:
+        return "" if given.batch else "; activations not counted (--batch)"
+    return f"; {given.tokens:,} tokens a rank" if given.tokens else f"; {LENGTH:,} tokens a rank are assumed (--tokens)"
+
+
+def _read() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        "python -m zero.plan", description="What every stage would cost a rank, and which to take.", allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("model", nargs="?", metavar="MODULE:FACTORY", help="a function that builds it, called on the meta device")
+    a_gpt = "instead of a model: a GPT of so many parameters, such as 350M, 7B or 7e9 ..."
+    add("--parameters", type=partial(_in, COUNTS), metavar="N", help=a_gpt)
+    add("--layers", type=int, metavar="N", help="... of so many blocks (default: by its size)")
+    add("--tokens", type=int, metavar="N", help=f"... whose step has so many tokens a rank (default: {LENGTH})")
+    arguments = "the forward's arguments, to measure activations, such as 2x1024:int64,2x1024:int64"
+    add("--batch", type=_batch, metavar="SHAPE:DTYPE,...", help=arguments)
+    ranks = "numbers of ranks (default: 8)"
+    add("--world", type=lambda text: [*map(int, text.split(","))], metavar="N,N", default=[8], help=ranks)
+    add("--memory", type=partial(_in, UNITS), metavar="SIZE", help="what a rank has, such as 80GiB")
+    one = "of torch.optim, or MODULE:CLASS for one of your own (default: AdamW)"
+    add("--optimizer", default="AdamW", metavar="NAME", help=one)
+    dtypes = "as of zero.setup (default: fp32); pure-bf16 has no masters: all that is stored is in bfloat16"
+    add("--precision", choices=PRECISIONS, default="fp32", help=dtypes)
+    share = "what is stepped at stages from 1 on, or this share of it, is in the memory of the host (default: all)"
+    add("--offload", nargs="?", type=float, const=1.0, metavar="RATIO", help=share)
+    given = parser.parse_args()
+    if (given.model is None) == (given.parameters is None):
+        parser.error("give either a model, as module:factory, or --parameters")
+    if given.tokens if given.model else given.batch:
+        parser.error("--tokens are of --parameters, and --batch is of a model: its forward's arguments")
+    if given.tokens is not None and given.tokens < 1:
+        parser.error("--tokens is a number from 1 up")
+    return given
+
+
+def _named(text: str) -> Any:
+    try:
+        return resolve_name(text)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"{text!r} was not found as package.module:name: {error}.") from error
+
+
+def _built(text: str) -> Any:
+    factory = _named(text)
+    if problem := misfit(factory):
+        raise ValueError(f"{text!r} takes arguments ({problem}). Name a function that builds the model without.")
+    with torch.device("meta"):
+        return factory()
+
+
+def _optimizer(text: str) -> Any:
+    if ":" in text:
+        return _named(text)
+    found = getattr(torch.optim, text, None)
+    if not isinstance(found, type) or not issubclass(found, Optimizer) or found is Optimizer:
+        raise ValueError(f"{text!r} is no optimizer of torch.optim. Write one of its names, or MODULE:CLASS.")
+    return found
+
+
+def _in(units: dict[str, float], text: str) -> float:
+    match = re.fullmatch(r"([0-9.]+(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)", text)
+    if match is None or match[2] not in units:
+        known = ", ".join(filter(None, units))
+        raise argparse.ArgumentTypeError(f"{text!r} is no {'size' if units is UNITS else 'number'} in one of {known}")
+    return float(match[1]) * units[match[2]]
+
+
+def _batch(text: str) -> list[Tensor]:
+    tensors = []
+    for one in text.split(","):
+        shape, _, name = one.partition(":")
+        dtype = getattr(torch, name or "float32", None)
+        if not isinstance(dtype, torch.dtype) or not re.fullmatch(r"\d+(x\d+)*", shape):
+            raise argparse.ArgumentTypeError(f"{one!r} is no tensor; write its shape and dtype, such as 2x1024:int64")
+        tensors.append(torch.empty([*map(int, shape.split("x"))], dtype=dtype, device="meta"))
+    return tensors
+
+
+if __name__ == "__main__":
+    main()

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+# About the vocabulary of GPT-2; smaller models spend at most a quarter of their parameters on it.
 WORDS = 50_304
-"""About the vocabulary of GPT-2; smaller models spend at most a quarter of their parameters on it."""
 
+# The most tokens of a sequence, and those of a rank's step if nothing is said.
 LENGTH = 2048
-"""The most tokens of a sequence, and those of a rank's step if nothing is said."""
 
 
 class Block(nn.Module):

@@ -52,9 +52,9 @@ class Meter(DispatchMode):
         if self._operators_since_all_were_measured < max(len(self._bytes) // 4, 8):
             for known in [*self._resized]:
                 self._measure(known)
-            self._peak = max(self._peak, self._live)
         else:  # resizing a storage calls no operator
-            self._peak = max(self._peak, self.live())
+            self.live()
+        self._peak = max(self._peak, self._live)
         return result
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -68,10 +68,8 @@ def _workspace_of_lstm(shapes: Iterable[torch.Size], dtype: torch.dtype, *option
 
 @contextmanager
 def rehearsing(model: nn.Module, device: str) -> Iterator[tuple[nn.Module, Rehearsal]]:
-    """In this context new tensors have no values, nor have those of the copy of the model that it yields.
-
-    The copy's parameters and buffers are on the device. What is sent is not counted as this process's.
-    """
+    """In this context new tensors have no values, nor have those of the copy of the model that it yields, whose
+    parameters and buffers are on the device. What is sent is not counted as this process's."""
     with ExitStack() as stack:
         stack.callback(sent.update, Counter(sent))
         stack.callback(sent.clear)  # this is called first

@@ -80,7 +80,7 @@ def report(
     units = [unit for _, of_one in models_of(inner) for unit in of_one]
     sharding = [one for one in optimizers if isinstance(one, OSS)]
     device = next((param.device for param in inner.parameters()), torch.device("cpu"))
-    found = resident(inner, [group for one in sharding for group in one.shards.shard_groups], optimizers)
+    found = resident(inner, optimizers)
     del found["host"]  # plans alone tell it apart
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     stage = _stage(units, sharding)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Of a rank's memory, for what a plan does not count: CUDA's context, NCCL's buffers, fragmentation.
 HELD_BACK = 0.08
-"""Of a rank's memory, for what a plan does not count: CUDA's context, NCCL's buffers, fragmentation."""
 
 _BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import filterfalse
@@ -45,8 +45,8 @@ from zero.shards.shard_group import ShardGroup
 from zero.state import leaves
 from zero.wrap.tensors import map_tensors
 
+# From the one that keeps most on a rank to the one that keeps least.
 STAGES = ("0", "1", "2", "3 kept", "3")
-"""From the one that keeps most on a rank to the one that keeps least."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -
     if loss is not None:
         loss.backward()
         del loss
-    held = resident(built.model, built.groups, [built.optimizer])
+    held = resident(built.model, [built.optimizer])
     held["host"] += _brought_by_step(built.optimizer)
     if held["gradients"] + held["host"]:
         built.optimizer.step()
@@ -241,8 +241,9 @@ def _brought_by_step(optimizer: Optimizer) -> int:
     return brought + max((min(widened[one], n * one.main.itemsize) for one, n in at_once.items()), default=0)
 
 
-def resident(model: nn.Module, groups: Iterable[ShardGroup], optimizers: Sequence[Optimizer]) -> dict[str, int]:
-    """Bytes by kind. A storage counts once, however many tensors view it. groups: the parameters' shard groups."""
+def resident(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, int]:
+    """Bytes by kind. A storage counts once, however many tensors view it."""
+    groups = [group for one in optimizers if isinstance(one, OSS) for group in one.shards.shard_groups]
     inner = [one.optim if isinstance(one, OSS) else one for one in optimizers]
     stepped = [param for one in inner for param in params_of(one)]
     params: list[Tensor] = [*model.parameters()]

@@ -22,8 +22,8 @@ from zero.comm.process_group import by_rings
 from zero.comm.transport import Message, Scattered, Transport
 from zero.comm.work import SumWork, Work
 
+# The name of the rehearsed transport; "nccl" stands for all backends that overlap.
 Rehearsed = Literal["gloo", "host memory", "nccl"]
-"""The name of the rehearsed transport; "nccl" stands for all backends that overlap."""
 
 
 class Rehearsal(Transport):
