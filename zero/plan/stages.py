@@ -89,30 +89,25 @@ class Job:
         return partial(self.optim, foreach=True) if with_all else self.optim
 
 
-@dataclass(frozen=True)
-class Built:
-    model: nn.Module
-    optimizer: Optimizer
-
-    @property
-    def groups(self) -> list[ShardGroup]:
-        if isinstance(self.model, FSDP):
-            return running_model(self.model).index.groups
-        return self.optimizer.shards.shard_groups if isinstance(self.optimizer, OSS) else []
-
-
-def _built(job: Job, stage: str, rank: int) -> Built:
+def _built(job: Job, stage: str, rank: int) -> tuple[nn.Module, Optimizer]:
     """What trains at a stage. Masters at stage 0 are those of an OSS on one rank: full, besides the parameters."""
     if stage.startswith("3"):
         return _sharded_parameters(job, rank, kept=stage == "3 kept")
     cast(job.module, job.precision)
     if stage == "2":
         optimizer = _oss(job, rank, job.world)
-        return Built(ShardedDDP(job.module, optimizer, reduce_fp16=job.reduce_dtype or False), optimizer)
-    model = Averaged(job.module, job.world, into_buckets=stage == "1")
+        return ShardedDDP(job.module, optimizer, reduce_fp16=job.reduce_dtype or False), optimizer
+    if job.world > 1:
+        _give_buckets(job.module, as_views=stage == "1")
     if stage == "1":
-        return Built(model, _oss(job, rank, job.world))
-    return Built(model, _oss(job, 0, 1) if job.master_dtype else job.optimizer()(model.parameters()))
+        return job.module, _oss(job, rank, job.world)
+    return job.module, _oss(job, 0, 1) if job.master_dtype else job.optimizer()(job.module.parameters())
+
+
+def _groups_of(model: nn.Module, optimizer: Optimizer) -> list[ShardGroup]:
+    if isinstance(model, FSDP):
+        return running_model(model).index.groups
+    return optimizer.shards.shard_groups if isinstance(optimizer, OSS) else []
 
 
 def _oss(job: Job, rank: int, world: int) -> OSS:
@@ -131,7 +126,7 @@ def _oss(job: Job, rank: int, world: int) -> OSS:
     return optimizer
 
 
-def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
+def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> tuple[nn.Module, Optimizer]:
     """Stage 3: FSDP. kept: parameters stay unsharded from forward to backward (SHARD_GRAD_OP)."""
     hybrid = job.replicas > 1
     comms = rehearsed(rank, job.world // job.replicas, job.like), rehearsed(0, job.replicas, job.like)
@@ -147,31 +142,25 @@ def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> Built:
         prefetch=job.prefetch,
         offload=job.offload,
     )
-    return Built(model, job.optimizer()(model.parameters()))
+    return model, job.optimizer()(model.parameters())
 
 
-class Averaged(nn.Module):
-    """A stand-in for DistributedDataParallel, which needs a process group: gradients have buckets, never freed.
+def _give_buckets(module: nn.Module, *, as_views: bool) -> None:
+    """Gives gradients the buckets of DistributedDataParallel, which needs a process group. They are never freed.
 
-    into_buckets: whether gradients become views of the buckets (gradient_as_bucket_view); otherwise buckets are copies.
+    as_views: whether gradients become views of them (gradient_as_bucket_view); otherwise they are copied there.
     """
-
-    def __init__(self, module: nn.Module, world: int, *, into_buckets: bool) -> None:
-        super().__init__()
-        self.module = module
-        trained = [param for param in module.parameters() if param.requires_grad and world > 1]
-        self._places = [torch.zeros_like(param, requires_grad=False) for param in trained]
-        for param, place in zip(trained, self._places, strict=True) if into_buckets else ():
-            param.register_post_accumulate_grad_hook(partial(_take, place))
-
-    def forward(self, *args: Any) -> Any:
-        return self.module(*args)
+    for param in module.parameters():
+        if param.requires_grad:
+            place = torch.zeros_like(param, requires_grad=False)
+            param.register_post_accumulate_grad_hook(partial(_take, place, as_views))
 
 
-def _take(place: Tensor, param: Tensor) -> None:
-    """place: the view of a bucket for the parameter's gradient."""
+def _take(place: Tensor, as_view: bool, param: Tensor) -> None:
+    """place: in a bucket, for the parameter's gradient."""
     assert param.grad is not None
-    param.grad = place.copy_(param.grad)
+    place.copy_(param.grad)
+    param.grad = place if as_view else param.grad
 
 
 def cost_of(job: Job, stage: str) -> Cost:
@@ -193,33 +182,36 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[int]]:
             inputs = [torch.zeros((), device=job.device, requires_grad=wanted).clone()]
         else:
             inputs = map_tensors(lambda tensor: faked(tensor, job.device), tuple(job.batch))
-        built = _built(job, stage, rank)
-        for group in built.groups if job.offload else ():
+        model, optimizer = _built(job, stage, rank)
+        groups = _groups_of(model, optimizer)
+        for group in groups if job.offload else ():
             if group.offload.active or group.overlaps:
                 group.streams = BesideComputing()
         if not stage.startswith("3"):
             inputs = job.precision.cast_inputs(module, inputs, root=True)
-        step = partial(_step, job, built, inputs, rehearsal)
+        step = partial(_step, job, model, optimizer, inputs, rehearsal)
         step()  # creates the optimizer's state, and records the order of the units
         before = traffic().total
         rehearsal.reset_peak()
         held = step()
         sent = traffic().total - before + _sent_by_ddp(job, stage, held["gradients"])
-        return Cost(stage, job.world, **held, peak=rehearsal.peak(), sent=sent), _fullest(job, built.groups)
+        return Cost(stage, job.world, **held, peak=rehearsal.peak(), sent=sent), _fullest(job, groups)
 
 
-def _step(job: Job, built: Built, inputs: Sequence[Any], rehearsal: Rehearsal) -> dict[str, int]:
+def _step(
+    job: Job, model: nn.Module, optimizer: Optimizer, inputs: Sequence[Any], rehearsal: Rehearsal
+) -> dict[str, int]:
     """Returns bytes between backward and step."""
     with explaining(job.module, inputs, job.device):
-        loss = run_forward(built.model, inputs, rehearsal)
+        loss = run_forward(model, inputs, rehearsal)
     if loss is not None:
         loss.backward()
         del loss
-    held = resident(built.model, [built.optimizer])
-    held["host"] += _brought_by_step(built.optimizer)
+    held = resident(model, [optimizer])
+    held["host"] += _brought_by_step(optimizer)
     if held["gradients"] + held["host"]:
-        built.optimizer.step()
-    built.optimizer.zero_grad()
+        optimizer.step()
+    optimizer.zero_grad()
     return held
 
 
