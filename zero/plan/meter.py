@@ -83,8 +83,7 @@ class Meter(DispatchMode):
         if not _has_address(storage):
             return False
         for key in [*(self._bytes if not storage.resizable() else self._shared)]:
-            other = key()
-            if other is None or not _has_address(other):
+            if (other := key()) is None or not _has_address(other):
                 continue
             if _lies_within(storage, other):
                 return True

@@ -146,10 +146,8 @@ def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> tuple[nn.Module, 
 
 
 def _give_buckets(module: nn.Module, *, as_views: bool) -> None:
-    """Gives gradients the buckets of DistributedDataParallel, which needs a process group. They are never freed.
-
-    as_views: whether gradients become views of them (gradient_as_bucket_view); otherwise they are copied there.
-    """
+    """Gives gradients the buckets of DistributedDataParallel, which needs a process group: they are never freed.
+    as_views: whether gradients become views of them (gradient_as_bucket_view), instead of being copied there."""
     for param in module.parameters():
         if param.requires_grad:
             place = torch.zeros_like(param, requires_grad=False)
@@ -175,11 +173,10 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[int]]:
     """The cost on one rank, and the ranks, besides the first, that may need most."""
     with assumed(job.finding), rehearsing(job.module, job.device) as (module, rehearsal):
         job, rehearsal.of_cpus = replace(job, module=module), job.like != "nccl"
-        inputs: Sequence[Any]
         if job.batch is None:
             walk(module, job.unit_modules)
             wanted = next(module.parameters()).requires_grad
-            inputs = [torch.zeros((), device=job.device, requires_grad=wanted).clone()]
+            inputs: Sequence[Any] = [torch.zeros((), device=job.device, requires_grad=wanted).clone()]
         else:
             inputs = map_tensors(lambda tensor: faked(tensor, job.device), tuple(job.batch))
         model, optimizer = _built(job, stage, rank)
