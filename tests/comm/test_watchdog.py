@@ -154,8 +154,8 @@ def test_ranks_that_wait_for_the_gpu_end_with_an_error_that_names_rank_and_unit(
             assert re.search(SLIPS[way][1], outcome.message), outcome.message
 
 
-def within_five_seconds(condition: Callable[[], Any]) -> bool:
-    until = time.monotonic() + 5
+def within_a_minute(condition: Callable[[], Any]) -> bool:
+    until = time.monotonic() + 60
     while not condition() and time.monotonic() < until:
         time.sleep(0.01)
     return bool(condition())
@@ -169,12 +169,12 @@ def test_nothing_is_left_of_a_watchdog_whose_group_is_gone(rank, world):
         comm = Comm(group)
         comm.agree(0)
         order = comm.log
-        assert within_five_seconds(lambda: held), "not connected"
+        assert within_a_minute(lambda: held), "not connected"
         dist.barrier()
         dist.destroy_process_group(group)
         del group, comm
         gc.collect()
-    assert within_five_seconds(lambda: not held), "still connected"
+    assert within_a_minute(lambda: not held), "still connected"
     assert order.broken is None
 
 
@@ -183,7 +183,7 @@ def test_a_forked_process_holds_no_connection_open(rank, world):
     """Such as a worker of a DataLoader, which may outlive a rank that was killed."""
     with between_hosts():
         Comm().agree(0)
-        assert within_five_seconds(lambda: held), "not connected"
+        assert within_a_minute(lambda: held), "not connected"
         numbers = [one.fileno() for one in held]
         child = os.fork()
         if not child:
