@@ -12,7 +12,7 @@ import re
 from contextlib import suppress
 
 from zero.checkpoint.format import INDEX
-from zero.checkpoint.storage import Place
+from zero.checkpoint.storage import Place, reading
 
 LATEST = "latest"
 _NAME = re.compile(r"\d{8}")
@@ -55,8 +55,9 @@ def _numbered(run: Place) -> list[Place]:
 
 def resolve(path: Place) -> Place:
     """The checkpoint at a path: itself, or the latest of the run. Raises ValueError where there is none."""
-    if (path / INDEX).exists():
-        return path
+    with reading(path):
+        if (path / INDEX).exists():
+            return path
     try:
         name = (path / LATEST).read(64).decode().strip()  # however long it may be
     except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):

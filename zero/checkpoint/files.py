@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from zero.checkpoint.format import DTYPES, NAMES
-from zero.checkpoint.storage import AT_A_TIME, Place
+from zero.checkpoint.storage import AT_A_TIME, Place, reading
 
 BLOCK = 1 << 22
 """Bytes a checksum."""
@@ -146,15 +146,6 @@ def as_bytes(flat: Tensor) -> memoryview:
     memory: Any = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
     memory.tensor = flat  # lives as long as the memoryview
     return memoryview(memory).cast("B")
-
-
-@contextmanager
-def reading(place: Place) -> Iterator[None]:
-    """In this context OSErrors become ValueErrors that name the place; those of object stores do not."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{place} cannot be read ({error.strerror or error})") from None
 
 
 class SafeFile(ExitStack):

@@ -46,26 +46,28 @@ class Ranks:
             raise CheckpointError(str(error)) from None
 
     @contextmanager
-    def together(self, *, writing: object = None, before: str = "", after: str = "") -> Iterator[None]:
-        """Collective. What is raised in this context is raised on every rank, as CheckpointError.
+    def together(
+        self, what: str = "", *, writing: object = None, before: str = "", after: str = ""
+    ) -> Iterator[list[str]]:
+        """Collective. What is raised in this context is raised on every rank, as CheckpointError. So it is if the lines
+        that are put into the list differ.
 
-        writing: see `described`. before, after: added to the message."""
-        problem = None
+        what: the lines. writing: see `described`. before, after: added to the message."""
+        lines, problem = list[str](), None
         try:
-            yield
+            yield lines
         except Exception as error:  # also from the user's optimizer, modules or values
             problem = f"{before}{described(error, writing)}{after}"
-        self.compare("", problem=problem)
+        self.compare(what, lines, problem)
 
 
 def described(error: Exception, writing: object = None) -> str:
     """An error as a message for the user. writing: where it was written to; None if it was read."""
     if isinstance(error, ValueError):
         return f"{str(error).removesuffix('.')}."
+    if writing is None:
+        return f"{type(error).__name__}: {error}."
+    file, reason = writing, f"{type(error).__name__}: {error}"
     if isinstance(error, OSError):
-        reason = error.strerror or error
-        if writing is None:
-            return f"{error.filename or 'the checkpoint'} cannot be read ({reason})."
-        return f"{error.filename or writing} could not be written ({reason}). Nothing was changed."
-    what = "" if writing is None else f"{writing} could not be written: "
-    return f"{what}{type(error).__name__}: {error}."
+        file, reason = error.filename or writing, str(error.strerror or error)
+    return f"{file} could not be written ({reason}). Nothing was changed."

@@ -89,7 +89,14 @@ def load_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Sequen
 
 def _load(path: str | os.PathLike[str], training: Training, resume: Any, *, weights: bool = True) -> dict[str, Any]:
     ranks = training.ranks
-    source, resumed = _opened(path, training, resume)
+    with ranks.together("the arguments of zero.checkpoint.load") as lines:
+        training.look()
+        given, resumed = place(path), Resumed(resume)
+        lines += [f"path {given}", *resumed.names]
+    finish(given, ranks)
+    with ranks.together("the checkpoints found") as lines:
+        source = Source(directory.resolve(given))
+        lines += [str(source.directory), source.digest]
     with source:
         with ranks.together(before=f"{source.directory} does not fit: "):
             plan = LoadPlan(training, source.index, weights)
@@ -120,20 +127,6 @@ def _extra(index: Index, ranks: Ranks, resumed: Resumed) -> tuple[dict[str, Any]
             "left out. Set it anew on each rank: seed generators."
         )
     return {key: decode(value) for key, value in encoded.items()}, left_out
-
-
-def _opened(path: str | os.PathLike[str], training: Training, resume: Any) -> tuple[Source, Resumed]:
-    """Collective. The checkpoint that the path means, the same on all ranks, and what takes its extra states."""
-    ranks = training.ranks
-    with ranks.together():
-        training.look()
-        given, resumed = place(path), Resumed(resume)
-    ranks.compare("the arguments of zero.checkpoint.load", [f"path {given}", *resumed.names])
-    finish(given, ranks)
-    with ranks.together():
-        source = Source(directory.resolve(given))
-    ranks.compare("the checkpoints found", [str(source.directory), source.digest])
-    return source, resumed
 
 
 class LoadPlan:

@@ -15,9 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from zero.checkpoint.files import LONGEST_HEADER, SafeFile, buffer, progress, reading
+from zero.checkpoint.files import LONGEST_HEADER, SafeFile, buffer, progress
 from zero.checkpoint.format import INDEX, Entry, Index, Part, all_of
-from zero.checkpoint.storage import Place
+from zero.checkpoint.storage import Place, reading
 
 
 class Source(ExitStack):

@@ -7,6 +7,7 @@ fsspec does not do.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
@@ -112,8 +113,9 @@ class Place:
                 yield file
             return
         partial = f"{self.path}.partial"
-        with open(partial, "wb", buffering=0) as file:
-            yield _EarlyWriter(file.fileno())
+        with io.BufferedWriter(_EarlyWriter(partial, "w")) as file:
+            yield file
+            file.flush()
             os.fsync(file.fileno())
         os.replace(partial, self.path)
 
@@ -132,21 +134,24 @@ class Place:
         return self.system
 
 
-class _EarlyWriter:
+class _EarlyWriter(io.FileIO):
     """Starts the transfer to the disk while more is being written, so that the final sync has little left."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._started = self._at = 0
+    _started = 0
 
-    def write(self, data: memoryview | bytes) -> None:
-        while data:
-            count = os.write(self._descriptor, data)
-            data, self._at = data[count:], self._at + count
-        if self._at - self._started >= AT_A_TIME and sys.platform == "linux":
+    def write(self, data: Any) -> int:
+        count, at = super().write(data), self.tell()
+        if at - self._started >= AT_A_TIME and sys.platform == "linux":
             # Linux starts to write such pages, and drops only pages that are on disk already: none of these are.
-            os.posix_fadvise(self._descriptor, self._started, self._at - self._started, os.POSIX_FADV_DONTNEED)
-            self._started = self._at
+            os.posix_fadvise(self.fileno(), self._started, at - self._started, os.POSIX_FADV_DONTNEED)
+            self._started = at
+        return count
 
-    def seek(self, at: int) -> None:
-        self._started = self._at = os.lseek(self._descriptor, at, os.SEEK_SET)
+
+@contextmanager
+def reading(place: Place) -> Iterator[None]:
+    """In this context OSErrors become ValueErrors that name the place; those of object stores do not."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{place} cannot be read ({error.strerror or error})") from None

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import atexit
 import errno
+import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -87,25 +88,26 @@ def save(
     """
     training = Training(model, optimizer, process_group)
     ranks = training.ranks
-    with ranks.together(writing=path):
+    with ranks.together("the arguments of zero.checkpoint.save", writing=path) as lines:
         training.look()
         run, plan = place(path), _plan(training, extra, resume, keep)
-    _agree(training, plan, [f"keep {keep}, wait {wait}", f"path {run}"])
+        lines += [f"keep {keep}, wait {wait}", f"path {run}", *_compared(training, plan)]
     finish(run, ranks)
-    if not wait:
-        with ranks.together(before="no copy to write: "):
-            plan.held, plan.release = staged(model, plan.held)
-    saving = Saving(ranks, _begin(run, ranks), plan.index, keep)
-    saving._start(plan, wait)
-    return saving
-
-
-def _begin(run: Place, ranks: Ranks) -> Place:
-    """Collective. A new directory to write into."""
     with ranks.together(writing=run):
-        begun = directory.begin(run).name if ranks.first else None
-    name: str = ranks.gather(begun)[0]
-    return run / name
+        begun = directory.begin(run).name if ranks.first else ""
+        if not wait:
+            plan.held, plan.release = staged(model, plan.held)
+    told = ranks.gather([begun, plan.index.extra])
+    plan.index.take_extras([extra for _, extra in told])
+    saving = Saving(ranks, run / told[0][0], plan.index, keep)
+    if wait:
+        saving._write(plan)
+        saving.wait()
+    else:
+        saving._thread = threading.Thread(target=saving._write_behind, args=(plan,), name="zero.checkpoint")
+        saving._thread.start()
+        _unfinished[run] = saving
+    return saving
 
 
 def finish(path: Place, ranks: Ranks) -> None:
@@ -176,24 +178,14 @@ class Saving:
             raise
         self._complete = True
 
-    def _start(self, plan: SavePlan, wait: bool) -> None:
-        """Collective. Writes, without `wait` on a thread."""
-        if wait:
-            self._write(plan)
-            self.wait()
-            return
-
-        def work() -> None:
-            if sys.platform == "linux":  # there threads have priorities: training comes first where cores are few
-                with suppress(OSError):  # which a container may forbid to set
-                    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-            self._write(plan)
-            if self._ranks.first:
-                self._publish()
-
-        self._thread = threading.Thread(target=work, name="zero.checkpoint")
-        self._thread.start()
-        _unfinished[self._place.parent] = self
+    def _write_behind(self, plan: SavePlan) -> None:
+        """On a thread."""
+        if sys.platform == "linux":  # there threads have priorities: training comes first where cores are few
+            with suppress(OSError):  # which a container may forbid to set
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        self._write(plan)
+        if self._ranks.first:
+            self._publish()
 
     def _write(self, plan: SavePlan) -> None:
         """This rank's file. From the end on only the first rank writes to the directory, and can remove it."""
@@ -217,20 +209,18 @@ class Saving:
                 self._published = True
         except Exception as error:
             self._problem = described(error, self._place)
-        if self._problem is not None:
-            self._place.remove()
 
     def _wait_for_files(self) -> None:
         """On a thread, where other ranks may still write theirs."""
         files = {rank_file(self._place, rank).name for rank in range(self._ranks.world)}
-        own, ended, pause = rank_file(self._place, self._ranks.rank), None, 0.01
+        own, ended, pause = rank_file(self._place, self._ranks.rank), math.inf, 0.01
         while missing := files - {one.name for one in self._place.inside()}:
             if own.name in missing:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(own))
             if not threading.main_thread().is_alive():
-                ended = ended or time.monotonic()
-                if time.monotonic() - ended > _WAIT_AFTER_EXIT:
-                    raise ValueError("other ranks have not written their files before the program ended")
+                ended = min(ended, time.monotonic())
+            if time.monotonic() - ended > _WAIT_AFTER_EXIT:
+                raise ValueError("other ranks have not written their files before the program ended")
             if self._given_up.wait(pause):
                 raise ValueError("another rank could not write its file")
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -239,39 +229,30 @@ class Saving:
 @atexit.register  # by then Python has waited for the threads
 def _tell_failures() -> None:
     """Says which saves have failed that nobody waits for any more."""
-    for run, saving in _unfinished.items():
-        if saving._problem is not None:
-            sys.stderr.write(f"zero: a save of {run} has failed, and wait() of it was not called: {saving._problem}\n")
-            sys.stderr = _Failed(sys.stderr)
+    failed = {run: saving._problem for run, saving in _unfinished.items() if saving._problem is not None}
+    for run, problem in failed.items():
+        sys.stderr.write(f"zero: a save of {run} has failed, and wait() of it was not called: {problem}\n")
+    if failed:
+        flush: Any = sys.stderr.flush
+
+        def fail_at_last() -> None:
+            flush()
+            if sys.is_finalizing():
+                raise OSError("a save has failed")
+
+        # Python exits with status 120 where its last flush fails, and has no other way to exit with an error after it
+        # has left the script.
+        sys.stderr.flush = fail_at_last  # type: ignore[method-assign]
 
 
-class _Failed:
-    """In place of standard error at the very end. Python exits with status 120 where its last flush fails, and has no
-    other way to exit with an error after it has left the script."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def flush(self) -> None:
-        self._stream.flush()
-        if sys.is_finalizing():
-            raise OSError("a save has failed")
-
-
-def _agree(training: Training, plan: SavePlan, lines: list[str]) -> None:
-    """Collective. Raises where ranks do not save the same; the index gets the `extra` of all."""
-    ranks, index = training.ranks, plan.index
-    lines += [f"stage {training.stage}", *(name for name in index.extra if name.startswith(PREFIX))]
-    lines += [f"optimizer {kind(one)}" for one in training.optimizers]
-    lines += [f"{name}: {training.full_geometry(name)!r}" for name in training.tensors]
-    ranks.compare("the arguments of zero.checkpoint.save", lines)
-    if training.unsynchronised:
-        lines = [f"{held.name} with checksum {checksum(held.flat()):08x}" for held in plan.common]
-        ranks.compare("parameters, or their optimizer state, that no wrapper synchronises", lines)
-    index.take_extras(ranks.gather(index.extra))
+def _compared(training: Training, plan: SavePlan) -> Iterator[str]:
+    """What ranks must have the same to save together."""
+    yield f"stage {training.stage}"
+    yield from (name for name in plan.index.extra if name.startswith(PREFIX))
+    yield from (f"optimizer {kind(one)}" for one in training.optimizers)
+    yield from (f"{name}: {training.full_geometry(name)!r}" for name in training.tensors)
+    for held in plan.common if training.unsynchronised else ():
+        yield f"{held.name}, which no wrapper keeps the same, with checksum {checksum(held.flat()):08x}"
 
 
 def _plan(training: Training, extra: dict[str, Any] | None, resume: Any, keep: int | None) -> SavePlan:
