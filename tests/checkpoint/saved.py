@@ -119,12 +119,11 @@ def read_plainly(checkpoint: Path) -> dict[str, Any]:
     masters = [path for path in index["tensors"] if path.startswith("master/")]
     found |= {f"model/{path.removeprefix('master/')}": tensor(path) for path in masters}
     found |= {f"model/{name}": found[f"model/{home}"] for name, home in index["tied"].items()}
-    for optimizer in index["optimizers"]:
-        for name, state in optimizer["tensors"].items():
-            found |= {f"{name}/{key}": tensor(path) for key, path in state.items()}
-        for name, state in optimizer["values"].items():
-            for key, told in state.items():
-                found[f"{name}/{key}"] = torch.tensor(told["value"]) if isinstance(told, dict) else told
+    for path in index["tensors"]:
+        if path.startswith("optimizer/0/"):
+            found[path.removeprefix("optimizer/0/")] = tensor(path)
+    for path, told in index["values"].items():
+        found[path.removeprefix("optimizer/0/")] = torch.tensor(told["value"]) if isinstance(told, dict) else told
     return found
 
 

@@ -10,7 +10,7 @@ import torch
 
 from zero.checkpoint import directory
 from zero.checkpoint.export import SHARD_SIZE, export
-from zero.checkpoint.format import all_of
+from zero.checkpoint.format import all_of, under
 from zero.checkpoint.source import Source
 from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import decode
@@ -63,7 +63,7 @@ def _inspect(path: Place, *, tensors: bool, check: bool) -> None:
         index = source.index
         print(f"{found}: saved at stage {index.stage} on {index.world} ranks")
         for kind in ["model", "master", "optimizer"]:
-            of_kind = [entry.geometry for path, entry in index.tensors.items() if path.startswith(f"{kind}/")]
+            of_kind = [entry.geometry for entry in under(f"{kind}/", index.tensors).values()]
             elements, nbytes = sum(one.numel for one in of_kind), sum(one.numel * one.dtype.itemsize for one in of_kind)
             print(f"  {kind}: {len(of_kind)} tensors, {elements:,} elements, {nbytes:,} bytes")
         for name, stored_as in index.tied.items():

@@ -19,7 +19,7 @@ from torch import Tensor
 from zero._torch.telling import warn_user
 from zero.checkpoint import directory
 from zero.checkpoint.files import Chunk, progress, write
-from zero.checkpoint.format import Entry, Index, all_of, listed
+from zero.checkpoint.format import Entry, Index, all_of, listed, under
 from zero.checkpoint.source import Source
 from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import decode
@@ -82,7 +82,7 @@ def _weights(index: Index, dtype: torch.dtype | None) -> dict[str, tuple[Entry, 
 
 def _extra_states(index: Index) -> dict[str, Chunk]:
     """The modules' extra state that is tensors. Warns of the rest, which safetensors cannot hold."""
-    values = {name: decode(value) for name, value in index.values.items()}
+    values = {name: decode(value) for name, value in under("model/", index.values).items()}
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     if others := sorted(values.keys() - tensors.keys()):
         warn_user(

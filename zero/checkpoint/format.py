@@ -8,6 +8,8 @@ elements are counted slice by slice. Tensors have paths:
     model/<name>                          a parameter or buffer, by the module's own name
     master/<name>                         the master of a parameter of fewer bits
     optimizer/<number>/<parameter>/<key>  a tensor of an optimizer's state
+
+So have values that are no tensors: what modules return from get_extra_state(), and other state of optimizers.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
@@ -223,20 +225,17 @@ def listed(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_LISTED])}{more}"
 
 
+def under(prefix: str, table: dict[str, Any]) -> dict[str, Any]:
+    """What a table has at the paths that begin so, by the rest of each path."""
+    return {path.removeprefix(prefix): one for path, one in table.items() if path.startswith(prefix)}
+
+
 @dataclass
 class OptimizerIndex:
-    """One optimizer: its parameter groups, and its state by parameter and key.
-
-    kind: the class's name.
-    groups: a dictionary each, {"params": [name, ...], "options": {name: value, as JSON}}.
-    tensors: {parameter: {key: path}}, the state that is tensors.
-    values: {parameter: {key: value, as JSON}}, all other state.
-    """
+    """One optimizer: the name of its class, and {"params": [name, ...], "options": {name: value, as JSON}} a group."""
 
     kind: str
     groups: list[dict[str, Any]]
-    tensors: dict[str, dict[str, str]] = field(default_factory=dict)
-    values: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass
@@ -244,9 +243,8 @@ class Index:
     """`index.json`.
 
     stage, world: the stage and the number of ranks at saving.
-    tensors: by path.
+    tensors, values: by path; values, which are what else modules and optimizers hold, as JSON.
     tied: for each further name of a tensor that several names share, the name that it is stored under.
-    values: the entries of the module's state_dict that are no tensors, by name, as JSON.
     files: by name, the size and the header's checksum of each.
     extra, extra_by_rank: the user's values, as JSON: those that were the same on all ranks, and the others, by rank.
     """
@@ -263,14 +261,19 @@ class Index:
 
     def stored_as(self) -> dict[str, str]:
         """For every name of the model's parameters and buffers, also further ones, the name that it is stored under."""
-        names = [path.removeprefix("model/") for path in self.tensors if path.startswith("model/")]
-        return {name: name for name in names} | self.tied
+        return {name: name for name in under("model/", self.tensors)} | self.tied
 
     def entry(self, name: str) -> Entry:
         return self.tensors[f"model/{name}"]
 
     def master(self, name: str) -> Entry | None:
         return self.tensors.get(f"master/{name}")
+
+    def state(self, optimizer: int) -> Iterator[tuple[str, str, Any]]:
+        """Of an optimizer's state the parameter's name, the key, and the Entry, or the value as JSON."""
+        for rest, one in under(f"optimizer/{optimizer}/", {**self.values, **self.tensors}).items():
+            param, _, key = rest.rpartition("/")
+            yield param, key, one
 
     def take_extras(self, extras: Sequence[dict[str, Any]]) -> None:
         """Takes the ranks' extra, as JSON and rank by rank. A value that is the same on all ranks is stored once."""

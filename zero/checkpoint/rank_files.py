@@ -55,7 +55,7 @@ class SavePlan:
 
 def plan_save(training: Training) -> SavePlan:
     """Raises ValueError, with a message for the user, for what cannot be stored or mapped to full parameters."""
-    values = {name: encode(value, name) for name, value in training.values.items()}
+    values = {f"model/{name}": encode(value, name) for name, value in training.values.items()}
     plan = SavePlan(Index(training.stage, training.ranks.world, tied=training.tied, values=values))
     for name, tensor in training.tensors.items():
         if training.in_shard_group(name):
@@ -99,7 +99,7 @@ def _plan_optimizer(plan: SavePlan, training: Training, optimizer: Optimizer) ->
                     "partition='whole'."
                 )
             elif one.start == 0 and (training.ranks.rank == 0 or not one.shared):
-                index.values.setdefault(one.name, {})[key] = encode(value, path)
+                plan.index.values[path] = encode(value, path)
 
 
 def _state_held(path: str, one: Held, value: Tensor) -> Held:
@@ -166,9 +166,9 @@ def write_rank_file(file: Place, plan: SavePlan, *, shown: bool) -> None:
     for chunk, held in zip(chunks, plan.held, strict=True):
         shard = ParamShard(file.name, chunk.key, held.start, held.stop)
         entries[held.name] = Entry(held.full, (shard,)).to_json()
-    values = [optimizer.values for optimizer in plan.index.optimizers]
+    described = json.dumps({"tensors": entries, "values": plan.index.values})
     with progress("saving", sum(chunk.nbytes for chunk in chunks), shown) as tick:
-        write(file, chunks, {"zero": json.dumps({"tensors": entries, "values": values})}, tick)
+        write(file, chunks, {"zero": described}, tick)
 
 
 def _chunk(held: Held) -> Chunk:
@@ -190,18 +190,12 @@ def seal(checkpoint: Place, index: Index, *, keep: int | None) -> None:
             header = json.loads(file.metadata["zero"])
         for path, entry in header["tensors"].items():
             found.setdefault(path, []).append(Entry.from_json(entry))
-        for number, values in enumerate(header["values"]):
-            for param, state in values.items():
-                index.optimizers[number].values.setdefault(param, {}).update(state)
+        index.values = header["values"] | index.values  # the first rank's modules count
     for path, entries in sorted(found.items()):
         shards = sorted((shard for one in entries for shard in one.shards), key=lambda one: (one.start, one.stop))
         index.tensors[path] = Entry(entries[0].geometry, tuple(shards))
         if problem := index.tensors[path].problem():
             raise ValueError(f"{path}, as the ranks wrote it, {problem}: they do not hold the same model")
-        if path.startswith("optimizer/"):
-            _, position, rest = path.split("/", 2)
-            param, _, key = rest.rpartition("/")
-            index.optimizers[int(position)].tensors.setdefault(param, {})[key] = path
     text = index.dumps().encode()
     if len(text) > LONGEST_HEADER:
         raise ValueError(f"the index would have {len(text)} bytes, more than the {LONGEST_HEADER} that are read")

@@ -14,9 +14,10 @@ still open, so only a disk that fails just then can stop it, or the optimizer's 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.optim import Optimizer
 from zero._torch.telling import warn_user
 from zero._torch.tensors import as_plain_tensors
 from zero.checkpoint import directory
-from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, OptimizerIndex, Part, all_of, listed
+from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, OptimizerIndex, listed, under
 from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.resume import PREFIX, Resumed, label
 from zero.checkpoint.shards import Held, Training, kind
@@ -102,11 +103,10 @@ def _load(path: str | os.PathLike[str], training: Training, resume: Any, *, weig
             plan = LoadPlan(training, source.index, weights)
             extra, left_out = _extra(source.index, ranks, resumed)
         with ranks.together():
-            source.check(plan.parts(), shown=ranks.first)
+            source.check(plan.tensors, shown=ranks.first)
         plan.take_values(ranks)
         with ranks.together(after=_PARTLY_LOADED):
             plan.take(source)
-        with ranks.together(after=_PARTLY_LOADED):
             resumed.take(extra)
     if left_out:
         warn_user(left_out)
@@ -130,36 +130,27 @@ def _extra(index: Index, ranks: Ranks, resumed: Resumed) -> tuple[dict[str, Any]
 
 
 class LoadPlan:
-    """What this rank reads of a checkpoint, planned from its index. Raises ValueError where it does not fit."""
+    """What this rank reads of a checkpoint, planned from its index. Raises ValueError where it does not fit.
+
+    tensors: of the index, and where they are read to.
+    """
 
     def __init__(self, training: Training, index: Index, weights: bool) -> None:
         self._training, self._index = training, index
-        # For each of the model's tensors, the name that it is stored under.
-        self._stored_as: dict[str, str] = {}
-        here, there = {name: name for name in training.tensors} | training.tied, index.stored_as()
-        for alias, name in here.items():
-            if alias in there:  # a tensor with several names matches a stored tensor that has any of them
-                self._stored_as.setdefault(name, there[alias])
-        self._refuse_another_model(here, there)
-        self._tensors = [*(self._of_model() if weights else ()), *self._of_masters()]
-        optimizers, stored = training.optimizers, index.optimizers
-        if optimizers and len(optimizers) != len(stored):
-            saved = f"{len(stored)} optimizers" if stored else "no optimizer"
-            raise ValueError(f"it was saved with {saved}, but {len(optimizers)} to be loaded were given")
-        pairs = zip(optimizers, stored, strict=True) if optimizers else ()
-        self._optimizers = [_OptimizerPlan(training, index, *pair, self._stored_as) for pair in pairs]
-
-    def parts(self) -> Iterator[tuple[Entry, Part]]:
-        yield from self._tensors
-        for plan in self._optimizers:
-            yield from ((entry, part) for _, _, entry, part in plan.tensors)
+        self._stored_as = _names_in(index, training)
+        self.tensors: list[tuple[Entry, Held]] = [*(self._of_model() if weights else ()), *self._of_masters()]
+        here, stored = len(training.optimizers), len(index.optimizers)
+        if here and here != stored:
+            saved = f"{stored} optimizers" if stored else "no optimizer"
+            raise ValueError(f"it was saved with {saved}, but {here} to be loaded were given")
+        self._loads = [self._of_optimizer(number, one) for number, one in enumerate(training.optimizers)]
 
     def take_values(self, ranks: Ranks) -> None:
         """Collective. Gives the modules their extra state; where one refuses it, on any rank, all get theirs back."""
         holders = self._training.holders
         try:
             with ranks.together():
-                for name, value in self._index.values.items():
+                for name, value in under("model/", self._index.values).items():
                     holders[name].set_extra_state(decode(value))
         except CheckpointError:
             for name, value in self._training.values.items():
@@ -169,16 +160,14 @@ class LoadPlan:
 
     @torch.no_grad()
     def take(self, source: Source) -> None:
-        """Reads the tensors into the model and the optimizers' state. This cannot be undone.
-
-        The bytes are written where autograd does not see it. It counts them as written all the same, also on ranks that
-        have nothing of a parameter, so that a backward of a graph from before is refused on every rank.
-        """
+        """Reads the tensors into the model and the optimizers' state. This cannot be undone."""
+        # The bytes are written where autograd does not see it. It counts them as written all the same, also on ranks
+        # that have nothing of a parameter, so that a backward of a graph from before is refused on every rank.
         increment_version([one for one in self._training.tensors.values() if not one.is_inference()])
-        for entry, held in self._tensors:
+        for entry, held in self.tensors:
             _fill(source, entry, held)
-        for plan in self._optimizers:
-            plan.take(source)
+        for hand_over in self._loads:
+            hand_over()
 
     def _of_model(self) -> Iterator[tuple[Entry, Held]]:
         for name in self._training.tensors:
@@ -193,97 +182,91 @@ class LoadPlan:
             stored = self._stored_as[held.name.removeprefix("master/")]
             yield self._index.master(stored) or self._index.entry(stored), held
 
-    def _refuse_another_model(self, here: dict[str, str], there: dict[str, str]) -> None:
-        """Raises ValueError where the checkpoint must be of another model. here, there: all names, and where stored."""
-        training, index = self._training, self._index
-        differing = []
-        for name, stored_as in self._stored_as.items():
-            stored, full = index.entry(stored_as).geometry, training.full_geometry(name)
-            convertible = stored.dtype.is_floating_point and full.dtype.is_floating_point
-            if stored.shape != full.shape or not (convertible or stored.dtype == full.dtype):
-                differing.append(f"{name} (saved {stored}, here {full})")
-        names = [
-            ("it has nothing for", [name for name in training.tensors if name not in self._stored_as]),
-            ("the model has no", [name for name in there if name not in here]),
-            ("these differ", differing),
+    def _of_optimizer(self, number: int, optimizer: Optimizer) -> Callable[[], None]:
+        """Returns what loads the state once its tensors are read."""
+        stored = self._index.optimizers[number]
+        here = [[self._stored_as[name] for name in names] for names in self._training.group_names(optimizer)]
+        _refuse_another_optimizer(stored, kind(optimizer), here, {name for name, *_ in self._index.state(number)})
+        shards = self._training.stepped_shards(optimizer)
+        stepped = {self._stored_as[one.name]: one for one in self._training.stepped(optimizer)}
+        taken: dict[Any, dict[str, Any]] = {}  # by what is stepped
+        for name, key, value in self._index.state(number):
+            if (one := stepped.get(name)) is None:
+                continue
+            state = taken.setdefault(one.tensor, {})
+            if isinstance(value, Entry):
+                present = shards.optim.state.get(one.tensor, {}).get(key)
+                held = _place_for(value.geometry, f"{key!r} of {name}", one, present)
+                self.tensors.append((value, held))
+                state[key] = held.tensor
+            else:
+                state[key] = decode(value)
+        return partial(load_shards, shards, optimizer, taken, [decode(group["options"]) for group in stored.groups])
+
+
+def _names_in(index: Index, training: Training) -> dict[str, str]:
+    """For each of the model's tensors, the name that it is stored under. Raises ValueError where the checkpoint must be
+    of another model."""
+    here, there = {name: name for name in training.tensors} | training.tied, index.stored_as()
+    found: dict[str, str] = {}
+    for alias, name in here.items():
+        if alias in there:  # a tensor with several names matches a stored tensor that has any of them
+            found.setdefault(name, there[alias])
+    differing = []
+    for name, stored_as in found.items():
+        stored, full = index.entry(stored_as).geometry, training.full_geometry(name)
+        convertible = stored.dtype.is_floating_point and full.dtype.is_floating_point
+        if stored.shape != full.shape or not (convertible or stored.dtype == full.dtype):
+            differing.append(f"{name} (saved {stored}, here {full})")
+    names = [
+        ("it has nothing for", [name for name in training.tensors if name not in found]),
+        ("the model has no", [name for name in there if name not in here]),
+        ("these differ", differing),
+    ]
+    problems = [f"{what}: {listed(some)}" for what, some in names if some]
+    if not problems:
+        problems += [
+            f"{name} and {other} were {'two' if tied_here else 'one tensor'} when it was saved, and are not here"
+            for name, other in [*index.tied.items(), *training.tied.items()]
+            if (tied_here := here[name] == here[other]) != (there.get(name) == there.get(other))
         ]
-        problems = [f"{what}: {listed(some)}" for what, some in names if some]
-        if not problems:
-            problems += [
-                f"{name} and {other} were {'one tensor' if saved else 'two'} when it was saved, and are not here"
-                for tied, saved in [(index.tied, True), (training.tied, False)]
-                for name, other in tied.items()
-                if (here[name] == here[other]) != (there.get(name) == there.get(other))
-            ]
-        if set(training.values) != set(index.values) and not problems:
-            problems.append("other modules had extra state (get_extra_state) when it was saved")
-        if problems:
-            raise ValueError(f"it is of another model: {'; '.join(problems)}")
+    if training.values.keys() != under("model/", index.values).keys() and not problems:
+        problems.append("other modules had extra state (get_extra_state) when it was saved")
+    if problems:
+        raise ValueError(f"it is of another model: {'; '.join(problems)}")
+    return found
 
 
-class _OptimizerPlan:
-    """The same of one optimizer's state. tensors: what is stepped, the key of its state, and the part to read."""
-
-    def __init__(
-        self, training: Training, index: Index, optimizer: Optimizer, stored: OptimizerIndex, stored_as: dict[str, str]
-    ) -> None:
-        self._stepped, self._optimizer = training.stepped_shards(optimizer), optimizer
-        _refuse_another_optimizer(training, optimizer, stored, stored_as)
-        self.tensors: list[tuple[Held, str, Entry, Part]] = []
-        self._state: dict[Any, dict[str, Any]] = {}  # by what is stepped
-        self._options = [decode(group["options"]) for group in stored.groups]
-        for one in training.stepped(optimizer):
-            name = stored_as[one.name]
-            for key, value in stored.values.get(name, {}).items():
-                self._state.setdefault(one.tensor, {})[key] = decode(value)
-            for key, path in stored.tensors.get(name, {}).items():
-                entry = index.tensors[path]
-                self.tensors.append((one, key, entry, _part(one, key, name, entry.geometry)))
-
-    def take(self, source: Source) -> None:
-        before, taken = self._stepped.optim.state, self._state
-        for one, key, entry, part in self.tensors:
-            tensor = _target(one, part.full, before.get(one.tensor, {}).get(key))
-            _fill(source, entry, Held(part.full, part.start, part.stop, key, tensor))
-            taken.setdefault(one.tensor, {})[key] = tensor
-        load_shards(self._stepped, self._optimizer, taken, self._options)
-
-
-def _refuse_another_optimizer(
-    training: Training, optimizer: Optimizer, stored: OptimizerIndex, stored_as: dict[str, str]
-) -> None:
-    if stored.kind != kind(optimizer):
-        raise ValueError(f"it holds the state of {stored.kind}, but the optimizer is {kind(optimizer)}")
-    here = [[stored_as[name] for name in names] for names in training.group_names(optimizer)]
+def _refuse_another_optimizer(stored: OptimizerIndex, kind: str, here: list[list[str]], with_state: set[str]) -> None:
+    """kind, here: of the optimizer to be loaded, its class and its groups. with_state: which parameters have any."""
+    if stored.kind != kind:
+        raise ValueError(f"it holds the state of {stored.kind}, but the optimizer is {kind}")
     if len(here) != len(stored.groups):
         groups = f"{len(stored.groups)} parameter groups, the optimizer here has {len(here)}"
-        raise ValueError(f"its {stored.kind} has {groups}")
+        raise ValueError(f"its {kind} has {groups}")
     group_here = {name: number for number, names in enumerate(here) for name in names}
     group_there = {name: number for number, group in enumerate(stored.groups) for name in group["params"]}
-    if unknown := [name for name in sorted({*stored.tensors, *stored.values}) if name not in group_here]:
-        raise ValueError(f"it has state of {listed(unknown)}, which the {stored.kind} here does not have")
+    if unknown := sorted(with_state - group_here.keys()):
+        raise ValueError(f"it has state of {listed(unknown)}, which the {kind} here does not have")
     if moved := [name for name, number in group_here.items() if group_there.get(name, number) != number]:
-        raise ValueError(f"{listed(moved)} were in other parameter groups of the {stored.kind} when it was saved")
+        raise ValueError(f"{listed(moved)} were in other parameter groups of the {kind} when it was saved")
 
 
-def _part(one: Held, key: str, name: str, stored: Geometry) -> Part:
-    """What to read of the state under a key: the elements that are stepped, or all where it has a shape of its own."""
-    if stored.shape == one.full.shape:
-        return Part(replace(one.full, dtype=stored.dtype), one.start, one.stop)
-    if one.is_full:
-        return all_of(stored)
-    raise ValueError(
-        f"{key!r} of {name} has shape {list(stored.shape)}, the parameter {list(one.full.shape)}, and is cut between "
-        "ranks here. Build the optimizer, or FSDP, with partition='whole'"
-    )
-
-
-def _target(one: Held, full: Geometry, present: Any) -> Tensor:
-    """The tensor to read an entry of the state into: the present one if dtype and shape fit, otherwise a new one."""
-    fitting = full if one.is_full else replace(one.own, dtype=full.dtype)
-    if isinstance(present, Tensor) and present.dtype == full.dtype and tuple(present.shape) == fitting.shape:
-        return present
-    return torch.empty_strided(fitting.shape, fitting.strides, dtype=full.dtype, device=one.tensor.device)
+def _place_for(stored: Geometry, name: str, one: Held, present: Any) -> Held:
+    """Where a tensor of the state of what is stepped is read to: the present tensor, if its dtype and shape fit, or a
+    new one."""
+    full, start, stop = replace(one.full, dtype=stored.dtype), one.start, one.stop
+    if stored.shape != full.shape:
+        if not one.is_full:
+            raise ValueError(
+                f"{name} has shape {list(stored.shape)}, the parameter {list(full.shape)}, and is cut between ranks "
+                "here. Build the optimizer, or FSDP, with partition='whole'"
+            )
+        full, start, stop = stored, 0, stored.numel
+    own = full if one.is_full else replace(one.own, dtype=stored.dtype)
+    if not isinstance(present, Tensor) or present.dtype != own.dtype or tuple(present.shape) != own.shape:
+        present = torch.empty_strided(own.shape, own.strides, dtype=own.dtype, device=one.tensor.device)
+    return Held(full, start, stop, name, present)
 
 
 def _fill(source: Source, entry: Entry, held: Held) -> None:
