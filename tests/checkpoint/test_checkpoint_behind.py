@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from saved import adam, tiny
+from saved import Config, adam, differences, read_plainly, steps, tiny
 
 import ranks
 import zero
@@ -71,6 +71,24 @@ def test_a_load_waits_for_the_save_that_is_being_written_and_raises_what_that_ra
     for found, told in ranks.run(load_at_once, 2, (str(tmp_path),)):
         assert found == [{"step": 2}, {"step": 3}, {"step": 3}]
         assert told.startswith("CheckpointError") and "rank-00001.safetensors could not be written (full)" in told
+
+
+def masters_behind(rank, world, path, stage):
+    model, optimizer = Config(masters=True).build(stage)
+    steps(model, optimizer, 0, 2)
+    zero.checkpoint.save(f"{path}/waiting", model, optimizer)
+    with mock.patch.object(write, "write_rank_file", slowly(write.write_rank_file)):
+        saving = zero.checkpoint.save(f"{path}/behind", model, optimizer, wait=False)
+        steps(model, optimizer, 2, 1)
+        saving.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_masters_are_written_as_they_were_whatever_training_does_to_parameters_meanwhile(stage, tmp_path):
+    ranks.run(masters_behind, 2, (str(tmp_path), stage))
+    waiting, behind = (read_plainly(tmp_path / name / "00000001") for name in ("waiting", "behind"))
+    assert not differences(waiting, behind)
 
 
 def load_alone(rank, world, path):

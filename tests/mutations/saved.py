@@ -128,7 +128,7 @@ def size_and_header_not_compared(init, self, place, expected=None):
 
 
 @mutant("Training.masters")
-def checkpoint_without_masters(_, self, *, to_be_read):
+def checkpoint_without_masters(_, self):
     """Master weights are neither saved nor loaded."""
     return iter(())
 

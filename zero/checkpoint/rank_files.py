@@ -58,13 +58,14 @@ def plan_save(training: Training) -> SavePlan:
     values = {f"model/{name}": encode(value, name) for name, value in training.values.items()}
     plan = SavePlan(Index(training.stage, training.ranks.world, tied=training.tied, values=values))
     for name, tensor in training.tensors.items():
-        if training.in_shard_group(name):
-            plan.held += filter(None, [None if training.repeats(name) else training.owned(name)])
-        elif isinstance(tensor, nn.Parameter):
-            plan.common.append(training.unsharded(name))
-        elif training.ranks.rank == 0:
-            plan.held.append(training.unsharded(name))
-    plan.held += (one for one in training.masters(to_be_read=True) if not training.repeats(one.name[len("master/") :]))
+        held = training.owned(name) if training.in_shard_group(name) else training.resident(name)
+        if held is None or training.repeats(name):
+            continue
+        if held.shared and isinstance(tensor, nn.Parameter):
+            plan.common.append(held)
+        elif training.ranks.rank == 0 or not held.shared:
+            plan.held.append(held)
+    plan.held += (one for one in training.masters() if not training.repeats(one.name[len("master/") :]))
     for optimizer in training.optimizers:
         _plan_optimizer(plan, training, optimizer)
     if not training.ranks.writes:
@@ -129,7 +130,7 @@ def _share(common: list[Held], ranks: Ranks) -> list[Held]:
         cut = layout.even([one.full.numel for one in same], ranks.world, align=alignment(dtype))
         for span in cut.spans(ranks.rank):
             one = same[span.index]
-            mine.append(replace(one, start=span.start, stop=span.stop, offset=span.start))
+            mine.append(replace(one, start=span.start, stop=span.stop))
     return mine
 
 
@@ -146,7 +147,7 @@ def staged(model: nn.Module, held: Sequence[Held]) -> tuple[list[Held], Callable
     copies, low, weak = [], 0, ref(model)
     for one, size in zip(held, sizes, strict=True):
         copy = buffer[low : low + one.nbytes].view(one.full.dtype)
-        copies.append(replace(one, tensor=copy.copy_(one.flat()), offset=0))
+        copies.append(replace(one, tensor=copy.copy_(one.flat()), written=None))
         low += size
 
     def release() -> None:

@@ -178,9 +178,9 @@ class LoadPlan:
                 yield master if master is not None and converted else entry, held
 
     def _of_masters(self) -> Iterator[tuple[Entry, Held]]:
-        for held in self._training.masters(to_be_read=False):
+        for held in self._training.masters():
             stored = self._stored_as[held.name.removeprefix("master/")]
-            yield self._index.master(stored) or self._index.entry(stored), held
+            yield self._index.master(stored) or self._index.entry(stored), replace(held, written=None)
 
     def _of_optimizer(self, number: int, optimizer: Optimizer) -> Callable[[], None]:
         """Returns what loads the state once its tensors are read."""
@@ -214,7 +214,7 @@ def _names_in(index: Index, training: Training) -> dict[str, str]:
             found.setdefault(name, there[alias])
     differing = []
     for name, stored_as in found.items():
-        stored, full = index.entry(stored_as).geometry, training.full_geometry(name)
+        stored, full = index.entry(stored_as).geometry, training.parts[name].full
         convertible = stored.dtype.is_floating_point and full.dtype.is_floating_point
         if stored.shape != full.shape or not (convertible or stored.dtype == full.dtype):
             differing.append(f"{name} (saved {stored}, here {full})")
@@ -273,6 +273,6 @@ def _fill(source: Source, entry: Entry, held: Held) -> None:
     """Reads into the held tensor: in place where its memory has the order of what is read."""
     flat = held.flat()
     source.fill(flat, entry, held)
-    if flat.numel() and flat.data_ptr() != held.tensor.data_ptr() + held.offset * flat.itemsize:  # a copy
+    if flat.numel() and flat.data_ptr() != held.tensor.data_ptr():  # a copy
         with as_plain_tensors():
             held.tensor.detach().copy_(held.own.shaped(flat))

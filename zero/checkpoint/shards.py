@@ -36,6 +36,7 @@ from zero.shards.group_state import GroupState
 from zero.shards.masters import settled
 from zero.shards.moved import moved
 from zero.shards.partition import Place, places_in
+from zero.shards.shard_group import ShardGroup
 from zero.state.stepped import SteppedShards
 from zero.tensor_parallel import parts
 from zero.wrappers import Wrapped, comms_of, prepared, stepped_by, unwrapped
@@ -43,18 +44,17 @@ from zero.wrappers import Wrapped, comms_of, prepared, stepped_by, unwrapped
 
 @dataclass(frozen=True)
 class Held(Part):
-    """Elements of a full tensor, which this rank has in `tensor`, from `offset` on.
+    """Elements of a full tensor, which this rank has in `tensor`.
 
     name: the path of a stored tensor; of what an optimizer steps, the parameter's name.
-    tensor: of as many dimensions as the full one, with any strides; or flat, such as a shard, with its elements in the
-        order of `full`.
+    tensor: has these elements, or all of the full tensor. Of as many dimensions as the full one, with any strides; or
+        flat, such as a shard, with its elements in the order of `full`.
     shared: whether all ranks have the same elements.
-    written: of masters to be read, the parameter's elements, which replace those that were written since.
+    written: of masters, the parameter's elements, which replace those that were written since.
     """
 
     name: str
     tensor: Tensor
-    offset: int = 0
     shared: bool = False
     written: Tensor | None = None
 
@@ -67,22 +67,28 @@ class Held(Part):
     def flat(self) -> Tensor:
         """The elements, flat, in the order and dtype of `full`: a view where memory has them so, otherwise a copy."""
         with as_plain_tensors():
-            flat = self.own.flat(self.tensor.detach())[self.offset : self.offset + self.numel].to(self.full.dtype)
+            flat = self.own.flat(self.tensor.detach())
+            if len(flat) > self.numel:
+                flat = flat[self.start : self.stop]
+            flat = flat.to(self.full.dtype)
             return flat if self.written is None else settled(flat, self.written)
 
 
 def whole(name: str, tensor: Tensor) -> Held:
     """All of a tensor that this rank has full, and so have the others."""
-    full = geometry_of(tensor)
-    return Held(full, 0, full.numel, name, tensor, shared=True)
+    return Held(**vars(all_of(geometry_of(tensor))), name=name, tensor=tensor, shared=True)
 
 
 class Training:
     """A model and its optimizers, seen from this rank.
 
+    synchronised: whether a wrapper keeps all parameters the same on all ranks, or there is one rank.
+
     Once `look` has been called:
 
     tensors: parameters and buffers, each once, by the innermost module's name, under which they are stored.
+    parts: by these names the full tensors, buffers in their own dtype also where the model has another; and which of
+        the elements the ranks of the shard group have.
     tied: for each further name of a tensor the name that it is stored under.
     values: the entries of the state_dict that are no tensors, by name; holders: the modules that they come from.
     """
@@ -98,31 +104,34 @@ class Training:
         self._sharding = [one for one in self.optimizers if isinstance(one, OSS)]
         self._module, self._wrappers = module, wrappers = unwrapped(model)
         self.stage = _stage(wrappers, self._sharding)
-        self._synchronised = any(isinstance(one, DistributedDataParallel | ShardedDDP) for one in wrappers)
-        self._parts = parts.ranks(module.parameters())
+        self._tensor_parallel = parts.ranks(module.parameters())
         shards, replicas = _comms(wrappers, self._sharding, process_group)
-        self.ranks = Ranks(shards, self._parts, replicas)
-        self.tensors: dict[str, Tensor] = {}
-        self.tied: dict[str, str] = {}
-        self.values: dict[str, Any] = {}
-        self.holders: dict[str, nn.Module] = {}
-        self._names: dict[Tensor, str] = {}
-        self._own_dtypes: dict[Tensor, torch.dtype] = {}
-        self._groups = [group for one in self._sharding for group in one.shards.shard_groups]
-        self._places: dict[Any, Place] = {}
+        self.ranks = Ranks(shards, self._tensor_parallel, replicas)
+        synchronising = (one for one in wrappers if isinstance(one, DistributedDataParallel | ShardedDDP))
+        self.synchronised = self.ranks.all == 1 or any(synchronising)
 
     def look(self) -> None:
         """Names the tensors and finds their shards. Raises ValueError for what cannot be saved or loaded."""
         self._name_tensors(self._module)
+        groups = [group for one in self._sharding for group in one.shards.shard_groups]
+        dtypes: dict[Tensor, torch.dtype] = {}
         for one in self._wrappers:
             if isinstance(one, FSDP):
                 one.reshard()
-                self._groups += running_model(one).index.groups
-                self._own_dtypes |= {cast.tensor: cast.dtype for cast in running_model(one).cast_buffers}
-        self._places |= places_in(self._groups)
-        self._refuse_misfits()
+                groups += running_model(one).index.groups
+                dtypes |= {cast.tensor: cast.dtype for cast in running_model(one).cast_buffers}
+        self._places = dict[Any, Place](places_in(groups))
+        self._refuse_misfits(groups)
+        self.parts: dict[str, Part] = {}
+        for name, tensor in self.tensors.items():
+            if tensor in self._places:
+                self.parts[name] = _of_full(self._places[tensor])
+            else:
+                self.parts[name] = all_of(replace(geometry_of(tensor), dtype=dtypes.get(tensor, tensor.dtype)))
 
     def _name_tensors(self, module: nn.Module) -> None:
+        self.tensors, self.tied, self._names = dict[str, Tensor](), dict[str, str](), dict[Tensor, str]()
+        self.values, self.holders = dict[str, Any](), dict[str, nn.Module]()
         known = {*module.parameters(), *module.buffers()}
         try:
             given_state = module.state_dict(keep_vars=True)
@@ -146,7 +155,7 @@ class Training:
                     "hook. zero.checkpoint stores parameters, buffers, and what get_extra_state() returns"
                 )
 
-    def _refuse_misfits(self) -> None:
+    def _refuse_misfits(self, groups: Sequence[ShardGroup]) -> None:
         for number, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):
                 raise ValueError(f"optimizer {number} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
@@ -167,16 +176,12 @@ class Training:
                             f"{list(param.shape)}, is not in the state_dict of the model. Pass the model that the "
                             "optimizer trains"
                         )
-        for shard_group in self._groups:
+        for shard_group in groups:
             if shard_group.state in (GroupState.GATHERING, GroupState.SUMMONED):
                 first = shard_group.names[0]
                 raise ValueError(f"{first} is being gathered, or summoned full. Save and load between steps")
             if (name := moved(shard_group)) is not None:
                 raise ValueError(f"{name} was moved, cast or given other data after it was sharded: do that before")
-
-    def full_geometry(self, name: str) -> Geometry:
-        place = self._places.get(self.tensors[name])
-        return geometry_of(self.tensors[name]) if place is None else _of_full(place).full
 
     def in_shard_group(self, name: str) -> bool:
         """Whether it is a parameter in a shard group, of which each rank owns a shard (stages 1 to 3)."""
@@ -184,58 +189,47 @@ class Training:
 
     def repeats(self, name: str) -> bool:
         """Whether it is the same on all ranks that have parts of other tensors, and this is not the first of these."""
-        repeated = self._parts is not None and self._parts.rank > 0 and self.in_shard_group(name)
+        repeated = self._tensor_parallel is not None and self._tensor_parallel.rank > 0 and self.in_shard_group(name)
         return repeated and parts.others(self.tensors[name]) is None  # type: ignore[arg-type]
-
-    @property
-    def unsynchronised(self) -> bool:
-        """Whether there are parameters that should be the same on all ranks, but that no wrapper keeps the same."""
-        loose = any(isinstance(one, nn.Parameter) and one not in self._places for one in self.tensors.values())
-        return loose and not self._synchronised and self.ranks.all > 1
 
     def owned(self, name: str) -> Held | None:
         """What this rank owns of a parameter in a shard group; None where it owns nothing."""
         place = self._places[self.tensors[name]]
-        return None if place.span is None else self._shard(f"model/{name}", place, place.group.shard)
+        return None if place.span is None else self._shard("model/", place, place.group.shard)
 
     def resident(self, name: str) -> Held | None:
         """What this rank keeps of a parameter or buffer: all of it, or its shard (stage 3; None without one)."""
         if self.stage == 3 and self.in_shard_group(name):
             return self.owned(name)
-        held, place = whole(f"model/{name}", self.tensors[name]), self._places.get(self.tensors[name])
-        return held if place is None else replace(held, **vars(_of_full(place)))
+        return Held(**vars(self.parts[name]), name=f"model/{name}", tensor=self.tensors[name], shared=True)
 
-    def unsharded(self, name: str) -> Held:
-        """What is in no shard group, to be written: buffers in their own dtype, also where the model has another."""
-        held = whole(f"model/{name}", self.tensors[name])
-        return replace(held, full=replace(held.full, dtype=self._own_dtypes.get(held.tensor, held.full.dtype)))
-
-    def masters(self, *, to_be_read: bool) -> Iterator[Held]:
-        """This rank's shards of masters. to_be_read: as the next step uses them; otherwise to be filled."""
+    def masters(self) -> Iterator[Held]:
+        """This rank's shards of masters, as the next step uses them."""
         for group in (group for one in self._sharding for group in one.shards.shard_groups):
-            if group.master is not None:
-                for index in group.spans:
-                    path, place = f"master/{self._names[group.params[index]]}", Place(group, index)
-                    written = self._shard(path, place, group.shard).tensor if to_be_read else None
-                    yield replace(self._shard(path, place, group.master), written=written)
+            if (master := group.master) is not None:
+                for place in (Place(group, index) for index in group.spans):
+                    written = self._shard("master/", place, group.shard).tensor
+                    yield replace(self._shard("master/", place, master), written=written)
 
-    def _shard(self, path: str, place: Place, shards: Tensor) -> Held:
-        """The elements of a parameter that this rank owns. shards: those of all parameters of the group."""
-        span, of_full = place.span, _of_full(place)
+    def _shard(self, prefix: str, place: Place, shards: Tensor) -> Held:
+        """The elements of a parameter that this rank owns. prefix: of the path. shards: those of the whole group."""
+        span = place.span
         assert span is not None
-        full, start = replace(of_full.full, dtype=shards.dtype), of_full.start
-        return Held(full, start + span.start, start + span.stop, path, shards[span.offset : span.offset + span.numel])
+        name = self._names[place.group.params[place.position]]
+        full, start = replace(self.parts[name].full, dtype=shards.dtype), self.parts[name].start + span.start
+        own = shards[span.offset : span.offset + span.numel]
+        return Held(full, start, start + span.numel, f"{prefix}{name}", own)
 
     def stepped(self, optimizer: Optimizer) -> Iterator[Held]:
         """What this rank's optimizer steps, parameter by parameter, by their names."""
         cut = self.stage == 3 or isinstance(optimizer, OSS)  # otherwise it holds the full parameters of another's OSS
         for param in params_of(optimizer):
-            name, place = self._names[param], self._places.get(param) if cut else None
+            place = self._places.get(param) if cut else None
             if place is None:
-                yield whole(name, param)
+                yield whole(self._names[param], param)
             elif place.span is not None:
                 tensor = optimizer.part(param) if isinstance(optimizer, OSS) else param
-                yield replace(self._shard(name, place, place.group.shard), tensor=tensor)
+                yield replace(self._shard("", place, place.group.shard), tensor=tensor)
 
     def stepped_shards(self, optimizer: Optimizer) -> SteppedShards:
         return stepped_by(self._module, self._wrappers, optimizer)

@@ -250,8 +250,8 @@ def _compared(training: Training, plan: SavePlan) -> Iterator[str]:
     yield f"stage {training.stage}"
     yield from (name for name in plan.index.extra if name.startswith(PREFIX))
     yield from (f"optimizer {kind(one)}" for one in training.optimizers)
-    yield from (f"{name}: {training.full_geometry(name)!r}" for name in training.tensors)
-    for held in plan.common if training.unsynchronised else ():
+    yield from (f"{name}: {training.parts[name].full!r}" for name in training.tensors)
+    for held in () if training.synchronised else plan.common:
         yield f"{held.name}, which no wrapper keeps the same, with checksum {checksum(held.flat()):08x}"
 
 
