@@ -39,8 +39,8 @@ def export(
 
     path: a run's directory, or one checkpoint's, or its URL. out: a mounted directory without files of these names.
     max_shard_size: bytes; a larger tensor gets a file of its own.
-    dtype: of floating-point tensors, by default as they are stored. Where masters were stored, a dtype of more bits
-        than the parameter's takes the master.
+    dtype: of floating-point tensors, by default as they are stored. Another than the parameter's takes the master, if
+        one was stored.
 
     Extra state (get_extra_state) is exported if it is a tensor; a warning names what is left out.
 
@@ -72,11 +72,9 @@ def _weights(index: Index, dtype: torch.dtype | None) -> dict[str, tuple[Entry, 
     """For every name of the model the stored tensor to read (it, or its master), and the dtype to write."""
     found = {}
     for name, stored_as in sorted(index.stored_as().items()):
-        entry, master = index.entry(stored_as), index.master(stored_as)
-        if master is not None and dtype is not None and dtype.itemsize > entry.geometry.dtype.itemsize:
-            entry = master
-        stored = entry.geometry.dtype
-        found[name] = entry, dtype if dtype is not None and stored.is_floating_point else stored
+        stored = index.tensors[f"model/{stored_as}"].geometry.dtype
+        wanted = dtype if dtype is not None and stored.is_floating_point else stored
+        found[name] = index.weight(stored_as, wanted), wanted
     return found
 
 

@@ -93,10 +93,6 @@ class Geometry:
         """Tensors of one shape with the same `counting` have their elements in the same order."""
         return self.order, self.slices
 
-    def cut(self, tensor: Tensor) -> tuple[Tensor, ...]:
-        """The slices of a full tensor, as views; the tensor itself if there are none."""
-        return (tensor,) if self.slices is None else tensor.split(self.slices[1], self.slices[0])
-
     def part(self, shape: Sequence[int], dim: int, width: int, number: int) -> Part:
         """A tensor of this geometry as the slice of a full tensor with that number, counted from 0."""
         before = [shape[one] for one in takewhile(lambda one: one != dim, self.order or range(len(shape)))]
@@ -105,13 +101,12 @@ class Geometry:
         start = min(number * width, shape[dim]) * (full.numel // max(shape[dim], 1))
         return Part(full, start, start + self.numel)
 
-    def flat(self, tensor: Tensor) -> Tensor:
-        """A tensor without slices, flat, in this order: a view where memory has the same order, otherwise a copy."""
-        return (tensor if self.order is None else tensor.permute(self.order)).reshape(-1)
-
-    def shaped(self, flat: Tensor) -> Tensor:
-        """A tensor without slices, as a view of a flat one in this order."""
-        return flat.as_strided(self.shape, self.strides, flat.storage_offset())
+    def counted(self, tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Views of a full tensor, one for each slice, whose elements are counted row by row, and how many precede."""
+        low = 0
+        for one in (tensor,) if self.slices is None else tensor.split(self.slices[1], self.slices[0]):
+            yield low, one if self.order is None else one.permute(self.order)
+            low += one.numel()
 
 
 @dataclass(frozen=True)
@@ -263,11 +258,10 @@ class Index:
         """For every name of the model's parameters and buffers, also further ones, the name that it is stored under."""
         return {name: name for name in under("model/", self.tensors)} | self.tied
 
-    def entry(self, name: str) -> Entry:
-        return self.tensors[f"model/{name}"]
-
-    def master(self, name: str) -> Entry | None:
-        return self.tensors.get(f"master/{name}")
+    def weight(self, name: str, dtype: torch.dtype) -> Entry:
+        """What a parameter or buffer is read from that shall have a dtype: if it is stored in another, its master."""
+        entry = self.tensors[f"model/{name}"]
+        return entry if entry.geometry.dtype == dtype else self.tensors.get(f"master/{name}", entry)
 
     def state(self, optimizer: int) -> Iterator[tuple[str, str, Any]]:
         """Of an optimizer's state the parameter's name, the key, and the Entry, or the value as JSON."""

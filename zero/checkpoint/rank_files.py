@@ -55,8 +55,9 @@ class SavePlan:
 
 def plan_save(training: Training) -> SavePlan:
     """Raises ValueError, with a message for the user, for what cannot be stored or mapped to full parameters."""
-    values = {f"model/{name}": encode(value, name) for name, value in training.values.items()}
-    plan = SavePlan(Index(training.stage, training.ranks.world, tied=training.tied, values=values))
+    plan = SavePlan(Index(training.stage, training.ranks.world, tied=training.tied))
+    if training.ranks.rank == 0:
+        plan.index.values = {f"model/{name}": encode(value, name) for name, value in training.values.items()}
     for name, tensor in training.tensors.items():
         held = training.owned(name) if training.in_shard_group(name) else training.resident(name)
         if held is None or training.repeats(name):
@@ -191,7 +192,7 @@ def seal(checkpoint: Place, index: Index, *, keep: int | None) -> None:
             header = json.loads(file.metadata["zero"])
         for path, entry in header["tensors"].items():
             found.setdefault(path, []).append(Entry.from_json(entry))
-        index.values = header["values"] | index.values  # the first rank's modules count
+        index.values |= header["values"]
     for path, entries in sorted(found.items()):
         shards = sorted((shard for one in entries for shard in one.shards), key=lambda one: (one.start, one.stop))
         index.tensors[path] = Entry(entries[0].geometry, tuple(shards))

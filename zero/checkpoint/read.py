@@ -138,7 +138,7 @@ class LoadPlan:
     def __init__(self, training: Training, index: Index, weights: bool) -> None:
         self._training, self._index = training, index
         self._stored_as = _names_in(index, training)
-        self.tensors: list[tuple[Entry, Held]] = [*(self._of_model() if weights else ()), *self._of_masters()]
+        self.tensors: list[tuple[Entry, Held]] = [*self._of_model(weights)]
         here, stored = len(training.optimizers), len(index.optimizers)
         if here and here != stored:
             saved = f"{stored} optimizers" if stored else "no optimizer"
@@ -169,18 +169,14 @@ class LoadPlan:
         for hand_over in self._loads:
             hand_over()
 
-    def _of_model(self) -> Iterator[tuple[Entry, Held]]:
-        for name in self._training.tensors:
-            held, stored = self._training.resident(name), self._stored_as[name]
+    def _of_model(self, weights: bool) -> Iterator[tuple[Entry, Held]]:
+        for held in [
+            *map(self._training.resident, self._training.tensors if weights else ()),
+            *self._training.masters(),
+        ]:
             if held is not None:
-                entry, master = self._index.entry(stored), self._index.master(stored)
-                converted = held.full.dtype != entry.geometry.dtype
-                yield master if master is not None and converted else entry, held
-
-    def _of_masters(self) -> Iterator[tuple[Entry, Held]]:
-        for held in self._training.masters():
-            stored = self._stored_as[held.name.removeprefix("master/")]
-            yield self._index.master(stored) or self._index.entry(stored), replace(held, written=None)
+                stored_as = self._stored_as[held.name.partition("/")[2]]
+                yield self._index.weight(stored_as, held.full.dtype), replace(held, written=None)
 
     def _of_optimizer(self, number: int, optimizer: Optimizer) -> Callable[[], None]:
         """Returns what loads the state once its tensors are read."""
@@ -214,7 +210,7 @@ def _names_in(index: Index, training: Training) -> dict[str, str]:
             found.setdefault(name, there[alias])
     differing = []
     for name, stored_as in found.items():
-        stored, full = index.entry(stored_as).geometry, training.parts[name].full
+        stored, full = index.tensors[f"model/{stored_as}"].geometry, training.parts[name].full
         convertible = stored.dtype.is_floating_point and full.dtype.is_floating_point
         if stored.shape != full.shape or not (convertible or stored.dtype == full.dtype):
             differing.append(f"{name} (saved {stored}, here {full})")
@@ -275,4 +271,4 @@ def _fill(source: Source, entry: Entry, held: Held) -> None:
     source.fill(flat, entry, held)
     if flat.numel() and flat.data_ptr() != held.tensor.data_ptr():  # a copy
         with as_plain_tensors():
-            held.tensor.detach().copy_(held.own.shaped(flat))
+            held.ordered.copy_(flat.view(held.ordered.shape))

@@ -64,10 +64,15 @@ class Held(Part):
         order = self.full.order if self.tensor.dim() == len(self.full.shape) else None
         return Geometry(tuple(self.tensor.shape), self.full.dtype, order)
 
+    @property
+    def ordered(self) -> Tensor:
+        """The tensor, permuted so that its elements are counted row by row."""
+        return next(self.own.counted(self.tensor.detach()))[1]
+
     def flat(self) -> Tensor:
         """The elements, flat, in the order and dtype of `full`: a view where memory has them so, otherwise a copy."""
         with as_plain_tensors():
-            flat = self.own.flat(self.tensor.detach())
+            flat = self.ordered.reshape(-1)
             if len(flat) > self.numel:
                 flat = flat[self.start : self.stop]
             flat = flat.to(self.full.dtype)

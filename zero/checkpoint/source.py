@@ -10,7 +10,6 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -58,12 +57,10 @@ class Source(ExitStack):
         """Reads a part of a stored tensor into a flat tensor of as many elements, and converts to its dtype."""
         stored = entry.geometry
         if part.full.counting != stored.counting:
-            low = 0
-            for one in part.full.cut(self._full(entry)):
+            for low, one in part.full.counted(self._full(entry)):
                 start, stop = max(part.start - low, 0), min(part.stop - low, one.numel())
                 if start < stop:
-                    target[low + start - part.start : low + stop - part.start] = part.full.flat(one)[start:stop]
-                low += one.numel()
+                    target[low + start - part.start : low + stop - part.start] = one.reshape(-1)[start:stop]
             return
         direct = target.dtype == stored.dtype and target.is_cpu and target.is_contiguous()
         for name, low, high, at in self._places(entry, part):
@@ -79,14 +76,13 @@ class Source(ExitStack):
 
     def _full(self, entry: Entry) -> Tensor:
         """Reads a full tensor."""
-        stored, low = entry.geometry, 0
+        stored = entry.geometry
         full = torch.empty_strided(stored.shape, stored.strides, dtype=stored.dtype, device="cpu")
-        for one in stored.cut(full):
-            flat = stored.flat(one)  # a copy, if memory has not its order
-            self.fill(flat, entry, Part(stored, low, low + one.numel()))
-            if flat.data_ptr() != one.data_ptr():
-                one.copy_(replace(stored, shape=tuple(one.shape), slices=None).shaped(flat))
-            low += one.numel()
+        for low, one in stored.counted(full):
+            flat = one.reshape(-1)
+            self.fill(flat, entry, Part(stored, low, low + len(flat)))
+            if flat.data_ptr() != one.data_ptr():  # a copy, because memory has not its order
+                one.copy_(flat.view(one.shape))
         return full
 
     def stream(self, entry: Entry, dtype: torch.dtype) -> Iterator[Tensor]:
