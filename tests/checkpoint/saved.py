@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import resource
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -193,20 +192,6 @@ def change_index(checkpoint: Path, change: Callable[[Any], object], *, resign: b
         told.pop("sha256", None)
         told["sha256"] = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
     file.write_text(json.dumps(told))
-
-
-def change_header(checkpoint: Path, change: Callable[[Any], object]) -> None:
-    """Of the first rank's file, with its checksum in the index."""
-    file = checkpoint / "rank-00000.safetensors"
-    data = file.read_bytes()
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
-    change(header)
-    written = json.dumps(header).encode()
-    data = len(written).to_bytes(8, "little") + written + data[end:]
-    file.write_bytes(data)
-    identity = {"bytes": len(data), "header_crc32": zlib.crc32(written)}
-    change_index(checkpoint, lambda told: told["files"].update({file.name: identity}))
 
 
 def peak() -> int:

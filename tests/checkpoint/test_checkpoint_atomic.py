@@ -86,8 +86,9 @@ def test_a_name_is_given_when_all_that_it_names_is_on_disk(tmp_path):
         patches.enter_context(mock.patch.object(os, "fsync", record_sync))
         patches.enter_context(mock.patch.object(os, "replace", record_name))
         zero.checkpoint.save(tmp_path / "run", tiny())
-    assert [name for name, _ in named] == ["rank-00000.safetensors", "index.json", "latest"]
-    assert [unsynced for _, unsynced in named] == [{"00000001"}, {"00000001"}, set()]
+    part = "rank-00000.safetensors.json"
+    assert [name for name, _ in named] == ["rank-00000.safetensors", part, "index.json", "latest"]
+    assert [unsynced for _, unsynced in named] == [{"00000001"}, {"00000001"}, set(), set()]
     assert str(tmp_path / "run") in synced, "the last rename itself is not on disk"
 
 

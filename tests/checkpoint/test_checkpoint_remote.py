@@ -77,8 +77,9 @@ def test_half_a_save_is_no_checkpoint_and_is_removed_by_the_next(scheme, tmp_pat
     for one in [others.parent, half]:
         one.mkdir()
     others.write_text("somebody else's")
-    for name in ["rank-00000.safetensors", "rank-00007.safetensors.partial", "index.json.partial"]:
+    for name in ["rank-00000.safetensors", "rank-00000.safetensors.json", "rank-00007.safetensors.partial"]:
         (half / name).write_bytes(b"half")
+    (half / "index.json.partial").write_bytes(b"half")
     assert zero.checkpoint.load(run, tiny()) == {"step": 1}
     zero.checkpoint.save(run, tiny(), extra={"step": 2})
     assert not half.exists()

@@ -16,7 +16,7 @@ from zero.checkpoint.storage import Place, reading
 
 LATEST = "latest"
 _NAME = re.compile(r"\d{8}")
-_UNFINISHED = re.compile(r"rank-\d+\.safetensors(\.partial)?|index\.json\.partial")
+_UNFINISHED = re.compile(r"rank-\d+\.safetensors(\.json)?(\.partial)?|index\.json\.partial")
 
 
 def checkpoints(run: Place) -> list[Place]:

@@ -113,7 +113,7 @@ def _write(folder: Place, files: dict[str, list[Chunk]]) -> None:
     total = sum(chunk.nbytes for chunks in files.values() for chunk in chunks)
     with progress("exporting", total) as tick:
         for name, chunks in files.items():
-            write(folder / name, chunks, {}, tick)
+            write(folder / name, chunks, tick)
     if len(files) > 1:
         file_of = {chunk.key: name for name, chunks in files.items() for chunk in chunks}
         index = {"metadata": {"total_size": total}, "weight_map": file_of}

@@ -30,6 +30,9 @@ from zero._torch.tensors import wraps_others
 VERSION = 1
 INDEX = "index.json"
 
+LONGEST = 1 << 28
+"""Bytes of an index, which is read into memory, at most."""
+
 DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
@@ -164,10 +167,11 @@ def tensor_problem(tensor: Tensor) -> str | None:
 
 @dataclass(frozen=True)
 class ParamShard:
-    """Elements [start, stop) of a tensor, stored under `key` in a file."""
+    """Elements [start, stop) of a tensor, stored under `key` in a file, from byte `at` on."""
 
     file: str
     key: str
+    at: int
     start: int
     stop: int
 
@@ -240,7 +244,7 @@ class Index:
     stage, world: the stage and the number of ranks at saving.
     tensors, values: by path; values, which are what else modules and optimizers hold, as JSON.
     tied: for each further name of a tensor that several names share, the name that it is stored under.
-    files: by name, the size and the header's checksum of each.
+    files: by name, of each the size, "bytes", and a checksum of every 4 MiB, "crc32".
     extra, extra_by_rank: the user's values, as JSON: those that were the same on all ranks, and the others, by rank.
     """
 
@@ -290,10 +294,7 @@ class Index:
 
     @staticmethod
     def loads(text: str) -> Index:
-        """Raises ValueError, with a message for the user, where the text is no complete index of this version.
-
-        Also where two shards share a key: a small file could be made to fill any disk.
-        """
+        """Raises ValueError, with a message for the user, where the text is no complete index of this version."""
         try:
             fields = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -309,14 +310,17 @@ class Index:
             fields["tensors"] = {path: Entry.from_json(entry) for path, entry in fields["tensors"].items()}
             fields["optimizers"] = [OptimizerIndex(**optimizer) for optimizer in fields["optimizers"]]
             index = Index(**fields)
-            taken: set[tuple[str, str]] = set()
+            room = {name: file["bytes"] for name, file in index.files.items() if "/" not in name}
             for path, entry in index.tensors.items():
                 if problem := entry.problem():
                     raise ValueError(f"says that {path} {problem}")
                 for shard in entry.shards:
-                    if (shard.file, shard.key) in taken:
-                        raise ValueError(f"says that {path} is stored where another tensor is")
-                    taken.add((shard.file, shard.key))
+                    if shard.file not in room:
+                        raise ValueError(f"names {shard.file!r}, which is none of its files")
+                    nbytes = (shard.stop - shard.start) * entry.geometry.dtype.itemsize
+                    room[shard.file] -= nbytes  # tensors in the same bytes could fill any disk from a small file
+                    if room[shard.file] < 0 or not 0 <= shard.at <= index.files[shard.file]["bytes"] - nbytes:
+                        raise ValueError(f"says that {path} is stored where nothing is, or another tensor")
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise ValueError(f"has an entry that this zero does not know ({error!r})") from None
         return index

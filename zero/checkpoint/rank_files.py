@@ -3,8 +3,8 @@
 The owner of a shard writes it. Tensors that are full on every rank are written once: each rank writes an equal share of
 parameters and of state that is the same on all ranks, and rank 0 writes its buffers, which are the ones that count.
 
-The header of a file has, under "zero", the rank's part of the index: its entries, and the optimizers' state that is no
-tensor. So the index is made from headers on disk, and no rank sends another what it has written.
+Beside its file a rank writes its part of the index: what is in the file, and values of optimizers that are no tensors.
+The index is made from these, which are removed then, and no rank sends another what it has written.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 
 from zero._torch.tensors import tree_iter
 from zero.checkpoint import directory
-from zero.checkpoint.files import LONGEST_HEADER, Chunk, SafeFile, progress, write
-from zero.checkpoint.format import Entry, Index, OptimizerIndex, ParamShard, tensor_problem
+from zero.checkpoint.files import Chunk, progress, write
+from zero.checkpoint.format import LONGEST, Entry, Index, OptimizerIndex, ParamShard, tensor_problem
 from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.shards import Held, Training, inner, kind, whole
 from zero.checkpoint.storage import Place
@@ -162,15 +162,21 @@ def rank_file(checkpoint: Place, rank: int) -> Place:
     return checkpoint / f"rank-{rank:05d}.safetensors"
 
 
+def part_of(file: Place) -> Place:
+    """Where the part of the index is that a rank writes when its file is on disk."""
+    return file.parent / f"{file.name}.json"
+
+
 def write_rank_file(file: Place, plan: SavePlan, *, shown: bool) -> None:
-    """Writes a rank's file; it is on disk when this returns. shown: show progress."""
+    """Writes a rank's file, and its part of the index; both are on disk when this returns. shown: show progress."""
     chunks, entries = [_chunk(held) for held in plan.held], {}
-    for chunk, held in zip(chunks, plan.held, strict=True):
-        shard = ParamShard(file.name, chunk.key, held.start, held.stop)
-        entries[held.name] = Entry(held.full, (shard,)).to_json()
-    described = json.dumps({"tensors": entries, "values": plan.index.values})
     with progress("saving", sum(chunk.nbytes for chunk in chunks), shown) as tick:
-        write(file, chunks, {"zero": described}, tick)
+        written, starts = write(file, chunks, tick)
+    for chunk, held in zip(chunks, plan.held, strict=True):
+        shard = ParamShard(file.name, chunk.key, starts[chunk.key], held.start, held.stop)
+        entries[held.name] = Entry(held.full, (shard,)).to_json()
+    part = {"file": written, "tensors": entries, "values": plan.index.values}
+    part_of(file).put(json.dumps(part).encode())
 
 
 def _chunk(held: Held) -> Chunk:
@@ -186,19 +192,21 @@ def seal(checkpoint: Place, index: Index, *, keep: int | None) -> None:
     index: of the checkpoint; what the files hold is added. keep: how many of the run's checkpoints stay; None for all.
     """
     found: dict[str, list[Entry]] = {}
-    for rank in range(index.world):
-        with SafeFile(rank_file(checkpoint, rank)) as file:
-            index.files[file.place.name] = file.identity
-            header = json.loads(file.metadata["zero"])
-        for path, entry in header["tensors"].items():
+    files = [rank_file(checkpoint, rank) for rank in range(index.world)]
+    for file in files:
+        part = json.loads(part_of(file).read())
+        index.files[file.name] = part["file"]
+        index.values |= part["values"]
+        for path, entry in part["tensors"].items():
             found.setdefault(path, []).append(Entry.from_json(entry))
-        index.values |= header["values"]
     for path, entries in sorted(found.items()):
         shards = sorted((shard for one in entries for shard in one.shards), key=lambda one: (one.start, one.stop))
         index.tensors[path] = Entry(entries[0].geometry, tuple(shards))
         if problem := index.tensors[path].problem():
             raise ValueError(f"{path}, as the ranks wrote it, {problem}: they do not hold the same model")
     text = index.dumps().encode()
-    if len(text) > LONGEST_HEADER:
-        raise ValueError(f"the index would have {len(text)} bytes, more than the {LONGEST_HEADER} that are read")
+    if len(text) > LONGEST:
+        raise ValueError(f"the index would have {len(text)} bytes, more than the {LONGEST} that are read")
     directory.publish(checkpoint, text, keep)
+    for file in files:
+        part_of(file).remove()

@@ -7,15 +7,14 @@ dtype. A tensor that is stored with its dimensions in another order than the tar
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 
 import torch
 from torch import Tensor
 
-from zero.checkpoint.files import LONGEST_HEADER, SafeFile, buffer, progress
-from zero.checkpoint.format import INDEX, Entry, Index, Part, all_of
+from zero.checkpoint.files import BLOCK, DataFile, buffer, progress
+from zero.checkpoint.format import INDEX, LONGEST, Entry, Index, Part, all_of
 from zero.checkpoint.storage import Place, reading
 
 
@@ -30,28 +29,29 @@ class Source(ExitStack):
         self.directory = directory
         place = directory / INDEX
         with reading(place):
-            text = place.read(LONGEST_HEADER + 1)
-        if len(text) > LONGEST_HEADER:
-            raise ValueError(f"{place} has more than the {LONGEST_HEADER} bytes that an index may have")
+            text = place.read(LONGEST + 1)
+        if len(text) > LONGEST:
+            raise ValueError(f"{place} has more than the {LONGEST} bytes that an index may have")
         self.digest = hashlib.sha256(text).hexdigest()
         try:
             self.index = Index.loads(text.decode())
         except ValueError as error:
             raise ValueError(f"{place} {error}") from None
-        self._files: dict[str, SafeFile] = {}
+        self._files: dict[str, DataFile] = {}
         self._copies = buffer()
 
     def check(self, parts: Iterable[tuple[Entry, Part]], *, shown: bool = False) -> None:
         """Reads the blocks of the parts and compares their checksums. shown: show progress."""
-        needed: dict[str, list[tuple[int, int]]] = {}
+        needed: dict[str, set[int]] = {}
         for entry, part in parts:
             in_order = part.full.counting == entry.geometry.counting
             for name, low, high, _ in self._places(entry, part if in_order else all_of(entry.geometry)):
-                needed.setdefault(name, []).append((low, high))
-        nbytes = sum(high - low for places in needed.values() for low, high in places)
-        with progress("checking", nbytes, shown) as tick:
-            for name, places in sorted(needed.items()):
-                self._files[name].check(places, tick)
+                needed.setdefault(name, set()).update(range(low // BLOCK, -(-high // BLOCK)))
+        blocks = [(name, number) for name, numbers in sorted(needed.items()) for number in sorted(numbers)]
+        with progress("checking", len(blocks) * BLOCK, shown) as tick:
+            for name, number in blocks:
+                self._file(name).check(number)
+                tick(BLOCK)
 
     def fill(self, target: Tensor, entry: Entry, part: Part) -> None:
         """Reads a part of a stored tensor into a flat tensor of as many elements, and converts to its dtype."""
@@ -66,11 +66,11 @@ class Source(ExitStack):
         for name, low, high, at in self._places(entry, part):
             section = target[at : at + (high - low) // stored.dtype.itemsize]
             if direct:
-                self._files[name].read(section, low)
+                self._file(name).read(section, low)
                 continue
             copies = self._copies().view(stored.dtype)
             for some in section.split(len(copies)):
-                self._files[name].read(copies[: len(some)], low)
+                self._file(name).read(copies[: len(some)], low)
                 some.copy_(copies[: len(some)])
                 low += len(some) * stored.dtype.itemsize
 
@@ -102,17 +102,14 @@ class Source(ExitStack):
         for shard in entry.shards:
             start, stop = max(shard.start, part.start), min(shard.stop, part.stop)
             if start < stop:
-                file = self._open(shard.file)
-                dtype, shape, first = file.tensors.get(shard.key, (None, (), 0))
-                if dtype != entry.geometry.dtype or math.prod(shape) != shard.stop - shard.start:
-                    raise ValueError(f"{file.place} has no {shard.key} of the dtype and size that {INDEX} names")
-                low = first + (start - shard.start) * dtype.itemsize
-                yield shard.file, low, low + (stop - start) * dtype.itemsize, start - part.start
+                size = entry.geometry.dtype.itemsize
+                low = shard.at + (start - shard.start) * size
+                yield shard.file, low, low + (stop - start) * size, start - part.start
 
-    def _open(self, name: str) -> SafeFile:
+    def _file(self, name: str) -> DataFile:
         if name not in self._files:
-            expected = self.index.files.get(name)
-            if expected is None or "/" in name or name == "..":
-                raise ValueError(f"{self.directory / INDEX} names {name!r}, which is none of its files")
-            self._files[name] = self.enter_context(SafeFile(self.directory / name, expected))
+            place = self.directory / name
+            with reading(place):
+                file = self.enter_context(place.open())
+            self._files[name] = DataFile(place, file, self.index.files[name])
         return self._files[name]

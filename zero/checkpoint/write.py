@@ -1,7 +1,7 @@
 """Saving.
 
     every rank       streams what it owns into a file of its own, in a directory that no reader looks at yet
-    the first rank   when all files are on disk, writes the index from their headers, which makes it a checkpoint
+    the first rank   when all files are on disk, writes the index from their parts of it, which makes it a checkpoint
 
 This is the same with wait=True and wait=False. With wait=False a rank first copies what it owns, and a thread does the
 rest while training goes on. These threads send nothing, because training uses the process group: the first rank's
@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from zero.checkpoint import directory
 from zero.checkpoint.files import checksum
 from zero.checkpoint.format import CheckpointError, Index
-from zero.checkpoint.rank_files import SavePlan, plan_save, rank_file, seal, staged, write_rank_file
+from zero.checkpoint.rank_files import SavePlan, part_of, plan_save, rank_file, seal, staged, write_rank_file
 from zero.checkpoint.ranks import Ranks, described
 from zero.checkpoint.resume import PREFIX, Resumed, label
 from zero.checkpoint.shards import Training, kind
@@ -212,8 +212,8 @@ class Saving:
 
     def _wait_for_files(self) -> None:
         """On a thread, where other ranks may still write theirs."""
-        files = {rank_file(self._place, rank).name for rank in range(self._ranks.world)}
-        own, ended, pause = rank_file(self._place, self._ranks.rank), math.inf, 0.01
+        files = {part_of(rank_file(self._place, rank)).name for rank in range(self._ranks.world)}
+        own, ended, pause = part_of(rank_file(self._place, self._ranks.rank)), math.inf, 0.01
         while missing := files - {one.name for one in self._place.inside()}:
             if own.name in missing:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(own))
