@@ -1,7 +1,4 @@
-"""What one rank writes of a model and its optimizers, the file that it writes, and the index made of all ranks' files.
-
-The owner of a shard writes it. Tensors that are full on every rank are written once: each rank writes an equal share of
-parameters and of state that is the same on all ranks, and rank 0 writes its buffers, which are the ones that count.
+"""What one rank writes of a model and its optimizers (shards.py), its file, and the index made of all ranks' files.
 
 Beside its file a rank writes its part of the index: what is in the file, and values of optimizers that are no tensors.
 The index is made from these, which are removed then, and no rank sends another what it has written.
@@ -12,7 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from weakref import WeakKeyDictionary, ref
+from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +25,6 @@ from zero.checkpoint.shards import Held, Training, inner, kind, whole
 from zero.checkpoint.storage import Place
 from zero.checkpoint.values import encode
 from zero.measure.param_groups import options
-from zero.shards import layout
-from zero.shards.shapes import alignment
 
 # Bytes. Every copy starts at a multiple of these, so that it can be viewed as any dtype.
 _ALIGNMENT = 64
@@ -120,42 +116,32 @@ def _state_held(path: str, one: Held, value: Tensor) -> Held:
 
 
 def _share(common: list[Held], ranks: Ranks) -> list[Held]:
-    """This rank's share of tensors that are the same on all ranks: of each dtype as many elements as any other rank."""
-    if ranks.world == 1:
-        return common
-    kinds: dict[torch.dtype, list[Held]] = {}
+    """This rank's share of tensors that are the same on all ranks: as many bytes as any other rank."""
+    low, high = (sum(one.nbytes for one in common) * rank // ranks.world for rank in (ranks.rank, ranks.rank + 1))
+    mine, at = [], 0
     for one in common:
-        kinds.setdefault(one.full.dtype, []).append(one)
-    mine = []
-    for dtype, same in kinds.items():
-        cut = layout.even([one.full.numel for one in same], ranks.world, align=alignment(dtype))
-        for span in cut.spans(ranks.rank):
-            one = same[span.index]
-            mine.append(replace(one, start=span.start, stop=span.stop))
+        # The first element that begins at a byte or after it.
+        start, stop = (min(max(-((at - end) // one.full.dtype.itemsize), 0), one.numel) for end in (low, high))
+        if start < stop or (one.numel == 0 and ranks.rank == 0):
+            mine.append(replace(one, start=start, stop=stop))
+        at += one.nbytes
     return mine
 
 
+# Another save of the model that begins before the memory is left to it makes copies of its own.
 def staged(model: nn.Module, held: Sequence[Held]) -> tuple[list[Held], Callable[[], None]]:
-    """Copies of the held elements, and the function that leaves their memory to the model's next save.
-
-    Another save of the model that begins before then makes copies of its own.
-    """
+    """Copies of the held elements, and the function that leaves their memory to the model's next save."""
     sizes = [-(-one.nbytes // _ALIGNMENT) * _ALIGNMENT for one in held]
-    reused = _buffers.pop(model, None)
-    if reused is not None and len(reused) < sum(sizes):
-        reused = None  # freed before the larger one is allocated
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu") if reused is None else reused
-    copies, low, weak = [], 0, ref(model)
+    buffer = _buffers.pop(model, None)
+    if buffer is None or len(buffer) < sum(sizes):
+        del buffer  # freed before the larger one is allocated
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+    copies, low = [], 0
     for one, size in zip(held, sizes, strict=True):
         copy = buffer[low : low + one.nbytes].view(one.full.dtype)
         copies.append(replace(one, tensor=copy.copy_(one.flat()), written=None))
         low += size
-
-    def release() -> None:
-        if (living := weak()) is not None:
-            _buffers[living] = buffer
-
-    return copies, release
+    return copies, partial(_buffers.__setitem__, model, buffer)
 
 
 def rank_file(checkpoint: Place, rank: int) -> Place:

@@ -101,32 +101,30 @@ def _load(path: str | os.PathLike[str], training: Training, resume: Any, *, weig
     with source:
         with ranks.together(before=f"{source.directory} does not fit: "):
             plan = LoadPlan(training, source.index, weights)
-            extra, left_out = _extra(source.index, ranks, resumed)
+            extra = _extra(source.index, ranks, resumed)
         with ranks.together():
             source.check(plan.tensors, shown=ranks.first)
         plan.take_values(ranks)
         with ranks.together(after=_PARTLY_LOADED):
             plan.take(source)
             resumed.take(extra)
-    if left_out:
-        warn_user(left_out)
     return {key: value for key, value in extra.items() if not key.startswith(PREFIX)}
 
 
-def _extra(index: Index, ranks: Ranks, resumed: Resumed) -> tuple[dict[str, Any], str]:
-    """The `extra` of this rank, and a warning that names the entries that no rank gets."""
-    encoded, by_rank, left_out = index.extra, index.extra_by_rank, ""
+def _extra(index: Index, ranks: Ranks, resumed: Resumed) -> dict[str, Any]:
+    """The `extra` of this rank. Warns of entries that no rank gets."""
+    encoded, by_rank = index.extra, index.extra_by_rank
     own = {key for one in by_rank for key in one}
     resumed.refuse_others({*encoded, *own})
     unread = [label(key) for key in sorted(own) if not key.startswith(PREFIX) or key in resumed.names]
     if len(by_rank) == ranks.all:
         encoded = encoded | by_rank[ranks.number]
     elif unread:
-        left_out = (
+        warn_user(
             f"{listed(unread)} differed between the {len(by_rank)} ranks that saved it, and there are {ranks.all} now: "
             "left out. Set it anew on each rank: seed generators."
         )
-    return {key: decode(value) for key, value in encoded.items()}, left_out
+    return {key: decode(value) for key, value in encoded.items()}
 
 
 class LoadPlan:
