@@ -11,17 +11,17 @@ is nothing to convert between stages, numbers of ranks or partitions: a reader a
     ranks       what all ranks compare, and what is raised on every one of them
     shards      what one rank has of a model and its optimizers, at every stage
     rank_files  what one rank writes of it, its file, and the index made of all files
-    resume      what a resumed run needs besides model and optimizer: schedules, scalers, random generators
+    resume      what a resumed run needs besides: schedules, scalers, random generators
     write       save
     source      a checkpoint that is open for reading
     read        load: what one rank reads of it, and what does not fit
     export      the weights as Hugging Face's libraries read them
     __main__    the command line
-
-No pickle is loaded. A checkpoint of torch.distributed.checkpoint (2.13) holds options and step counts as pickles, which
-run code as they are loaded, and has no checksums: an altered byte is loaded without an error. Its asynchronous save
-sends, and needs a second process group; here the thread sends nothing.
 """
+
+# No pickle is loaded. A checkpoint of torch.distributed.checkpoint (2.13) holds options and step counts as pickles,
+# which run code as they are loaded, and has no checksums: an altered byte is loaded without an error. Its asynchronous
+# save sends, and needs a second process group; here the thread sends nothing.
 
 from zero.checkpoint.format import CheckpointError
 from zero.checkpoint.read import load

@@ -4,9 +4,8 @@
     header      JSON: every tensor's dtype, shape and position
     data        the tensors, one after another
 
-The index has a checksum (CRC-32) of every BLOCK bytes, so that a reader of a range can check that range without reading
-the rest. Files are written here rather than by the safetensors package because the package does not sync to disk, and
-the index says where in a file a tensor is, so that no reader needs the header.
+The index says where in a file a tensor is, so that no reader needs the header. It has a checksum (CRC-32) of every
+BLOCK bytes, so that a reader of a range can check that range without reading the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
+from itertools import accumulate, chain
 from typing import IO, Any
 
 import torch
@@ -62,6 +61,7 @@ class Chunk:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
+# Not by the safetensors package, which does not sync to disk, takes no streams and has no checksums.
 def write(
     place: Place, chunks: Sequence[Chunk], tick: Callable[[int], object]
 ) -> tuple[dict[str, Any], dict[str, int]]:
@@ -92,16 +92,16 @@ def _data(chunks: Sequence[Chunk], tick: Callable[[int], object]) -> Iterator[me
 
 
 def _header(chunks: Sequence[Chunk]) -> tuple[bytes, dict[str, int]]:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    low = 0
-    for chunk in chunks:
-        high = low + chunk.nbytes
-        header[chunk.key] = {"dtype": NAMES[chunk.dtype], "shape": chunk.shape, "data_offsets": [low, high]}
-        low = high
-    data = json.dumps(header, separators=(",", ":")).encode()
+    """The header, with its length before it, and the first byte of each chunk by its key."""
+    ends = accumulate(chunk.nbytes for chunk in chunks)
+    offsets = {chunk.key: [end - chunk.nbytes, end] for chunk, end in zip(chunks, ends, strict=True)}
+    tensors = {
+        chunk.key: {"dtype": NAMES[chunk.dtype], "shape": chunk.shape, "data_offsets": offsets[chunk.key]}
+        for chunk in chunks
+    }
+    data = json.dumps({"__metadata__": {"format": "pt"}, **tensors}, separators=(",", ":")).encode()
     data += b" " * (-len(data) % 8)
-    starts = {chunk.key: 8 + len(data) + header[chunk.key]["data_offsets"][0] for chunk in chunks}
-    return len(data).to_bytes(8, "little") + data, starts
+    return len(data).to_bytes(8, "little") + data, {key: 8 + len(data) + start for key, (start, _) in offsets.items()}
 
 
 def buffer() -> Buffer:
@@ -133,10 +133,8 @@ def checksum(flat: Tensor) -> int:
 
 
 def as_bytes(flat: Tensor) -> memoryview:
-    """The memory of a flat, contiguous tensor on the CPU.
-
-    Not by `numpy()`, after which torch no longer lets the tensor's storage be resized, as FSDP does with shards.
-    """
+    """The memory of a flat, contiguous tensor on the CPU."""
+    # Not by `numpy()`, after which torch no longer lets the tensor's storage be resized, as FSDP does with shards.
     memory: Any = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
     memory.tensor = flat  # lives as long as the memoryview
     return memoryview(memory).cast("B")

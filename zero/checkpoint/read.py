@@ -6,9 +6,7 @@
     take      every rank reads the tensors again, into the parameters and the optimizer's state, in place; then the
               objects of `resume` and the generators take their states
 
-After each step the ranks agree that all can go on. Only the last step changes anything for good. It cannot be undone,
-because that would take a second copy of everything. But all that it reads was read a moment before, from files that are
-still open, so only a disk that fails just then can stop it, or the optimizer's own load_state_dict. The error says so.
+After each step the ranks agree that all can go on. Only the last step changes anything for good.
 """
 
 from __future__ import annotations
@@ -105,6 +103,9 @@ def _load(path: str | os.PathLike[str], training: Training, resume: Any, *, weig
         with ranks.together():
             source.check(plan.tensors, shown=ranks.first)
         plan.take_values(ranks)
+        # This cannot be undone, because that would take a second copy of everything. But all that is read was read a
+        # moment before, from files that are still open: only a disk that fails just then can stop it, or a
+        # load_state_dict of the user's.
         with ranks.together(after=_PARTLY_LOADED):
             plan.take(source)
             resumed.take(extra)
@@ -158,7 +159,7 @@ class LoadPlan:
 
     @torch.no_grad()
     def take(self, source: Source) -> None:
-        """Reads the tensors into the model and the optimizers' state. This cannot be undone."""
+        """Reads the tensors into the model and the optimizers' state."""
         # The bytes are written where autograd does not see it. It counts them as written all the same, also on ranks
         # that have nothing of a parameter, so that a backward of a graph from before is refused on every rank.
         increment_version([one for one in self._training.tensors.values() if not one.is_inference()])

@@ -1,8 +1,7 @@
 """Where checkpoints are stored: in mounted directories, or at fsspec URLs ("s3://bucket/run", "gs://...", "memory://...").
 
 A Place is a path in one of fsspec's file systems, of which LocalFileSystem serves the mounted ones. A file appears when
-it is complete: objects do by themselves, and a mounted file is written under another name, synced and renamed, which
-fsspec does not do.
+it is complete.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ class Place:
         return [self / one.rpartition("/")[2] for one in sorted(paths)]
 
     def exists(self) -> bool:
-        """Raises OSError where this may not be looked at, of which fsspec's own `exists` says that it is not there."""
-        try:
+        try:  # not fsspec's own `exists`, which says of what may not be looked at that it is not there
             self._fresh().info(self.path)
         except (FileNotFoundError, NotADirectoryError):
             return False
@@ -95,7 +93,7 @@ class Place:
         return bytes(self.system.cat_file(self.path, end=most))
 
     def open(self) -> IO[bytes]:
-        """The file, without a cache: a read fills as much of the memory as one request returns."""
+        # Without a cache a read fills as much of the memory as one request returns.
         return self._fresh().open(self.path, "rb", cache_type="none")  # type: ignore[no-any-return]
 
     def put(self, data: bytes) -> None:
@@ -106,13 +104,13 @@ class Place:
 
     @contextmanager
     def write(self) -> Iterator[Any]:
-        """A context in which a file is written; a mounted one can `seek`. When it is left, the file is there, whole, in
-        place of an earlier one. What is in a mounted one is on disk then, but perhaps not its name."""
-        if not self.mounted:
+        """A context in which a file is written. When it is left, the file is there, whole, in place of an earlier one.
+        What is in a mounted one is on disk then, but perhaps not its name."""
+        if not self.mounted:  # objects appear when they are complete
             with self.system.open(self.path, "wb") as file:
                 yield file
             return
-        partial = f"{self.path}.partial"
+        partial = f"{self.path}.partial"  # fsspec does not sync
         with io.BufferedWriter(_EarlyWriter(partial, "w")) as file:
             yield file
             file.flush()
@@ -129,8 +127,7 @@ class Place:
                 os.close(descriptor)
 
     def _fresh(self) -> Any:
-        """The file system without its cached listings: other ranks write too."""
-        self.system.invalidate_cache()
+        self.system.invalidate_cache()  # of listings: other ranks write too
         return self.system
 
 

@@ -3,10 +3,8 @@
     every rank       streams what it owns into a file of its own, in a directory that no reader looks at yet
     the first rank   when all files are on disk, writes the index from their parts of it, which makes it a checkpoint
 
-This is the same with wait=True and wait=False. With wait=False a rank first copies what it owns, and a thread does the
-rest while training goes on. These threads send nothing, because training uses the process group: the first rank's
-thread waits for the files of the others, which appear when they are complete. What fails on a thread is raised by
-`wait`, which the run's next save or load calls first, or told when the program ends.
+With wait=False a rank first copies what it owns, and a thread does this while training goes on. What fails there is
+raised by `wait`, which the run's next save or load calls first, or told when the program ends.
 """
 
 from __future__ import annotations
@@ -150,8 +148,7 @@ class Saving:
         """Collective. Returns when the checkpoint is complete, on disk, and the run's latest.
 
         Raises CheckpointError, on every rank, if it could not be written. Interrupted by Ctrl-C while this rank's file
-        is being written it can be called again. Interrupted later it raises from then on: the other ranks may have
-        come to either end.
+        is being written it can be called again.
         """
         if self._failure is not None:
             raise self._failure
@@ -168,6 +165,7 @@ class Saving:
                 self._publish()
             self._ranks.compare("", problem=self._problem)
         except BaseException as error:
+            # Interrupted here it raises from then on: the other ranks may have come to either end.
             unknown = f"wait() was interrupted ({error!r}): nobody knows whether it is complete. Save again."
             self._failure = error if isinstance(error, CheckpointError) else CheckpointError(unknown)
             self._given_up.set()
@@ -188,7 +186,7 @@ class Saving:
             self._publish()
 
     def _write(self, plan: SavePlan) -> None:
-        """This rank's file. From the end on only the first rank writes to the directory, and can remove it."""
+        """This rank's file."""
         file = rank_file(self._place, self._ranks.rank)
         try:
             if self._ranks.writes:
@@ -197,7 +195,7 @@ class Saving:
         except Exception as error:
             self._problem = described(error, file)
         finally:
-            self._written.set()
+            self._written.set()  # from now on only the first rank writes to the directory, and can remove it
 
     def _publish(self) -> None:
         """On the first rank, after it has tried to write its own file."""
@@ -212,6 +210,7 @@ class Saving:
 
     def _wait_for_files(self) -> None:
         """On a thread, where other ranks may still write theirs."""
+        # Threads send nothing, because training uses the process group. Files appear when they are complete.
         files = {part_of(rank_file(self._place, rank)).name for rank in range(self._ranks.world)}
         own, ended, pause = part_of(rank_file(self._place, self._ranks.rank)), math.inf, 0.01
         while missing := files - {one.name for one in self._place.inside()}:
