@@ -116,8 +116,8 @@ def options_not_loaded(load, path, model, optimizer=None, **named):
     return extra
 
 
-@mutant("DataFile.check")
-def checksums_not_compared(_, self, number):
+@mutant("Source._check")
+def checksums_not_compared(_, self, name, block):
     """Altered bytes of a checkpoint are loaded."""
 
 

@@ -69,9 +69,9 @@ def _inspect(path: Place, *, tensors: bool, check: bool) -> None:
         for name, stored_as in index.tied.items():
             print(f"  tied: {name} is {stored_as}")
         for optimizer in index.optimizers:
-            for number, group in enumerate(optimizer.groups):
+            for number, group in enumerate(optimizer["groups"]):
                 options = ", ".join(f"{key}={value}" for key, value in decode(group["options"]).items())
-                print(f"  {optimizer.kind}, group {number}: {len(group['params'])} parameters, {options}")
+                print(f"  {optimizer['kind']}, group {number}: {len(group['params'])} parameters, {options}")
         extra = sorted({*index.extra, *(key for one in index.extra_by_rank for key in one)})
         print(f"  extra: {', '.join(extra) or 'none'}")
         for path_in, entry in index.tensors.items() if tensors else ():

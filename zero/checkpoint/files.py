@@ -1,4 +1,4 @@
-"""One safetensors file: written as a stream, read by ranges of bytes, each checked.
+"""One safetensors file, written as a stream.
 
     8 bytes     length of the header
     header      JSON: every tensor's dtype, shape and position
@@ -14,7 +14,6 @@ import ctypes
 import importlib
 import importlib.util
 import json
-import os
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -22,13 +21,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, chain
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero.checkpoint.format import NAMES
-from zero.checkpoint.storage import AT_A_TIME, Place, reading
+from zero.checkpoint.storage import Place
 
 BLOCK = 1 << 22
 """Bytes a checksum."""
@@ -36,8 +35,8 @@ BLOCK = 1 << 22
 BUFFER = 1 << 24
 """Bytes that are copied at a time where tensors are not read or written in place. A multiple of BLOCK."""
 
-# Bytes that stay in the processor's cache between computing their checksum and copying them.
-_CACHED = 1 << 20
+CACHED = 1 << 20
+"""Bytes that stay in the processor's cache between computing their checksum and copying them."""
 
 # The fewest bytes for which a progress bar is shown.
 _LONG = 1 << 30
@@ -73,7 +72,7 @@ def write(
     with place.write() as file:
         for data in chain([memoryview(header)], _data(chunks, tick)):
             while data:
-                some = data[: min(_CACHED, BLOCK - at % BLOCK)]
+                some = data[: min(CACHED, BLOCK - at % BLOCK)]
                 if at % BLOCK == 0:
                     sums.append(0)
                 sums[-1] = zlib.crc32(some, sums[-1])
@@ -138,38 +137,3 @@ def as_bytes(flat: Tensor) -> memoryview:
     memory: Any = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
     memory.tensor = flat  # lives as long as the memoryview
     return memoryview(memory).cast("B")
-
-
-class DataFile:
-    """A file that is open for reading. Raises ValueError where it is damaged or cannot be read. entry: of the index."""
-
-    def __init__(self, place: Place, file: IO[bytes], entry: dict[str, Any]) -> None:
-        self._place, self._file, self._nbytes, self._sums = place, file, entry["bytes"], entry["crc32"]
-        with reading(place):
-            size = file.seek(0, os.SEEK_END)
-        if size != self._nbytes:
-            raise ValueError(f"{place} has {size} bytes, not the {self._nbytes} that were written")
-        if len(self._sums) != -(-size // BLOCK):
-            raise ValueError(f"{place} has {len(self._sums)} checksums, not one of every {BLOCK} bytes")
-
-    def check(self, number: int) -> None:
-        """Reads a block and compares its checksum."""
-        low, high = number * BLOCK, min((number + 1) * BLOCK, self._nbytes)
-        buffer, found = torch.empty(_CACHED, dtype=torch.uint8, device="cpu"), 0
-        for at in range(low, high, _CACHED):
-            some = buffer[: min(_CACHED, high - at)]
-            self.read(some, at)
-            found = zlib.crc32(as_bytes(some), found)
-        if found != self._sums[number]:
-            raise ValueError(f"{self._place} was altered: bytes {low} to {high} are not those that were written")
-
-    def read(self, target: Tensor, at: int) -> None:
-        """Fills a flat, contiguous tensor on the CPU with the bytes from `at` on."""
-        data = as_bytes(target)
-        while data:
-            with reading(self._place):
-                self._file.seek(at)
-                count = self._file.readinto(data[:AT_A_TIME])  # type: ignore[attr-defined]
-            if count == 0:
-                raise ValueError(f"{self._place} ends before byte {at + len(data)}: it is incomplete")
-            data, at = data[count:], at + count

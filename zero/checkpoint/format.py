@@ -230,20 +230,13 @@ def under(prefix: str, table: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass
-class OptimizerIndex:
-    """One optimizer: the name of its class, and {"params": [name, ...], "options": {name: value, as JSON}} a group."""
-
-    kind: str
-    groups: list[dict[str, Any]]
-
-
-@dataclass
 class Index:
     """`index.json`.
 
     stage, world: the stage and the number of ranks at saving.
     tensors, values: by path; values, which are what else modules and optimizers hold, as JSON.
     tied: for each further name of a tensor that several names share, the name that it is stored under.
+    optimizers: of each its class, "kind", and "groups", {"params": [name, ...], "options": {name: value, as JSON}}.
     files: by name, of each the size, "bytes", and a checksum of every 4 MiB, "crc32".
     extra, extra_by_rank: the user's values, as JSON: those that were the same on all ranks, and the others, by rank.
     """
@@ -253,7 +246,7 @@ class Index:
     tensors: dict[str, Entry] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
-    optimizers: list[OptimizerIndex] = field(default_factory=list)
+    optimizers: list[dict[str, Any]] = field(default_factory=list)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     extra_by_rank: list[dict[str, Any]] = field(default_factory=list)
@@ -288,7 +281,6 @@ class Index:
             "version": VERSION,
             **vars(self),
             "tensors": {path: entry.to_json() for path, entry in self.tensors.items()},
-            "optimizers": [vars(optimizer) for optimizer in self.optimizers],
         }
         return json.dumps({**fields, "sha256": _digest(fields)})
 
@@ -308,7 +300,6 @@ class Index:
             raise ValueError("does not have the checksum that it was written with: it was altered")
         try:
             fields["tensors"] = {path: Entry.from_json(entry) for path, entry in fields["tensors"].items()}
-            fields["optimizers"] = [OptimizerIndex(**optimizer) for optimizer in fields["optimizers"]]
             index = Index(**fields)
             room = {name: file["bytes"] for name, file in index.files.items() if "/" not in name}
             for path, entry in index.tensors.items():

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,7 +20,7 @@ from torch.optim import Optimizer
 from zero._torch.tensors import tree_iter
 from zero.checkpoint import directory
 from zero.checkpoint.files import Chunk, progress, write
-from zero.checkpoint.format import LONGEST, Entry, Index, OptimizerIndex, ParamShard, tensor_problem
+from zero.checkpoint.format import LONGEST, Entry, Index, ParamShard, tensor_problem
 from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.shards import Held, Training, inner, kind, whole
 from zero.checkpoint.storage import Place
@@ -72,12 +73,13 @@ def plan_save(training: Training) -> SavePlan:
 
 
 def _plan_optimizer(plan: SavePlan, training: Training, optimizer: Optimizer) -> None:
-    index, prefix = OptimizerIndex(kind(optimizer), []), f"optimizer/{len(plan.index.optimizers)}"
-    plan.index.optimizers.append(index)
+    groups: list[dict[str, Any]] = []
+    prefix = f"optimizer/{len(plan.index.optimizers)}"
+    plan.index.optimizers.append({"kind": kind(optimizer), "groups": groups})
     for number, names in enumerate(training.group_names(optimizer)):
         given = options(optimizer.param_groups[number]).items()
         encoded = {key: encode(value, f"option {key!r} of group {number}") for key, value in given}
-        index.groups.append({"params": names, "options": encoded})
+        groups.append({"params": names, "options": encoded})
     state = inner(optimizer).state
     if unknown := [key for key in state if not isinstance(key, Tensor)]:
         raise ValueError(

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from zero._torch.telling import warn_user
 from zero._torch.tensors import as_plain_tensors
 from zero.checkpoint import directory
-from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, OptimizerIndex, listed, under
+from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, listed, under
 from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.resume import PREFIX, Resumed, label
 from zero.checkpoint.shards import Held, Training, kind
@@ -179,9 +179,11 @@ class LoadPlan:
 
     def _of_optimizer(self, number: int, optimizer: Optimizer) -> Callable[[], None]:
         """Returns what loads the state once its tensors are read."""
-        stored = self._index.optimizers[number]
+        kind_there, groups = (self._index.optimizers[number][key] for key in ("kind", "groups"))
+        if kind_there != kind(optimizer):
+            raise ValueError(f"it holds the state of {kind_there}, but the optimizer is {kind(optimizer)}")
         here = [[self._stored_as[name] for name in names] for names in self._training.group_names(optimizer)]
-        _refuse_another_optimizer(stored, kind(optimizer), here, {name for name, *_ in self._index.state(number)})
+        _refuse_other_groups(kind_there, groups, here, {name for name, *_ in self._index.state(number)})
         shards = self._training.stepped_shards(optimizer)
         stepped = {self._stored_as[one.name]: one for one in self._training.stepped(optimizer)}
         taken: dict[Any, dict[str, Any]] = {}  # by what is stepped
@@ -196,7 +198,7 @@ class LoadPlan:
                 state[key] = held.tensor
             else:
                 state[key] = decode(value)
-        return partial(load_shards, shards, optimizer, taken, [decode(group["options"]) for group in stored.groups])
+        return partial(load_shards, shards, optimizer, taken, [decode(group["options"]) for group in groups])
 
 
 def _names_in(index: Index, training: Training) -> dict[str, str]:
@@ -232,15 +234,12 @@ def _names_in(index: Index, training: Training) -> dict[str, str]:
     return found
 
 
-def _refuse_another_optimizer(stored: OptimizerIndex, kind: str, here: list[list[str]], with_state: set[str]) -> None:
-    """kind, here: of the optimizer to be loaded, its class and its groups. with_state: which parameters have any."""
-    if stored.kind != kind:
-        raise ValueError(f"it holds the state of {stored.kind}, but the optimizer is {kind}")
-    if len(here) != len(stored.groups):
-        groups = f"{len(stored.groups)} parameter groups, the optimizer here has {len(here)}"
-        raise ValueError(f"its {kind} has {groups}")
+def _refuse_other_groups(kind: str, groups: list[dict[str, Any]], here: list[list[str]], with_state: set[str]) -> None:
+    """groups: of the index. here: the names in those of the optimizer to be loaded. with_state: which ones have any."""
+    if len(here) != len(groups):
+        raise ValueError(f"its {kind} has {len(groups)} parameter groups, the optimizer here has {len(here)}")
     group_here = {name: number for number, names in enumerate(here) for name in names}
-    group_there = {name: number for number, group in enumerate(stored.groups) for name in group["params"]}
+    group_there = {name: number for number, group in enumerate(groups) for name in group["params"]}
     if unknown := sorted(with_state - group_here.keys()):
         raise ValueError(f"it has state of {listed(unknown)}, which the {kind} here does not have")
     if moved := [name for name, number in group_here.items() if group_there.get(name, number) != number]:

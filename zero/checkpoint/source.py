@@ -7,15 +7,19 @@ dtype. A tensor that is stored with its dimensions in another order than the tar
 from __future__ import annotations
 
 import hashlib
+import os
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zero.checkpoint.files import BLOCK, DataFile, buffer, progress
+from zero.checkpoint import files
+from zero.checkpoint.files import BLOCK, as_bytes, buffer, progress
 from zero.checkpoint.format import INDEX, LONGEST, Entry, Index, Part, all_of
-from zero.checkpoint.storage import Place, reading
+from zero.checkpoint.storage import AT_A_TIME, Place, reading
 
 
 class Source(ExitStack):
@@ -37,7 +41,7 @@ class Source(ExitStack):
             self.index = Index.loads(text.decode())
         except ValueError as error:
             raise ValueError(f"{place} {error}") from None
-        self._files: dict[str, DataFile] = {}
+        self._files: dict[str, Any] = {}
         self._copies = buffer()
 
     def check(self, parts: Iterable[tuple[Entry, Part]], *, shown: bool = False) -> None:
@@ -50,7 +54,7 @@ class Source(ExitStack):
         blocks = [(name, number) for name, numbers in sorted(needed.items()) for number in sorted(numbers)]
         with progress("checking", len(blocks) * BLOCK, shown) as tick:
             for name, number in blocks:
-                self._file(name).check(number)
+                self._check(name, number)
                 tick(BLOCK)
 
     def fill(self, target: Tensor, entry: Entry, part: Part) -> None:
@@ -66,11 +70,11 @@ class Source(ExitStack):
         for name, low, high, at in self._places(entry, part):
             section = target[at : at + (high - low) // stored.dtype.itemsize]
             if direct:
-                self._file(name).read(section, low)
+                self._read(name, section, low)
                 continue
             copies = self._copies().view(stored.dtype)
             for some in section.split(len(copies)):
-                self._file(name).read(copies[: len(some)], low)
+                self._read(name, copies[: len(some)], low)
                 some.copy_(copies[: len(some)])
                 low += len(some) * stored.dtype.itemsize
 
@@ -106,10 +110,29 @@ class Source(ExitStack):
                 low = shard.at + (start - shard.start) * size
                 yield shard.file, low, low + (stop - start) * size, start - part.start
 
-    def _file(self, name: str) -> DataFile:
-        if name not in self._files:
-            place = self.directory / name
+    def _check(self, name: str, block: int) -> None:
+        """Reads a block of a file and compares its checksum."""
+        place, file = self.directory / name, self.index.files[name]
+        low, high = block * BLOCK, min((block + 1) * BLOCK, file["bytes"])
+        buffer, found = torch.empty(files.CACHED, dtype=torch.uint8, device="cpu"), 0
+        for at in range(low, high, len(buffer)):
+            some = buffer[: min(len(buffer), high - at)]
+            self._read(name, some, at)
+            found = zlib.crc32(as_bytes(some), found)
+        if [found] != file["crc32"][block : block + 1]:
+            raise ValueError(f"{place} was altered: bytes {low} to {high} are not those that were written")
+
+    def _read(self, name: str, target: Tensor, at: int) -> None:
+        """Fills a flat, contiguous tensor on the CPU with the bytes of a file from `at` on."""
+        place, data, size = self.directory / name, as_bytes(target), self.index.files[name]["bytes"]
+        while data:
             with reading(place):
-                file = self.enter_context(place.open())
-            self._files[name] = DataFile(place, file, self.index.files[name])
-        return self._files[name]
+                if name not in self._files:
+                    self._files[name] = self.enter_context(place.open())
+                    if (found := self._files[name].seek(0, os.SEEK_END)) != size:
+                        raise ValueError(f"{place} has {found} bytes, not the {size} that were written")
+                self._files[name].seek(at)
+                count = self._files[name].readinto(data[:AT_A_TIME])
+            if count == 0:
+                raise ValueError(f"{place} ends before byte {at + len(data)}: it is incomplete")
+            data, at = data[count:], at + count
