@@ -14,8 +14,8 @@ from zero._torch.compiling import name_without_compile, named_as_compiled, renam
 from zero._torch.modules import loads_by_itself
 from zero._torch.optimizers import with_load_hooks
 from zero._torch.telling import warn_user
-from zero.comm import COLLECTION, Comm
-from zero.comm.together import Together
+from zero.comm import COLLECTION
+from zero.comm.together import Together, compare, told_by_comparing
 from zero.comm.waiting import calling
 from zero.fsdp.full_weights import loading, named_tensors
 from zero.fsdp.model import models_of
@@ -181,7 +181,9 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
     for unit in (unit for one, _ in models_of(inner) for unit in one.units):
         unit.reshard()  # a forward without backward may have left it unsharded
     if not alone and isinstance(state_dict, Mapping):
-        _refuse_shard(stepped, comms, state_dict)
+        with told_by_comparing(lambda problem: compare(comms, what, [], problem)):
+            refuse_other_shard(stepped, marks_of(state_dict), "Load what zero.full_optimizer_state_dict returns.")
+        compare(comms, what, [], None)
         with Together(comms, COLLECTION) as together:
             _load_state(stepped, optimizer, dict(state_dict))
             together.agree()
@@ -294,14 +296,3 @@ def _without_options(items: Iterable[tuple[Label, Any]], groups: Sequence[dict[s
         else:
             yield number, key, leaf
         del leaf
-
-
-def _refuse_shard(stepped: SteppedShards, comms: Sequence[Comm], state_dict: Mapping[str, Any]) -> None:
-    """Collective. Raises ValueError on every rank where any was given the shard of another."""
-    problem, what = None, "the state given to zero.load_full_optimizer_state_dict"
-    try:
-        refuse_other_shard(stepped, marks_of(dict(state_dict)), "Load what zero.full_optimizer_state_dict returns.")
-    except ValueError as error:
-        problem = str(error)
-    for comm in comms:
-        comm.compare(what, [], problem)

@@ -15,17 +15,17 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from zero._torch.tensors import tree_iter
 from zero.checkpoint import directory
 from zero.checkpoint.files import Chunk, progress, write
 from zero.checkpoint.format import LONGEST, Entry, Index, ParamShard, tensor_problem
 from zero.checkpoint.ranks import Ranks
-from zero.checkpoint.shards import Held, Training, inner, kind, whole
+from zero.checkpoint.shards import Held, Training, whole
 from zero.checkpoint.storage import Place
 from zero.checkpoint.values import encode
 from zero.measure.param_groups import options
+from zero.state.stepped import SteppedShards
 
 # Bytes. Every copy starts at a multiple of these, so that it can be viewed as any dtype.
 _ALIGNMENT = 64
@@ -64,28 +64,26 @@ def plan_save(training: Training) -> SavePlan:
         elif training.ranks.rank == 0 or not held.shared:
             plan.held.append(held)
     plan.held += (one for one in training.masters() if not training.repeats(one.name[len("master/") :]))
-    for optimizer in training.optimizers:
-        _plan_optimizer(plan, training, optimizer)
+    for shards in training.shards:
+        _plan_optimizer(plan, training, shards)
     if not training.ranks.writes:
         return SavePlan(plan.index, common=plan.common)
     plan.held += _share(plan.common, training.ranks)
     return plan
 
 
-def _plan_optimizer(plan: SavePlan, training: Training, optimizer: Optimizer) -> None:
+def _plan_optimizer(plan: SavePlan, training: Training, shards: SteppedShards) -> None:
     groups: list[dict[str, Any]] = []
     prefix = f"optimizer/{len(plan.index.optimizers)}"
-    plan.index.optimizers.append({"kind": kind(optimizer), "groups": groups})
-    for number, names in enumerate(training.group_names(optimizer)):
-        given = options(optimizer.param_groups[number]).items()
+    plan.index.optimizers.append({"kind": shards.kind, "groups": groups})
+    for number, names in enumerate(training.group_names(shards)):
+        given = options(shards.param_groups[number]).items()
         encoded = {key: encode(value, f"option {key!r} of group {number}") for key, value in given}
         groups.append({"params": names, "options": encoded})
-    state = inner(optimizer).state
+    state = shards.optim.state
     if unknown := [key for key in state if not isinstance(key, Tensor)]:
-        raise ValueError(
-            f"the {kind(optimizer)} keeps state under {unknown[0]!r}, which is no parameter and has no owner."
-        )
-    for one in training.stepped(optimizer):
+        raise ValueError(f"the {shards.kind} keeps state under {unknown[0]!r}, which is no parameter and has no owner.")
+    for one in training.stepped(shards):
         for key, value in {} if training.repeats(one.name) else state.get(one.tensor, {}).items():
             path = f"{prefix}/{one.name}/{key}"
             if not isinstance(key, str) or "/" in key:

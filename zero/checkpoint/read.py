@@ -29,13 +29,14 @@ from zero.checkpoint import directory
 from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, listed, under
 from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.resume import PREFIX, Resumed, label
-from zero.checkpoint.shards import Held, Training, kind
+from zero.checkpoint.shards import Held, Training
 from zero.checkpoint.source import Source
 from zero.checkpoint.storage import place
 from zero.checkpoint.values import decode
 from zero.checkpoint.write import finish
 from zero.comm.waiting import calling
 from zero.load_full import load_shards
+from zero.state.stepped import SteppedShards
 
 _PARTLY_LOADED = (
     " This happened while tensors were being read: model and optimizer are partly as before and partly as saved. Load "
@@ -142,7 +143,8 @@ class LoadPlan:
         if here and here != stored:
             saved = f"{stored} optimizers" if stored else "no optimizer"
             raise ValueError(f"it was saved with {saved}, but {here} to be loaded were given")
-        self._loads = [self._of_optimizer(number, one) for number, one in enumerate(training.optimizers)]
+        both = zip(training.optimizers, training.shards, strict=True)
+        self._loads = [self._of_optimizer(number, *one) for number, one in enumerate(both)]
 
     def take_values(self, ranks: Ranks) -> None:
         """Collective. Gives the modules their extra state; where one refuses it, on any rank, all get theirs back."""
@@ -177,15 +179,14 @@ class LoadPlan:
                 stored_as = self._stored_as[held.name.partition("/")[2]]
                 yield self._index.weight(stored_as, held.full.dtype), replace(held, written=None)
 
-    def _of_optimizer(self, number: int, optimizer: Optimizer) -> Callable[[], None]:
+    def _of_optimizer(self, number: int, optimizer: Optimizer, shards: SteppedShards) -> Callable[[], None]:
         """Returns what loads the state once its tensors are read."""
-        kind_there, groups = (self._index.optimizers[number][key] for key in ("kind", "groups"))
-        if kind_there != kind(optimizer):
-            raise ValueError(f"it holds the state of {kind_there}, but the optimizer is {kind(optimizer)}")
-        here = [[self._stored_as[name] for name in names] for names in self._training.group_names(optimizer)]
-        _refuse_other_groups(kind_there, groups, here, {name for name, *_ in self._index.state(number)})
-        shards = self._training.stepped_shards(optimizer)
-        stepped = {self._stored_as[one.name]: one for one in self._training.stepped(optimizer)}
+        kind, groups = (self._index.optimizers[number][key] for key in ("kind", "groups"))
+        if kind != shards.kind:
+            raise ValueError(f"it holds the state of {kind}, but the optimizer is {shards.kind}")
+        here = [[self._stored_as[name] for name in names] for names in self._training.group_names(shards)]
+        _refuse_other_groups(kind, groups, here, {name for name, *_ in self._index.state(number)})
+        stepped = {self._stored_as[one.name]: one for one in self._training.stepped(shards)}
         taken: dict[Any, dict[str, Any]] = {}  # by what is stepped
         for name, key, value in self._index.state(number):
             if (one := stepped.get(name)) is None:

@@ -29,10 +29,8 @@ def label(name: str) -> str:
 
 
 class Resumed:
-    """The objects and generators whose states are saved and loaded; nothing if `resume` is None.
-
-    names: of the entries of `extra`. Raises ValueError for an object that has no state to save.
-    """
+    """The objects and generators whose states are saved and loaded; nothing if `resume` is None. names: of the entries
+    of `extra`. Raises ValueError for an object that has no state to save."""
 
     def __init__(self, resume: Any) -> None:
         objects = [] if resume is None else resume if isinstance(resume, list | tuple) else [resume]
@@ -55,14 +53,16 @@ class Resumed:
     def refuse_others(self, stored: Collection[str]) -> None:
         """Raises ValueError where other objects were saved. stored: the names of all entries."""
         saved = {name for name in stored if name.startswith(PREFIX)}
-        if self.names and not saved:
+        if not self.names:
+            return
+        if not saved:
             raise ValueError(
                 "it was saved without resume=. Load it without, and take from its extra what you put there"
             )
-        before, here = (sorted(name for name in names if name.count("/") == 2) for names in (saved, self.names))
-        if self.names and before != here:
-            before, here = ([name.rpartition("/")[2] for name in names] for names in (before, here))
-            raise ValueError(f"it was saved with resume=[{', '.join(before)}], but load was given [{', '.join(here)}]")
+        before, here = ([name for name in sorted(names) if name.count("/") == 2] for names in (saved, self.names))
+        if before != here:
+            given = [", ".join(name.rpartition("/")[2] for name in names) for names in (before, here)]
+            raise ValueError(f"it was saved with resume=[{given[0]}], but load was given [{given[1]}]")
 
 
 def _functions(one: Any, number: int) -> _Functions:

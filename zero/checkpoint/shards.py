@@ -7,8 +7,7 @@
     3  FSDP             this rank's shards            this rank's shards    the owner of each shard
 
 Buffers, and parameters in no shard group, are full on every rank. Rank 0's buffers are the ones that count, as in
-training. Parameters that no wrapper keeps the same on all ranks (a plain module's, those that FSDP ignores) are
-`unsynchronised`, and are compared before they are written.
+training. Parameters that no wrapper keeps the same on all ranks are compared before they are written.
 """
 
 from __future__ import annotations
@@ -91,6 +90,7 @@ class Training:
 
     Once `look` has been called:
 
+    shards: of each optimizer what holds the state.
     tensors: parameters and buffers, each once, by the innermost module's name, under which they are stored.
     parts: by these names the full tensors, buffers in their own dtype also where the model has another; and which of
         the elements the ranks of the shard group have.
@@ -127,6 +127,7 @@ class Training:
                 dtypes |= {cast.tensor: cast.dtype for cast in running_model(one).cast_buffers}
         self._places = dict[Any, Place](places_in(groups))
         self._refuse_misfits(groups)
+        self.shards = [stepped_by(self._module, self._wrappers, one) for one in self.optimizers]
         self.parts: dict[str, Part] = {}
         for name, tensor in self.tensors.items():
             if tensor in self._places:
@@ -225,22 +226,18 @@ class Training:
         own = shards[span.offset : span.offset + span.numel]
         return Held(full, start, start + span.numel, f"{prefix}{name}", own)
 
-    def stepped(self, optimizer: Optimizer) -> Iterator[Held]:
+    def stepped(self, shards: SteppedShards) -> Iterator[Held]:
         """What this rank's optimizer steps, parameter by parameter, by their names."""
-        cut = self.stage == 3 or isinstance(optimizer, OSS)  # otherwise it holds the full parameters of another's OSS
-        for param in params_of(optimizer):
-            place = self._places.get(param) if cut else None
+        for param in params_of(shards):
+            # An optimizer without shard groups holds the full parameters, perhaps of another's OSS.
+            place = self._places.get(param) if shards.shard_groups else None
             if place is None:
                 yield whole(self._names[param], param)
             elif place.span is not None:
-                tensor = optimizer.part(param) if isinstance(optimizer, OSS) else param
-                yield replace(self._shard("", place, place.group.shard), tensor=tensor)
+                yield replace(self._shard("", place, place.group.shard), tensor=shards.part(param))
 
-    def stepped_shards(self, optimizer: Optimizer) -> SteppedShards:
-        return stepped_by(self._module, self._wrappers, optimizer)
-
-    def group_names(self, optimizer: Optimizer) -> list[list[str]]:
-        return [[self._names[param] for param in group["params"]] for group in optimizer.param_groups]
+    def group_names(self, shards: SteppedShards) -> list[list[str]]:
+        return [[self._names[param] for param in group["params"]] for group in shards.param_groups]
 
 
 def _of_full(place: Place) -> Part:
@@ -249,15 +246,6 @@ def _of_full(place: Place) -> Part:
     own = Geometry(tuple(shape), place.group.shard.dtype, memory_order(shape, stride))
     slice_of = parts.slice_of(place.group.params[place.position])
     return all_of(own) if slice_of is None else own.part(*slice_of)
-
-
-def inner(optimizer: Optimizer) -> Optimizer:
-    """The optimizer that holds the state of this rank's shards."""
-    return optimizer.optim if isinstance(optimizer, OSS) else optimizer
-
-
-def kind(optimizer: Optimizer) -> str:
-    return type(inner(optimizer)).__name__
 
 
 def _stage(wrappers: Sequence[nn.Module], sharding: Sequence[OSS]) -> int:

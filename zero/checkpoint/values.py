@@ -26,16 +26,12 @@ _ARRAYS = {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
 
 _TAG = "$"
 
-# Of an integer. Python does not convert integers of more than some thousand digits to text.
-_MOST_BITS = 1 << 13
+_MOST_BITS = 1 << 13  # of an integer: Python does not convert those of more than some thousand digits to text
 
 
 def encode(value: Any, where: str) -> Any:
-    """A value as JSON. It may have tuples, dictionaries with any keys, Counters, small tensors and arrays; numpy's
-    numbers are stored as Python's.
-
-    where: the name of the value in errors. Raises ValueError for anything else.
-    """
+    """A value as JSON. where: its name in errors. Raises ValueError for anything but the above, and numpy's numbers,
+    which are stored as Python's."""
     if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):
         value = value.item()
     if value is None or isinstance(value, bool):
@@ -49,10 +45,9 @@ def encode(value: Any, where: str) -> Any:
         return str.__str__(value)  # an enum's member becomes its value
     if isinstance(value, complex):
         return {_TAG: "complex", "items": [value.real, value.imag]}
-    if isinstance(value, list):
-        return [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
-    if isinstance(value, tuple):
-        return {_TAG: "tuple", "items": [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+    if isinstance(value, list | tuple):
+        items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else {_TAG: "tuple", "items": items}
     if isinstance(value, Mapping):
         if not isinstance(value, Counter) and _TAG not in value and all(isinstance(key, str) for key in value):
             return {key: encode(item, f"{where}[{key!r}]") for key, item in value.items()}

@@ -31,7 +31,7 @@ from zero.checkpoint.format import CheckpointError, Index
 from zero.checkpoint.rank_files import SavePlan, part_of, plan_save, rank_file, seal, staged, write_rank_file
 from zero.checkpoint.ranks import Ranks, described
 from zero.checkpoint.resume import PREFIX, Resumed, label
-from zero.checkpoint.shards import Training, kind
+from zero.checkpoint.shards import Training
 from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import encode
 from zero.comm.waiting import calling
@@ -248,7 +248,7 @@ def _compared(training: Training, plan: SavePlan) -> Iterator[str]:
     """What ranks must have the same to save together."""
     yield f"stage {training.stage}"
     yield from (name for name in plan.index.extra if name.startswith(PREFIX))
-    yield from (f"optimizer {kind(one)}" for one in training.optimizers)
+    yield from (f"optimizer {one.kind}" for one in training.shards)
     yield from (f"{name}: {training.parts[name].full!r}" for name in training.tensors)
     for held in () if training.synchronised else plan.common:
         yield f"{held.name}, which no wrapper keeps the same, with checksum {checksum(held.flat()):08x}"

@@ -32,6 +32,10 @@ class SteppedShards:
     loaded: Callable[[], object] = lambda: None
 
     @property
+    def kind(self) -> str:
+        return type(self.optim).__name__
+
+    @property
     def steps_parameters(self) -> bool:
         """Whether the optimizer holds the user's parameters themselves, as at stages 0 and 3."""
         return self.param_groups is self.optim.param_groups
