@@ -21,12 +21,13 @@ class Ranks:
     all, as `gather` orders them; the first's is 0.
     """
 
-    def __init__(self, shards: Comm, parts: Comm | None, replicas: Comm | None) -> None:
-        self.comms = [comm for comm in (shards, parts, replicas) if comm is not None]
-        self.writes = replicas is None or replicas.rank == 0
+    def __init__(self, comms: Sequence[Comm], parts: Comm | None) -> None:
+        shards, *replicas = comms
+        self.comms = [shards, *([] if parts is None else [parts]), *replicas]
+        self.writes = all(comm.rank == 0 for comm in replicas)
         self.all, self.number = 1, 0
         for comm in self.comms:
-            if comm is not replicas:
+            if comm not in replicas:
                 self.rank, self.world = self.number + self.all * comm.rank, self.all * comm.world
             self.all, self.number = self.all * comm.world, self.number + self.all * comm.rank
         self.first = self.number == 0

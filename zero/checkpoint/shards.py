@@ -110,8 +110,7 @@ class Training:
         self._module, self._wrappers = module, wrappers = unwrapped(model)
         self.stage = _stage(wrappers, self._sharding)
         self._tensor_parallel = parts.ranks(module.parameters())
-        shards, replicas = _comms(wrappers, self._sharding, process_group)
-        self.ranks = Ranks(shards, self._tensor_parallel, replicas)
+        self.ranks = Ranks(_comms(wrappers, self._sharding, process_group), self._tensor_parallel)
         synchronising = (one for one in wrappers if isinstance(one, DistributedDataParallel | ShardedDDP))
         self.synchronised = self.ranks.all == 1 or any(synchronising)
 
@@ -174,14 +173,12 @@ class Training:
                 )
             if isinstance(optimizer, OSS) and optimizer.comm.group is not self.ranks.comms[0].group:
                 raise ValueError("the model and its OSS were given different process groups. Pass one to both")
-            for position, group in enumerate(optimizer.param_groups):
-                for index, param in enumerate(group["params"]):
-                    if param not in self._names:
-                        raise ValueError(
-                            f"parameter {index} of group {position} of the {type(optimizer).__name__}, of shape "
-                            f"{list(param.shape)}, is not in the state_dict of the model. Pass the model that the "
-                            "optimizer trains"
-                        )
+            for index, param in enumerate(params_of(optimizer)):
+                if param not in self._names:
+                    raise ValueError(
+                        f"parameter {index} of the {type(optimizer).__name__}, of shape {list(param.shape)}, is not in "
+                        "the state_dict of the model. Pass the model that the optimizer trains"
+                    )
         for shard_group in groups:
             if shard_group.state in (GroupState.GATHERING, GroupState.SUMMONED):
                 first = shard_group.names[0]
@@ -255,11 +252,10 @@ def _stage(wrappers: Sequence[nn.Module], sharding: Sequence[OSS]) -> int:
 
 def _comms(
     wrappers: Sequence[Wrapped], sharding: Sequence[OSS], process_group: torch.distributed.ProcessGroup | None
-) -> tuple[Comm, Comm | None]:
-    """The shard group and the replicate group."""
+) -> list[Comm]:
+    """The shard group and, if there is one, the replicate group."""
     if wrappers:
-        shards, *replicas = comms_of(wrappers)
-        return shards, next(iter(replicas), None)
+        return comms_of(wrappers)
     if sharding:
-        return sharding[0].comm, None
-    return Comm.default() if process_group is None else Comm(process_group), None
+        return [sharding[0].comm]
+    return [Comm.default() if process_group is None else Comm(process_group)]
