@@ -199,17 +199,14 @@ class Entry:
     def problem(self) -> str | None:
         """Why it cannot be read, as the end of an error message for the user; None if it can."""
         shape, (order, slices) = self.geometry.shape, self.geometry.counting
-        if any(not isinstance(size, int) or size < 0 for size in shape):
-            return f"has the shape {list(shape)}"
-        if order is not None and sorted(order) != list(range(len(shape))):
-            return f"has its dimensions in the order {list(order)}"
-        match slices:
-            case None:
-                pass
-            case (int(dim), int(width)) if 0 <= dim < len(shape) and width * len(self.shards) >= shape[dim]:
-                pass  # every slice has a shard
-            case _:
-                return f"is cut into slices by {list(slices)}"
+        sound = all(isinstance(size, int) and size >= 0 for size in shape)
+        if order is not None:
+            sound = sound and sorted(order) == list(range(len(shape)))
+        if slices is not None:
+            dim, width = slices  # every slice has a shard
+            sound = sound and isinstance(width, int) and dim >= 0 and width * len(self.shards) >= shape[dim]
+        if not sound:
+            return f"is described as {self.geometry!r}"
         end = 0
         for shard in self.shards:
             if shard.start != end or shard.stop < end:

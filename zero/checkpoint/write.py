@@ -91,21 +91,21 @@ def save(
         run, plan = place(path), _plan(training, extra, resume, keep)
         lines += [f"keep {keep}, wait {wait}", f"path {run}", *_compared(training, plan)]
     finish(run, ranks)
+    if not wait:
+        with ranks.together(writing=run):
+            plan.held, plan.release = staged(model, plan.held)
+    saving = Saving(ranks, _begin(run, plan.index, ranks), plan.index, keep)
+    saving._start(plan, wait)
+    return saving
+
+
+def _begin(run: Place, index: Index, ranks: Ranks) -> Place:
+    """Collective. A new directory to write into. The index gets the `extra` of all ranks."""
     with ranks.together(writing=run):
         begun = directory.begin(run).name if ranks.first else ""
-        if not wait:
-            plan.held, plan.release = staged(model, plan.held)
-    told = ranks.gather([begun, plan.index.extra])
-    plan.index.take_extras([extra for _, extra in told])
-    saving = Saving(ranks, run / told[0][0], plan.index, keep)
-    if wait:
-        saving._write(plan)
-        saving.wait()
-    else:
-        saving._thread = threading.Thread(target=saving._write_behind, args=(plan,), name="zero.checkpoint")
-        saving._thread.start()
-        _unfinished[run] = saving
-    return saving
+    names, extras = zip(*ranks.gather([begun, index.extra]), strict=True)
+    index.take_extras(extras)
+    return run / str(names[0])
 
 
 def finish(path: Place, ranks: Ranks) -> None:
@@ -176,8 +176,17 @@ class Saving:
             raise
         self._complete = True
 
+    def _start(self, plan: SavePlan, wait: bool) -> None:
+        """Collective. Writes, without `wait` on a thread."""
+        if wait:
+            self._write(plan)
+            self.wait()
+        else:
+            self._thread = threading.Thread(target=self._write_behind, args=(plan,), name="zero.checkpoint")
+            self._thread.start()
+            _unfinished[self._place.parent] = self
+
     def _write_behind(self, plan: SavePlan) -> None:
-        """On a thread."""
         if sys.platform == "linux":  # there threads have priorities: training comes first where cores are few
             with suppress(OSError):  # which a container may forbid to set
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
