@@ -42,10 +42,6 @@ CACHED = 1 << 20
 _LONG = 1 << 30
 
 
-Buffer = Callable[[], Tensor]
-"""BUFFER bytes on the CPU, which are there from the first call on."""
-
-
 @dataclass(frozen=True)
 class Chunk:
     """A tensor to be written under a key. `values` yields its elements, flat, perhaps in several tensors."""
@@ -103,11 +99,12 @@ def _header(chunks: Sequence[Chunk]) -> tuple[bytes, dict[str, int]]:
     return len(data).to_bytes(8, "little") + data, {key: 8 + len(data) + start for key, (start, _) in offsets.items()}
 
 
-def buffer() -> Buffer:
+def buffer() -> Callable[[], Tensor]:
+    """BUFFER bytes on the CPU, which are there from the first call on."""
     return cache(lambda: torch.empty(BUFFER, dtype=torch.uint8, device="cpu"))
 
 
-def host_bytes(flat: Tensor, copies: Buffer) -> Iterator[memoryview]:
+def host_bytes(flat: Tensor, copies: Callable[[], Tensor]) -> Iterator[memoryview]:
     """A flat tensor's bytes: on the CPU its own memory, from other devices a buffer of copies; valid until the next."""
     for some in flat.detach().split(BUFFER // flat.element_size()) if flat.numel() else ():
         here = some.is_cpu and some.is_contiguous()

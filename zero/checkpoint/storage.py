@@ -57,11 +57,6 @@ class Place:
     def parent(self) -> Place:
         return Place(self.url.rpartition("/")[0], self.system, self.path.rpartition("/")[0])
 
-    @property
-    def public(self) -> Path | str:
-        """The path or URL from which `place` makes it."""
-        return Path(self.path) if self.mounted else self.url
-
     def __truediv__(self, name: str) -> Place:
         return Place(f"{self.url}/{name}", self.system, f"{self.path}/{name}")
 

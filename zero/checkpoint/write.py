@@ -142,7 +142,7 @@ class Saving:
             raise RuntimeError(f"there is no checkpoint to name: {self._failure}")
         if not self._complete:
             raise RuntimeError("the checkpoint is still being written. Call wait() first.")
-        return self._place.public
+        return Path(self._place.path) if self._place.mounted else self._place.url
 
     def wait(self) -> None:
         """Collective. Returns when the checkpoint is complete, on disk, and the run's latest.
