@@ -113,8 +113,8 @@ class Place:
         os.replace(partial, self.path)
 
     def sync(self) -> None:
-        """Writes a mounted directory's names to disk."""
-        if self.mounted:
+        """Writes a mounted directory's names to disk, where the system has a way to: Windows opens no directory."""
+        if self.mounted and os.name == "posix":
             descriptor = os.open(self.path, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
