@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -145,8 +146,27 @@ def test_numbers_are_those_of_the_reference(scenario, options):
     ranks.run(scenario, args=(OPTIONS[options],), timeout=20)
 
 
+def penalised(rank: int, step: int) -> Callable[[nn.Module], Tensor]:
+    """A penalty that is computed past forward."""
+
+    def loss(model: nn.Module) -> Tensor:
+        blocks: Any = getattr(model, "module", model).blocks
+        return blocks[0].up.weight.square().sum() + loss_on(rank, step)(model)
+
+    return loss
+
+
+NO_SHARD: dict[str, Any] = {"sharding_strategy": "NO_SHARD", "auto_wrap_policy": ModuleWrapPolicy({Block})}
+
+
+@ranks.on(2)
+def test_where_parameters_are_always_full_a_gradient_may_come_past_forward(rank, world):
+    both = side_by_side(Stack(), NO_SHARD)
+    for step in range(3):
+        both.step(penalised(rank, step))
+
+
 @ranks.raises(2, RuntimeError, r"blocks\.0\.up\.weight", "inside forward", timeout=20)
 def test_a_gradient_that_comes_past_forward_after_the_others_were_sent_is_refused(rank, world):
-    model = zero.FSDP(Stack(), sharding_strategy="NO_SHARD", auto_wrap_policy=ModuleWrapPolicy({Block}))
-    penalty = model.module.blocks[0].up.weight.square().sum()
-    (penalty + loss_on(rank, 0)(model)).backward()
+    narrow = zero.MixedPrecision(param_dtype=torch.bfloat16)
+    penalised(rank, 0)(zero.FSDP(Stack(), **NO_SHARD, mixed_precision=narrow)).backward()
