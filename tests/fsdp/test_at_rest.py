@@ -381,9 +381,10 @@ def test_a_step_sees_plain_tensors_and_so_does_what_steps_by_itself(rank, world)
         assert type(param) is not nn.Parameter
 
 
+@pytest.mark.parametrize("saves", [False, True], ids=["", "weights saved before"])
 @pytest.mark.parametrize("kept", [False, True], ids=["error dropped", "error kept"])
 @ranks.on(2)
-def test_what_a_step_that_raises_hid_is_there_again(rank, world, kept):
+def test_what_a_step_that_raises_hid_is_there_again(rank, world, kept, saves):
     """As soon as nobody holds the error, which holds what the step was called with; at the latest by a forward."""
     both = SideBySide(Stack(), "3")
     both.step(loss_on(rank, 0))
@@ -392,6 +393,8 @@ def test_what_a_step_that_raises_hid_is_there_again(rank, world, kept):
     both.backward(loss_on(rank, 1))
     with failing, pytest.raises(KeyError) as error:
         both.optimizer.step()
+    if saves:
+        zero.full_state_dict(both.model, to=0)
     if kept:
         with torch.no_grad():
             loss_on(rank, 1)(both.model)

@@ -105,13 +105,14 @@ class Steps:
         """Collective with `unshard` where a forward is running, which gets its parameters back."""
         for offload, own in self._by_offload(params):
             offload.after_step(optimizer, own)
-        for param in hidden:
-            gradient, now = self._stepping.pop(param), param.grad
-            if now is None:
-                now = param.grad = gradient
-            group, position = self._index[param]
-            if now is not None and group.says_so:
-                mark(now, group.cuts[position])
+        with as_plain_tensors():  # since a step has raised, what gathers may have made them shards again
+            for param in hidden:
+                gradient, now = self._stepping.pop(param), GRADIENT.__get__(param)
+                if now is None:
+                    GRADIENT.__set__(param, now := gradient)
+                group, position = self._index[param]
+                if now is not None and group.says_so:
+                    mark(now, group.cuts[position])
         self.rest(hidden)
         if unshard and any(unit.needed_by for unit in self._index.units):
             for unit in self._units_of(hidden):
