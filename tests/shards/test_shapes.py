@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zero.measure.shapes import shard_shape
-from zero.shards.shapes import alignment, alike, dense_stride, shared_memory, unusable
+from zero.shards import layout
+from zero.shards.shapes import Shapes, alignment, alike, dense_stride, shared_memory, unusable
 
 
 def test_a_part_has_as_many_dimensions_as_the_parameter():
@@ -68,3 +70,45 @@ def test_shared_memory_is_found_behind_buffers_that_overlap():
 def test_what_can_be_sharded_passes():
     for param in [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2), requires_grad=False), torch.zeros(2)]:
         assert unusable(param, "the name") is None
+
+
+class Copied(TorchDispatchMode):
+    """elements: how many have been copied."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.clone.default):
+            self.elements += result.numel()
+        return result
+
+
+SHAPED = {
+    "every second column": lambda numbers: numbers.view(40, 60)[:, ::2],
+    "some columns": lambda numbers: numbers.view(40, 60)[:, 7:31],
+    "columns of the first dimensions": lambda numbers: numbers.view(1, 2, 20, 60)[..., 7:31],
+    "expanded": lambda numbers: numbers[:40, None].expand(40, 60),
+    "every second": lambda numbers: numbers[::2],
+    "transposed": lambda numbers: numbers.view(40, 60).t(),
+    "channels_last": lambda numbers: numbers.view(10, 4, 12, 5).to(memory_format=torch.channels_last),
+    "conjugated": lambda numbers: numbers.to(torch.complex64).mul(1j).view(40, 60).conj(),
+    "a number": lambda numbers: numbers[3],
+}
+
+
+@pytest.mark.parametrize("name", SHAPED)
+@pytest.mark.parametrize("piece", [7, 64, 2400])
+def test_pieces_of_a_parameter_copy_little_more_than_they_have(name, piece):
+    """In a parameter that does not fill its memory a piece copies rows: not the parameter, as often as there are
+    pieces."""
+    param = SHAPED[name](torch.arange(2400.0))
+    shapes = Shapes([param], layout.even([param.numel()], 1, align=1))
+    whole = torch.empty_like(param).copy_(param).as_strided((param.numel(),), (1,))
+    found = torch.empty_like(whole)
+    with Copied() as copied:
+        for low in range(0, len(found), piece):
+            shapes.read([param], low, found[low : low + piece])
+    assert torch.equal(found, whole)
+    rows = 2 * 60 * -(-len(found) // piece)
+    assert copied.elements <= 2 * len(found) + rows

@@ -56,8 +56,20 @@ class Shapes:
         for span in self._layout.within(low, low + len(into)):
             into[end : span.offset].zero_()
             end = span.offset + span.numel
-            into[span.offset : end] = self.in_memory_order(span.index, params[span.index])[span.start : span.stop]
+            into[span.offset : end] = self._elements(span.index, params[span.index], span.start, span.stop)
         into[end:].zero_()
+
+    def _elements(self, index: int, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """Elements [start, stop) of parameter `index`, in the element order of the layout. Of one that does not fill
+        its memory this copies the rows that have them: it is read in many pieces."""
+        strides = self.strides[index]
+        rows = tensor.permute(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
+        while not rows.is_contiguous():
+            numel = rows[0].numel()
+            first, end = start // numel, -(-stop // numel)
+            start, stop = start - first * numel, stop - first * numel
+            rows = rows[first] if end == first + 1 else rows[first:end].contiguous()
+        return rows.reshape(-1)[start:stop]
 
     def views_of_shard(self, shard: Tensor, spans: Mapping[int, Span]) -> list[Tensor]:
         """Views of a flat tensor as long as a segment: one a parameter, in the shape of its shard, perhaps empty.
