@@ -89,11 +89,15 @@ def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) 
 
 
 def _passed_on(sent: FromFirst, weights: Given) -> Iterator[tuple[str, Tensor]]:
-    pairs: Iterable[tuple[str, Tensor]] | None = weights  # type: ignore[assignment]
-    items = None if pairs is None else (((WEIGHT, 0, name), value) for name, value in pairs)
-    for (_, _, name), value in sent.passed_on(items if sent.is_first else None):
+    pairs: Iterable[tuple[str, Tensor]] = weights or ()  # type: ignore[assignment]
+    for (_, _, name), value in sent.passed_on(map(_labelled, pairs) if sent.is_first else None):
         yield name, value
         del value
+
+
+def _labelled(pair: tuple[str, Tensor]) -> tuple[Label, Tensor]:
+    name, value = pair
+    return (WEIGHT, 0, name), value
 
 
 def _load(inner: nn.Module, weights: Given, strict: bool) -> Any:
@@ -108,8 +112,10 @@ def _load(inner: nn.Module, weights: Given, strict: bool) -> Any:
             kept[name] = value
         elif into is None:
             unexpected.append(name)
+        elif not isinstance(value, Tensor):
+            problems.append(f"{name} is a {type(value).__name__}, not a tensor;")
         elif into.shape != value.shape:
-            problems.append(f"size mismatch for {name}: {list(value.shape)} was given for {list(into.shape)}")
+            problems.append(f"size mismatch for {name}: {list(value.shape)} was given for {list(into.shape)};")
         else:
             with torch.no_grad():
                 into.copy_(value)
@@ -124,7 +130,7 @@ def _load(inner: nn.Module, weights: Given, strict: bool) -> Any:
     missing = [name for name, tensor in expected.items() if tensor not in loaded]
     if problems or (strict and (missing or unexpected)):
         raise RuntimeError(
-            f"the weights do not fit {type(inner).__name__}: {'; '.join(problems)} missing are {missing or 'none'}, "
+            f"the weights do not fit {type(inner).__name__}: {' '.join(problems)} missing are {missing or 'none'}, "
             f"unexpected are {unexpected or 'none'}. strict=False loads what there is."
         )
     return nn.Module().load_state_dict({})._replace(missing_keys=missing, unexpected_keys=unexpected)

@@ -6,6 +6,7 @@ import gc
 import re
 from functools import partial
 from typing import Any
+from weakref import ReferenceType, ref
 
 import pytest
 import torch
@@ -152,6 +153,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(rank: int, world: int, stage
             (lambda: iter([("nothing", torch.ones(2))]), "missing are .*first.weight.*unexpected are .'nothing'"),
             (lambda: iter([("first.weight", torch.ones(2))]), "size mismatch for first.weight"),
             (lambda: fails(OSError("the disk is gone")), "the disk is gone"),
+            (lambda: iter([("first.weight", 0.5)]), "first.weight is a float, not a tensor; missing are"),
         ):
             told = ranks.refusal(lambda a=alone, i=items: zero.load_full_state_dict(model, None if a and rank else i()))
             assert re.search(words, told), told
@@ -163,6 +165,9 @@ def test_what_does_not_fit_is_refused_on_every_rank(rank: int, world: int, stage
             load = partial(zero.load_full_optimizer_state_dict, model, optimizer)
             told = ranks.refusal(partial(load, None if alone and rank else given))
             assert re.search(words, told), told
+    without_values = iter([("first.bias", before["first.bias"].to("meta"))])
+    told = ranks.refusal(lambda: zero.load_full_state_dict(model, None if rank else without_values))
+    assert re.search("ValueError: rank 0, which alone was given.*out of meta tensor", told), told
     same(dict(zero.full_tensors(model, optimizer)), before, "nothing has changed")
     gc.collect()
 
@@ -186,6 +191,30 @@ def test_a_stream_of_state_that_ends_early_changes_nothing(rank: int, world: int
     load([one for one in doubled if "first.bias" not in one[0]])  # of a frozen parameter there need not be any
     found = dict(state_of(model, optimizer))
     assert all(torch.equal(found[name], value) for name, value in doubled if "first.bias" not in name)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["on every rank", "on the first"])
+@pytest.mark.parametrize("stage", [1, 3])
+@ranks.on(2, timeout=30)
+def test_a_stream_is_asked_for_a_tensor_once_the_one_before_is_free(rank, world, stage, alone) -> None:
+    model, optimizer = trained(rank, stage)
+    held: list[ReferenceType[Tensor]] = []
+
+    def read(pairs: Any) -> Any:
+        for name, value in pairs:
+            assert not any(one() is not None for one in held), name
+            copy = value.clone()
+            if copy.dim():
+                held.append(ref(copy))
+            yield name, copy
+            del copy
+
+    states = state_of(model, optimizer)
+    weights = [*zero.full_state_dict(model).items()]
+    zero.load_full_state_dict(model, read(weights) if rank == 0 or not alone else None)
+    assert len(held) == (len(weights) if rank == 0 or not alone else 0)
+    zero.load_full_optimizer_state_dict(model, optimizer, read(states) if rank == 0 or not alone else None)
+    same(dict(state_of(model, optimizer)), dict(states), "the same again")
 
 
 def state_of(model: nn.Module, optimizer: Any) -> list[tuple[str, Tensor]]:

@@ -104,28 +104,29 @@ class FromFirst:
 
     def passed_on(self, items: Iterable[tuple[Label, Any]] | None) -> Iterator[tuple[Label, Any]]:
         """Collective. Yields the items of the first rank on every rank. items: None on the others."""
-        if not self.is_first:
-            while (item := self._receive()) is not None:
-                yield item
-                del item  # here and wherever it goes: no variable keeps a tensor while the next one is received
-            return
-        remaining = iter(items or ())
-        while (item := self._next(remaining)) is not None:
+        following = partial(self._next, iter(items or ())) if self.is_first else self._receive
+        while (item := following()) is not None:
             yield item
-        self._tell({})
+            del item  # here and wherever it goes: no variable keeps a tensor while the next one comes
+        if self.is_first:
+            self._tell({})
 
     def _next(self, remaining: Iterator[tuple[Label, Any]]) -> tuple[Label, Any] | None:
-        """Sends the next item. Raises ValueError on every rank if there is none because the user's iterator raises."""
+        """Sends the next item. Raises ValueError on every rank if there is none, because the user's iterator raises, or
+        if it cannot be sent."""
+        sent = None
         try:
             item = next(remaining, None)
             described = None if item is None else _described(*item)
+            if item is not None and isinstance(item[1], Tensor) and item[1].dim():
+                sent = item[1].detach().to(self._device).contiguous()
         except Exception as error:
             self._tell({"problem": f"{type(error).__name__}: {error}"})
             raise ValueError(f"{_ALONE}: {error}") from error
         if item is not None:
             self._tell({"label": item[0], "leaf": described})
-            if isinstance(item[1], Tensor) and item[1].dim():
-                self._broadcast(item[1].detach().to(self._device).contiguous())
+        if sent is not None:
+            self._broadcast(sent)
         return item
 
     def _receive(self) -> tuple[Label, Any] | None:
