@@ -102,11 +102,12 @@ class Log:
         """Marks the start of a schedule that may have run before, such as a forward.
 
         together: all ranks begin it at the same point. If they have not agreed since such a schedule before, they
-            compare its first operation. Otherwise a rank that begins a forward alone could send it to other ranks'
-            backward, and Gloo ends a process that receives more than it expects.
+            compare its first operation.
         """
         self._position = 0
         if together:
+            # Else a rank that begins a forward alone could send it to other ranks' backward, and Gloo ends a process
+            # that receives more than it expects.
             # A forward after a backward is not compared: that backward has compared all. `append` clears _unsettled.
             self._unsettled, self._agreed = not self._agreed, False
 

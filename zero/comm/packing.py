@@ -37,13 +37,11 @@ def lengths(bounds: Sequence[int]) -> list[int]:
 
 
 def batches(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Returns the tensors in batches for one message each, of one dtype and device and of limited size.
-
-    Empty tensors are left out, and so are tensors that wrap others: these are frozen, and each rank keeps its own.
-    """
+    """Returns the tensors in batches for one message each, of one dtype and device and of limited size; without those
+    that are empty or wrap others."""
     by_kind: dict[tuple[torch.dtype, torch.device], list[list[Tensor]]] = {}
     for tensor in tensors:
-        if tensor.numel() and not wraps_others(tensor):
+        if tensor.numel() and not wraps_others(tensor):  # which are frozen, and each rank keeps its own
             same_kind = by_kind.setdefault((tensor.dtype, tensor.device), [[]])
             if same_kind[-1] and sum(batched.nbytes for batched in same_kind[-1]) + tensor.nbytes > BATCH:
                 same_kind.append([])

@@ -58,14 +58,12 @@ class PinnedMemory:
 
 
 def _pin(nbytes: int) -> memoryview:
-    """Returns memory that is pinned as long as this very view of it exists.
-
-    Huge pages are quicker to touch and to pin. A process that is forked has none of them, as of CUDA's own, so that the
-    device and this process never have different copies of a page.
-    """
+    """Returns memory that is pinned as long as this very view of it exists."""
     pages, runtime = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), torch.cuda.cudart()
+    # A process that is forked has none of them, as of CUDA's own, so that the device and this process never have
+    # different copies of a page.
     pages.madvise(mmap.MADV_DONTFORK)
-    with suppress(OSError):  # where the system has none
+    with suppress(OSError):  # where the system has no huge pages, which are quicker to touch and to pin
         pages.madvise(mmap.MADV_HUGEPAGE)
     address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
     error = runtime.cudaHostRegister(address, nbytes, 0)

@@ -137,16 +137,14 @@ class ProcessGroupTransport(Transport):
         return GroupWork(self.log, self._blocks, channel, buffers, works, result, times)
 
     def _send_to(self, to: int, owner: int, tensor: Tensor | None, device: torch.device) -> dist.Work | None:
-        """Sends a tensor from where it lies to where it is to lie, by an all-to-all in which others send nothing.
-
-        Not by `send` and `recv` of Gloo: it closes the connections of all ranks where a wait for these runs out, and
-        work.py waits in intervals (tests/comm/test_slow.py). NCCL makes a communicator for each two ranks for them.
-        """
+        """Sends a tensor from where it lies to where it is to lie, by an all-to-all in which others send nothing."""
         # Empty where this rank has no part; of one dtype here, as Gloo takes the size of what it sends from the other.
         given = torch.empty(0, device=device) if tensor is None else as_sent(tensor)
         counts_in = [len(given) * (self._rank == to and rank == owner) for rank in range(self._world)]
         counts_out = [len(given) * (self._rank == owner and rank == to) for rank in range(self._world)]
         into, sent = given[: sum(counts_in)], given[: sum(counts_out)]
+        # Not by `send` and `recv` of Gloo: it closes the connections of all ranks where a wait for these runs out, and
+        # work.py waits in intervals (tests/comm/test_slow.py). NCCL makes a communicator for each two ranks for them.
         collective = getattr(self._group, self._to_reduce.all_to_all)
         return collective(into, sent, counts_in, counts_out, ALL_TO_ALL)  # type: ignore[no-any-return]
 

@@ -105,16 +105,13 @@ class GroupWork(Work):
 
 
 def _wait_watching(work: dist.Work, log: Log) -> None:
-    """Waits in intervals, and looks in between whether another rank is known to be missing.
-
-    A wait that runs out raises RuntimeError, as a collective that has failed does, and may be tried again: of a
-    collective of Gloo it leaves all as it was. (Of a `send` or `recv` of Gloo it closes all connections: there are
-    none here. tests/comm/test_slow.py)
-    """
+    """Waits in intervals, and looks in between whether another rank is known to be missing."""
     for interval in chain(_INTERVALS, repeat(_INTERVALS[-1])):
         try:
             work.wait(interval)
             return
+        # A wait that runs out raises it, too, and may be tried again: of a collective of Gloo it leaves all as it was.
+        # (Of a `send` or `recv` it closes all connections: there are none here. tests/comm/test_slow.py)
         except RuntimeError:
             if work.is_completed():
                 break

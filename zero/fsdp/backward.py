@@ -135,11 +135,10 @@ class Backward:
         return handles
 
     def half_way(self, unit: Unit) -> None:
-        """Collective. Has the all-gather of the next unit travel while the second half of this one is computed. The
-        reduction of the last one, which the first half has covered, is over first: the two together would take more
-        memory."""
+        """Collective. Has the all-gather of the next unit travel while the second half of this one is computed."""
         if unit in self._in_backward and not torch.is_grad_enabled():
             with self._together:
+                # The reduction of the last unit, which the first half has covered: both together take more memory.
                 self._free_wire()
                 self._order.launch_before(unit)
 
@@ -234,10 +233,8 @@ class Backward:
                 self._reduce_unit(unit)
 
     def _reduce_unit(self, unit: Unit, *, at_end: bool = False) -> None:
-        """Collective. Reshards the unit, launches the next all-gather, which is needed first, and then the reduction.
-
-        Under no_sync leaves the gradients where they are instead of reducing them.
-        """
+        """Collective. Reshards the unit, launches the next all-gather, which is needed first, and then the reduction;
+        under no_sync leaves the gradients where they are."""
         self._in_backward.remove(unit)
         for bucket in unit.buckets if self.reduces else ():
             bucket.take_written()
@@ -313,24 +310,19 @@ class Backward:
                 unit.unshard()
 
     def _callback_dropped(self, _: Any) -> None:
-        """Notices that autograd has dropped its callback, which it does without calling it after an exception.
-
-        On the CPU restores the gradients from before at once, so that zero_grad clears them. `abandon` later does
-        everything that waits for other ranks.
-        """
+        """Notices that autograd has dropped its callback, which it does after an exception, without calling it. Later
+        `abandon` does everything that waits for other ranks."""
         if not self.active:
             return
         self._interrupted = True
-        if self._in_callers_thread:
+        if self._in_callers_thread:  # gradients from before are there again at once, so that zero_grad clears them
             self._in_backward.clear()
             for unit in self._units:
                 unit.interrupt()
 
     def abandon(self) -> None:
-        """Forgets a backward that an exception has ended, so that the model can be used again.
-
-        On a GPU restores the gradients from before here, unless all were cleared meanwhile.
-        """
+        """Forgets a backward that an exception has ended, so that the model can be used again."""
+        # On a GPU gradients from before are restored here, unless all were cleared meanwhile.
         if self.active and not self._in_callers_thread and all(param.grad is None for param in self._index):
             for unit in self._units:
                 for bucket in unit.buckets:

@@ -78,11 +78,9 @@ class Compiling:
         _all.add(self)
 
     def hook(self, unit: Unit, module: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Hides hooks from tracing: torch.compile would make different code of the module for each unit.
-
-        Those inside units are as they are until something is compiled: that takes less of each forward.
-        """
+        """Hides hooks from tracing: torch.compile would make different code of the module for each unit."""
         if unit is not self._root and module is not unit.module:
+            # It stays as it is until something is compiled: that takes less of each forward.
             self._direct.add(function)
             return function
         hidden: Callable[..., Any] = _hidden(function)

@@ -21,18 +21,14 @@ from zero.wrap.tensors import map_tensors, tensors_in
 
 
 def watch_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], on_exit: Callable[[Tensor], None]) -> bool:
-    """Calls `on_exit` when backward reaches the gradient of an input that is no leaf. Returns whether there is one.
-
-    Of the nodes that are ready, autograd runs the one created last, so by then it has run every node of the unit.
-    Leaves do not show this: they accumulate gradients as soon as these are computed.
-
-    Inputs are passed as they are, not as views. With a view, autograd would sum the gradients in another order than
-    without FSDP, and a module that compares the identity of its inputs (nn.MultiheadAttention) would compute something
-    else.
-    """
+    """Calls `on_exit` when backward reaches the gradient of an input that is no leaf. Returns whether there is one."""
     given = (tensor for value in (*args, *kwargs.values()) for tensor in tensors_in(value))
+    # Leaves accumulate gradients as soon as these are computed. Of the other nodes that are ready, autograd runs the
+    # one created last: it comes to an input when it has run every node of the unit.
     inner = dict.fromkeys(tensor for tensor in given if tensor.grad_fn is not None)
     unit.inputs.update(_nodes((tensor, base_of(tensor)) for tensor in inner))
+    # Inputs stay as they are. With views of them autograd would sum gradients in another order than without FSDP, and a
+    # module that compares the identity of its inputs (nn.MultiheadAttention) would compute something else.
     for tensor in inner:
         tensor.register_hook(on_exit)
     return bool(inner)
@@ -43,9 +39,6 @@ def watch_outputs(units: Sequence[Unit], output: Any, on_entry: Callable[[Any], 
     Calls `on_entry`, unless None, when backward enters through it; also returns whether it can.
 
     units: the one whose forward ends, and those that were unsharded with it.
-
-    The hooks are on nodes: hooks on a tensor are also called if only its own gradient is asked for, which the next
-    unit may do with its input.
     """
     found = [(tensor, base_of(tensor)) for tensor in tensors_in(output)]
     if any(_shares_memory(units, *one) for one in found):
@@ -54,16 +47,15 @@ def watch_outputs(units: Sequence[Unit], output: Any, on_entry: Callable[[Any], 
     if on_entry is None:
         return output, False
     nodes = {*_nodes(found)} - units[0].inputs
+    # Hooks on a tensor are also called if only its own gradient is asked for, as the next unit may do with its input.
     for node in nodes:
         node.register_prehook(on_entry)
     return output, bool(nodes)
 
 
 def watch_inside(output: Any, on_entry: Callable[[Any], None]) -> None:
-    """Calls `on_entry` when backward enters through an output of a module inside a unit.
-
-    A loss may use such outputs: stored hidden states, or features that hooks collect.
-    """
+    """Calls `on_entry` when backward enters through an output of a module inside a unit."""
+    # A loss may use such outputs: stored hidden states, or features that hooks collect.
     for tensor in tensors_in(output):
         if tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(on_entry)

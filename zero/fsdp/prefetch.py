@@ -73,16 +73,14 @@ class Order:
         self._ahead: set[Unit] = set()
 
     def enter(self, unit: Unit) -> None:
-        """A forward of the unit begins. Launches the all-gather of the one that followed last time.
-
-        Only within a forward of the whole model, at whose end it is resharded if it did not run. After another method
-        it would stay, and a later forward would not read what was written into its shards meanwhile.
-        """
+        """A forward of the unit begins. Launches the all-gather of the one that followed last time."""
         if unit is not self._root and unit is not self._last_entered:
             self._after[self._last_entered], self._before[unit] = unit, self._last_entered
         self._last_entered = unit
         self._ahead.discard(unit)
         unit.needed_by.discard(Need.AHEAD)
+        # Only within a forward of the whole model, at whose end it is resharded if it did not run. After another method
+        # it would stay, and a later forward would not read what was written into its shards meanwhile.
         whole = self._root in self._index.running and self._root.entry_module is None
         following = self._after.get(unit)
         if whole and following is not None and self._gathers_ahead:

@@ -111,10 +111,8 @@ def devices_of(groups: list[dict[str, Any]]) -> list[torch.device]:
 
 
 def on_two_devices(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The error message if trained parameters are on several devices; None if all are on one.
-
-    autograd runs a thread for each device, so ranks might launch their operations in different orders.
-    """
+    """The error message if trained parameters are on several devices; None if all are on one."""
+    # autograd runs a thread for each device, so ranks might launch their operations in different orders.
     devices: dict[torch.device, str] = {}
     for name, param in named:
         if param.requires_grad and not param.is_meta:

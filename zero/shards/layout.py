@@ -76,11 +76,9 @@ class Layout:
         return slice(self.bounds[rank], self.bounds[rank + 1])
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """The spans of the segment of `rank`, in the order of the buffer, without padding.
-
-        A parameter without elements also belongs to exactly one rank, so that its optimizer state exists once.
-        """
+        """The spans of the segment of `rank`, in the order of the buffer, without padding."""
         spans = self.within(self.bounds[rank], self.bounds[rank + 1])
+        # A parameter without elements also belongs to exactly one rank, so that its optimizer state exists once.
         return tuple(span for span in spans if span.numel or self.owner_of(self.offsets[span.index]) == rank)
 
     def within(self, low: int, high: int) -> Iterator[Span]:

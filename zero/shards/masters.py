@@ -72,9 +72,8 @@ def written(group: ShardGroup) -> None:
 
 def settled(master: Tensor, shard: Tensor) -> Tensor:
     """Returns the master weights for the next step: elements of the shard that were written since replace the master's.
-
-    Returns the master itself if none were written. Does not write into it: its weights may be loaded later.
-    """
+    Returns the master itself if none were written."""
+    # Not written into the master: its weights may be loaded later.
     shard = shard.to(master.device)
     written = _written(shard, master)
     return torch.where(written, shard.to(master.dtype), master) if written.any() else master

@@ -67,12 +67,13 @@ def _powers(shards: Iterable[Tensor], norm_type: float, device: torch.device, of
 def clip(gradients: Sequence[Tensor], norm: Tensor, max_norm: float, *, offloaded: bool) -> None:
     """Scales the gradients, whose norm is `norm`, in place to a norm of at most `max_norm`, as torch does.
 
-    offloaded: they may lie elsewhere than on the device. Those in the memory of the CPU are not multiplied by 1, which
-    would take a third of the time of a step; to ask for the number would make the host wait for a device.
+    offloaded: they may lie elsewhere than on the device.
     """
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for (device, dtype), alike in _alike(gradients):
         factor = scale.to(device, dtype)
+        # By 1 they need not be multiplied, which in the memory of the CPU takes a third of the time of a step. Of a
+        # device nobody asks for the number, for which the host would wait.
         if not offloaded or device.type != "cpu" or float(factor) != 1:
             multiply_all(alike, factor)
 

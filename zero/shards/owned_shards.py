@@ -148,11 +148,8 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
                 masters.refresh(flat)
 
     def trained_groups(self) -> list[ShardGroup]:
-        """The shard groups that a step may have changed, in their order.
-
-        Includes groups that were trained when they were added or at an earlier call: a parameter may have been frozen
-        after its backward. Alike on all ranks, as gradients are.
-        """
+        """The shard groups that a step may have changed, in their order. Alike on all ranks, as gradients are."""
+        # With those that were trained before: a parameter may have been frozen after its backward.
         self._note_trained()
         return [flat for flat in self.shard_groups if flat in self._trained]
 

@@ -110,14 +110,12 @@ def cut_for(partition: Partition, found: Finding | None) -> Partition:
 
 
 def bucket_limit(params: Sequence[nn.Parameter], *, overlaps: bool = False) -> int:
-    """The default size of a bucket in bytes: a sixteenth of the model, between 1 and 32 MiB. While one is filled,
-    another is on its way; larger ones would take more memory, smaller ones more messages.
-
-    overlaps: whether buckets are sent beside the computing. They have an eighth of a small model, and up to a twentieth
-        of a large one or 256 MiB: each one takes the host of a GPU about a millisecond, in which the GPU computes for
-        more than 32 MiB.
-    """
+    """The default size of a bucket in bytes. overlaps: whether buckets are sent beside the computing."""
+    # A sixteenth of the model, between 1 and 32 MiB: while one is filled, another is on its way. Larger ones would take
+    # more memory, smaller ones more messages.
     size = sum(param.nbytes for param in params)
+    # Beside the computing an eighth of a small model, and up to a twentieth of a large one or 256 MiB: each takes the
+    # host of a GPU about a millisecond, in which the GPU computes for more than 32 MiB.
     largest = max(_LARGEST_BUCKET, min(size // 20, _LARGEST_BESIDE)) if overlaps else _LARGEST_BUCKET
     return min(max(size // (8 if overlaps else 16), _SMALLEST_BUCKET), largest)
 

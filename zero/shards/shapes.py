@@ -168,9 +168,7 @@ def _shared(name: str, other: str, *, with_buffer: bool) -> str:
 
 
 def with_own_storage(view: Tensor) -> Tensor:
-    """A tensor on the view's memory whose storage covers only the view, and which keeps the memory alive.
-
-    Not for memory that is freed by shrinking its storage, which does not affect this tensor. Tensors without
-    values (zero.plan) have no memory, and stay views.
-    """
+    """A tensor on the view's memory whose storage covers only the view, and which keeps the memory alive: not for
+    memory that is freed by shrinking its storage, which does not affect this tensor."""
+    # Those without values, of zero.plan, have no memory.
     return torch.from_dlpack(view) if has_values(view) else view
