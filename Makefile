@@ -34,7 +34,7 @@ test-quick: $(READY)  ## One test in five, none that takes a third of a second; 
 	@$(BIN)/pytest -q -n 2 --dist worksteal -m "not slow" $(ARGS)
 
 oldest:  ## The quick tests by the oldest Python that setup.cfg names, where it is at hand
-	@! command -v python3.10 >/dev/null || $(MAKE) --no-print-directory test-quick PYTHON=python3.10
+	@! python3.10 -c "" 2>/dev/null || $(MAKE) --no-print-directory test-quick PYTHON=python3.10
 
 nightly: $(READY)  ## All that the suite has no time for: mutants, matrix, axes, faults, hosts, fuzz, soak, the oldest Python; ends with a table
 	@$(BIN)/python tests/nightly.py
