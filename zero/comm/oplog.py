@@ -172,8 +172,12 @@ class Log:
         `buffers` are kept alive: such a transfer may still read them or write into them."""
         if self.broken:
             self._kept_alive.append(buffers)
-            reason = self.raised.explained(self.broken)
-            raise RuntimeError(f"{reason} Initialise the process group again before going on.")
+            raise RuntimeError(f"{self._why_broken()} Initialise the process group again before going on.")
+
+    def _why_broken(self) -> str:
+        """With the call that runs here: another rank may have said why, which does not know it."""
+        reason, call = self.raised.explained(self.broken or ""), running_call()
+        return reason if call is None or call in reason else f"{reason} Rank {self._rank} has called {call}."
 
     def refuse_differing(self, channel: int, channels: Mapping[int, int]) -> None:
         """Raises RuntimeError if another rank's channel, in `channels` by rank, differs from this rank's `channel`."""
@@ -246,4 +250,4 @@ class Log:
                 f"did not reach this operation. {_REMEDY} ({error})"
             )
         if isinstance(error, (RuntimeError, OSError)):
-            raise RuntimeError(self.raised.explained(self.broken or "")) from error
+            raise RuntimeError(self._why_broken()) from error
