@@ -8,7 +8,10 @@ import inspect
 import io
 import pickle
 import re
+import sys
+from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +24,7 @@ import ranks
 import zero
 from assertions import plain, same
 from rows import Rows, adam, momentum, sgd
-from runs import SideBySide
+from runs import SideBySide, average_gradients, side_by_side
 from zoo import WIDTH, Stack, batch, loss_on
 
 # ------------------------------------------------------------------------------------- what runs on each element
@@ -408,6 +411,66 @@ def test_what_a_step_that_raises_hid_is_there_again(rank, world, kept, saves):
 
 
 @ranks.on(2)
+def test_unwrapping_restores_what_a_step_that_raises_hid_before_parameters_are_full(rank, world):
+    both = SideBySide(Stack(), "3")
+    both.step(loss_on(rank, 0))
+    weights = zero.full_state_dict(both.model)
+    both.zero_grad()
+    both.backward(loss_on(rank, 1))
+    with mock_step(both.optimizer), pytest.raises(KeyError) as error:
+        both.optimizer.step()
+    module = zero.unwrap(both.model)
+    ignored = []
+    with mock.patch.object(sys, "unraisablehook", ignored.append):
+        del error
+    assert not ignored
+    same(dict(module.state_dict()), weights, "full weights")
+    assert {type(param) for param in module.parameters()} == {nn.Parameter}
+
+
+class Replacing(torch.optim.SGD):
+    """Steps by giving parameters other data, at the closure's gradients twice; raises half-way if it is told to."""
+
+    fails = False
+
+    @torch.no_grad()
+    def step(self, closure):
+        for _ in range(2):
+            with torch.enable_grad():
+                loss = closure()
+            for param in self.param_groups[0]["params"]:
+                if param.grad is not None:
+                    param.data = param.data - 0.1 * param.grad
+            if self.fails:
+                raise KeyError
+        return loss
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+@ranks.on(2)
+def test_data_that_a_step_gives_parameters_is_theirs_in_its_closure_and_after_an_error(rank, world, reshards):
+    both = side_by_side(Stack(), {"partition": "even", "reshard_after_forward": reshards}, Replacing)
+
+    def step(model, optimizer, number):
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_on(rank, number)(model)
+            loss.backward()
+            if model is both.plain:
+                average_gradients(model)
+            return loss
+
+        optimizer.step(closure)
+
+    for number in range(3):
+        Replacing.fails = number == 1
+        for model, optimizer in ((both.model, both.optimizer), (both.plain, both.plain_optimizer)):
+            with pytest.raises(KeyError) if Replacing.fails else nullcontext():
+                step(model, optimizer, number)
+        both.compare()
+
+
+@ranks.on(2)
 def test_state_of_an_optimizer_says_so_too(rank, world):
     model, optimizer = zero.setup(Stack(), adam, stage=3)
     loss_on(rank, 0)(model).backward()
@@ -437,8 +500,6 @@ def test_a_step_that_raises_before_its_closure_leaves_shards(rank, world):
 
 
 def mock_step(optimizer):
-    from unittest import mock
-
     return mock.patch.object(torch.optim.SGD, "step", torch.optim.Optimizer.profile_hook_step(_raise))
 
 

@@ -137,7 +137,6 @@ class Model:
             )
         if torch.jit.is_tracing():
             raise RuntimeError(NOT_SCRIPTED.format("FSDP"))
-        self.finish_steps()
         self.refuse_moved()
         problem = self.replaced_problem()
         if problem is not None:
@@ -150,7 +149,9 @@ class Model:
                 restore(stepped)
 
     def refuse_moved(self) -> None:
-        """Collective where it raises: RuntimeError if parameters were moved, cast or given other data."""
+        """Collective where it raises: RuntimeError if parameters were moved, cast or given other data. Before, restores
+        what steps have hidden that have raised: the caller binds parameters anew, or gathers what they wrote."""
+        self.finish_steps()
         problem = moved_problem(group for group in self.index.groups if group.state is not GroupState.SUMMONED)
         if problem is not None:
             with self.together:

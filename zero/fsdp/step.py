@@ -105,14 +105,13 @@ class Steps:
         """Collective with `unshard` where a forward is running, which gets its parameters back."""
         for offload, own in self._by_offload(params):
             offload.after_step(optimizer, own)
-        with as_plain_tensors():  # since a step has raised, what gathers may have made them shards again
-            for param in hidden:
-                gradient, now = self._stepping.pop(param), GRADIENT.__get__(param)
-                if now is None:
-                    GRADIENT.__set__(param, now := gradient)
-                group, position = self._index[param]
-                if now is not None and group.says_so:
-                    mark(now, group.cuts[position])
+        for param in hidden:
+            gradient, now = self._stepping.pop(param), param.grad
+            if now is None:
+                now = param.grad = gradient
+            group, position = self._index[param]
+            if now is not None and group.says_so:
+                mark(now, group.cuts[position])
         self.rest(hidden)
         if unshard and any(unit.needed_by for unit in self._index.units):
             for unit in self._units_of(hidden):
@@ -178,8 +177,7 @@ class StepHook:
         if table.made:
             refuse_dtensors(optimizer)  # before the collectives below; its own hook may come after this one
         held = [(steps, params) for steps in _alive() if (params := steps.params_in(optimizer))]
-        self._take_back(optimizer)  # of a step that calls its class's own
-        self.restore(optimizer)
+        self.restore(optimizer)  # of a step that calls its class's own
         for steps, _ in held:
             register(steps.model, optimizer)
         self._begun += 1
@@ -218,7 +216,6 @@ class StepHook:
         # Graphs that saved a parameter before the step are refused in backward, on every rank at the same place: a rank
         # that owns nothing of a parameter has an empty gradient where others have theirs.
         stepped, self._begun = [param for _, params, _ in self._held for param in params], self._begun + 1
-        self._take_back(optimizer)
         self.restore(optimizer)
         with as_plain_tensors():
             increment_version([param for param in stepped if GRADIENT.__get__(param) is not None])
@@ -231,15 +228,12 @@ class StepHook:
             for steps in _alive():
                 steps.rest(steps.params_in(stepped))
 
-    def _take_back(self, optimizer: Optimizer) -> None:
-        if type(optimizer) not in ELEMENTWISE:  # torch's own write in place
-            for steps, _, hidden in self._held:
-                steps.take_back(optimizer, hidden)
-
     def restore(self, optimizer: Optimizer, *, unshard: bool = True) -> None:
         held, self._held = self._held, []
         for steps, params, hidden in held:
             steps.model.unfinished_steps.remove((self.restore, ref(optimizer)))
+            if type(optimizer) not in ELEMENTWISE:  # torch's own write in place
+                steps.take_back(optimizer, hidden)
             steps.restore(optimizer, params, hidden, unshard=unshard)
         shards, self._shards = self._shards, []
         for shard, cut in shards:
