@@ -109,8 +109,14 @@ class Twice(torch.optim.SGD):
                 loss = closure()
             for param in self.param_groups[0]["params"]:
                 if param.grad is not None:
-                    param.sub_(param.grad, alpha=0.1)
+                    self.write(param)
+            self.end_of_a_pass()
         return loss
+
+    def write(self, param):
+        param.sub_(param.grad, alpha=0.1)
+
+    def end_of_a_pass(self): ...
 
 
 def with_a_closure(t, i):
@@ -428,22 +434,17 @@ def test_unwrapping_restores_what_a_step_that_raises_hid_before_parameters_are_f
     assert {type(param) for param in module.parameters()} == {nn.Parameter}
 
 
-class Replacing(torch.optim.SGD):
-    """Steps by giving parameters other data, at the closure's gradients twice; raises half-way if it is told to."""
+class Replacing(Twice):
+    """Steps by giving parameters other data; raises half-way if it is told to."""
 
     fails = False
 
-    @torch.no_grad()
-    def step(self, closure):
-        for _ in range(2):
-            with torch.enable_grad():
-                loss = closure()
-            for param in self.param_groups[0]["params"]:
-                if param.grad is not None:
-                    param.data = param.data - 0.1 * param.grad
-            if self.fails:
-                raise KeyError
-        return loss
+    def write(self, param):
+        param.data = param.data - 0.1 * param.grad
+
+    def end_of_a_pass(self):
+        if self.fails:
+            raise KeyError
 
 
 @pytest.mark.parametrize("reshards", [True, False])
