@@ -37,7 +37,7 @@ def prefetch_never(unshard, self, *, ahead=False, **how):
         unshard(self, **how)
 
 
-@mutant("prefetch.as_prefetch")
+@mutant("options.as_prefetch")
 def prefetch_option_ignored(as_prefetch, given):
     """Every FSDP prefetches as by default."""
     return as_prefetch(None)
@@ -106,12 +106,12 @@ def written_shard_not_noticed(_, self):
     """A shard that one rank has written between steps raises no error."""
 
 
-@mutant("moved.moved")
-def moved_parameters_not_noticed(_, group):
+@mutant("BoundParams.moved")
+def moved_parameters_not_noticed(_, self):
     """Parameters that were given other data raise no error, and the data is lost."""
 
 
-@mutant("moved.take_back")
+@mutant("bound.take_back")
 def data_given_by_a_step_lost(_, params, views, held):
     """What an optimizer assigns to `param.data` in its step is lost, and later steps as well."""
 

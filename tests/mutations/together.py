@@ -43,7 +43,7 @@ def error_of_another_rank_not_named(_, self, reason):
     return reason
 
 
-@mutant("Backward._expect")
+@mutant("Backward._forget_dropped")
 def graphs_of_one_rank_alone_expected(_, self):
     """A backward expects forwards whose graph exists on this rank alone."""
 

@@ -33,7 +33,6 @@ from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.shards.group_state import GroupState
 from zero.shards.masters import settled
-from zero.shards.moved import moved
 from zero.shards.partition import Place, places_in
 from zero.shards.shard_group import ShardGroup
 from zero.state.stepped import SteppedShards
@@ -183,7 +182,7 @@ class Training:
             if shard_group.state in (GroupState.GATHERING, GroupState.SUMMONED):
                 first = shard_group.names[0]
                 raise ValueError(f"{first} is being gathered, or summoned full. Save and load between steps")
-            if (name := moved(shard_group)) is not None:
+            if (name := shard_group.bound.moved()) is not None:
                 raise ValueError(f"{name} was moved, cast or given other data after it was sharded: do that before")
 
     def in_shard_group(self, name: str) -> bool:

@@ -7,8 +7,8 @@ Transport   the interface of process_group (Gloo, and backends that overlap) and
 """
 
 from zero.comm.comm import Comm, fail_together
-from zero.comm.oplog import COLLECTION
+from zero.comm.oplog import COLLECTION, NORM
 from zero.comm.traffic import Traffic, traffic
 from zero.comm.work import Work
 
-__all__ = ["COLLECTION", "Comm", "Traffic", "Work", "fail_together", "traffic"]
+__all__ = ["COLLECTION", "NORM", "Comm", "Traffic", "Work", "fail_together", "traffic"]

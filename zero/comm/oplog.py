@@ -24,7 +24,7 @@ from zero.comm import settings
 from zero.comm.store import RaisedText
 from zero.comm.waiting import running_call, say_waiting
 
-COMPARISON, SUM, BROADCAST, SCATTER, COLLECTION, GATHER, REDUCTION = range(7)
+COMPARISON, SUM, BROADCAST, SCATTER, COLLECTION, GATHER, REDUCTION, NORM = range(8)
 """Channels that every process group has."""
 
 TAIL = 256
@@ -81,6 +81,7 @@ class Log:
             "the collection of full tensors or state",
             "a gather",
             "a reduction",
+            "the norm of all gradients",
         ]
         self._remedies: dict[int, str] = {}
 

@@ -27,7 +27,7 @@ from zero.comm import Comm
 from zero.comm.streams import HostStreams
 from zero.comm.together import Together
 from zero.fsdp.edges import half_way, watch_param
-from zero.fsdp.prefetch import Order
+from zero.fsdp.in_flight import Order, Reductions
 from zero.fsdp.unit import Call, Index, Need, Unit
 from zero.wrap.bucket import EndOfBackward
 
@@ -36,12 +36,27 @@ class Graph:
     """One forward of the model: hooks on its graph keep it."""
 
 
+class Waiting(dict[int, weakref.ref[Graph]]):
+    """The forwards, by number, that have begun with gradients since the last backward."""
+
+    def __init__(self, comms: Sequence[Comm]) -> None:
+        super().__init__()
+        self._comms = [(comm, comm.channel("the graphs that a backward of FSDP may pass")) for comm in comms]
+
+    def left(self) -> set[int]:
+        """Collective. Those whose graph exists on every rank: no backward can pass another on all."""
+        gone = torch.tensor([graph() is None for graph in self.values()], dtype=torch.uint8, device="cpu")
+        for comm, channel in self._comms:
+            comm.all_reduce(gone, maximum=True, channel=channel)
+        return {max(self), *(number for number, is_gone in zip(self, gone.tolist(), strict=True) if not is_gone)}
+
+
 class Backward:
     """The backward of one model.
 
     `reduces`: whether gradients are reduced; False under no_sync.
     `active`: whether a backward is running.
-    `waiting`: the forwards, by number, that have begun with gradients since the last backward.
+    `waiting`: the forwards that a backward is expected of.
     """
 
     def __init__(
@@ -50,22 +65,18 @@ class Backward:
         comms: Sequence[Comm],
         streams: Sequence[HostStreams],
         together: Together,
-        in_flight: int,
         order: Order,
     ) -> None:
         self.reduces = True
         self.active = False
-        self.waiting: dict[int, weakref.ref[Graph]] = {}
+        self.waiting = Waiting(comms)
         # Whether backward has left gradients of a unit unreduced since the last one that reduced.
         self._left_unreduced = False
-        self._index, self._units, self._root, self._streams = index, index.units, index.units[0], streams
-        self._together, self._order = together, order
-        self.in_flight = in_flight
+        self._index, self._streams, self._together, self._order = index, streams, together, order
         self._end = EndOfBackward(comms, "the end of a backward of FSDP")
-        self._comms = [(comm, comm.channel("the graphs that a backward of FSDP may pass")) for comm in comms]
         name = "a comparison of which parameters are trained, as that has changed there"
-        self._trained = [comm.channel(name, "Freeze and unfreeze parameters on every rank.") for comm in comms]
-        self._interrupted = False
+        remedy = "Freeze and unfreeze parameters on every rank."
+        self._trained = [(comm, comm.channel(name, remedy)) for comm in comms]
         # Whether autograd computes in the thread that calls it. On a GPU it does in one of its own, which may end only
         # after that thread has cleared gradients.
         self._in_callers_thread = all(group.full.device.type == "cpu" for group in index.groups)
@@ -73,9 +84,12 @@ class Backward:
         self._end_callback: weakref.ref[Any] | None = None
         # Units in backward, in the order in which backward reached them.
         self._in_backward: list[Unit] = []
-        # The unit whose reduction is in flight, waited for before the next unit's is launched; before it one whose
-        # gradients are being averaged over replicas.
-        self._reducing: list[Unit] = []
+        self._reductions = Reductions(order.in_flight, to_replicas=len(comms) > 1)
+
+    @property
+    def _interrupted(self) -> bool:
+        """Whether an error has ended the backward: autograd has dropped its callback without calling it."""
+        return self.active and self._end_callback is not None and self._end_callback() is None
 
     @property
     def _within_forward(self) -> bool:
@@ -114,23 +128,23 @@ class Backward:
             self._enter(each)
         if not call.has_exit_hook:  # a re-entrant checkpoint runs a backward of its own, with an end of its own
             at_end_of_backward(partial(self.post_backward, unit, call))
-        if entered and self.in_flight == 3:
+        if entered and self._order.in_flight == 3:
             self._order.launch_before(unit)
 
     def watch_params(self) -> list[RemovableHandle]:
         """Registers hooks on parameters. What the loss reads of units that may stay unsharded after forward gives them
         gradients before backward reaches an output of the unit. Others tell when backward is half through a unit."""
-        ahead = self.in_flight == 3
+        ahead = self._order.in_flight == 3
         handles = [
             watch_param(param, Backward.param_reached, self, unit)
-            for unit in self._units
-            if unit is self._root or unit.stays or ahead
+            for unit in self._index.units
+            if unit is self._index.root or unit.stays or ahead
             for param in unit.params
             if param.is_floating_point() or param.is_complex()
         ]
-        for unit in self._units if self.in_flight == 2 else ():
+        for unit in self._index.units[1:] if self._order.in_flight == 2 else ():
             param = half_way(unit)
-            if unit is not self._root and unit.travels_meanwhile and param is not None and param.is_floating_point():
+            if unit.travels_meanwhile and param is not None and param.is_floating_point():
                 handles.append(watch_param(param, Backward.half_way, self, unit))
         return handles
 
@@ -139,7 +153,7 @@ class Backward:
         if unit in self._in_backward and not torch.is_grad_enabled():
             with self._together:
                 # The reduction of the last unit, which the first half has covered: both together take more memory.
-                self._free_wire()
+                self._reductions.free_wire()
                 self._order.launch_before(unit)
 
     def param_reached(self, unit: Unit) -> None:
@@ -151,7 +165,7 @@ class Backward:
 
     def post_backward(self, unit: Unit, call: Call, *_: Any) -> None:
         """The hook on the unit's inputs: completes it once backward has passed all of its expected calls."""
-        if Need.BACKWARD in unit.needed_by and unit.passed(call):
+        if Need.BACKWARD in unit.needed_by and unit.calls.passed(call):
             try:
                 self._reduce_unit(unit)
             except Exception as error:
@@ -166,7 +180,8 @@ class Backward:
             for streams in self._streams:
                 streams.begin()
             self._compare_trained()
-            self._expect()
+            if len(self.waiting) > 1:
+                self._forget_dropped()
             finish = self._finish
             self._end_callback = weakref.ref(finish, self._callback_dropped)
             at_end_of_backward(finish)
@@ -174,13 +189,13 @@ class Backward:
     def _compare_trained(self) -> None:
         """Collective where parameters were frozen or unfrozen since the last backward. Raises RuntimeError on every
         rank unless all ranks train the same."""
-        buckets = [bucket for unit in self._units for bucket in unit.buckets]
+        buckets = [bucket for unit in self._index.units for bucket in unit.buckets]
         changed = [bucket.notice_trained() for bucket in buckets]
         if not any(changed):
             return
         trained = [bucket.group.names[index] for bucket in buckets for index in bucket.trained]
         try:
-            for (comm, _), channel in zip(self._comms, self._trained, strict=True):
+            for comm, channel in self._trained:
                 comm.compare("the parameters that are trained", trained, channel=channel)
         except (RuntimeError, ValueError) as error:
             raise RuntimeError(
@@ -188,18 +203,11 @@ class Backward:
                 f"{', '.join(trained)}. Freeze and unfreeze parameters on every rank. {error}"
             ) from error
 
-    def _expect(self) -> None:
-        """Collective where several forwards wait. Forgets the calls of forwards whose graph does not exist on every
-        rank: no backward can pass it on all."""
-        if len(self.waiting) < 2:
-            return
-        gone = torch.tensor([graph() is None for graph in self.waiting.values()], dtype=torch.uint8, device="cpu")
-        for comm, channel in self._comms:
-            comm.all_reduce(gone, maximum=True, channel=channel)
-        left = {number for number, is_gone in zip(self.waiting, gone.tolist(), strict=True) if not is_gone}
-        left.add(max(self.waiting))
-        for unit in self._units:
-            unit.calls = {call for call in unit.calls if call.forward in left}
+    def _forget_dropped(self) -> None:
+        """Collective. Forgets the calls of forwards whose graph does not exist on every rank."""
+        left = self.waiting.left()
+        for unit in self._index.units:
+            unit.calls.difference_update([call for call in unit.calls if call.forward not in left])
 
     @property
     def expected(self) -> bool:
@@ -210,16 +218,16 @@ class Backward:
         """Collective within a backward. Unshards a unit whose parameters are read while a checkpoint computes a forward
         again, or by a hook, until the backward ends."""
         self._begin()
-        if unit in self._reducing:  # its gradients come while it is sharded
-            self._finish_reduce()
+        if unit in self._reductions:  # its gradients come while it is sharded
+            self._reductions.finish()
         unit.unshard(for_backward=True)
         unit.needed_by.add(Need.KEPT)
 
     def _enter(self, unit: Unit) -> None:
         for streams in self._streams:
             streams.expect_computing("{} of FSDP runs", unit.title)
-        if unit in self._reducing:  # backward has reached it again; its gradients come while it is sharded
-            self._finish_reduce()
+        if unit in self._reductions:  # backward has reached it again; its gradients come while it is sharded
+            self._reductions.finish()
         unit.unshard(for_backward=True)
         unit.pre_backward()
         self._in_backward.append(unit)
@@ -227,7 +235,7 @@ class Backward:
     def _complete_units_after(self, call: Call) -> None:
         """Completes the units that began to compute after this call had ended: backward has passed them."""
         for unit in self._in_backward[::-1]:
-            if unit is self._root or unit.completes_at_end:
+            if unit is self._index.root or unit.calls.complete_at_end:
                 continue
             if all(other.begun > call.ended for other in unit.calls):
                 self._reduce_unit(unit)
@@ -241,40 +249,15 @@ class Backward:
         # Before waiting: an all-gather into its memory need not wait for the reduction.
         unit.post_backward(within_forward=self._within_forward)
         if self.reduces:
-            self._free_wire()
+            self._reductions.free_wire()
         else:
             self._left_unreduced = True
             for bucket in unit.buckets:
                 bucket.keep_unreduced()
-        if self.in_flight == 2 and not at_end:
+        if self._order.in_flight == 2 and not at_end:
             self._order.launch_before(unit)
         if self.reduces:
-            self._launch_reduce(unit)
-
-    def _free_wire(self) -> None:
-        """Waits for the reduction in flight, not for sums and averages: a second message would be as large as a unit.
-        What is sent next need not wait for these."""
-        last = self._reducing[-1:]
-        left = [bucket.wait_for_sent() for unit in last for bucket in unit.buckets]
-        self._finish_reduce(but=last if any(left) else ())
-
-    def _launch_reduce(self, unit: Unit) -> None:
-        for bucket in unit.buckets:
-            if bucket.trained:
-                bucket.launch()
-        self._reducing.append(unit)
-        if self.in_flight == 1:
-            self._finish_reduce()
-        elif len(self._comms) == 1:  # averages over replicas go on beside the computing
-            self._finish_reduce(but=[unit])
-
-    def _finish_reduce(self, but: Sequence[Unit] = ()) -> None:
-        reduced, self._reducing = [unit for unit in self._reducing if unit not in but], [*but]
-        if reduced:
-            with as_plain_tensors():
-                for unit in reduced:
-                    for bucket in unit.buckets:
-                        bucket.finish()
+            self._reductions.launch(unit)
 
     def _finish(self) -> None:
         with self._together:
@@ -282,7 +265,7 @@ class Backward:
 
     def _finish_together(self) -> None:
         within = self._within_forward
-        for unit in reversed(self._units):
+        for unit in reversed(self._index.units):
             if unit.calls and Need.BACKWARD not in unit.needed_by and not within and (unit.unsharded or unit.gathering):
                 self._enter(unit)  # backward did not reach it here, but may have on other ranks, which reduce it
             if Need.BACKWARD in unit.needed_by:
@@ -291,13 +274,13 @@ class Backward:
                 for bucket in unit.buckets:
                     bucket.pre_backward()
                     bucket.take_written()
-                self._free_wire()
-                self._launch_reduce(unit)
-        self._finish_reduce()
-        for unit in self._units if not within else ():
+                self._reductions.free_wire()
+                self._reductions.launch(unit)
+        self._reductions.finish()
+        for unit in self._index.units if not within else ():
             unit.post_backward()  # before gradients of what this rank has not used, which are the shards'
         with as_plain_tensors():
-            self._end.reach([bucket for unit in self._units for bucket in unit.buckets])
+            self._end.reach([bucket for unit in self._index.units for bucket in unit.buckets])
             for group in self._index.groups:
                 group.synchronize()
             self.active = False
@@ -305,31 +288,29 @@ class Backward:
                 self.waiting.clear()
             if self.reduces:
                 self._left_unreduced = False
-        for unit in self._units if within else ():
+        for unit in self._index.units if within else ():
             if unit.needed_by:
                 unit.unshard()
 
     def _callback_dropped(self, _: Any) -> None:
-        """Notices that autograd has dropped its callback, which it does after an exception, without calling it. Later
-        `abandon` does everything that waits for other ranks."""
-        if not self.active:
-            return
-        self._interrupted = True
-        if self._in_callers_thread:  # gradients from before are there again at once, so that zero_grad clears them
+        """Autograd has dropped its callback, which it does after an exception, without calling it. Later `abandon` does
+        everything that waits for other ranks."""
+        if self.active and self._in_callers_thread:
+            # Gradients from before are there again at once, so that zero_grad clears them.
             self._in_backward.clear()
-            for unit in self._units:
+            for unit in self._index.units:
                 unit.interrupt()
 
     def abandon(self) -> None:
         """Forgets a backward that an exception has ended, so that the model can be used again."""
         # On a GPU gradients from before are restored here, unless all were cleared meanwhile.
         if self.active and not self._in_callers_thread and all(param.grad is None for param in self._index):
-            for unit in self._units:
+            for unit in self._index.units:
                 for bucket in unit.buckets:
                     bucket.forget_set_aside()
-        self._reducing.clear()
-        self.active = self._interrupted = False
+        self._reductions.clear()
+        self.active = False
         self.waiting.clear()
         self._in_backward.clear()
-        for unit in self._units:
+        for unit in self._index.units:
             unit.abandon()

@@ -18,8 +18,15 @@ from zero.fsdp.build import Builder
 from zero.fsdp.choice import UnitChoice
 from zero.fsdp.compile import RECORDING, compiling_problem
 from zero.fsdp.model import Model, sharded_params
-from zero.fsdp.options import GivenOptions, Options, ShardingStrategy, place, refuse_number_of_ranks, refuse_unknown
-from zero.fsdp.prefetch import as_prefetch
+from zero.fsdp.options import (
+    GivenOptions,
+    Options,
+    ShardingStrategy,
+    as_prefetch,
+    place,
+    refuse_number_of_ranks,
+    refuse_unknown,
+)
 from zero.fsdp.torch_options import NAMES, as_precision, from_torch
 from zero.fsdp.units import Policy, largest_unit, smallest_leaves
 from zero.offload import NAMES as OFFLOAD

@@ -16,17 +16,16 @@ from zero.comm import Comm, fail_together
 from zero.comm.streams import streams_in
 from zero.comm.together import Together
 from zero.fsdp.backward import Backward
-from zero.fsdp.options import Options
+from zero.fsdp.in_flight import Order
+from zero.fsdp.options import Options, in_flight
 from zero.fsdp.precision import CastBuffer
-from zero.fsdp.prefetch import Order, in_flight
-from zero.fsdp.reads import Reads
+from zero.fsdp.reads import Reads, ShownUnits
 from zero.fsdp.schedule import Schedule
-from zero.fsdp.shown import ShownUnits
 from zero.fsdp.unit import Index, Unit
 from zero.shards import norm
+from zero.shards.bound import moved_problem
 from zero.shards.claimed import claim, release
 from zero.shards.group_state import GroupState
-from zero.shards.moved import moved_problem
 from zero.shards.offload import DEVICE, Offload
 from zero.shards.placement import Placement
 from zero.tensor_parallel.parts import others_of
@@ -53,8 +52,7 @@ class Model:
 
     module: the user's. units: the root first. ignored: modules that are not sharded.
     partition: the user's. cast_buffers: the buffers that mixed precision has cast.
-    `index`: where the parameters lie. `comm`: the ranks that own shards. `comms`: all groups of ranks.
-    `together`: around what ranks do together with it.
+    `index`: where the parameters lie. `together`: around what ranks do together with it.
     """
 
     def __init__(
@@ -69,13 +67,8 @@ class Model:
         self._module, self.units, self.placement, self.ignored = ref(module), units, placement, WeakSet(ignored)
         self.partition, self.cast_buffers = options.partition, cast_buffers
         self.index = Index(units)
-        self.root = units[0]
-        self.comm: Comm = placement.comm
-        self.comms = placement.all_groups()
-        overlaps = any(unit.overlaps for unit in units)
-        self.in_flight = in_flight(options.prefetch, overlaps=overlaps)
-        self.together = Together(self.comms, "a call of FSDP, such as forward, backward or state_dict")
-        self.norm_channel = self.comm.channel("the norm of all gradients")
+        comms = placement.all_groups()
+        self.together = Together(comms, "a call of FSDP, such as forward, backward or state_dict")
         # Where modules hold sharded parameters.
         self._holders = [
             (params_of(holder), name, param)
@@ -85,14 +78,17 @@ class Model:
         ]
         self._shown = ShownUnits(self.index)
         streams = streams_in(group.streams for group in self.index.groups)
-        common = self.index, self.comms, streams, self.together
-        order = Order(self.index, ahead=self.in_flight > 1 and (overlaps or self.in_flight == 3))
-        self.backward = Backward(*common, self.in_flight, order)
+        common = self.index, comms, streams, self.together
+        overlaps = any(unit.overlaps for unit in units)
+        order = Order(self.index, in_flight(options.prefetch, overlaps=overlaps), overlaps=overlaps)
+        self.backward = Backward(*common, order)
         others = others_of(self.index)
         if others:
-            fail_together([*self.comms, *others], self.index.groups[0].full.device)
-        self.reads = Reads(self.index, self.comms, self.backward, [self.comm, *others])
-        self.schedule = Schedule(*common, self.backward, self.reads, order)
+            fail_together([*comms, *others], self.index.groups[0].full.device)
+        self.reads = Reads(self.index, comms, self.backward, [self.comm, *others])
+        for group in self.index.groups:
+            group.reads = ref(self.reads)  # units keep their groups, and hooks on modules keep units and this
+        self.schedule = Schedule(*common, self.backward, order)
         # How to restore what steps have hidden, which are running or have raised.
         self.unfinished_steps: list[tuple[Callable[[Optimizer], None], ReferenceType[Optimizer]]] = []
         claim(self.index, self, _AVERAGES, sharded=_SHARDED)
@@ -104,6 +100,16 @@ class Model:
         module = self._module()
         assert module is not None, "the sharded module does not exist any more"
         return module
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks that own shards."""
+        return self.placement.comm
+
+    @property
+    def comms(self) -> list[Comm]:
+        """All groups of ranks."""
+        return self.placement.all_groups()
 
     def units_of(self, module: nn.Module, *, recurse: bool = True) -> list[Unit]:
         """Returns the units that hold parameters of the module; without `recurse` only the module's own unit."""
@@ -152,7 +158,7 @@ class Model:
         """Collective where it raises: RuntimeError if parameters were moved, cast or given other data. Before, restores
         what steps have hidden that have raised: the caller binds parameters anew, or gathers what they wrote."""
         self.finish_steps()
-        problem = moved_problem(group for group in self.index.groups if group.state is not GroupState.SUMMONED)
+        problem = moved_problem(group.bound for group in self.index.groups if group.state is not GroupState.SUMMONED)
         if problem is not None:
             with self.together:
                 raise RuntimeError(problem)
@@ -179,7 +185,6 @@ class Model:
             return norm.total_norm(
                 [(param, param.grad) for param in self._among(params)],
                 self.comm,
-                self.norm_channel,
                 norm_type,
                 every[0].device,
                 {param.dtype for param in every},

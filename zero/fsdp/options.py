@@ -47,6 +47,20 @@ class Options:
         return partition_problem(self.partition)
 
 
+def as_prefetch(given: Any) -> int | None:
+    """Returns the number, None for the default. Raises ValueError for other values."""
+    if given is None or (type(given) is int and given in (1, 2, 3)):
+        return given
+    raise ValueError(
+        f"prefetch={given!r}: pass how many units are in flight at once, 1, 2 or 3, or None for the default."
+    )
+
+
+def in_flight(given: int | None, *, overlaps: bool) -> int:
+    """Resolves the default. overlaps: whether transfers overlap computing."""
+    return given or (3 if overlaps else 2)
+
+
 class ShardingStrategy(enum.Enum):
     """What is sharded, and for how long, by PyTorch's names."""
 

@@ -1,16 +1,19 @@
-"""What sharded parameters ask when somebody uses them outside of their own unit's forward.
+"""What those read who read parameters.
 
-The forward of another unit, a hook in backward and a checkpoint that computes again read the full parameter, and
-torch.amp.GradScaler reads all gradients.
+Outside of their own unit's forward the forward of another unit, a hook in backward and a checkpoint that computes again
+read full parameters, and torch.amp.GradScaler reads all gradients: sharded parameters ask here. Within it modules of
+tensor parallelism read DTensors in place of the plain parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from weakref import proxy
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.utils.hooks import RemovableHandle
 
 from zero._torch.autograd import in_a_backward
 from zero._torch.tensors import as_plain_tensors
@@ -18,11 +21,17 @@ from zero.comm import Comm
 from zero.comm.together import Together
 from zero.fsdp.backward import Backward
 from zero.fsdp.edges import recorded_as_shard
-from zero.fsdp.shown import refuse_read
 from zero.fsdp.unit import Index, Unit
 from zero.shards.cut import Owner
 from zero.shards.shard_group import ShardGroup
 from zero.shards.sharded_parameter import AtRest
+from zero.tensor_parallel.shown import Shown, Slot, slots_of
+from zero.wrap.dtensor_checks import watch_steps
+
+_OUTSIDE = (
+    "parameters of {} are read outside of its forward. They are DTensors, which the unit's modules see only while one "
+    "of them runs. Put the module that reads them and the unit into one unit, by auto_wrap_policy or as_one_unit."
+)
 
 
 class Reads:
@@ -85,7 +94,7 @@ class Reads:
             refuse_read(unit)
         unit.unshard(for_backward=self._backward.active)
         unit.needed_by.add(reader)
-        unit.read_by_others = True
+        unit.calls.read_by_others = True
         if unit not in self._index.reads[reader]:
             self._index.reads[reader].append(unit)
             self._refuse_recorded(unit, reader)
@@ -111,3 +120,43 @@ class Reads:
         """
         for comm, channel in self._overflow:
             comm.all_reduce(found, maximum=True, channel=channel)
+
+
+class ShownUnits:
+    """Shows the parameters of each unit of an FSDP while the unit runs."""
+
+    def __init__(self, index: Index) -> None:
+        watch_steps()
+        self._index: Index = proxy(index)  # which keeps the units, and these keep this
+        innermost = {module: unit for unit in index.units for module in unit.module.modules()}
+        slots: dict[Unit, list[Slot]] = {}
+        holders: dict[Unit, set[nn.Module]] = {}
+        for module, unit in innermost.items():
+            if own := slots_of(module):
+                slots.setdefault(unit, []).extend(own)
+                holders.setdefault(unit, {unit.module}).add(module)
+        self._hooks: list[RemovableHandle] = []
+        for unit, own in slots.items():
+            unit.shown = Shown(own, self._refuse_sharded)
+            self._hooks += unit.shown.watch(holders[unit])
+
+    def _refuse_sharded(self, params: Iterable[nn.Parameter]) -> None:
+        """Raises RuntimeError for a tied parameter of a unit around this one that does not run."""
+        for param in params:
+            if param in self._index and not (unit := self._index.unit_of(param)).readable:
+                raise RuntimeError(_OUTSIDE.format(unit.title))
+
+    def remove(self) -> None:
+        """Removes the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+        for unit in self._index.units:
+            if unit.shown is not None:
+                unit.shown.hide()
+                unit.shown = None
+
+
+def refuse_read(unit: Unit) -> None:
+    """Raises RuntimeError for a unit that another one reads, if its parameters are DTensors."""
+    if unit.shown is not None:
+        raise RuntimeError(_OUTSIDE.format(unit.title))

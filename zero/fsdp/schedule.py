@@ -1,7 +1,7 @@
 """Orders the unsharding of units in a forward: unshard, compute, reshard. The root, and units that backward reaches
 first or that reshard_after_forward=False keeps, stay unsharded for backward (backward.py).
 
-prefetch.py says how far all-gathers run ahead. Each rank prefetches in the order in which its units ran last. Ranks
+in_flight.py says how far all-gathers run ahead. Each rank prefetches in the order in which its units ran last. Ranks
 whose orders differ raise when an all-gather arrives.
 """
 
@@ -22,9 +22,8 @@ from zero.comm.streams import HostStreams
 from zero.comm.together import Together
 from zero.fsdp.backward import Backward, Graph
 from zero.fsdp.edges import watch_inputs, watch_inside, watch_outputs
-from zero.fsdp.prefetch import Order
-from zero.fsdp.reads import Reads
-from zero.fsdp.shown import refuse_read
+from zero.fsdp.in_flight import Order
+from zero.fsdp.reads import refuse_read
 from zero.fsdp.unit import Call, Index, Need, Unit
 from zero.fsdp.writes import Search
 
@@ -47,11 +46,10 @@ class Schedule:
         streams: Sequence[HostStreams],
         together: Together,
         backward: Backward,
-        reads: Reads,
         order: Order,
     ) -> None:
-        self._index, self._root, self._comms, self._streams = index, index.units[0], comms, streams
-        self._backward, self._together, self._reads, self._order = backward, together, reads, order
+        self._index, self._root, self._comms, self._streams = index, index.root, comms, streams
+        self._backward, self._together, self._order = backward, together, order
         self.search = Search()
         # The number of the last forward of the model, or of units by themselves, and what its graph keeps.
         self._forward, self._graph = 0, Graph()
@@ -74,8 +72,6 @@ class Schedule:
         """
         self._begin_search = WeakMethod(begin_search)
         self._on_params = self._backward.watch_params()
-        for group in self._index.groups:
-            group.reads = ref(self._reads)  # units keep their groups, and hooks on modules keep units and this
         for unit in reversed(self._index.units):  # so that a unit around another is entered first
             for module in (unit.module, *_holders(unit)):
                 own = module is unit.module
@@ -221,7 +217,7 @@ class Schedule:
         output, needs_backward = watch_outputs((unit, *self._index.reads[unit]), output, on_entry)
         if not unit.running:
             # Backward will reach this unit first, as it did last time, and would gather it ahead.
-            first_in_backward = self._backward.in_flight == 3 and self._order.is_first_in_backward(unit)
+            first_in_backward = self._order.in_flight == 3 and self._order.is_first_in_backward(unit)
             stays = unit is self._root or unit.stays or first_in_backward
             self._leave(unit, stays=needs_backward and stays)
         return output

@@ -35,8 +35,8 @@ from zero.fsdp.step_checks import StepChecks
 from zero.fsdp.unit import Unit
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import SHARD_MARK, params_of
+from zero.shards.bound import take_back
 from zero.shards.cut import Cut
-from zero.shards.moved import take_back
 from zero.shards.offload import Offload
 from zero.shards.sharded_parameter import GRADIENT, AtRest, mark, mark_states, rest, unmark, unmark_all, wake
 from zero.tensor_parallel import table
@@ -110,8 +110,8 @@ class Steps:
             if now is None:
                 now = param.grad = gradient
             group, position = self._index[param]
-            if now is not None and group.says_so:
-                mark(now, group.cuts[position])
+            if now is not None and group.bound.says_so:
+                mark(now, group.bound.cuts[position])
         self.rest(hidden)
         if unshard and any(unit.needed_by for unit in self._index.units):
             for unit in self._units_of(hidden):
@@ -122,7 +122,7 @@ class Steps:
         """Has parameters that a step has given other data lie where they were again, with that data."""
         places = [self._index[param] for param in hidden]
         with torch.no_grad():
-            take_back(hidden, [place.group.bound[place.position] for place in places], [vars(optimizer)])
+            take_back(hidden, [place.group.bound.views[place.position] for place in places], [vars(optimizer)])
 
     def rest(self, params: Sequence[nn.Parameter]) -> None:
         """Makes parameters that are not stepped now say that they are shards; gradients may be full, under no_sync."""

@@ -16,7 +16,7 @@ from zero.fsdp.unit import Need
 from zero.measure.built import around, finding_of_built
 from zero.measure.kinds import Finding, Kind, title
 from zero.measure.param_groups import SHARD_MARK
-from zero.shards.moved import moved_problem
+from zero.shards.bound import moved_problem
 from zero.shards.partition import optimizer_problem
 from zero.shards.sharded_parameter import GRADIENT
 
@@ -46,7 +46,7 @@ class StepChecks:
         """Yields error messages of what is wrong on this rank, None for what is not. The first message counts."""
         found = self._measured(optimizer)
         yield found.problem
-        yield moved_problem(group for unit in self._index.units if not unit.summoned for group in unit.groups)
+        yield moved_problem(group.bound for unit in self._index.units if not unit.summoned for group in unit.groups)
         yield from self._problems_of_new_parameters()
         if any(SHARD_MARK in group for group in optimizer.param_groups):
             yield problem_of_state(self.model, optimizer)

@@ -15,7 +15,7 @@ from zero.comm.together import told_by_comparing
 from zero.fsdp.build import refuse_busy
 from zero.fsdp.model import Model, models
 from zero.fsdp.unit import Unit
-from zero.shards.moved import moved_problem
+from zero.shards.bound import moved_problem
 from zero.shards.shard_group import ShardGroup
 from zero.tensor_parallel import table
 from zero.tensor_parallel.shown import Slot, slots_of
@@ -99,7 +99,7 @@ def summoned(
             compare = partial(model.placement.compare, "the full parameters of FSDP", [])
             with told_by_comparing(compare):
                 yield
-            compare(moved_problem(groups))
+            compare(moved_problem(group.bound for group in groups))
         else:
             yield
         keep = writeback
@@ -143,4 +143,4 @@ class _Gradients:
                 for index, (param, view) in enumerate(views)
             ]
         for index, gradient in enumerate(shards):
-            group.set_gradient(index, gradient)
+            group.bound.set_gradient(index, gradient)

@@ -13,9 +13,10 @@ from torch import nn
 from zero._torch.modules import buffers_of, classes_to_ignore
 from zero.fsdp.options import GivenOptions
 from zero.fsdp.precision import DTYPES, MixedPrecision
-from zero.fsdp.prefetch import OF_FSDP1, of_fsdp1
 
-NAMES = (*OF_FSDP1, "device_id", "ignored_states", "use_orig_params")
+_PREFETCH = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
+_BACKWARD = {"BACKWARD_PRE": 3, "BACKWARD_POST": 2, None: 1}
+NAMES = (*_PREFETCH, "device_id", "ignored_states", "use_orig_params")
 
 
 _SAVE = "zero.full_state_dict(model) is always full; zero.checkpoint.save(path, model) writes each rank's shards"
@@ -90,8 +91,26 @@ def _move(device: torch.device, module: nn.Module) -> None:
                 buffers_of(holder)[name] = buffer.to(device)
 
 
+def of_fsdp1(given: Mapping[str, Any]) -> int | None:
+    """The number that stands for options of PyTorch's FSDP1: BACKWARD_PRE (3), BACKWARD_POST (2) and None (1), by enum
+    or name; limit_all_gathers=False (3). forward_prefetch says no more: a number holds for forward and backward.
+
+    Raises ValueError for other values."""
+    for name in _PREFETCH[1:]:
+        if not isinstance(given.get(name, False), bool):
+            raise ValueError(f"{name}={given[name]!r}: pass True or False, or leave it out and pass prefetch.")
+    if not given.get("limit_all_gathers", True):
+        return 3
+    if "backward_prefetch" not in given:
+        return None
+    name = getattr(given["backward_prefetch"], "name", given["backward_prefetch"])
+    if name not in _BACKWARD:
+        raise ValueError(f"backward_prefetch={name!r} is unknown. Choose BACKWARD_PRE, BACKWARD_POST or None.")
+    return _BACKWARD[name]
+
+
 def _prefetch(given: Mapping[str, Any], own: Any) -> Any:
-    names = [name for name in OF_FSDP1 if name in given]
+    names = [name for name in _PREFETCH if name in given]
     if names and own is not None:
         raise ValueError(f"prefetch and {names[0]} both say what is gathered ahead. Pass one of them.")
     return of_fsdp1(given) if names else own

@@ -60,6 +60,40 @@ class Call:
     has_exit_hook: bool = True
 
 
+class Calls(set[Call]):
+    """The calls of a unit whose backward is expected or running: of the last forward of the model, and of earlier ones
+    whose graph exists on every rank (backward.py).
+
+    `read_by_others`: whether the forward of another unit was seen to read the unit's parameters, or may.
+    """
+
+    def __init__(self, *, read_by_others: bool) -> None:
+        super().__init__()
+        self.read_by_others = read_by_others
+        # Whether this backward has passed a call that is late.
+        self._late = False
+
+    def passed(self, call: Call) -> bool:
+        """Takes the call out of those that are expected. Returns whether it was the last one, and all gradients of the
+        unit are there."""
+        if call not in self:
+            return False
+        self._late |= call.late
+        self.discard(call)
+        return not self and not self.complete_at_end
+
+    @property
+    def complete_at_end(self) -> bool:
+        """Whether the gradients of the unit are complete only at the end of backward."""
+        return self.read_by_others or self._late or any(call.late for call in self)
+
+    def taken(self, *, within_forward: bool) -> None:
+        """The gradients were taken. within_forward: by a backward within a forward, whose own is still expected."""
+        self._late = False
+        if not within_forward:
+            self.clear()
+
+
 class Unit:
     """The parameters that are unsharded together for one module.
 
@@ -68,15 +102,11 @@ class Unit:
     `needed_by`: why it is unsharded: a Need, or the units that run and read its parameters, as itself. Once that is
         empty it is resharded, whatever else ends.
     `running`: its running calls, the innermost last: more than one where a module calls itself.
-    `read_by_others`: whether the forward of another unit was seen to read its parameters, or may.
-    `calls`: those whose backward is expected or running: of the last forward of the model, and of earlier ones whose
-        graph exists on every rank (backward.py).
-
-    It keeps neither its module nor other units alive: the hooks on modules keep units.
-
+    `calls`: those that a backward is expected to pass.
     `buckets`: the gradients of its shard groups. `writes`: into its parameters while they are unsharded, by group.
     `shown`: its DTensors while it runs, if it has any.
-    `summoned`: whether it is full within summon_full_params, perhaps on another rank only.
+
+    It keeps neither its module nor other units alive: the hooks on modules keep units.
     """
 
     def __init__(
@@ -93,19 +123,16 @@ class Unit:
         self.precision, self.stays = precision, stays
         self.buckets = [UnitBucket(group, sent_as=precision.reduce_dtype) for group in groups]
         self.writes = {group: Writes(group) for group in groups if group.frees}
-        self.summoned = False
         self.shown: Shown | None = None
         self.needed_by: set[object] = set()
         # The module whose call began the running forward, if it is not the unit's own.
         self.entry_module: nn.Module | None = None
         self.running: list[Call] = []
-        # Nobody is asked for parameters that are always full, as with NO_SHARD: who reads them is not known.
-        self.read_by_others = any(not group.frees and len(group.exchange.comms()) > 1 for group in groups)
         # The autograd nodes of the inputs of the running forwards.
         self.inputs: set[Node] = set()
-        self.calls: set[Call] = set()
-        # Whether this backward has passed a call that is late.
-        self._late = False
+        # Nobody is asked for parameters that are always full, as with NO_SHARD: who reads them is not known.
+        unasked = any(not group.frees and len(group.exchange.comms()) > 1 for group in groups)
+        self.calls = Calls(read_by_others=unasked)
         self._set_title()
 
     def _set_title(self) -> None:
@@ -136,22 +163,6 @@ class Unit:
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.groups})"
 
-    # ------------------------------------------------------------------------------------------ expected backwards
-
-    def passed(self, call: Call) -> bool:
-        """Takes the call out of those that are expected. Returns whether it was the last one, and all gradients of the
-        unit are there."""
-        if call not in self.calls:
-            return False
-        self._late |= call.late
-        self.calls.discard(call)
-        return not self.calls and not self.completes_at_end
-
-    @property
-    def completes_at_end(self) -> bool:
-        """Whether its gradients are complete only at the end of backward."""
-        return self.read_by_others or self._late or any(call.late for call in self.calls)
-
     def forget_forward(self) -> None:
         """Forgets forwards that an exception has ended."""
         self.needed_by &= {Need.BACKWARD}
@@ -171,6 +182,11 @@ class Unit:
     def readable(self) -> bool:
         """Whether the parameters are full on this rank."""
         return all(group.readable for group in self.groups)
+
+    @property
+    def summoned(self) -> bool:
+        """Whether it is full within summon_full_params, perhaps on another rank only."""
+        return bool(self.groups) and self.groups[0].state is GroupState.SUMMONED
 
     @property
     def gathering(self) -> bool:
@@ -246,13 +262,11 @@ class Unit:
 
     def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
         """Collective. Has full parameters, in memory of their own, until `dismiss`. See ShardGroup.summon."""
-        self.summoned = bool(self.groups)
         for group in self.groups:
             group.summon(to, on_cpu=on_cpu)
 
     def dismiss(self, *, keep: bool) -> None:
         """Ends `summon`. keep: what was written into the full parameters is copied into the shards."""
-        self.summoned = False
         for group in self.groups:
             if group.state is GroupState.SUMMONED:
                 group.dismiss(keep=keep)
@@ -274,9 +288,7 @@ class Unit:
     def post_backward(self, *, within_forward: bool = False) -> None:
         """Its gradients were taken: those of its shards take their place, so it is resharded. within_forward: by a
         backward within a forward, whose own backward is still expected; who needs the unit there gets it back."""
-        self._late = False
-        if not within_forward:
-            self.calls.clear()
+        self.calls.taken(within_forward=within_forward)
         self.needed_by -= {Need.BACKWARD, Need.KEPT}
         self.reshard()
 
@@ -320,6 +332,10 @@ class Index(dict[nn.Parameter, Place]):
         self.groups: list[ShardGroup] = [group for unit in units for group in unit.groups]
         self._units = {group: unit for unit in units for group in unit.groups}
         super().__init__(places_in(self.groups))
+
+    @property
+    def root(self) -> Unit:
+        return self.units[0]
 
     def unit_of(self, param: nn.Parameter) -> Unit:
         return self._units[self[param].group]

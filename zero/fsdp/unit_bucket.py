@@ -97,7 +97,7 @@ class UnitBucket(GradBucket):
         super().finish()
 
     def _set(self, index: int, gradient: Tensor | None) -> None:
-        self.group.set_gradient(index, gradient)
+        self.group.bound.set_gradient(index, gradient)
 
     def decide(self, used: Mapping[int, bool]) -> None:
         """Adds what only other ranks have used. A gradient of which this rank owns nothing is an empty tensor, so that

@@ -14,7 +14,6 @@ from zero.comm import Comm
 from zero.measure.built import working_by
 from zero.measure.kinds import Finding
 from zero.shards.cut import register
-from zero.shards.moved import moved
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.sharded_parameter import mark, rest, unmark, wake
 from zero.wrap import ddp
@@ -86,7 +85,7 @@ class StepChecks:
 def _moved_problem(shards: OwnedShards) -> str | None:
     """Returns an error message if parameters no longer lie in their shard groups."""
     for group in shards.shard_groups:
-        name = moved(group)
+        name = group.bound.moved()
         if name is None:
             continue
         taken = shards.taken_by_another()

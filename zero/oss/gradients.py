@@ -122,7 +122,6 @@ class OwnedGradients:
         self._shards, self._comm = shards, comm
         # Without ShardedDDP, by parameter: this rank's slice of an average that `param.grad` has rounded.
         self._averages: dict[nn.Parameter, Tensor] = {}
-        self._norm = comm.channel("the norm of all gradients")
         # What stood in `param.grad` when it was looked at last.
         self._standing: dict[nn.Parameter, OwnedGradient] = {}
 
@@ -238,7 +237,7 @@ class OwnedGradients:
             owned = [(param, shares.get(param)) for param in shards]
         dtypes = {shard.dtype for shard in shards.values()}
         device = shards.shard_groups[0].full.device
-        return norm.total_norm(owned, self._comm, self._norm, norm_type, device, dtypes, shards.offload)
+        return norm.total_norm(owned, self._comm, norm_type, device, dtypes, shards.offload)
 
     def refuse(self) -> None:
         """Raises RuntimeError if `problem` finds one. The other ranks find the same, or wait for this one in vain."""

@@ -26,7 +26,7 @@ from zero.oss.gradients import OwnedGradients
 from zero.oss.state_dicts import StateDicts
 from zero.oss.state_view import StateView
 from zero.shards import masters
-from zero.shards.moved import MOVED
+from zero.shards.bound import MOVED
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.shard_group import ShardGroup
 

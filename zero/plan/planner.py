@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.fsdp.prefetch import as_prefetch
+from zero.fsdp.options import as_prefetch
 from zero.fsdp.torch_options import as_precision
 from zero.fsdp.units import Policy, smallest_leaves, unit_modules
 from zero.measure.kinds import title

@@ -40,11 +40,13 @@ class Asked(Protocol):
 class Owner(Protocol):
     """What is read here of the shard group that has a parameter. reads: None while no model has the group."""
 
-    names: list[str]
     layout: Layout
     spans: dict[int, Span]
     shapes: Shapes
     reads: Callable[[], Asked | None]
+
+    @property
+    def names(self) -> list[str]: ...
 
 
 @dataclass(frozen=True)

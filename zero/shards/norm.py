@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch.tensors import multiply_all, norms_of
-from zero.comm import Comm
+from zero.comm import NORM, Comm
 from zero.shards.offload import Offload
 from zero.tensor_parallel import parts
 
@@ -17,7 +17,6 @@ from zero.tensor_parallel import parts
 def total_norm(
     gradients: Iterable[tuple[nn.Parameter, Tensor | None]],
     comm: Comm,
-    channel: int,
     norm_type: float,
     device: torch.device,
     dtypes: Iterable[torch.dtype],
@@ -27,7 +26,6 @@ def total_norm(
 
     gradients: this rank's shard of the gradient of each parameter, if it has one; no two ranks of `comm` have the same
         element. Elements that ranks outside of it have (zero/tensor_parallel) are counted, too.
-    channel: the number of the operation.
     dtypes: of all ranks' shards. The result is float64 if one of them is, otherwise float32.
     offload: where the gradients lie; it may know norms of them.
     """
@@ -42,7 +40,7 @@ def total_norm(
         powers = _powers(own, norm_type, device, offload)
         others.all_reduce(powers, maximum=infinite)
         local = torch.maximum(local, powers) if infinite else local + powers
-    comm.all_reduce(local, maximum=infinite, channel=channel)
+    comm.all_reduce(local, maximum=infinite, channel=NORM)
     return (local if infinite else local.pow(1 / norm_type)).to(dtype)
 
 

@@ -18,8 +18,8 @@ from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import options
 from zero.shards import masters
 from zero.shards.arguments import names
+from zero.shards.bound import elsewhere, take_back
 from zero.shards.group_state import GroupOptions
-from zero.shards.moved import elsewhere, take_back
 from zero.shards.offload import DEVICE, Offload
 from zero.shards.partition import Place, bucket_limit, lay_out, places_in
 from zero.shards.placement import Placement
@@ -197,7 +197,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         the same shape cannot be told apart.
         """
         for flat in self.shard_groups:
-            flat.names = [given.get(param, name) for param, name in zip(flat.params, flat.names, strict=True)]
+            flat.bound.names = [given.get(param, name) for param, name in zip(flat.params, flat.names, strict=True)]
         in_order = [given.get(param, "") for group in param_groups for param in group["params"]]
         self._comm.compare("the parameters given to OSS", in_order)
 

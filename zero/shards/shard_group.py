@@ -22,18 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch.recording import profiler_range
-from zero._torch.tensors import as_plain_tensors
-from zero.comm import Work
+from zero.comm import Comm, Work
 from zero.comm.streams import DONE, HOST, HostStreams, streams_of
-from zero.shards.cut import Asked, register
+from zero.shards.bound import MOVED, BoundParams
+from zero.shards.cut import Asked
 from zero.shards.group_state import IN_PLACE, NEXT_IN_PLACE, NEXT_WITH_OWN_SHARD, GroupOptions, GroupState
 from zero.shards.layout import Layout, Span
 from zero.shards.log import logger
-from zero.shards.moved import MOVED
-from zero.shards.moved import moved as moved_in
 from zero.shards.placement import Exchange, Placement
 from zero.shards.shapes import Shapes, with_own_storage
-from zero.shards.sharded_parameter import GRADIENT, mark, rest, wake
 
 ACTS = ("unshard", "wait_for_unshard", "reshard", "reduce", "wait_for_reduce")
 """What is done to a group, in the profiler and the log."""
@@ -46,6 +43,8 @@ class ShardGroup:
     label: the name of the group in error messages.
     `shard`: see above. `main`: the flat tensor that the optimizer steps: `shard`, or what stands in its place
         (masters.py).
+    `bound`: the parameters, bound to views of `full` or `shard`.
+    `reads`: who is asked when they are read while they are shards; None while no model has the group.
     """
 
     def __init__(
@@ -57,8 +56,7 @@ class ShardGroup:
         options: GroupOptions = IN_PLACE,
         label: str | None = None,
     ) -> None:
-        self.params, self.names, self.layout, self.comm = list(params), list(names), layout, placement.comm
-        self.label = label or f"a bucket of {len(names)} parameters, from {names[0]}"
+        self.label, self.layout = label or f"a bucket of {len(names)} parameters, from {names[0]}", layout
         self.exchange = Exchange(placement, layout, self.label)
         self._name_channels()
         self.state = GroupState.UNSHARDED
@@ -66,24 +64,23 @@ class ShardGroup:
         self.shapes = Shapes(params, layout)
         # The elements that this rank owns, by position of the parameter.
         self.spans: dict[int, Span] = {span.index: span for span in layout.spans(self.comm.rank)}
-        self._options, self.offload = options, options.offload
+        self.offload = options.offload
         computed_as = options.compute_dtype or params[0].dtype
         other_dtype = computed_as != params[0].dtype
         # Whether `full` has no memory while the group is SHARDED.
         self.frees = options.own_shard and (self.comm.world > 1 or options.offload.active or other_dtype)
-        # Whether parameters say that they are shards while they are.
-        self.says_so = options.own_shard and self.comm.world > 1
+        self.bound = BoundParams(self, params, names, says_so=options.own_shard and self.comm.world > 1)
         self.reads: Callable[[], Asked | None] = lambda: None
-        self.cuts = register(self.params, self)
         self._handle: Work | None = None
         # The events after copies of gradients that are on their way to the CPU.
         self.copies: list[Any] = []
         self._summoned: Tensor | None = None
-        self._lay_out(placement, other_dtype, computed_as)
+        self._lay_out(placement, options, computed_as)
 
-    def _lay_out(self, placement: Placement, other_dtype: bool, computed_as: torch.dtype) -> None:
+    def _lay_out(self, placement: Placement, options: GroupOptions, computed_as: torch.dtype) -> None:
         """Allocates `full` and `shard`, copies parameters (collectively those of the first rank), and binds them."""
         first, offload, layout = self.params[0], self.offload, self.layout
+        other_dtype = computed_as != first.dtype
         self.full = torch.empty(layout.numel, dtype=first.dtype, device=first.device)
         # Whether transfers overlap with computing.
         self.overlaps = any(comm.overlaps(self.full) for comm in self.exchange.comms())
@@ -92,44 +89,54 @@ class ShardGroup:
         with torch.no_grad():
             own = torch.empty_like(self.own_of_full) if self.frees else self.own_of_full
             read = partial(self.shapes.read, self.params)
-            if self._options.from_first:
+            if options.from_first:
                 placement.scatter(read, layout.bounds, own)
             elif self.frees:
                 read(layout.bounds[self.comm.rank], own)
             else:
                 read(0, self.full)
-            self._bind(self._full_views)
+            self.bound.bind(self._full_views, sharded=False)
         self.shard = self.main = offload.place(own) if self.frees and offload.active else own
         views = self.views_of_shard(self.shard)
         self.shard_views = views if self.frees else [with_own_storage(view) for view in views]
         alike = not offload.active and not other_dtype
         self.shard_in_full = False
-        # Made while the parameters are full, and kept: a Function of the user's that reads parameters of another unit
-        # records them before it reads, and a node that was made then would expect gradients of the shard's shape.
-        records = self.says_so and alike and not torch.is_inference_mode_enabled()
-        trained = [param for param in self.params if param.requires_grad] if records else []
-        self._leaves = [torch.autograd.graph.get_gradient_edge(param).node for param in trained]
-        if self._options.own_shard:
+        if alike:
+            self.bound.keep_leaves()
+        if options.own_shard:
             if other_dtype:
                 self.full = torch.empty(layout.numel, dtype=computed_as, device=self.full.device)
                 self._full_views = self._views_to_bind()
             self.reshard()
-            self.shard_in_full = self._options.shard_in_full and self.frees and alike
+            self.shard_in_full = options.shard_in_full and self.frees and alike
 
     def round_to(self, dtype: torch.dtype) -> None:
         """Stores the parameters of a group that gathers in place in another dtype from here on."""
         self.full = self.full.to(dtype)
         self._full_views = self._views_to_bind()
-        self._bind(self._full_views)
+        self.bound.bind(self._full_views, sharded=False)
         self.shard = self.own_of_full
         self.shard_views = [with_own_storage(view) for view in self.views_of_shard(self.shard)]
 
     def __repr__(self) -> str:
         return f"ShardGroup({len(self.params)} x {self.full.dtype}, {self.state.value}, {self.layout.world} ranks)"
 
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return self.bound.params
+
+    @property
+    def names(self) -> list[str]:
+        return self.bound.names
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks that own the shards."""
+        return self.exchange.gathered_by
+
     def rename(self, names: Sequence[str], label: str) -> None:
         """Changes the names of the parameters and the group in error messages; on every rank at the same point."""
-        self.names, self.label = list(names), label
+        self.bound.names, self.label = list(names), label
         self.exchange.rename(label)
         self._name_channels()
 
@@ -217,9 +224,12 @@ class ShardGroup:
         except BaseException:
             self._become(GroupState.LOST)
             raise
-        moved = self._rebind(self._full_views) if self.bound is not self._full_views else None
+        moved = None
+        if self.bound.views is not self._full_views:
+            moved = self.bound.moved() if self.frees else None
+            self.bound.bind(self._full_views, sharded=False)
         if self.streams is not HOST:
-            self._leaves = []  # a node accumulates on the stream on which it was made, which may be another than now
+            self.bound.forget_leaves()
         if self.shard_in_full:
             self.shard.untyped_storage().resize_(0)
         self._become(GroupState.UNSHARDED)
@@ -231,7 +241,6 @@ class ShardGroup:
 
         Raises RuntimeError after that if a parameter was given other data.
         """
-        assert self._options.own_shard
         self._become(GroupState.SHARDED)
         with self.recorded("reshard"):
             if self.shard_in_full:
@@ -240,7 +249,8 @@ class ShardGroup:
                     self.shard.copy_(self.own_of_full)
             elif self.offload.active:
                 self.offload.used(self.shard)
-            moved = self._rebind(self.shard_views)
+            moved = self.bound.moved() if self.frees else None
+            self.bound.bind(self.shard_views, sharded=True)
             if self.frees:
                 if self.streams is not HOST:
                     self.streams.release()
@@ -295,7 +305,8 @@ class ShardGroup:
         self._become(GroupState.SUMMONED)
         if full is not None:
             self._summoned = full.cpu() if on_cpu else full
-            self._bind([with_own_storage(view) for view in self.shapes.views_of_full(self._summoned)])
+            views = self.shapes.views_of_full(self._summoned)
+            self.bound.bind([with_own_storage(view) for view in views], sharded=False)
 
     def gather_full(self, shard: Tensor, to: int | None = None) -> Tensor | None:
         """Collective. Gathers the full flat tensor of which each rank passes its shard. See Exchange.gather_full."""
@@ -309,42 +320,14 @@ class ShardGroup:
                 self.shard.copy_(self._summoned[self.layout.segment(self.comm.rank)])
         self.offload.used(self.shard)
         self._summoned = None
-        self._bind(self.shard_views)
+        self.bound.bind(self.shard_views, sharded=True)
 
     def stay_full(self) -> None:
         """After `summon`, in place of `dismiss`: the group keeps no other memory, and is of no more use."""
         self.full = self.shard = self.main = self.full.new_empty(0)
         self._full_views = self.shard_views = []
 
-    # --------------------------------------------------------------------------------------------- parameters
-
-    def _bind(self, views: Sequence[Tensor]) -> None:
-        """The parameters are plain ones meanwhile: torch's own data is set."""
-        self.bound = views
-        if self.says_so:
-            wake(self.params)
-        for param, view in zip(self.params, views, strict=True):
-            param.data = view
-        if self.at_rest:
-            rest(self.params)
-
-    def _rebind(self, views: Sequence[Tensor]) -> str | None:
-        """Binds the parameters to other views. Returns the name of one that lies elsewhere than where it was bound, if
-        it is in a group that frees its full parameters."""
-        moved = moved_in(self) if self.frees else None
-        self._bind(views)
-        return moved
-
-    # ------------------------------------------------------------------------------------- gradients of shards
-
-    def set_gradient(self, index: int, gradient: Tensor | None) -> None:
-        """Makes it the gradient of the shard of a parameter that is sharded."""
-        if gradient is not None and self.says_so:
-            mark(gradient, self.cuts[index])
-        with as_plain_tensors():
-            GRADIENT.__set__(self.params[index], gradient)
-
     @property
     def at_rest(self) -> bool:
         """Whether parameters say that they are shards, unless an optimizer steps them."""
-        return self.says_so and self.state is GroupState.SHARDED
+        return self.bound.says_so and self.state is GroupState.SHARDED

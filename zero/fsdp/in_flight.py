@@ -16,56 +16,23 @@ gradients and receive buffers of the last.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Sequence
 
+from zero._torch.tensors import as_plain_tensors
 from zero.fsdp.unit import Index, Need, Unit
-
-OF_FSDP1 = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
-_BACKWARD = {"BACKWARD_PRE": 3, "BACKWARD_POST": 2, None: 1}
-
-
-def as_prefetch(given: Any) -> int | None:
-    """Returns the number, None for the default. Raises ValueError for other values."""
-    if given is None or (type(given) is int and given in (1, 2, 3)):
-        return given
-    raise ValueError(
-        f"prefetch={given!r}: pass how many units are in flight at once, 1, 2 or 3, or None for the default."
-    )
-
-
-def in_flight(given: int | None, *, overlaps: bool) -> int:
-    """Resolves the default. overlaps: whether transfers overlap computing."""
-    return given or (3 if overlaps else 2)
-
-
-def of_fsdp1(given: Mapping[str, Any]) -> int | None:
-    """The number that stands for options of PyTorch's FSDP1: BACKWARD_PRE (3), BACKWARD_POST (2) and None (1), by enum
-    or name; limit_all_gathers=False (3). forward_prefetch says no more: a number holds for forward and backward.
-
-    Raises ValueError for other values."""
-    for name in OF_FSDP1[1:]:
-        if not isinstance(given.get(name, False), bool):
-            raise ValueError(f"{name}={given[name]!r}: pass True or False, or leave it out and pass prefetch.")
-    if not given.get("limit_all_gathers", True):
-        return 3
-    if "backward_prefetch" not in given:
-        return None
-    name = getattr(given["backward_prefetch"], "name", given["backward_prefetch"])
-    if name not in _BACKWARD:
-        raise ValueError(f"backward_prefetch={name!r} is unknown. Choose BACKWARD_PRE, BACKWARD_POST or None.")
-    return _BACKWARD[name]
 
 
 class Order:
     """Which unit follows which in forward, as units ran last, and which ones were gathered ahead by that. The root,
     which computes around all others, follows none.
 
-    ahead: whether units are gathered ahead in forward.
+    in_flight: how many units are in flight. overlaps: whether transfers overlap computing.
     """
 
-    def __init__(self, index: Index, *, ahead: bool) -> None:
-        self._index, self._root, self._gathers_ahead = index, index.units[0], ahead
+    def __init__(self, index: Index, in_flight: int, *, overlaps: bool) -> None:
+        self.in_flight = in_flight
+        self._index, self._root = index, index.root
+        self._ahead_in_forward = in_flight == 3 or (in_flight == 2 and overlaps)
         self._after: dict[Unit, Unit] = {}
         self._before: dict[Unit, Unit] = {}
         self._last_entered = self._root
@@ -83,7 +50,7 @@ class Order:
         # it would stay, and a later forward would not read what was written into its shards meanwhile.
         whole = self._root in self._index.running and self._root.entry_module is None
         following = self._after.get(unit)
-        if whole and following is not None and self._gathers_ahead:
+        if whole and following is not None and self._ahead_in_forward:
             following.unshard(ahead=True)
             following.needed_by.add(Need.AHEAD)
             self._ahead.add(following)
@@ -111,3 +78,49 @@ class Order:
     def forget(self) -> None:
         """An error has ended the forward."""
         self._ahead.clear()
+
+
+class Reductions:
+    """Units whose gradients are being reduced: the last one's are on the wire, which is waited for before the next
+    unit's are sent; those of one before it are being summed, or averaged over replicas.
+
+    to_replicas: whether gradients are averaged over replicas after they are reduced.
+    """
+
+    def __init__(self, in_flight: int, *, to_replicas: bool) -> None:
+        self._in_flight, self._to_replicas = in_flight, to_replicas
+        self._units: list[Unit] = []
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._units
+
+    def free_wire(self) -> None:
+        """Waits for the reduction in flight, not for sums and averages: a second message would be as large as a unit.
+        What is sent next need not wait for these."""
+        last = self._units[-1:]
+        left = [bucket.wait_for_sent() for unit in last for bucket in unit.buckets]
+        self.finish(but=last if any(left) else ())
+
+    def launch(self, unit: Unit) -> None:
+        """Collective. Reduces the gradients that the unit's buckets have taken."""
+        for bucket in unit.buckets:
+            if bucket.trained:
+                bucket.launch()
+        self._units.append(unit)
+        if self._in_flight == 1:
+            self.finish()
+        elif not self._to_replicas:  # averages over replicas go on beside the computing
+            self.finish(but=[unit])
+
+    def finish(self, but: Sequence[Unit] = ()) -> None:
+        """Waits until gradients are reduced, all but those of some units."""
+        reduced, self._units = [unit for unit in self._units if unit not in but], [*but]
+        if reduced:
+            with as_plain_tensors():
+                for unit in reduced:
+                    for bucket in unit.buckets:
+                        bucket.finish()
+
+    def clear(self) -> None:
+        """An error has ended the backward."""
+        self._units.clear()
