@@ -269,7 +269,7 @@ def own_elements(optimizer: zero.OSS, param: nn.Parameter) -> Tensor:
         for index, each in enumerate(flat.params):
             if each is param:
                 mask = torch.zeros_like(param, dtype=torch.bool)
-                span = flat.spans.get(index)
+                span = flat.shapes.spans.get(index)
                 if span is not None:
                     flat.shapes.in_memory_order(index, mask)[span.start : span.stop] = True
                 return mask

@@ -153,7 +153,7 @@ class _Graphed:
         except Exception as error:
             # Others may be in a replay already, which waits for this rank on the device, and compares nothing.
             for comm in self._comms:
-                comm.log.mark_broken(f"rank {comm.rank} has raised {type(error).__name__}: {error}")
+                comm.log.failure.mark_broken(f"rank {comm.rank} has raised {type(error).__name__}: {error}")
             raise
         self._graph.replay()
         return tree_map(_copy, self._outputs)
@@ -200,7 +200,7 @@ class _Graphed:
     def _prepare(self, given: Given) -> None:
         """Collective after each COMPARED replays. Puts the arguments where the graph reads them."""
         for comm, channel in zip(self._comms, self._replay, strict=True):
-            comm.log.refuse_if_broken()
+            comm.log.failure.refuse_if_broken()
             comm.log.record(channel)
         self._refuse_changes()
         found, nest = tree_flatten(given)

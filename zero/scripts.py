@@ -44,7 +44,7 @@ def count_parameters(model: nn.Module) -> ParameterCount:
     for group in (group for _, units in models_of(inner) for unit in units for group in unit.groups):
         for index, (param, numel) in enumerate(zip(group.params, group.layout.numels, strict=True)):
             if param in counts:
-                here = group.spans[index].numel if index in group.spans else 0
+                here = group.shapes.spans[index].numel if index in group.shapes.spans else 0
                 counts[param] = parts.numel(param, numel), here
     return ParameterCount(
         sum(full for full, _ in counts.values()),

@@ -150,7 +150,7 @@ def test_other_shapes_are_refused_and_a_lost_rank_ends_the_replays():
     with simulated() as there:
         loop = Loop(there, "3")
         step = trained(loop, 5)
-        running_model(loop.model).comm.log.mark_broken("rank 3 is gone")
+        running_model(loop.model).comm.log.failure.mark_broken("rank 3 is gone")
         assert "rank 3 is gone" in refusal(lambda: step(loop.inputs()))
 
 

@@ -92,11 +92,11 @@ def test_groups_that_fail_together_are_aborted_at_once():
     events = threading.Event(), threading.Event()
     both = Aborting(*events), Aborting(*reversed(events))
     logs = [Log(0, 2), Log(0, 2)]
-    logs[0].fail_with(logs[1])
+    logs[0].failure.couple(logs[1].failure)
     for log, backend in zip(logs, both, strict=True):
-        log.at_failure.append(lambda _, backend=backend: abort([backend], torch.device("cpu")))
-    logs[0].mark_broken("rank 1 is gone")
-    assert both[0].ended and both[1].ended and logs[1].broken == "rank 1 is gone"
+        log.failure.at_failure.append(lambda _, backend=backend: abort([backend], torch.device("cpu")))
+    logs[0].failure.mark_broken("rank 1 is gone")
+    assert both[0].ended and both[1].ended and logs[1].failure.broken == "rank 1 is gone"
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -105,7 +105,7 @@ def test_a_lost_rank_of_a_hybrid_group_ends_the_transfers_of_both(which):
         comms = there.comm(1, 4), there.comm(0, 2)
         model = zero.FSDP(Stack(), process_group=comms, sharding_strategy="HYBRID_SHARD")
         model(torch.ones(2, WIDTH)).sum().backward()
-        comms[which].log.mark_broken("rank 1 is gone")
+        comms[which].log.failure.mark_broken("rank 1 is gone")
         assert there.device.aborted == [True] * 3, "gathers, reductions, and averages over replicas"
         assert "rank 1 is gone" in refusal(lambda: model(torch.ones(2, WIDTH)))
 

@@ -69,7 +69,7 @@ def waits_for_the_device(rank: int, world: int, way: str) -> tuple[str, str]:
         if rank == VICTIM and way != "another operation":
             WAYS[way][0]()
         aborted = threading.Event()
-        comm.log.at_failure.append(lambda reason: aborted.set())
+        comm.log.failure.at_failure.append(lambda reason: aborted.set())
         if rank == VICTIM:
             comm.log.append(other, 12, lambda channel: None)
         else:
@@ -175,7 +175,7 @@ def test_nothing_is_left_of_a_watchdog_whose_group_is_gone(rank, world):
         del group, comm
         gc.collect()
     assert within_a_minute(lambda: not held - before), "still connected"
-    assert order.broken is None
+    assert order.failure.broken is None
 
 
 @ranks.on(2)

@@ -81,7 +81,7 @@ def interrupted_backward_not_forgotten(_, self, **how):
 def last_element_of_a_cut_dropped(finish, self):
     """Of a parameter that is cut between ranks the gradient of the last element is lost."""
     finish(self)
-    for index, span in self.group.spans.items():
+    for index, span in self.group.shapes.spans.items():
         gradient = self._shards[index].grad
         if gradient is not None and span.start and span.stop == self.group.layout.numels[index]:
             gradient[(-1,) * gradient.dim()] = 0
@@ -90,7 +90,7 @@ def last_element_of_a_cut_dropped(finish, self):
 @mutant("ShardGroup.own_slice")
 def last_element_of_a_cut_dropped_at_stage_1(own_slice, self, index, full):
     """The slice of a full gradient that is stepped at stage 1 has zero for the last element of a cut parameter."""
-    own, span = own_slice(self, index, full), self.spans[index]
+    own, span = own_slice(self, index, full), self.shapes.spans[index]
     if span.start and span.stop == self.layout.numels[index]:
         own = own.clone()
         own[(-1,) * own.dim()] = 0

@@ -25,9 +25,9 @@ def norm_of_one_rank_only(total_norm, gradients, comm, *more):
 
 
 @mutant("norm.total_norm")
-def norm_type_ignored(total_norm, gradients, comm, channel, norm_type, *more):
+def norm_type_ignored(total_norm, gradients, comm, norm_type, *more):
     """Every norm is the 2-norm."""
-    return total_norm(gradients, comm, channel, 2.0, *more)
+    return total_norm(gradients, comm, 2.0, *more)
 
 
 @mutant("parts.others")

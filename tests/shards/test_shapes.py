@@ -103,7 +103,7 @@ def test_pieces_of_a_parameter_copy_little_more_than_they_have(name, piece):
     """In a parameter that does not fill its memory a piece copies rows: not the parameter, as often as there are
     pieces."""
     param = SHAPED[name](torch.arange(2400.0))
-    shapes = Shapes([param], layout.even([param.numel()], 1, align=1))
+    shapes = Shapes([param], layout.even([param.numel()], 1, align=1), 0)
     whole = torch.empty_like(param).copy_(param).as_strided((param.numel(),), (1,))
     found = torch.empty_like(whole)
     with Copied() as copied:

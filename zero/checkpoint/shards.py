@@ -209,7 +209,7 @@ class Training:
         """This rank's shards of masters, as the next step uses them."""
         for group in (group for one in self._sharding for group in one.shards.shard_groups):
             if (master := group.master) is not None:
-                for place in (Place(group, index) for index in group.spans):
+                for place in (Place(group, index) for index in group.shapes.spans):
                     written = self._shard("master/", place, group.shard).tensor
                     yield replace(self._shard("master/", place, master), written=written)
 

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zero.comm.channels import COMPARISON, GATHER, REDUCTION, SUM
 from zero.comm.link import Link, link_of
-from zero.comm.oplog import COMPARISON, GATHER, REDUCTION, SUM
 from zero.comm.packing import BATCH, batches, copy_into, empty_flat, flatten, lengths
 from zero.comm.traffic import sent
 from zero.comm.transport import Message, Scattered
@@ -114,7 +114,7 @@ class Comm:
 
         remedy: a sentence for the user, if ranks are out of step in operations that all have this remedy.
         """
-        return self.log.channel(name, remedy)
+        return self.log.channels.add(name, remedy)
 
     def agree(self, channel: int, *, flags: int = 0) -> int:
         """Collective. Raises RuntimeError on every rank unless all ranks call it with the same channel after the same
@@ -264,7 +264,7 @@ def fail_together(comms: Sequence[Comm], device: torch.device) -> None:
     for one in comms:
         one.transport_name(device)  # chosen now, as it is what aborts
         for other in comms:
-            one.log.fail_with(other.log)
+            one.log.failure.couple(other.log.failure)
 
 
 def _narrows(dtype: torch.dtype, tensor: Tensor) -> bool:

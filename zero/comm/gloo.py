@@ -47,7 +47,7 @@ class Gloo(ProcessGroupTransport):
         self._made = made = [next(lanes)]
         super().__init__(log, made[0], rank, world, blocks=True)
         self._others = islice(lanes, min(world, LANES) - 1)
-        log.at_failure.append(lambda _: never_drop(made))
+        log.failure.at_failure.append(lambda _: never_drop(made))
 
     @property
     def _lanes(self) -> Sequence[Any]:

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from zero._torch.process_groups import coalesced, collectives_of_one_tensor, in_stream_order
-from zero.comm.oplog import BROADCAST, COLLECTION, COMPARISON, SCATTER, Log
+from zero.comm.channels import BROADCAST, COLLECTION, COMPARISON, SCATTER
+from zero.comm.oplog import Log
 from zero.comm.packing import SIXTEEN_BITS, as_sent, concatenate, lengths, real, sum_in_rank_order, summed_as
 from zero.comm.transport import Message, Scattered, Transport, refuse_differing_logs
 from zero.comm.work import GroupWork, SumWork, Work
@@ -56,7 +57,7 @@ class ProcessGroupTransport(Transport):
         self._to_gather = self._to_reduce.all_gather
         self._launching: AbstractContextManager[object] = nullcontext()
         if blocks:
-            log.at_failure.append(lambda _: never_drop(group))
+            log.failure.at_failure.append(lambda _: never_drop(group))
 
     def reduce(self, messages: Sequence[Message], times: float, channel: int) -> Work:
         return SumWork(self.sum, self.all_to_all(messages, channel), times)
@@ -131,7 +132,7 @@ class ProcessGroupTransport(Transport):
             with self._launching:
                 launched = collective(*args)
         except BaseException as error:
-            self.log.fail(channel, buffers, error)
+            self.log.failure.of_transfer(channel, buffers, error)
             raise
         works = launched if isinstance(launched, list) else [launched]
         return GroupWork(self.log, self._blocks, channel, buffers, works, result, times)
@@ -203,7 +204,7 @@ class Overlapping(ProcessGroupTransport):
         self._groups = groups = [group]
         if abort is not None:
             self._launching = launching = RLock()
-            log.at_failure.append(lambda _: _abort(launching, lambda: abort(groups)))
+            log.failure.at_failure.append(lambda _: _abort(launching, lambda: abort(groups)))
 
     def _begin_to_reduce(self) -> None:
         """Not where the group is made: replicas only average, and gather and reduce nothing."""

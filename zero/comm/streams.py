@@ -140,7 +140,7 @@ class StreamWork(Work):
         self._streams, self._comm, self._keeps = streams, comm, keeps
 
     def wait(self) -> Any:
-        self._comm.log.refuse_if_broken((self._keeps, self._result))
+        self._comm.log.failure.refuse_if_broken((self._keeps, self._result))
         for waiting in {self._launched_on, self._streams.current}:
             waiting.wait_event(self._arrival)
         self._keeps = None

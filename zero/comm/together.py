@@ -39,13 +39,13 @@ class Together:
     def tell(self, error: BaseException) -> None:
         """Collective. Called before this rank raises the error, unless all ranks were told of it."""
         # Ctrl-C and SystemExit are not for the other ranks, which would have to be waited for.
-        told = getattr(error, "raised_on_every_rank", False) or any(comm.log.broken for comm, _ in self._groups)
+        told = getattr(error, "raised_on_every_rank", False) or any(comm.log.failure.broken for comm, _ in self._groups)
         if isinstance(error, Exception) and not told:
             vars(error)["raised_on_every_rank"] = True
             rank = ", ".join(str(comm.rank) for comm, _ in self._groups)
             text = f"rank {rank} has raised {type(error).__name__}: {error}"
             for comm, _ in self._groups:
-                comm.log.raised.publish(text)
+                comm.log.failure.raised.publish(text)
             with suppress(RuntimeError):  # the others are in another operation, and raise there
                 self._agree(_PROBLEM, text)
 
@@ -62,7 +62,7 @@ class Together:
         for comm, _ in self._groups:
             texts = comm.all_gather_text(text)
             text = next(filter(None, texts))
-            comm.log.raised.withdraw()  # all have it, and are in step
+            comm.log.failure.raised.withdraw()  # all have it, and are in step
         raise _raised_on_every_rank(text)
 
 

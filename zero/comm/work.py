@@ -60,12 +60,12 @@ class Operation:
         self._log, self._channel, self._buffers = log, channel, buffers
 
     def __enter__(self) -> None:
-        if self._log.broken:
-            self._log.refuse_if_broken(self._buffers)
+        if self._log.failure.broken:
+            self._log.failure.refuse_if_broken(self._buffers)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
-            self._log.fail(self._channel, self._buffers, error)
+            self._log.failure.of_transfer(self._channel, self._buffers, error)
 
 
 class GroupWork(Work):
@@ -89,8 +89,8 @@ class GroupWork(Work):
         self._works, self._result, self._times, self._blocks = works, result, times, blocks
 
     def wait(self) -> Any:
-        if self._log.broken:
-            self._log.refuse_if_broken(self._buffers)
+        if self._log.failure.broken:
+            self._log.failure.refuse_if_broken(self._buffers)
         try:  # not `Operation`, which costs two calls in each wait
             for work in filter(None, self._works):
                 if self._blocks:
@@ -98,7 +98,7 @@ class GroupWork(Work):
                 else:
                     work.wait()
         except BaseException as error:
-            self._log.fail(self._channel, self._buffers, error)
+            self._log.failure.of_transfer(self._channel, self._buffers, error)
             raise
         self._buffers, self._works = None, ()  # what was sent is freed before the result gets memory
         return self._result if self._times == 1 else self._result.mul_(self._times)
@@ -115,7 +115,7 @@ def _wait_watching(work: dist.Work, log: Log) -> None:
         except RuntimeError:
             if work.is_completed():
                 break
-            log.refuse_if_broken()
+            log.failure.refuse_if_broken()
     work.wait()  # raises why it failed; nothing if it was completed just after the interval
 
 

@@ -23,6 +23,9 @@ from zero.shards.shard_group import ShardGroup
 from zero.shards.shares import Shares
 from zero.tensor_parallel.shown import take_out_of
 
+# Who needs a unit full for longer than a forward.
+_BUSY = {Need.BACKWARD, Need.SUMMONED}
+
 
 class Builder:
     """Builds the units of one model one after another, so that at most one is unsharded.
@@ -149,7 +152,7 @@ def restore_module(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], ho
 
 def refuse_busy(units: Sequence[Unit], call: str) -> None:
     """Raises RuntimeError if `call` is made within forward, backward or summon_full_params()."""
-    busy = [unit.title for unit in units if Need.BACKWARD in unit.needed_by or unit.running or unit.summoned]
+    busy = [unit.title for unit in units if unit.running or not unit.needed_by.isdisjoint(_BUSY)]
     if busy:
         raise RuntimeError(
             f"{call} was called while {busy[0]} is unsharded already: within forward, backward or another "

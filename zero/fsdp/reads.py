@@ -74,7 +74,7 @@ class Reads:
             raise RuntimeError(f"{owner.names[index]} has the shape {list(full_shape)}, not {list(value.shape)}")
         value = value.detach()  # on every rank, also if it owns nothing: it may be received here
         with as_plain_tensors():
-            if index in owner.spans:
+            if index in owner.shapes.spans:
                 shard.copy_(owner.own_slice(index, value.expand(full_shape)))
             else:
                 increment_version(param)  # so that graphs that saved it are refused on every rank

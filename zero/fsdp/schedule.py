@@ -125,7 +125,7 @@ class Schedule:
         if unit.running:
             if not own:
                 return None
-        elif unit.summoned:
+        elif Need.SUMMONED in unit.needed_by:
             _refuse_to_train_summoned(unit)
             return None
         else:

@@ -32,7 +32,7 @@ from zero.comm.together import Together
 from zero.fsdp.model import Model
 from zero.fsdp.optimizer_state import register
 from zero.fsdp.step_checks import StepChecks
-from zero.fsdp.unit import Unit
+from zero.fsdp.unit import Need, Unit
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import SHARD_MARK, params_of
 from zero.shards.bound import take_back
@@ -135,7 +135,7 @@ class Steps:
 
     def _units_of(self, params: Sequence[nn.Parameter]) -> list[Unit]:
         """Those that are not summoned."""
-        return [unit for unit in self._index.units_of(params) if not unit.summoned]
+        return [unit for unit in self._index.units_of(params) if Need.SUMMONED not in unit.needed_by]
 
     def _by_offload(self, params: Sequence[nn.Parameter]) -> list[tuple[Offload, Sequence[nn.Parameter]]]:
         if not self._offloads:

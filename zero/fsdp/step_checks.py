@@ -46,7 +46,8 @@ class StepChecks:
         """Yields error messages of what is wrong on this rank, None for what is not. The first message counts."""
         found = self._measured(optimizer)
         yield found.problem
-        yield moved_problem(group.bound for unit in self._index.units if not unit.summoned for group in unit.groups)
+        units = [unit for unit in self._index.units if Need.SUMMONED not in unit.needed_by]
+        yield moved_problem(group.bound for unit in units for group in unit.groups)
         yield from self._problems_of_new_parameters()
         if any(SHARD_MARK in group for group in optimizer.param_groups):
             yield problem_of_state(self.model, optimizer)
@@ -106,7 +107,7 @@ class StepChecks:
         stepped = [param for param in params if GRADIENT.__get__(param) is not None]
         kind, held = type(optimizer).__name__, {*stepped}
         for unit in self._index.units_of(stepped):
-            if unit.summoned or Need.BACKWARD in unit.needed_by:
+            if Need.SUMMONED in unit.needed_by or Need.BACKWARD in unit.needed_by:
                 name = next(self._index[param].name for param in stepped if param in unit.params)
                 yield (
                     f"{name!r} is unsharded, not this rank's shard, while {kind}.step() is called: backward is not "
@@ -119,7 +120,7 @@ class StepChecks:
                 )
         for param in stepped:
             group, index = self._index[param]
-            name, own, full_shape = group.names[index], group.shard_views[index], group.shapes.full[index]
+            name, own, full_shape = group.bound.names[index], group.shard_views[index], group.shapes.full[index]
             needs_whole = tensorwise.get(param)
             if needs_whole is not None and group.layout.numels[index] != own.numel() != 0:
                 yield (

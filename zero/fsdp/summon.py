@@ -119,7 +119,7 @@ class _Gradients:
         dtypes = {grad.dtype for grad in self._shards if grad is not None}
         shard = torch.zeros_like(group.shard, dtype=dtypes.pop() if dtypes else None)
         with as_plain_tensors():
-            for view, grad in zip(group.views_of_shard(shard), self._shards, strict=True):
+            for view, grad in zip(group.shapes.views_of_shard(shard), self._shards, strict=True):
                 if grad is not None:
                     view.copy_(grad)
         exist = torch.tensor([float(grad is not None) for grad in self._shards], device=shard.device)
@@ -137,9 +137,9 @@ class _Gradients:
         group, shards = self._group, self._shards
         if keep and self._full is not None:
             own = self._full[group.layout.segment(group.comm.rank)].to(group.shard.device, copy=True)
-            views = zip(group.params, group.views_of_shard(own), strict=True)
+            views = zip(group.params, group.shapes.views_of_shard(own), strict=True)
             shards = [
-                view if param.grad is not None and index in group.spans else None
+                view if param.grad is not None and index in group.shapes.spans else None
                 for index, (param, view) in enumerate(views)
             ]
         for index, gradient in enumerate(shards):

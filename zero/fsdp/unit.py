@@ -37,6 +37,7 @@ class Need(enum.Enum):
     AHEAD = "gathered ahead of its forward"
     KEPT = "kept from forward to backward"
     BACKWARD = "in backward"
+    SUMMONED = "within summon_full_params, perhaps on another rank only"
 
 
 # What ends when a unit is resharded.
@@ -165,7 +166,7 @@ class Unit:
 
     def forget_forward(self) -> None:
         """Forgets forwards that an exception has ended."""
-        self.needed_by &= {Need.BACKWARD}
+        self.needed_by &= {Need.BACKWARD, Need.SUMMONED}
         self.running.clear()
         self.entry_module = None
         self.inputs.clear()
@@ -185,8 +186,7 @@ class Unit:
 
     @property
     def summoned(self) -> bool:
-        """Whether it is full within summon_full_params, perhaps on another rank only."""
-        return bool(self.groups) and self.groups[0].state is GroupState.SUMMONED
+        return Need.SUMMONED in self.needed_by
 
     @property
     def gathering(self) -> bool:
@@ -262,11 +262,14 @@ class Unit:
 
     def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
         """Collective. Has full parameters, in memory of their own, until `dismiss`. See ShardGroup.summon."""
+        if self.groups:
+            self.needed_by.add(Need.SUMMONED)
         for group in self.groups:
             group.summon(to, on_cpu=on_cpu)
 
     def dismiss(self, *, keep: bool) -> None:
         """Ends `summon`. keep: what was written into the full parameters is copied into the shards."""
+        self.needed_by.discard(Need.SUMMONED)
         for group in self.groups:
             if group.state is GroupState.SUMMONED:
                 group.dismiss(keep=keep)
@@ -319,23 +322,19 @@ class Unit:
 
 
 class Index(dict[nn.Parameter, Place]):
-    """Maps each parameter to its shard group and position. `units`: the root first; `groups`: those of all units.
+    """Maps each parameter to its shard group and position. `units`: the `root` first; `groups`: those of all units.
 
     `running`: units whose forward is running, from the outside in. `reads`: the units whose parameters the forward of
     another one was seen to read.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        self.units = units
+        self.units, self.root = units, units[0]
         self.running: list[Unit] = []
         self.reads: dict[Unit, list[Unit]] = {unit: [] for unit in units}
         self.groups: list[ShardGroup] = [group for unit in units for group in unit.groups]
         self._units = {group: unit for unit in units for group in unit.groups}
         super().__init__(places_in(self.groups))
-
-    @property
-    def root(self) -> Unit:
-        return self.units[0]
 
     def unit_of(self, param: nn.Parameter) -> Unit:
         return self._units[self[param].group]

@@ -103,7 +103,7 @@ class UnitBucket(GradBucket):
         """Adds what only other ranks have used. A gradient of which this rank owns nothing is an empty tensor, so that
         no rank alone finds None where there is a gradient."""
         super().decide(used)
-        for index in self.reduced - self.group.spans.keys():
+        for index in self.reduced - self.group.shapes.spans.keys():
             param = self.group.params[index]
             if param.grad is None:
                 self._set(index, torch.empty_like(self.group.shard_views[index]))

@@ -110,7 +110,7 @@ def _edited_problem(param_groups: Sequence[dict[str, Any]], shards: OwnedShards)
     ):
         return None
     kept = {param for params in found for param in params}
-    named = (pair for flat in shards.shard_groups for pair in zip(flat.params, flat.names, strict=True))
+    named = (pair for flat in shards.shard_groups for pair in zip(flat.params, flat.bound.names, strict=True))
     gone = next((name for param, name in named if param not in kept), None)
     return (
         f"param_groups were edited: OSS was given groups of {expected} parameters, and finds groups of {counts}, "

@@ -300,7 +300,7 @@ def _shares(groups: Sequence[ShardGroup]) -> Iterator[tuple[ShardGroup, int, Ten
         if param.grad is not None and param.grad.is_sparse:
             refuse_sparse(name)
     for group in groups:
-        for index in group.spans:
+        for index in group.shapes.spans:
             full = group.params[index].grad
             if full is not None:
                 yield group, index, group.own_slice(index, full)
@@ -308,7 +308,7 @@ def _shares(groups: Sequence[ShardGroup]) -> Iterator[tuple[ShardGroup, int, Ten
 
 def _named(groups: Sequence[ShardGroup]) -> Iterator[tuple[nn.Parameter, str]]:
     for group in groups:
-        yield from zip(group.params, group.names, strict=True)
+        yield from zip(group.params, group.bound.names, strict=True)
 
 
 def full_gradient(param: Tensor) -> Tensor | None:

@@ -24,8 +24,126 @@ from zero.wrap.bucket import EndOfBackward, GradBucket
 from zero.wrap.tensors import nearest_leaf, tensors_in
 
 
+class Queue:
+    """The buckets of a model. Each backward launches them in one order, which is the same on all ranks, and waits until
+    one is sent before it sends another: more at once would take more memory.
+
+    `buckets`: in that order; `owners`: the optimizer of each.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self.buckets: list[GradBucket] = []
+        self.owners: list[OSS] = []
+        self._numbers: dict[ShardGroup, int] = {}
+        self._launched = 0
+        self._in_flight: list[GradBucket] = []
+        # How many are in flight at most. Over Gloo another message that waits costs its memory alone, and none of the
+        # time in which this rank computes.
+        self._at_once = 1
+        # The numbers of buckets in the order in which they became complete; None once that order is theirs.
+        self._arrived: list[int] | None = []
+
+    def fill(self, buckets: Sequence[tuple[GradBucket, OSS]]) -> None:
+        """Takes the buckets, with their optimizers, in the order in which their gradients are expected."""
+        self._put_in_order(buckets)
+        self.forget_order()
+        groups = [bucket.group for bucket in self.buckets]
+        sent_by_threads = not any(group.overlaps or group.comm.reads(group.full.device) for group in groups)
+        self._at_once = 2 if self._comm.world > 1 and sent_by_threads else 1
+
+    def _put_in_order(self, buckets: Sequence[tuple[GradBucket, OSS]]) -> None:
+        self.buckets, self.owners = [bucket for bucket, _ in buckets], [owner for _, owner in buckets]
+        self._numbers = {bucket.group: number for number, bucket in enumerate(self.buckets)}
+
+    def forget_order(self) -> None:
+        """The next backward finds it again."""
+        self._arrived = []
+
+    def end(self) -> None:
+        """The backward ends. Collective after the first: from then on buckets are launched in the order in which the
+        first rank's became complete in it. One that waits for a gradient keeps those of all later ones. Those that did
+        not come are last."""
+        self._launched = 0
+        if self._arrived is None:
+            return
+        told = [*map(int, self._comm.all_gather_text(" ".join(map(str, self._arrived)))[0].split())]
+        self._arrived = None if told else []  # as where all gradients were accumulated before
+        order = [*told, *sorted({*range(len(self.buckets))} - {*told})]
+        self._put_in_order([(self.buckets[number], self.owners[number]) for number in order])
+
+    def take(self, param: nn.Parameter, group: ShardGroup, index: int) -> None:
+        """Moves a gradient from `param.grad` into its bucket. Launches the bucket once it is complete, and all before
+        it are."""
+        number = self._numbers[group]
+        bucket = self.buckets[number]
+        if number < self._launched:
+            bucket.refuse_late(index)
+        bucket.take(index, self.owners[number].gradients.take(param, group.bound.names[index]))
+        if bucket.complete:
+            if self._arrived is not None:
+                self._arrived.append(number)
+            self._launch()
+
+    @property
+    def all_launched(self) -> bool:
+        return self._launched == len(self.buckets)
+
+    def _launch(self, *, incomplete: bool = False) -> None:
+        """Launches buckets, in the same order on all ranks, up to the first incomplete bucket.
+
+        incomplete: launches incomplete buckets, too, with gradients accumulated under no_sync, and zeros for the rest.
+        """
+        while self._launched < len(self.buckets):
+            bucket = self.buckets[self._launched]
+            if incomplete:
+                self._take_rest(self._launched)
+            elif not bucket.complete:
+                return
+            left = self._free_wire()
+            if bucket.trained:
+                bucket.launch()
+                self._in_flight.append(bucket)
+            for one in left:
+                one.finish()
+            self._launched += 1
+
+    def _free_wire(self) -> list[GradBucket]:
+        """Waits until another bucket may be sent. Returns those whose sums are still to be computed, during which the
+        wire need not be idle."""
+        left = []
+        while len(self._in_flight) >= self._at_once:
+            bucket = self._in_flight.pop(0)
+            if bucket.wait_for_sent():
+                left.append(bucket)
+            else:
+                bucket.finish()
+        return left
+
+    def _take_rest(self, number: int) -> None:
+        """Has bucket `number` take gradients of parameters that this backward did not reach: what was accumulated."""
+        bucket, gradients = self.buckets[number], self.owners[number].gradients
+        for index in bucket.trained:
+            if index not in bucket.taken:
+                bucket.take(index, gradients.take(bucket.group.params[index], bucket.group.bound.names[index]))
+
+    def finish(self) -> None:
+        """Collective. Launches what is left, and waits for all."""
+        self._launch(incomplete=True)
+        while self._in_flight:
+            self._in_flight.pop(0).finish()
+
+    def abandon(self) -> None:
+        """Forgets a backward that an exception ended."""
+        for bucket in self.buckets:
+            bucket.abandon()
+        self._arrived = self._arrived and []
+        self._launched = 0
+        self._in_flight = []
+
+
 class Reducer:
-    """Takes gradients during backward, launches their buckets in order, and waits for them.
+    """Takes gradients during backward into buckets, which are reduced meanwhile.
 
     `active`: whether gradients are reduced, or accumulated in `param.grad` (no_sync).
     """
@@ -39,9 +157,8 @@ class Reducer:
     ) -> None:
         self.active = True
         self._module, self._optimizers, self._comm, self._sent_as = module, optimizers, comm, sent_as
-        self._buckets: list[GradBucket] = []
+        self._queue = Queue(comm)
         self._places: dict[nn.Parameter, Place] = {}
-        self._numbers: dict[ShardGroup, int] = {}
         name = f"the end of a backward of ShardedDDP({type(module).__name__})"
         self._end = EndOfBackward([comm], name)
         self._hooks: dict[Tensor, RemovableHandle] = {}
@@ -54,10 +171,6 @@ class Reducer:
         self._in_backward = False
         # What autograd calls at the end of the backward, while it may still do so.
         self._awaits_end: Callable[[], object | None] = _nothing
-        self._launched = 0
-        self._in_flight: list[GradBucket] = []
-        # The numbers of buckets in the order in which they became complete; None once that order is theirs.
-        self._arrived: list[int] | None = []
         self._update_buckets()
         for param in self._places:
             before = _reducers[param]() if param in _reducers else None
@@ -69,7 +182,7 @@ class Reducer:
     def _update_buckets(self) -> None:
         """Makes a bucket for each shard group, if the groups have changed (add_param_group, set_bucket_size)."""
         owners = {group: optimizer for optimizer in self._optimizers for group in optimizer.shards.shard_groups}
-        if {bucket.group for bucket in self._buckets} == owners.keys():
+        if {bucket.group for bucket in self._queue.buckets} == owners.keys():
             return
         buckets = [
             GradBucket(group, [owner.part(param) for param in group.params], sent_as=self._sent_as)
@@ -79,27 +192,9 @@ class Reducer:
         place = {param: number for number, param in enumerate(self._module.parameters())}
         first = [min(place.get(param, 0) for param in bucket.group.params) for bucket in buckets]
         in_order = sorted(zip(buckets, owners.values(), first, strict=True), key=lambda one: -one[2])
-        self._put_in_order([(bucket, owner) for bucket, owner, _ in in_order])
-        self._arrived = []
+        self._queue.fill([(bucket, owner) for bucket, owner, _ in in_order])
         self._places = {param: place for one in self._optimizers for param, place in one.shards.places.items()}
         self._streams = streams_in(group.streams for group in owners)
-        # Over Gloo: another message that waits costs its memory alone, and none of the time in which this one computes.
-        self._sent_by_threads = self._comm.world > 1 and not any(
-            group.overlaps or group.comm.reads(group.full.device) for group in owners
-        )
-
-    def _put_in_order(self, buckets: Sequence[tuple[GradBucket, OSS]]) -> None:
-        """Sets the order in which backwards launch the buckets, given with their optimizers, on every rank."""
-        self._buckets, self._owners = [bucket for bucket, _ in buckets], [owner for _, owner in buckets]
-        self._numbers = {bucket.group: number for number, bucket in enumerate(self._buckets)}
-
-    def _order_by_arrival(self, arrived: list[int]) -> None:
-        """Collective. From now on buckets are launched in the order in which the first rank's became complete in this
-        backward: one that waits for a gradient keeps those of all later ones. Those that did not come last."""
-        told = [*map(int, self._comm.all_gather_text(" ".join(map(str, arrived)))[0].split())]
-        self._arrived = None if told else []  # as where all gradients were accumulated before
-        order = [*told, *sorted({*range(len(self._buckets))} - {*told})]
-        self._put_in_order([(self._buckets[number], self._owners[number]) for number in order])
 
     def before_forward(self) -> None:
         if self._retired is not None:
@@ -144,11 +239,11 @@ class Reducer:
 
     def _update_trained(self) -> None:
         """Tells the buckets which parameters are trained. Collective if these have changed since the last backward."""
-        changed = [bucket.notice_trained(self._trained_in_forward) for bucket in self._buckets]
+        changed = [bucket.notice_trained(self._trained_in_forward) for bucket in self._queue.buckets]
         self._trained_in_forward.clear()
         if any(changed):
-            self._arrived = []
-            trained = [bucket.group.names[index] for bucket in self._buckets for index in bucket.trained]
+            self._queue.forget_order()
+            trained = [bucket.group.names[index] for bucket in self._queue.buckets for index in bucket.trained]
             self._comm.compare("the parameters that are trained", trained)
 
     def retire(self, reason: str) -> None:
@@ -170,17 +265,9 @@ class Reducer:
     def _take(self, param: nn.Parameter) -> None:
         self._begin()
         group, index = self._places[param]
-        number = self._numbers[group]
-        bucket = self._buckets[number]
         for streams in self._streams:
-            streams.expect_computing("the gradient of {} is ready", group.names[index])
-        if number < self._launched:
-            bucket.refuse_late(index)
-        bucket.take(index, self._owners[number].gradients.take(param, group.names[index]))
-        if bucket.complete:
-            if self._arrived is not None:
-                self._arrived.append(number)
-            self._launch()
+            streams.expect_computing("the gradient of {} is ready", group.bound.names[index])
+        self._queue.take(param, group, index)
 
     def _begin(self) -> None:
         if self._in_backward and self._awaits_end():
@@ -197,67 +284,24 @@ class Reducer:
         self._awaits_end = ref(finish)
         at_end_of_backward(finish)
 
-    def _launch(self, *, incomplete: bool = False) -> None:
-        """Launches buckets, in the same order on all ranks, up to the first incomplete bucket.
-
-        incomplete: launches incomplete buckets, too, with gradients accumulated under no_sync, and zeros for the rest.
-        """
-        while self._launched < len(self._buckets):
-            bucket = self._buckets[self._launched]
-            if incomplete:
-                self._take_rest(self._launched)
-            elif not bucket.complete:
-                return
-            left = self._free_wire()
-            if bucket.trained:
-                bucket.launch()
-                self._in_flight.append(bucket)
-            for one in left:
-                one.finish()
-            self._launched += 1
-
-    def _free_wire(self) -> list[GradBucket]:
-        """Waits until another bucket may be sent: more at once would take more memory. Returns those whose sums are
-        still to be computed, during which the wire need not be idle."""
-        at_once = 2 if self._sent_by_threads else 1
-        left = []
-        while len(self._in_flight) >= at_once:
-            bucket = self._in_flight.pop(0)
-            if bucket.wait_for_sent():
-                left.append(bucket)
-            else:
-                bucket.finish()
-        return left
-
-    def _take_rest(self, number: int) -> None:
-        """Has bucket `number` take gradients of parameters that this backward did not reach: what was accumulated."""
-        bucket, gradients = self._buckets[number], self._owners[number].gradients
-        for index in bucket.trained:
-            if index not in bucket.taken:
-                bucket.take(index, gradients.take(bucket.group.params[index], bucket.group.names[index]))
-
     def _finish(self) -> None:
         """Ends the backward. Called on every rank, whichever parameters it has used."""
         with self._end.together:
             self._end_backward()
 
     def _end_backward(self) -> None:
-        if self._launched < len(self._buckets):
+        if not self._queue.all_launched:
             self._refuse_replaced()
-        self._launch(incomplete=True)
-        while self._in_flight:
-            self._in_flight.pop(0).finish()
+        self._queue.finish()
         for written in filter(None, (optimizer.shards.written_between_steps() for optimizer in self._optimizers)):
             raise RuntimeError(written)
-        self._end.reach(self._buckets)
+        self._end.reach(self._queue.buckets)
         for optimizer in self._optimizers:
             optimizer.gradients.wait_for_copies()
-        for bucket, owner in zip(self._buckets, self._owners, strict=True):
-            params, names = bucket.group.params, bucket.group.names
+        for bucket, owner in zip(self._queue.buckets, self._queue.owners, strict=True):
+            params, names = bucket.group.params, bucket.group.bound.names
             owner.gradients.show((params[index], names[index]) for index in bucket.reduced)
-        if self._arrived is not None:
-            self._order_by_arrival(self._arrived)
-        self._launched = 0
+        self._queue.end()
         self._in_backward = False
 
     def reduce_now(self) -> None:
@@ -278,13 +322,9 @@ class Reducer:
 
     def _abandon(self) -> None:
         """Forgets a backward that an exception ended."""
-        for bucket in self._buckets:
-            bucket.abandon()
+        self._queue.abandon()
         for optimizer in self._optimizers:
             optimizer.gradients.abandon()
-        self._arrived = self._arrived and []
-        self._launched = 0
-        self._in_flight = []
         self._in_backward = False
 
 

@@ -29,7 +29,7 @@ class BoundParams:
     """
 
     def __init__(self, owner: Owner, params: Sequence[nn.Parameter], names: Sequence[str], *, says_so: bool) -> None:
-        self.params, self.names, self.says_so = list(params), list(names), says_so
+        self.params, self.names, self.says_so = params, [*names], says_so
         self.views: Sequence[Tensor] = ()
         self.cuts = register(self.params, owner)
         self._leaves: list[Any] = []

@@ -10,7 +10,7 @@ from weakref import ReferenceType, ref
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from zero.shards.layout import Layout, Span
+from zero.shards.layout import Layout
 from zero.shards.shapes import Shapes
 
 
@@ -41,7 +41,6 @@ class Owner(Protocol):
     """What is read here of the shard group that has a parameter. reads: None while no model has the group."""
 
     layout: Layout
-    spans: dict[int, Span]
     shapes: Shapes
     reads: Callable[[], Asked | None]
 
@@ -69,7 +68,7 @@ class Cut:
         owner = self.owner()
         if owner is None:
             return "a parameter of an FSDP that does not exist any more"
-        span, full = owner.spans.get(self.position), owner.shapes.full[self.position]
+        span, full = owner.shapes.spans.get(self.position), owner.shapes.full[self.position]
         own = "none" if span is None else f"{span.start} to {span.stop}"
         elements = f"{full.numel()} elements in shape {list(full)}"
         return f"{owner.names[self.position]!r}, of whose {elements} this rank has {own}"

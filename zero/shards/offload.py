@@ -16,11 +16,9 @@ from torch.optim import Optimizer
 class SteppedGroup(Protocol):
     """What a step reads of a shard group. copies: the events after copies of its gradients."""
 
+    params: list[nn.Parameter]
     main: Tensor
     copies: list[Any]
-
-    @property
-    def params(self) -> list[nn.Parameter]: ...
 
     def wait_for_copies(self) -> None:
         """Makes the host wait for its gradients."""

@@ -108,10 +108,10 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         for flat, offload in zip(added, reversed(offloads), strict=True):
             flat.offload = offload
             masters.make_main(flat, self._master_dtype, self._rounded.get(flat.params[0]))
-            stepped = flat.views_of_shard(flat.main)
+            stepped = flat.shapes.views_of_shard(flat.main)
             for index, param in enumerate(flat.params):
                 self[param] = nn.Parameter(stepped[index], requires_grad=param.requires_grad)
-                if index in flat.spans:
+                if index in flat.shapes.spans:
                     self._owned.add(param)
             _holders.update(dict.fromkeys(flat.params, ref(self)))
         self.note_versions()
@@ -217,12 +217,12 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         """Has shards that a step has given other data lie in their groups again, with that data."""
         for flat in self.shard_groups:
             shards = [self[param] for param in flat.params]
-            take_back(shards, flat.views_of_shard(flat.main), [vars(optimizer)])
+            take_back(shards, flat.shapes.views_of_shard(flat.main), [vars(optimizer)])
 
     def given_other_data(self) -> str | None:
         """Returns the name of a parameter whose shard lies elsewhere than in its group."""
         for flat in self.shard_groups:
-            for index in elsewhere([self[param] for param in flat.params], flat.views_of_shard(flat.main)):
+            for index in elsewhere([self[param] for param in flat.params], flat.shapes.views_of_shard(flat.main)):
                 return flat.names[index]
         return None
 
@@ -236,7 +236,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
 
     def step_group(self, optimizer: Optimizer, flat: ShardGroup, **how: Any) -> None:
         """Steps the shards of one group only. how: as of `Offload.step_group`."""
-        flat.offload.step_group(flat, optimizer, [self[flat.params[index]] for index in flat.spans], **how)
+        flat.offload.step_group(flat, optimizer, [self[flat.params[index]] for index in flat.shapes.spans], **how)
 
     def drop_gradients(self, flats: Iterable[ShardGroup] | None = None) -> None:
         """Clears the gradients of these groups, or of all."""

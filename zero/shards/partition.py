@@ -194,7 +194,7 @@ class Place(NamedTuple):
     @property
     def span(self) -> Span | None:
         """The elements that this rank owns; None if it owns none."""
-        return self.group.spans.get(self.position)
+        return self.group.shapes.spans.get(self.position)
 
 
 def places_in(groups: Iterable[ShardGroup]) -> dict[nn.Parameter, Place]:

@@ -130,7 +130,7 @@ class Placement:
     def __init__(self, comm: Comm, replicas: Comm | None = None) -> None:
         self.comm, self.replicas = comm, replicas
         if replicas is not None:
-            comm.log.fail_with(replicas.log)
+            comm.log.failure.couple(replicas.log.failure)
 
     def all_groups(self) -> list[Comm]:
         """Through which a rank reaches all others, one after another."""

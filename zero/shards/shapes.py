@@ -6,7 +6,7 @@ parameter keeps its strides.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -19,14 +19,19 @@ from zero.tensor_parallel import parts
 
 
 class Shapes:
-    """Parameters in the order of the layout. `full`: their shapes; `strides`: the dense strides of their order."""
+    """Parameters in the order of the layout, of which a rank owns a segment.
 
-    def __init__(self, params: Sequence[nn.Parameter], layout: Layout) -> None:
+    `full`: their shapes; `strides`: the dense strides of their order. `spans`: the elements that this rank owns, by
+    position of the parameter.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], layout: Layout, rank: int) -> None:
         self.full = [param.shape for param in params]
         self.strides = [dense_stride(param) for param in params]
         # The dimensions of each one's shard but the first.
         self._after_first = [shard_shape(shape, 0)[1:] for shape in self.full]
         self._layout = layout
+        self.spans: dict[int, Span] = {span.index: span for span in layout.spans(rank)}
 
     def in_memory_order(self, index: int, tensor: Tensor) -> Tensor:
         """Flattens a tensor with the shape of parameter `index`, in the element order of the layout."""
@@ -71,14 +76,12 @@ class Shapes:
             rows = rows[first] if end == first + 1 else rows[first:end].contiguous()
         return rows.reshape(-1)[start:stop]
 
-    def views_of_shard(self, shard: Tensor, spans: Mapping[int, Span]) -> list[Tensor]:
-        """Views of a flat tensor as long as a segment: one a parameter, in the shape of its shard, perhaps empty.
-
-        spans: of the segment, by index.
-        """
+    def views_of_shard(self, shard: Tensor) -> list[Tensor]:
+        """Views of a flat tensor as long as this rank's segment: one a parameter, in the shape of its shard, perhaps
+        empty."""
         views = []
         for index in range(len(self.full)):
-            span = spans.get(index)
+            span = self.spans.get(index)
             if span is None:
                 views.append(shard[:0].view(0, *self._after_first[index]))
             else:

@@ -27,7 +27,7 @@ from zero.comm.streams import DONE, HOST, HostStreams, streams_of
 from zero.shards.bound import MOVED, BoundParams
 from zero.shards.cut import Asked
 from zero.shards.group_state import IN_PLACE, NEXT_IN_PLACE, NEXT_WITH_OWN_SHARD, GroupOptions, GroupState
-from zero.shards.layout import Layout, Span
+from zero.shards.layout import Layout
 from zero.shards.log import logger
 from zero.shards.placement import Exchange, Placement
 from zero.shards.shapes import Shapes, with_own_storage
@@ -61,15 +61,14 @@ class ShardGroup:
         self._name_channels()
         self.state = GroupState.UNSHARDED
         self._next = NEXT_WITH_OWN_SHARD if options.own_shard else NEXT_IN_PLACE
-        self.shapes = Shapes(params, layout)
-        # The elements that this rank owns, by position of the parameter.
-        self.spans: dict[int, Span] = {span.index: span for span in layout.spans(self.comm.rank)}
+        self.shapes = Shapes(params, layout, self.comm.rank)
         self.offload = options.offload
         computed_as = options.compute_dtype or params[0].dtype
         other_dtype = computed_as != params[0].dtype
         # Whether `full` has no memory while the group is SHARDED.
         self.frees = options.own_shard and (self.comm.world > 1 or options.offload.active or other_dtype)
-        self.bound = BoundParams(self, params, names, says_so=options.own_shard and self.comm.world > 1)
+        self.params = [*params]
+        self.bound = BoundParams(self, self.params, names, says_so=options.own_shard and self.comm.world > 1)
         self.reads: Callable[[], Asked | None] = lambda: None
         self._handle: Work | None = None
         # The events after copies of gradients that are on their way to the CPU.
@@ -97,7 +96,7 @@ class ShardGroup:
                 read(0, self.full)
             self.bound.bind(self._full_views, sharded=False)
         self.shard = self.main = offload.place(own) if self.frees and offload.active else own
-        views = self.views_of_shard(self.shard)
+        views = self.shapes.views_of_shard(self.shard)
         self.shard_views = views if self.frees else [with_own_storage(view) for view in views]
         alike = not offload.active and not other_dtype
         self.shard_in_full = False
@@ -116,14 +115,10 @@ class ShardGroup:
         self._full_views = self._views_to_bind()
         self.bound.bind(self._full_views, sharded=False)
         self.shard = self.own_of_full
-        self.shard_views = [with_own_storage(view) for view in self.views_of_shard(self.shard)]
+        self.shard_views = [with_own_storage(view) for view in self.shapes.views_of_shard(self.shard)]
 
     def __repr__(self) -> str:
         return f"ShardGroup({len(self.params)} x {self.full.dtype}, {self.state.value}, {self.layout.world} ranks)"
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        return self.bound.params
 
     @property
     def names(self) -> list[str]:
@@ -159,14 +154,10 @@ class ShardGroup:
         """The master weights: the stepped tensor, if its dtype is wider than that of the parameters; else None."""
         return self.main if self.main.element_size() > self.shard.element_size() else None
 
-    def views_of_shard(self, shard: Tensor) -> list[Tensor]:
-        """Views of a tensor as long as this rank's segment: one a parameter, in the shape of its shard."""
-        return self.shapes.views_of_shard(shard, self.spans)
-
     def own_slice(self, index: int, full: Tensor) -> Tensor:
         """This rank's elements of a tensor of the shape of parameter `index`, of which it owns some, in the shape of
         its shard: a view, if the tensor's elements lie in the parameter's order."""
-        span = self.spans[index]
+        span = self.shapes.spans[index]
         return self.shapes.shaped(index, self.shapes.in_memory_order(index, full)[span.start : span.stop])
 
     def as_shard(self, index: int, tensor: Tensor) -> Tensor:
@@ -174,7 +165,7 @@ class ShardGroup:
         own = self.shard_views[index]
         if tensor.shape != self.shapes.full[index] or tensor.shape == own.shape:
             return tensor
-        return self.own_slice(index, tensor).clone() if index in self.spans else tensor.new_empty(own.shape)
+        return self.own_slice(index, tensor).clone() if index in self.shapes.spans else tensor.new_empty(own.shape)
 
     @property
     def own_of_full(self) -> Tensor:

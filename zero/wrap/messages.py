@@ -33,7 +33,7 @@ class InOneMessage:
 
     def __init__(self, group: ShardGroup, trained: Sequence[int], dtype: torch.dtype) -> None:
         self._group, self._dtype, self._numel = group, dtype, group.layout.numel
-        owned = [group.spans[index] for index in trained if index in group.spans]
+        owned = [group.shapes.spans[index] for index in trained if index in group.shapes.spans]
         self._owned = [(span.index, slice(span.offset, span.offset + span.numel)) for span in owned]
         starts = [*group.layout.offsets, group.layout.numel]
         lengths_with_padding = [after - start for start, after in pairwise(starts)]
@@ -73,8 +73,8 @@ class ByOwner:
         large = {index for index in trained if numels[index] * itemsize >= _LARGE}
         self._large = [index for index in trained if index in large]
         self._small = [index for index in trained if index not in large]
-        self._owned = [index for index in (*self._large, *self._small) if index in group.spans]
-        self._numels = [group.spans[index].numel for index in self._owned]
+        self._owned = [index for index in (*self._large, *self._small) if index in group.shapes.spans]
+        self._numels = [group.shapes.spans[index].numel for index in self._owned]
 
     # What grows with the number of ranks is computed only when the first gradients are sent.
 

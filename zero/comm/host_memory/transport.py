@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zero.comm.channels import BROADCAST, COLLECTION, COMPARISON, SCATTER
 from zero.comm.host_memory.peers import Peers
-from zero.comm.oplog import BROADCAST, COLLECTION, COMPARISON, SCATTER, Log
+from zero.comm.oplog import Log
 from zero.comm.packing import add_in_order, lengths, sum_in_rank_order, summed_as
 from zero.comm.transport import Message, Scattered, Transport, refuse_differing_logs
 from zero.comm.work import Operation, Work
@@ -73,7 +74,7 @@ class HostMemory(Transport):
         self._queue: list[QueuedWork] = []
         peers.waits_for, close = log.waits_for, peers.close
         # The other ranks wait for this rank to read: it will not. `close` does not keep the peers, which keep the log.
-        log.at_failure.append(lambda _: close())
+        log.failure.at_failure.append(lambda _: close())
 
     def _announce(self, channel: int, word: int, buffers: object, finish: Callable[[Mapping[int, int]], Any]) -> Work:
         """Announces an operation. `wait` returns the result of `finish`, which gets the words of the other ranks, by

@@ -102,7 +102,7 @@ class Hub:
         other, longest = max(others, key=lambda item: item[1].position)
         channels = self._log.difference({other: longest.history, rank: report.history})
         if channels:
-            self._tell({"failed": self._log.differing(dict(sorted(channels.items())))})
+            self._tell({"failed": self._log.channels.differing(dict(sorted(channels.items())))})
 
     def _end(self, rank: int, position: Position, how: str | None) -> None:
         if how is not None:

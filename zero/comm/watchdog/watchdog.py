@@ -22,11 +22,38 @@ from zero.comm.watchdog.hub import Hub, Position
 # Seconds between two looks at the log of this rank.
 _TICK = 0.2
 
+# Seconds after which a rank that has nothing to say says that it lives, at most.
+_BEAT = 30.0
+
 # Reports that the hub is to read in a second, at most: ranks of large groups report later that their log stands.
 _REPORTS = 400
 
 # Seconds for which a rank that fails tries to tell the others, and waits for their word on who is missing.
 _SAYS = 1.0
+
+
+class Progress:
+    """Whether the log of this rank moves. stands: seconds without an operation after which it does not."""
+
+    def __init__(self, log: Log, stands: float) -> None:
+        self._log, self._stands = log, stands
+        self._at: Position = (0, 0)
+        self._since, self._is_reported = time.monotonic(), False
+
+    def news(self, now: float) -> Message | None:
+        """What the hub is to hear, if anything: where the log stands, or that it moves again."""
+        position = self._log.position
+        if position != self._at:
+            self._at, self._since = position, now
+            if self._is_reported:
+                self._is_reported = False
+                return {"moves": True}
+        elif now - self._since >= self._stands and not self._is_reported:
+            log = self._log.history[1]
+            if self._log.position == position:  # it did not move while it was read
+                self._is_reported = True
+                return {"at": position, "log": log}
+        return None
 
 
 class Watchdog:
@@ -39,13 +66,10 @@ class Watchdog:
     def __init__(self, user: object, log: Log, exchange: StoreRendezvous, timeout: timedelta) -> None:
         self._log, self._rank, self._world = log, exchange.rank, exchange.world
         limit = timeout.total_seconds() - min(10.0, timeout.total_seconds() / 10)
-        self._limit, self._beat = limit, min(limit / 4, 30.0)
-        self._stands = max(2 * _TICK, self._world / _REPORTS)
-        self._at: Position = (0, 0)
-        self._since = self._said = time.monotonic()
+        self._limit, self._said = limit, time.monotonic()
+        self._progress = Progress(log, max(2 * _TICK, exchange.world / _REPORTS))
         # When the hub was last heard of; None before this rank is connected.
         self._heard: float | None = None
-        self._reported: Position | None = None
         self._hub_ended: Position | None = None
         self._learned, self._word, self._process = False, Event(), os.getpid()
         self._hub = None if self._rank else Hub(self._log, limit, self._tell)
@@ -54,8 +78,8 @@ class Watchdog:
         listening = None if self._rank else listen()
         own = [] if listening is None else [address_towards(exchange.host)[0], listening.getsockname()[1]]
         host, port = json.loads(exchange.all_gather(json.dumps(own).encode())[0])
-        self._log.at_failure.insert(0, self._fail)  # before transfers are aborted, which may take long
-        self._log.inquire = self._inquire
+        self._log.failure.at_failure.insert(0, self._fail)  # before transfers are aborted, which may take long
+        self._log.failure.inquire = self._inquire
         self._working = loop.run(self._work(listening, host or exchange.host, port))
         finalize(user, self._end, ref(user))
 
@@ -79,8 +103,8 @@ class Watchdog:
         error: BaseException | None = getattr(sys, "last_value", None) if user() is not None else None
         how = None if error is None else f"has ended with {type(error).__name__}: {str(error)[:500]}"
         self._wait_until_said({"ended": self._log.position, "how": how}, last=True)
-        self._log.at_failure.remove(self._fail)  # the log and this refer to each other
-        self._log.inquire = lambda: None
+        self._log.failure.at_failure.remove(self._fail)  # the log and this refer to each other
+        self._log.failure.inquire = lambda: None
 
     def _wait_until_said(self, message: Message, *, last: bool = False) -> None:
         said = loop.run(self._say_now(message, last))
@@ -145,28 +169,20 @@ class Watchdog:
         if not self._learned:
             self._learned = True
             # In a thread, because transfers on the device are aborted there, which may take long.
-            Thread(target=self._log.mark_broken, args=(reason,), daemon=True).start()
+            Thread(target=self._log.failure.mark_broken, args=(reason,), daemon=True).start()
 
     def _look(self) -> None:
-        """Reports where this rank is, if its log has not moved for a while."""
-        now, position = time.monotonic(), self._log.position
-        if position != self._at:
-            self._at, self._since = position, now
-            if self._reported is not None:
-                self._reported = None
-                self._say({"moves": True})
-        elif now - self._since >= self._stands and self._reported is None:
-            log = self._log.history[1]
-            if self._log.position == position:  # it did not move while it was read
-                self._reported = position
-                self._say({"at": position, "log": log})
-        if now - self._said > self._beat:
+        """Reports where this rank is, if its log has not moved for a while; and looks who is missing."""
+        now = time.monotonic()
+        if news := self._progress.news(now):
+            self._say(news)
+        if now - self._said > min(self._limit / 4, _BEAT):
             self._say({})
             if self._hub is not None:
                 self._connections.send({})
         if self._hub is not None:
             self._hub.look()
-        elif self._hub_ended is not None and self._hub_ended < position:
+        elif self._hub_ended is not None and self._hub_ended < self._log.position:
             self._learn(self._log.missing(0, "has ended before it reached this operation"))
         elif self._heard is not None and now - self._heard > self._limit:
             self._learn(self._log.missing(0, f"has not answered for {self._limit:.0f} s"))
