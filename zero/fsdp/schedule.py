@@ -130,19 +130,19 @@ class Schedule:
             return None
         else:
             unit.entry_module = None if own else module
-            self._enter(unit)
+            self._enter(unit, training=module.training)
         args, kwargs = self._begin(unit, module, args, kwargs)
         return args, kwargs
 
-    def _enter(self, unit: Unit) -> None:
-        """Collective. Unshards the unit, and what must be with it."""
+    def _enter(self, unit: Unit, *, training: bool) -> None:
+        """Collective. Unshards the unit, and what must be with it. training: whether its module is in training."""
         if not self._index.running:
             self._begin_forward()
         for streams in self._streams:
             streams.expect_computing("{} of FSDP runs", unit.title)
         in_backward = self._backward.active
         if unit is self._root:
-            self._look(whole=unit.entry_module is None and not in_backward)
+            self._look(training, whole=unit.entry_module is None and not in_backward)
         for each in (unit, *self._index.reads[unit]):
             if each is not unit and not in_backward:
                 refuse_read(each)
@@ -152,11 +152,11 @@ class Schedule:
         if not in_backward:
             self._order.enter(unit)
 
-    def _look(self, *, whole: bool) -> None:
+    def _look(self, training: bool, *, whole: bool) -> None:
         """Looks for reads and writes in the forward that begins, if it is one in which that is due."""
         writes = (one for unit in self._index.units for one in unit.writes.values())
-        mode, each = self._root.module.training, self._comms[0].log.each
-        due = self.search.begin(writes, mode=mode, whole=whole, each=each)
+        each = self._comms[0].log.each
+        due = self.search.begin(writes, mode=training, whole=whole, each=each)
         if due and whole and (begin_search := self._begin_search()) is not None:
             begin_search()
 

@@ -197,7 +197,8 @@ class ShardGroup:
                 self._handle = self.exchange.gather(
                     self.full, shard, self.streams, sent_as=sent_as, channel=channel, ahead=ahead
                 )
-                self.offload.used(self.shard)
+                if self.offload.active:
+                    self.offload.used(self.shard)
         except BaseException:
             self._become(GroupState.LOST)
             raise
