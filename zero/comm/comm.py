@@ -129,6 +129,7 @@ class Comm:
         between ranks. Otherwise it costs one exchange of 32 bytes."""
         texts = [json.dumps({"problem": problem, "lines": list(lines)})]
         if self.world > 1:
+            # First: Gloo ends the process where an all-gather of 32 bytes meets another operation.
             self.agree(channel)
             digests = self._exchange(hashlib.sha256(texts[0].encode()).digest())
             if problem is not None or len(set(digests)) > 1:
@@ -145,6 +146,7 @@ class Comm:
         data = text.encode()
         lengths = [int.from_bytes(length, "little") for length in self._exchange(len(data).to_bytes(8, "little"))]
         padded = data.ljust(max(lengths), b"\0")
+        # Where all texts are empty: torch.frombuffer refuses a buffer of no bytes.
         texts = self._exchange(padded) if padded else [b""] * self.world
         return [text[:length].decode() for text, length in zip(texts, lengths, strict=True)]
 
@@ -242,6 +244,7 @@ class Comm:
         """Collective. Overwrites a contiguous tensor with `times` its sum, or with its maximum, over the ranks.
         channel: number of the operation, which ranks compare; by default all such sums share one number."""
         if self.world > 1:
+            # What a ring sends, by a reduce-scatter and an all-gather, whichever way the transport takes.
             sent["other"] += 2 * tensor.nbytes * (self.world - 1) // self.world
             self._transports[tensor.device.type].all_reduce(tensor, channel, times, maximum=maximum)
 

@@ -53,6 +53,7 @@ class Failure:
     def mark_broken(self, reason: str) -> None:
         """Has every later operation raise with this reason, unless an earlier one is known."""
         if self.broken is None:
+            # Before the threads: coupled groups mark one another, and would without end while neither is broken.
             self.broken = reason
             # All at once: an abort waits for all that the device runs, and that may wait for another group's ranks.
             coupled = [Thread(target=one.mark_broken, args=(reason,), daemon=True) for one in self._coupled]

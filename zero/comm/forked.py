@@ -27,6 +27,7 @@ class Pipe(FileIO):
 def _give_up() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for one in held:
+        # asyncio closes a socket before `Connections` takes it from `held`; dup2 to -1 raises.
         if one.fileno() >= 0:
             os.dup2(nothing, one.fileno())  # not closed: the copy of the object would close the number again
     os.close(nothing)

@@ -47,6 +47,7 @@ class Gloo(ProcessGroupTransport):
         self._made = made = [next(lanes)]
         super().__init__(log, made[0], rank, world, blocks=True)
         self._others = islice(lanes, min(world, LANES) - 1)
+        # The list: it also has the lanes that are made later. Not `self`, which the log would keep.
         log.failure.at_failure.append(lambda _: never_drop(made))
 
     @property
@@ -64,6 +65,7 @@ class Gloo(ProcessGroupTransport):
         return self._launch(channel, full, self._broadcast_shards, full, bounds)
 
     def _exchange(self, messages: Sequence[Message], received: Sequence[Tensor]) -> list[dist.Work | None]:
+        # The size first: to ask for `_lanes` connects them all, which small messages alone do not need.
         if sum(message.nbytes for message, _ in messages) < _LARGE or len(lanes := self._lanes) == 1:
             return super()._exchange(messages, received)
         rank, works = self._rank, []

@@ -120,6 +120,7 @@ class Link:
             # Keys of its own: another rank may not have ended the exchange before this one.
             with StoreRendezvous(dist.PrefixStore(str(device), store), self.rank, self.world, _TIMEOUT) as exchange:
                 store = self._watch(exchange)
+                # A communicator is made by all ranks or waits for ever: one that says no decides.
                 second = bytes([0]) not in exchange.all_gather(bytes([second]))
         group = self._group
         return Overlapping(

@@ -85,6 +85,7 @@ class Log:
         compare: of the transport, compares this operation and the logs before it between ranks.
         Raises RuntimeError if an earlier transfer has failed.
         """
+        # Asked here, too: a call in each operation would take 0.3 microseconds in place of 0.05.
         if self.failure.broken:
             self.failure.refuse_if_broken()
         self._last.append(channel)

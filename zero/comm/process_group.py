@@ -156,6 +156,7 @@ class ProcessGroupTransport(Transport):
         return [row.numpy().tobytes() for row in received]
 
     def compare(self, channel: int, *, flags: int = 0) -> int:
+        # The device is named, as the user may have set another by torch.set_default_device.
         signature = torch.tensor([channel, self.log.digest, flags], device="cpu")
         received = signature.new_empty(self._world * len(signature))
         self.log.record(channel)
@@ -201,6 +202,7 @@ class Overlapping(ProcessGroupTransport):
     ) -> None:
         super().__init__(log, group, rank, world, blocks=blocks)
         self._checks, self.name, self._second = checks, name, second
+        # A list: the function below then also aborts the second group, which is made later.
         self._groups = groups = [group]
         if abort is not None:
             self._launching = launching = RLock()

@@ -154,6 +154,7 @@ class Streams(HostStreams):
         self._device = device
         self._module: Any = torch.get_device_module(device)
         self._find = current_stream_of(device)
+        # torch.mtia has streams, but not this function.
         self._is_capturing: Callable[[], bool] = getattr(self._module, "is_current_stream_capturing", lambda: False)
         # Of high priority: kernels that send take few of a GPU's processors, and computing waits for what they bring.
         self._gathers, self._reductions, self._averages = (self._module.Stream(device, priority=-1) for _ in range(3))
@@ -282,6 +283,7 @@ _by_device: dict[torch.device, HostStreams] = {}
 def streams_of(tensor: Tensor) -> HostStreams:
     """Returns the streams of the tensor's device: one object for each device."""
     device = tensor.device
+    # torch.mps has no streams.
     if device.type == "cpu" or not has_values(tensor) or not hasattr(torch.get_device_module(device), "Stream"):
         return HOST
     if device not in _by_device:

@@ -84,6 +84,7 @@ class Local(Transport):
         return Work()
 
     def reduce(self, messages: Sequence[Message], times: float, channel: int) -> Work:
+        # A sum over one row is a copy: `times` must not change the gradients that were sent.
         return SumWork(sum_in_rank_order, Work([message.unsqueeze(0) for message, _ in messages]), times)
 
     def broadcast(self, flat: Tensor, source: int) -> None: ...
@@ -104,6 +105,7 @@ class Local(Transport):
 def refuse_differing_logs(transport: Transport, log: Log) -> None:
     """Collective. Raises RuntimeError on every rank, after their logs were found to differ."""
     length, tail = log.history
+    # Filled up by -1: all ranks must pass as many bytes, however long their logs are.
     received = transport.all_gather_bytes(array("q", [length, *tail, *[-1] * (TAIL - len(tail))]).tobytes())
     histories = {}
     for rank, history in enumerate(received):

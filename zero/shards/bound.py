@@ -58,8 +58,10 @@ class BoundParams:
     def keep_leaves(self) -> None:
         """Called while the parameters are full: a Function of the user's that reads parameters of another unit records
         them before it reads, and a node that was made then would expect gradients of the shard's shape."""
+        # In inference mode a parameter has no node, and get_gradient_edge fails.
         if self.says_so and not torch.is_inference_mode_enabled():
             trained = [param for param in self.params if param.requires_grad]
+            # torch itself holds a leaf's node weakly: without the list the next one has the shape of the shard.
             self._leaves = [torch.autograd.graph.get_gradient_edge(param).node for param in trained]
 
     def forget_leaves(self) -> None:
@@ -98,6 +100,7 @@ def take_back(params: Sequence[Tensor], views: Sequence[Tensor], held: Iterable[
     for tensor in _tensors_in(held):
         if tensor.untyped_storage().data_ptr() in overwritten and not any(tensor is param for param in params):
             tensor.data = tensor.detach().clone()
+    # All are copied before any is written: a step may have swapped the data of two parameters.
     for at, data in [(at, given[at].clone()) for at in fits]:
         views[at].copy_(data)
         params[at].data = views[at]

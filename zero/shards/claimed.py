@@ -34,6 +34,7 @@ def claim(params: Iterable[nn.Parameter], owner: object, why: str, *, sharded: s
 
 def release(params: Iterable[nn.Parameter], owner: object) -> None:
     for param in params:
+        # Another wrapper may have claimed the parameter since, and keeps it.
         if param in _claims and _claims[param].owner() is owner:
             del _claims[param]
 
@@ -48,6 +49,7 @@ def claimed(param: nn.Parameter) -> tuple[object, str] | None:
 def sharded_problem(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
     """Returns an error message if any of these parameters is sharded already, else None."""
     for name, param in named:
+        # Asked first: the claim of an owner that is gone stays in the table, and does not count.
         if claimed(param) is not None and _claims[param].sharded is not None:
             return f"{name} {_claims[param].sharded}"
     return None

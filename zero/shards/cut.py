@@ -80,6 +80,7 @@ _cuts: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def register(params: Sequence[nn.Parameter], owner: Owner) -> list[Cut]:
     """Notes that parameters are sharded by a shard group from now on. Returns the cut of each."""
+    # Weak: a gradient that the user keeps has a cut, which would keep the model's buffers.
     cuts = [Cut(ref(owner), index) for index in range(len(params))]
     _cuts.update(zip(params, cuts, strict=True))
     return cuts

@@ -107,6 +107,7 @@ class Layout:
 
     def owner_of(self, position: int) -> int:
         """The rank that owns the element at this position of the buffer."""
+        # A parameter without elements may start at the end of the buffer, behind the last rank's segment.
         return min(bisect_right(self.bounds, position) - 1, self.world - 1)
 
 

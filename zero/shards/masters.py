@@ -29,6 +29,7 @@ def make_main(group: ShardGroup, dtype: torch.dtype | None, rounded_to: torch.dt
     rounded_to: the dtype in which parameters are stored from now on; the masters keep what they were."""
     shard, offload = group.shard, group.offload
     if rounded_to is not None and rounded_to.itemsize < shard.element_size():
+        # The group gets another buffer next: a view would keep all of the old one alive.
         shard = shard.clone()
         group.round_to(rounded_to)
     elif dtype is not None and shard.is_floating_point() and dtype.itemsize > shard.element_size():

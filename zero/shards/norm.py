@@ -33,6 +33,7 @@ def total_norm(
     infinite = math.isinf(norm_type)
     shards: dict[Comm | None, list[Tensor]] = {None: []}
     for param, gradient in gradients:
+        # An entry also without a gradient: the all-reduce over `others` below is collective.
         shards.setdefault(parts.others(param), []).extend([] if gradient is None else [gradient])
     local = _powers(shards.pop(None), norm_type, device, offload)
     for others, own in shards.items():

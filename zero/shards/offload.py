@@ -109,6 +109,7 @@ DEVICE = Offload()
 def part_of(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Optimizer:
     """Returns an optimizer with the state and options of this one, and of its parameters only these."""
     chosen = {*params}
+    # Not copy.copy: torch's optimizers then lose all attributes that a subclass has added.
     part: Optimizer = object.__new__(type(optimizer))
     vars(part).update(vars(optimizer))
     part.param_groups = [

@@ -113,6 +113,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
                 self[param] = nn.Parameter(stepped[index], requires_grad=param.requires_grad)
                 if index in flat.shapes.spans:
                     self._owned.add(param)
+            # Weak: once the optimizer that took a parameter last is dropped, the one before it may step again.
             _holders.update(dict.fromkeys(flat.params, ref(self)))
         self.note_versions()
 

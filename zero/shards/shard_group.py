@@ -99,7 +99,9 @@ class ShardGroup:
         views = self.shapes.views_of_shard(self.shard)
         self.shard_views = views if self.frees else [with_own_storage(view) for view in views]
         alike = not offload.active and not other_dtype
+        # Until after the first reshard, which would copy the shard from a `full` that has no values yet.
         self.shard_in_full = False
+        # Else torch drops the nodes: it does where a parameter is given data of another dtype or device.
         if alike:
             self.bound.keep_leaves()
         if options.own_shard:
@@ -165,6 +167,7 @@ class ShardGroup:
         own = self.shard_views[index]
         if tensor.shape != self.shapes.full[index] or tensor.shape == own.shape:
             return tensor
+        # A copy: a view would keep the whole full tensor alive as long as the optimizer's state.
         return self.own_slice(index, tensor).clone() if index in self.shapes.spans else tensor.new_empty(own.shape)
 
     @property
@@ -217,7 +220,9 @@ class ShardGroup:
             self._become(GroupState.LOST)
             raise
         moved = None
+        # Groups that gather in place stay bound. The same list is meant: `!=` would compare tensors.
         if self.bound.views is not self._full_views:
+            # Before `bind`, which overwrites the traces; raised once the group can be resharded.
             moved = self.bound.moved() if self.frees else None
             self.bound.bind(self._full_views, sharded=False)
         if self.streams is not HOST:

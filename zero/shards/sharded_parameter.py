@@ -40,6 +40,7 @@ from zero.shards.elementwise import (
 def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
     """What torch calls in place of a function that was given any ShardedParameter or Shard."""
     kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+    # torch passes the getter of an attribute as `__get__` of its descriptor, which alone has the name.
     attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
     if name in SILENT or (attribute and attribute not in VIEWS and attribute not in ABOUT_ATTRIBUTES):
         return _plainly(func, args, kwargs)
@@ -47,12 +48,14 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         return _plainly(func, [_in_the_shape_of(args[0]), *args[1:]] if args else args, kwargs)
     if name == "copy_" and _load(*args[:2]):
         return args[0]
+    # Behind what shapes answer, as this gathers. Those parameters are plain now: torch takes them as they are.
     if _unshard_to_read((*args, *kwargs.values())):
         return func(*args, **kwargs)
     if name in ABOUT or attribute in ABOUT_ATTRIBUTES:
         return _plainly(func, args, kwargs)
     first = next(_shards_in((*args, *kwargs.values())))
     word = attribute or name.removeprefix("_foreach_").strip("_")
+    # where(condition) alone returns positions: how many depends on the values of each rank.
     if word not in (ELEMENTWISE_VIEWS if attribute else ELEMENTWISE) or (word == "where" and len(args) == 1):
         _refuse(f"`{attribute or name}`", first)
     if not attribute:
@@ -150,6 +153,7 @@ def _refuse_others(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> No
         shards = [*_shards_in(values)]
         for tensor in _tensors_in(values) if shards else ():
             if not isinstance(tensor, AtRest):
+                # A single number fits each shard alike; one of two dimensions would add one to the shape of the result.
                 if tensor.numel() != 1 or tensor.dim() > 1:
                     plain = (
                         f"a plain tensor of shape {list(tensor.shape)}, of which nobody knows whether it is full or a"

@@ -17,6 +17,7 @@ import os
 from functools import cache
 from pathlib import Path
 
+# "Yama" in ASCII. The standard library does not have the number.
 _PR_SET_PTRACER = 0x59616D61
 
 # struct iovec: an address, and a number of bytes.

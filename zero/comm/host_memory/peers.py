@@ -46,10 +46,13 @@ class Peer:
     def has(self, needed: Callable[[Peer], bool]) -> bool:
         """Takes notes until there is what is needed. Returns False if there is not yet, or the rank has ended."""
         while not needed(self):
+            # Another thread that marks a failure closes the pipes: `read` would raise ValueError.
             data = b"" if self.inbox.closed else self.inbox.read(_NOTE.size)
             if not data:
+                # b"" is the end of the pipe; None only says that no note has come yet.
                 self.closed = data is not None
                 return False
+            # Never a part of a note: a pipe takes up to PIPE_BUF bytes, at least 512, as a whole or not at all.
             number, address = _NOTE.unpack(data)
             if number == _DONE:
                 self.done += 1
@@ -65,6 +68,7 @@ class Peer:
         try:  # not `suppress`, which takes a third as long as the write
             while self.outbox.write(note) is None:
                 _poll([self], to_send=True)
+                # Empties the inbox: the peer may wait for room in it, and then reads nothing of this rank's.
                 self.has(lambda peer: False)
         except BrokenPipeError:
             return

@@ -34,6 +34,7 @@ def rendezvous(exchange: StoreRendezvous, how: str) -> Peers | None:
             for rank in {*range(exchange.world)} - {exchange.rank}:
                 inbox, entry = os.pipe()
                 inboxes[rank] = opened.enter_context(Pipe(inbox, "rb"))
+                # Closed on leaving: a pipe whose other end this rank held open itself would never show a peer's end.
                 pipes[rank] = entries.enter_context(Pipe(entry, "wb")).fileno()
             offer = json.dumps([attach.host(), os.getpid(), pipes, ctypes.addressof(nonce)]).encode()
         offers = exchange.all_gather(b"" if how == "off" else offer)

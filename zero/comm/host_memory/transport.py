@@ -103,6 +103,7 @@ class HostMemory(Transport):
         A rank announces the address of one tensor itself, of several that of a table of their addresses.
         """
         own = [tensor.data_ptr() for tensor in shown]
+        # The device is named, as the user may have set another by torch.set_default_device.
         table = torch.tensor(own, dtype=torch.int64, device="cpu") if len(own) > 1 else None
         counts = dict.fromkeys(range(self._world), len(own)) if counts is None else counts
 
@@ -162,7 +163,8 @@ class HostMemory(Transport):
         total = new(sum(high - low for low, high in shares)) if into is None else into
         most = min(CHUNK // sample.element_size(), max(1, *(high - low for low, high in shares)))
         chunks = sample.new_empty(self._world, most)
-        buffer = None if into is None else new(most)  # `into` may overlap the messages
+        # Sums of 16-bit floats are float32: within `into` each addition would round them.
+        buffer = None if total.dtype == summed_as(sample.dtype) else new(most)
         done = 0
         for number, (low, high) in enumerate(shares):
             for start in range(low, high, most):
@@ -180,6 +182,7 @@ class HostMemory(Transport):
 
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
         flat = tensor.view(-1)
+        # In shares: a rank then reads 2 (W - 1) / W of the bytes instead of W - 1 times them.
         if flat.nbytes > CHUNK and not maximum:
             bounds = [len(flat) * rank // self._world for rank in range(self._world + 1)]
             low, high = bounds[self._rank : self._rank + 2]
@@ -190,6 +193,7 @@ class HostMemory(Transport):
         flat.copy_(rows.amax(0) if maximum else sum_in_rank_order([rows], times))
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        # A copy: torch warns of memory that cannot be written, as that of `bytes`.
         rows = self._rows(torch.frombuffer(bytearray(data), dtype=torch.uint8), COMPARISON)
         return [row.numpy().tobytes() for row in rows]
 
@@ -206,6 +210,7 @@ class HostMemory(Transport):
     def scatter(self, parts: Iterator[Scattered], nbytes: int) -> None:
         for pieces, into in parts:
             read, shown = partial(self._read_piece, pieces, into), pieces if self._rank == 0 else []
+            # A Counter has 0 for all other ranks, which show nothing; a dict would raise KeyError.
             self._launch(SCATTER, shown, read, (pieces, into), Counter({0: self._world})).wait()
 
     def _read_piece(self, pieces: Sequence[Tensor], into: Tensor, addresses: Addresses) -> None:

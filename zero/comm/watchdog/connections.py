@@ -96,6 +96,7 @@ class Connections:
         held.add(connection)
         _keep_alive(connection, self._keep)
         self._writers[rank] = writer
+        # `Hub.lost` tells only of ranks that it has heard, and a busy rank says nothing for up to 30 s.
         self._hear(rank, {})
         for message in self._unsent:
             self.send(message)
@@ -115,6 +116,7 @@ class Connections:
 def _keep_alive(connection: Any, seconds: float) -> None:
     """Has the system end a connection about so long after the other host stopped to answer."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Half of the time in silence, then four probes an eighth apart: together `seconds`.
     for name, value in {"TCP_KEEPIDLE": seconds / 2, "TCP_KEEPINTVL": seconds / 8, "TCP_KEEPCNT": 4}.items():
         if hasattr(socket, name):  # other systems have other names, and defaults of their own
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), max(1, round(value)))

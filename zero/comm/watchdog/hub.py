@@ -58,6 +58,7 @@ class Hub:
 
     def lost(self, rank: int, how: str = "has stopped") -> None:
         """Takes the end of the connection of a rank."""
+        # A rank that has said that it ended is not in it: the end of its connection is no failure.
         if self._heard.pop(rank, None) is not None:
             self._tell({"missing": rank, "how": how})
 
@@ -95,6 +96,7 @@ class Hub:
         others = [
             (other, each)
             for other, each in self._reports.items()
+            # Each comparison empties the logs: after different ones they begin at different operations.
             if other != rank and each.position[0] == report.position[0]
         ]
         if not others:

@@ -11,6 +11,7 @@ from threading import Thread, get_ident
 from typing import Any
 
 
+# By process: a forked one has a copy of the loop, but not the thread that runs it.
 @cache
 def _loop_of(process: int) -> tuple[asyncio.AbstractEventLoop, Thread]:
     loop = asyncio.SelectorEventLoop()

@@ -87,6 +87,7 @@ class Watchdog:
 
     def _fail(self, reason: str) -> None:
         """Tells the other ranks that this one has failed."""
+        # What this rank was told the others know; and a forked process speaks for no rank.
         if not self._learned and self._process == os.getpid():
             self._wait_until_said({"failed": reason})
         self._word.set()
@@ -108,6 +109,7 @@ class Watchdog:
 
     def _wait_until_said(self, message: Message, *, last: bool = False) -> None:
         said = loop.run(self._say_now(message, last))
+        # A finalizer may run in the loop's thread, where a wait would hold up what it waits for.
         if not loop.is_here():
             with suppress(Exception):
                 said.result(_SAYS)
@@ -128,6 +130,7 @@ class Watchdog:
 
     async def _say_now(self, message: Message, last: bool) -> None:
         self._say(message)
+        # The first rank's hub alone has heard it: others would take the end of its connection for its failure.
         if last and self._hub is not None:
             self._connections.send(message)
         await self._connections.drain()
