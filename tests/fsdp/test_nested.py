@@ -42,6 +42,13 @@ def by_hand() -> zero.FSDP:
     return zero.FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
 
 
+class Whole(nn.Sequential):
+    """A block of one parameter."""
+
+    def __init__(self, *shape: int, bias: bool) -> None:
+        super().__init__(nn.Linear(*shape, bias=bias), nn.Tanh())
+
+
 UNITS = {
     by_wrap: {"", "blocks.0", "blocks.1", "between.0"},
     by_hand: {"", "blocks.0", "blocks.1", "blocks.1.up", "blocks.1.down", "between", "between.0"},
@@ -61,6 +68,13 @@ def test_units_chosen_by_hand_train_exactly_and_keep_the_models_own_names(rank, 
     both.step(loss_on(rank, 3), loss_on(rank, 4), unsent=1)
     assert not unsharded(both.model)
     assert {*unit_names(both.model)} == UNITS[build]
+
+
+@ranks.on(2)
+def test_the_default_units_do_not_depend_on_what_a_rank_has_of_units_inside(rank, world):
+    """Layers of a quarter of the largest block become units; of blocks inside that are not cut one rank has nothing."""
+    model = Stack(lambda: zero.FSDP(Whole(WIDTH, WIDTH, bias=False), partition="whole"), classes=2, blocks=2)
+    assert unit_names(zero.FSDP(model, partition="whole", prefetch=1))
 
 
 @ranks.raises(2, RuntimeError, r"unit 'blocks\.1\.up'", r"unit 'between'", "out of step", timeout=15)

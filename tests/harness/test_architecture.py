@@ -256,7 +256,8 @@ def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
 
 def test_files_and_functions_are_short():
     for path in (ROOT / "zero").rglob("*.py"):
-        assert len(path.read_text().splitlines()) <= 350, path
+        lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
+        assert len(lines) <= 350, path  # what makes a line clear costs nothing
         functions = [node for node in nodes(tree_of(path)) if isinstance(node, ast.FunctionDef)]
         assert [node.name for node in functions if node.end_lineno - node.lineno >= 50] == [], path
 

@@ -93,6 +93,12 @@ def test_parameters_that_share_memory_are_refused_on_every_rank(share, by):
     assert all(fact in text for fact in facts for text in told), told
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.raises(2, ValueError, r"'graph' has layout torch\.sparse_coo.*\.to_dense\(\)", timeout=15)
+def test_a_sparse_buffer_is_refused(rank, world, stage):
+    zero.setup(Net(lambda n: n.register_buffer("graph", torch.eye(3).to_sparse())), adam, stage=stage)
+
+
 class Recurrent(nn.LSTM):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)[0]

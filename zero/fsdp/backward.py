@@ -140,6 +140,7 @@ class Backward:
             for unit in self._index.units
             if unit is self._index.root or unit.stays or ahead
             for param in unit.params
+            # `watch_param` has each require a gradient for a moment, which torch refuses for integers.
             if param.is_floating_point() or param.is_complex()
         ]
         for unit in self._index.units[1:] if self._order.in_flight == 2 else ():
@@ -182,6 +183,7 @@ class Backward:
             self._compare_trained()
             if len(self.waiting) > 1:
                 self._forget_dropped()
+            # In a variable: each `self._finish` is a new object, and the reference to it would be dead at once.
             finish = self._finish
             self._end_callback = weakref.ref(finish, self._callback_dropped)
             at_end_of_backward(finish)
@@ -190,6 +192,7 @@ class Backward:
         """Collective where parameters were frozen or unfrozen since the last backward. Raises RuntimeError on every
         rank unless all ranks train the same."""
         buckets = [bucket for unit in self._index.units for bucket in unit.buckets]
+        # A list: `any` of a generator would stop at the first change, and the other buckets would not notice theirs.
         changed = [bucket.notice_trained() for bucket in buckets]
         if not any(changed):
             return
@@ -281,6 +284,7 @@ class Backward:
             unit.post_backward()  # before gradients of what this rank has not used, which are the shards'
         with as_plain_tensors():
             self._end.reach([bucket for unit in self._index.units for bucket in unit.buckets])
+            # The user reads gradients once backward() has returned; copies to the CPU may still be on their way.
             for group in self._index.groups:
                 group.synchronize()
             self.active = False
@@ -288,6 +292,7 @@ class Backward:
                 self.waiting.clear()
             if self.reduces:
                 self._left_unreduced = False
+        # The forward around this backward goes on, and reads units that were resharded with their gradients.
         for unit in self._index.units if within else ():
             if unit.needed_by:
                 unit.unshard()

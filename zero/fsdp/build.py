@@ -115,6 +115,7 @@ class Builder:
 
     def _on_any_rank(self, flag: bool) -> bool:
         """Collective. Returns whether any rank has the flag."""
+        # torch.set_default_device() may name another, such as meta, on which no rank can send.
         result = torch.tensor(float(flag), device="cpu")
         for comm in self._placement.all_groups():
             comm.all_reduce(result, maximum=True)

@@ -11,10 +11,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero._torch.tensors import wraps_others
 from zero.fsdp.units import Policy, params_by_unit, unit_modules
 from zero.shards.arguments import on_two_devices
-from zero.shards.shapes import shared_memory, unusable
+from zero.shards.shapes import shared_memory, unsendable, unusable
 from zero.wrap.wrapper import describe
 
 # Parameters of models whose construction an error has ended: some of them are shards.
+# By identity: torch compares the elements of tensors that are keys of a WeakKeyDictionary or WeakSet.
 _half_sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
@@ -82,6 +83,9 @@ class UnitChoice:
         for name, buffer in self.module.named_buffers():
             if buffer.is_meta and not synced:
                 return unusable(buffer, f"the buffer {name!r}")
+        whole = [(name, param) for name, param in self.module.named_parameters() if param in ignored]
+        if problem := unsendable([*whole, *self.module.named_buffers()]):
+            return problem
         if not has_parameters:
             return "FSDP was given a module without parameters: there is nothing to shard."
         own = ((repr(name), param) for name, param in self.own())

@@ -46,6 +46,7 @@ def watch_outputs(units: Sequence[Unit], output: Any, on_entry: Callable[[Any], 
         found = [(tensor, base_of(tensor)) for tensor in tensors_in(output)]
     if on_entry is None:
         return output, False
+    # An input that is returned as it is: backward comes to its node when it has left the unit.
     nodes = {*_nodes(found)} - units[0].inputs
     # Hooks on a tensor are also called if only its own gradient is asked for, as the next unit may do with its input.
     for node in nodes:

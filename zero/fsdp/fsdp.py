@@ -120,6 +120,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         self._state_dicts = StateDictGuard(module, self._model.index, keeps=(Steps(self._model), compiling))
         self._model.schedule.install(compiling.hook, compiling.search_begins)
         self._unwrapped, self._loads, self._inside_of = False, ExitStack(), "module."
+        # Not `self.register_...`, which registers hooks on the module inside: this one takes the FSDP.
         nn.Module.register_load_state_dict_post_hook(self, _end_load)
 
     def unwrap(self) -> nn.Module:
@@ -317,6 +318,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
     def __getattr__(self, name: str) -> Any:
         if name in children_of(self):
             return super().__getattr__(name)
+        # The user's module may have an attribute by the name of a method of PyTorch's FSDP1.
         if not hasattr(self.module, name):
             refuse_method(name)
         return getattr(self.module, name)

@@ -116,6 +116,7 @@ def _of_group(group: ShardGroup, placement: Placement, recipient: Recipient) -> 
     group.summon(recipient.of(placement))
     try:
         params = group.params if recipient.receives(placement) else []
+        # These outlive `dismiss`: it drops the group's own reference to the buffer, and frees no memory.
         return {param: recipient.moved(parts.whole(param, param)) for param in params}
     finally:
         group.dismiss(keep=False)
@@ -195,13 +196,16 @@ def state_dict(
             temporary |= {param.untyped_storage() for unit in hidden for param in unit.params}
         if not receives:
             return {}
+        # With keep_vars=True these would be the parameters, which are shards again once the context ends.
         weights = module.state_dict(*args, **{**kwargs, "keep_vars": False})
         copies: dict[Any, Tensor] = {}
         for key, value in weights.items():
+            # What the caller's destination had before stays the caller's own tensor.
             if not isinstance(value, Tensor) or before.get(key) is value:
                 continue
             if wraps_others(value):
                 weights[key] = recipient.copy(value)
+            # Full parameters were gathered for this call, and nobody else keeps them: a copy would take them twice.
             elif value.untyped_storage() not in temporary:
                 memory = (value.data_ptr(), value.shape, value.stride(), value.dtype)  # equal for tied parameters
                 if memory not in copies:

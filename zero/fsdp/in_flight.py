@@ -41,6 +41,7 @@ class Order:
 
     def enter(self, unit: Unit) -> None:
         """A forward of the unit begins. Launches the all-gather of the one that followed last time."""
+        # A unit that runs twice in a row would follow itself, and the unit after it would not be gathered ahead.
         if unit is not self._root and unit is not self._last_entered:
             self._after[self._last_entered], self._before[unit] = unit, self._last_entered
         self._last_entered = unit
@@ -57,6 +58,7 @@ class Order:
 
     def leave_root(self) -> None:
         """The forward of the model ends: backward begins with the unit that ran last."""
+        # If no other unit has run, backward has no first unit; the one of the forward before must not stay.
         self._before.pop(self._root, None)
         if self._last_entered is not self._root:
             self._before[self._root] = self._last_entered

@@ -55,6 +55,7 @@ class Materialiser:
             meta = {key: buffer for key, buffer in module.named_buffers(recurse=False) if buffer.is_meta}
             self._materialised_buffers.append((module, meta))
             for key, buffer in meta.items():
+                # Not empty_like: a buffer that reset_parameters() does not write would hold whatever lay in its memory.
                 buffers_of(module)[key] = torch.zeros_like(buffer, device=self._device)
             params = [*module.parameters(recurse=False)]
             if not params:
@@ -88,6 +89,7 @@ class Materialiser:
     def _give_memory(self, param: nn.Parameter) -> None:
         if param.is_meta:
             real = nn.Parameter(torch.empty_like(param, device=self._device), requires_grad=param.requires_grad)
+            # swap_tensors also swaps the attributes that the user has set on the parameter.
             vars(real).update(vars(param))
             torch.utils.swap_tensors(param, real)
             self._materialised.append((param, real))
@@ -96,6 +98,7 @@ class Materialiser:
         del self._uninitialised[module]
         if not self._initialises or self.problem is not None:
             return
+        # From the class: a module that forwards attributes would give the method of a module inside it.
         reset = self._init or getattr(type(module), "reset_parameters", None)
         if reset is None:
             self.problem = (

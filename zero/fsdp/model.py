@@ -73,6 +73,7 @@ class Model:
         self._holders = [
             (params_of(holder), name, param)
             for holder in module.modules()
+            # A module may hold one parameter by two names, and either may be replaced.
             for name, param in holder.named_parameters(recurse=False, remove_duplicate=False)
             if param in self.index
         ]

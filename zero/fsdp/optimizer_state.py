@@ -33,6 +33,7 @@ def register(model: Model, optimizer: Optimizer) -> None:
     known = _registered.setdefault(model, WeakSet())
     if optimizer in known:
         return
+    # Before any return: FSDP.unwrap refuses later steps of all of these, also with one rank.
     known.add(optimizer)
     if model.comm.world == 1 or not takes_state_hooks(optimizer):
         return

@@ -128,6 +128,7 @@ class ShownUnits:
     def __init__(self, index: Index) -> None:
         watch_steps()
         self._index: Index = proxy(index)  # which keeps the units, and these keep this
+        # Units come from the outside in, so the innermost, which is the last, overwrites the others.
         innermost = {module: unit for unit in index.units for module in unit.module.modules()}
         slots: dict[Unit, list[Slot]] = {}
         holders: dict[Unit, set[nn.Module]] = {}

@@ -81,6 +81,8 @@ class Schedule:
                     [
                         # Before the user's own, such as weight_norm's, which read parameters.
                         module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+                        # Also after an exception: else a unit that is called by itself would stay unsharded, and
+                        # count as running.
                         module.register_forward_hook(after, always_call=True),
                     ]
                 )
@@ -229,6 +231,7 @@ class Schedule:
         if unit is self._root:
             self._order.leave_root()
         for each in (unit, *self._index.reads[unit]):
+            # Before `release`, which reshards what nobody needs.
             (each.needed_by.add if stays else each.needed_by.discard)(Need.KEPT)
             each.release(unit)
         if not self._index.running:

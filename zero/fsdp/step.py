@@ -91,6 +91,7 @@ class Steps:
             gradient = param.grad
             if gradient is not None:
                 unmark(gradient)
+            # Also without a hidden gradient: the key says that the parameter is being stepped.
             self._stepping[param] = None
             if param in self._empty:
                 self._stepping[param], param.grad = gradient, None
@@ -215,6 +216,7 @@ class StepHook:
     def _after(self, optimizer: Optimizer, *_: Any) -> None:
         # Graphs that saved a parameter before the step are refused in backward, on every rank at the same place: a rank
         # that owns nothing of a parameter has an empty gradient where others have theirs.
+        # Counted here, too, so that the end of the step's arguments does not restore once more.
         stepped, self._begun = [param for _, params, _ in self._held for param in params], self._begun + 1
         self.restore(optimizer)
         with as_plain_tensors():
@@ -231,6 +233,7 @@ class StepHook:
     def restore(self, optimizer: Optimizer, *, unshard: bool = True) -> None:
         held, self._held = self._held, []
         for steps, params, hidden in held:
+            # Equal to the entry, not the same objects: methods of one object are equal, and so are references to one.
             steps.model.unfinished_steps.remove((self.restore, ref(optimizer)))
             if type(optimizer) not in ELEMENTWISE:  # torch's own write in place
                 steps.take_back(optimizer, hidden)

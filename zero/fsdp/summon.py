@@ -102,7 +102,7 @@ def summoned(
             compare(moved_problem(group.bound for group in groups))
         else:
             yield
-        keep = writeback
+        keep = writeback  # not after an exception: what is half written would reach the owners
     finally:
         for unit in units:
             unit.dismiss(keep=keep)
@@ -136,6 +136,7 @@ class _Gradients:
     def end(self, *, keep: bool) -> None:
         group, shards = self._group, self._shards
         if keep and self._full is not None:
+            # A copy: a view, as the gradient of a shard, would keep the memory of all full gradients.
             own = self._full[group.layout.segment(group.comm.rank)].to(group.shard.device, copy=True)
             views = zip(group.params, group.shapes.views_of_shard(own), strict=True)
             shards = [

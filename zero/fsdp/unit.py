@@ -237,6 +237,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Releases the full parameters; this rank's shards remain. Raises as `finish_unshard` does."""
+        # Before Need.KEPT ends, by which it is known; else writes through `.data` since the forward would be lost.
         left = self._left
         self.needed_by -= _WHILE_UNSHARDED
         for group in self.groups:
@@ -244,6 +245,7 @@ class Unit:
                 self._finish_unshard(group)
             if group.state is GroupState.UNSHARDED:
                 problem = self.writes[group].take_over(left=left) if group in self.writes else None
+                # Before it raises: else the unit would stay unsharded.
                 group.reshard()
                 if problem is not None:
                     raise RuntimeError(problem)
@@ -271,6 +273,7 @@ class Unit:
         """Ends `summon`. keep: what was written into the full parameters is copied into the shards."""
         self.needed_by.discard(Need.SUMMONED)
         for group in self.groups:
+            # If summoning has raised, the groups after that one are still sharded.
             if group.state is GroupState.SUMMONED:
                 group.dismiss(keep=keep)
 

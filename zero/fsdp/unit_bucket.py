@@ -92,6 +92,7 @@ class UnitBucket(GradBucket):
                 "gradients, in the same backward, and not through an output of the unit's forward. Compute with "
                 "parameters inside forward, and return the results."
             )
+        # Before super(), which adds the new gradients to what `param.grad` has.
         for index in self._set_aside.keys() & self.trained:
             self._set(index, self._set_aside.pop(index))
         super().finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -88,6 +88,7 @@ def params_by_unit(
     around: dict[nn.Parameter, list[str]] = {}
     names: dict[nn.Parameter, str] = {}
     unit_names = {module: name for name, module in units.items()}
+    # Also modules that were seen: one in two units must belong to the unit around both.
     for prefix, module in root.named_modules(remove_duplicate=False):
         path = [unit_names[outer] for outer in _modules_around(root, prefix) if outer in unit_names]
         for name, param in module.named_parameters(prefix, recurse=False):
@@ -125,8 +126,9 @@ def blocks(root: nn.Module, *, excluded: Sequence[nn.Module] = (), leaves_from: 
     excluded: modules in which none are chosen. leaves_from: chooses also modules without children, as embeddings and
     output layers, that have so many times the largest block's bytes or more; None: no others.
     """
-    chosen = repeated_blocks(root, excluded)
-    return chosen if leaves_from is None else chosen | _large_leaves(root, chosen, leaves_from)
+    left_out = {param for module in excluded for param in module.parameters()}
+    chosen = repeated_blocks(root, left_out)
+    return chosen if leaves_from is None else chosen | _large_leaves(root, chosen, leaves_from, left_out)
 
 
 def smallest_leaves(limit: int | None, *, beside: bool) -> float | None:
@@ -142,24 +144,32 @@ def only_holds(module: nn.Module) -> bool:
     return isinstance(module, containers) and type(module).forward is nn.Module.forward
 
 
-def _large_leaves(root: nn.Module, blocks: set[nn.Module], leaves_from: float) -> set[nn.Module]:
+def _nbytes(params: Iterable[nn.Parameter], left_out: Collection[nn.Parameter]) -> int:
+    """Bytes of the parameters that are not left out, as the shards of an FSDP inside, of which each rank has others."""
+    # `nbytes` is not defined for sparse ones, which are refused later.
+    return sum(param.numel() * param.element_size() for param in params if param not in left_out)
+
+
+def _large_leaves(
+    root: nn.Module, blocks: set[nn.Module], leaves_from: float, left_out: Collection[nn.Parameter]
+) -> set[nn.Module]:
     """Returns childless modules outside the blocks with so many times the largest block's bytes or more, untied ones,
-    and with 1 MiB or more, unless the least memory is wanted."""
+    and with 1 MiB or more, unless the least memory is wanted. left_out: see `_nbytes`."""
     inside = {module for block in blocks for module in block.modules()}
     holders = Counter(param for module in root.modules() for param in module.parameters(recurse=False))
-    largest = max((sum(param.nbytes for param in block.parameters()) for block in blocks), default=0)
+    largest = max((_nbytes(block.parameters(), left_out) for block in blocks), default=0)
     least = max(leaves_from * largest, _SMALL if leaves_from >= 1 else 0)
     chosen = set()
     for module in root.modules():
         own = [*module.parameters(recurse=False)]
         calls = module not in inside and module is not root and not only_holds(module)
         leaf = calls and own and not [*module.children()]
-        if leaf and all(holders[param] == 1 for param in own) and sum(param.nbytes for param in own) >= least:
+        if leaf and all(holders[param] == 1 for param in own) and _nbytes(own, left_out) >= least:
             chosen.add(module)
     return chosen
 
 
-def repeated_blocks(root: nn.Module, excluded: Collection[nn.Module] = ()) -> set[nn.Module]:
+def repeated_blocks(root: nn.Module, left_out: Collection[nn.Parameter] = ()) -> set[nn.Module]:
     """Returns modules with parameters of which one container has several of the same class:
 
         in an nn.ModuleList     those that have submodules
@@ -169,20 +179,15 @@ def repeated_blocks(root: nn.Module, excluded: Collection[nn.Module] = ()) -> se
     a quarter of the model's bytes, as a stage of many blocks may, those of 1 MiB or more that have submodules do count.
     Containers in a container stand for their members; an nn.Sequential does if blocks repeat in it.
 
-    excluded: modules whose parameters may be shards, of which each rank has others.
+    left_out: see `_nbytes`.
     """
-    left_out = {param for module in excluded for param in module.parameters()}
     found: set[nn.Module] = set()
     seen: set[nn.Module] = set()
 
-    def nbytes(module: nn.Module) -> int:
-        own = (param for param in module.parameters() if param not in left_out)
-        return sum(param.numel() * param.element_size() for param in own)  # nbytes is not defined for sparse ones
-
     def large(modules: Collection[nn.Module]) -> set[nn.Module]:
-        return {module for module in modules if nbytes(module) >= _SMALL}
+        return {module for module in modules if _nbytes(module.parameters(), left_out) >= _SMALL}
 
-    much = nbytes(root) // 4
+    much = _nbytes(root.parameters(), left_out) // 4
     # Modules to look into, each with the innermost block around it.
     left: list[tuple[nn.Module, nn.Module | None]] = [(root, None)]
     while left:
@@ -197,8 +202,9 @@ def repeated_blocks(root: nn.Module, excluded: Collection[nn.Module] = ()) -> se
                 if around is None:
                     blocks |= large(_repeated(members, with_submodules=False))
                 else:
-                    blocks = large(blocks) if nbytes(around) > much else set()
+                    blocks = large(blocks) if _nbytes(around.parameters(), left_out) > much else set()
             found |= blocks
+        # Reversed, as a stack: a module that occurs twice is to be looked at where it occurs first.
         left += [(child, child if child in found else around) for child in module.children()][::-1]
     return found
 

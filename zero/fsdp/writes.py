@@ -46,6 +46,7 @@ class Writes:
 
         left: a forward has left them for a backward that has not come: what was written meanwhile counts, through
             `.data`, too."""
+        # The shard has no memory now; the reshard copies all of it from `full`, with whatever was written.
         if self._group.shard_in_full:
             return None
         if left:
@@ -103,6 +104,7 @@ class Search:
         forwards[mode] += 1
         number = forwards[mode]
         due = (each or (_is_fibonacci(number) and number != 3)) and not STEP_GRAPH.recorded  # to look reads values
+        # Also after one that was due, to end the search.
         if due or self._looks:
             self._looks, missed = due, number > 2 and not each
             for one in writes:

@@ -106,7 +106,9 @@ def _edited_problem(param_groups: Sequence[dict[str, Any]], shards: OwnedShards)
     found, given = [group["params"] for group in param_groups], shards.given
     expected, counts = [len(params) for params in given], [len(params) for params in found]
     if counts == expected and all(
-        all(map(operator.is_, params, own)) for params, own in zip(found, given, strict=True)
+        # Not `params == own`, which compares the elements of tensors that are not the same object.
+        all(map(operator.is_, params, own))
+        for params, own in zip(found, given, strict=True)
     ):
         return None
     kept = {param for params in found for param in params}

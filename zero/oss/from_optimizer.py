@@ -48,8 +48,7 @@ def from_optimizer(
     signature = [f"optimizer {type(optimizer).__name__} with state of {len(states)} parameters"]
     Comm(group).compare("the optimizers given to OSS.from_optimizer", signature, problem)
     kept = arguments(optimizer)[0] if optim is None else {}
-    groups = [{**one, "params": [*one["params"]]} for one in optimizer.param_groups]
-    built = sharded(groups, optim or type(optimizer), group, **options, **kept)
+    built = sharded(optimizer.param_groups, optim or type(optimizer), group, **options, **kept)
     if states:
         state.load(built.stepped_shards, {"state": states, "param_groups": state.numbered_groups(built.stepped_shards)})
     for before, now in zip(optimizer.param_groups, built.param_groups, strict=True):
@@ -86,6 +85,7 @@ def arguments(optimizer: Optimizer) -> tuple[dict[str, Any], list[str]]:
 def states_of(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     """The state by number of the parameter, as state_dict() has it before hooks."""
     params = enumerate(params_of(optimizer))
+    # `get`: the state is a defaultdict, in which `[]` would make an entry for each parameter.
     return {number: optimizer.state[param] for number, param in params if optimizer.state.get(param)}
 
 

@@ -145,6 +145,7 @@ class OwnedGradients:
                 continue
             made = OwnedGradient(param, name, shards[param])
             if before is not None:  # cleared while the backward ran
+                # Not `let_go`, which takes the gradient away from the shard: the new one stands for the same gradient.
                 before.kept, before.stands = shards[param].grad, False
             made.stands, param.grad, standing[param] = True, made, made
 
@@ -224,6 +225,7 @@ class OwnedGradients:
         for group, index, share in self._shares():
             shards[group.params[index]].grad = group.to_main(share, for_step=True)
         self._averages.clear()
+        # Full gradients, not the shards': a rank that owns nothing has none, and would warn that no gradient came.
         return any(param.grad is not None for param in shards), None
 
     def norm(self, norm_type: float) -> Tensor:
@@ -234,6 +236,7 @@ class OwnedGradients:
             owned = [(param, shard.grad) for param, shard in shards.items()]
         else:
             shares = {group.params[index]: share for group, index, share in self._shares()}
+            # All parameters, also without a share here: ranks of tensor parallelism add up theirs together, or wait.
             owned = [(param, shares.get(param)) for param in shards]
         dtypes = {shard.dtype for shard in shards.values()}
         device = shards.shard_groups[0].full.device
@@ -261,6 +264,7 @@ class OwnedGradients:
         """
         place = self._shards.places.get(param)
         if place is not None and place.span is not None:
+            # A copy: the slice is a view, and would keep the full average until the step.
             self._averages[param] = place.group.own_slice(place.position, average).clone()
 
     def scale_averages(self, factor: Tensor) -> None:

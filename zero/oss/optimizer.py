@@ -104,8 +104,10 @@ class OSS(Optimizer):
             shares=shares,
         )
         self.sent_as, self.finding = how.options.sent_as, how.finding
+        # Before torch's constructor, which adds the groups and sets an empty state: both ask for it.
         self._built = False
         self.state_dicts = StateDicts()
+        # Without defaults: only the inner optimizer knows them all, and `return_options` brings them into the groups.
         super().__init__(how.groups, {})
         self.shards = how.lay_out(self.param_groups)
         if others := others_of(params_of(self)):
@@ -121,6 +123,7 @@ class OSS(Optimizer):
         checked_by_itself(self)
         for name in ("train", "eval"):  # by which optimizers such as Schedule-Free switch between two sets of weights
             if callable(getattr(self.optim, name, None)):
+                # A weak reference: the OSS keeps its inner optimizer, and a circle would keep both until a collection.
                 vars(self.optim)[name] = partial(_switch, ref(self), name)
         mark_shards(self.optim, ref(self))
         self._built = True
@@ -134,6 +137,7 @@ class OSS(Optimizer):
     ) -> OSS:
         """Collective. Builds an OSS from an existing optimizer of full parameters; see zero.oss.from_optimizer."""
         built: OSS = from_optimizer(cls, optimizer, group, **options)
+        # Before `refuse_use`, whose hooks would move along and refuse each step of the OSS.
         move_hooks(optimizer, built, with_gradients)
         refuse_use(optimizer)
         return built
@@ -185,6 +189,7 @@ class OSS(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters and of this rank's shards."""
         super().zero_grad(set_to_none)
+        # First: it moves each shard's gradient to what stood in `param.grad`, which may be put back with it.
         self.gradients.drop_cleared()
         if set_to_none:
             self.shards.drop_gradients()
@@ -289,6 +294,7 @@ class OSS(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As torch's own, which takes over the attributes in `state`."""
+        # Without `state`: torch writes into the object's dictionary, which the property of this name hides.
         super().__setstate__({name: value for name, value in state.items() if name != "state"})
         if "state" in state:
             self.state = state["state"]
@@ -317,6 +323,7 @@ def _switch(of: ReferenceType[OSS], name: str, *args: Any, **kwargs: Any) -> Any
     """Collective. Calls a method of the inner optimizer, in whose place this is."""
     outer = of()
     assert outer is not None, f"the OSS does not exist any more whose inner optimizer's {name}() is called"
+    # From the class: the instance has this function under the same name, which would call itself.
     return outer.stepper.call(outer, partial(getattr(type(outer.optim), name), outer.optim), args, kwargs)
 
 
@@ -335,6 +342,7 @@ def set_bucket_size(optimizer: OSS, numel: int) -> None:
     # Some ranks may own no shard that has state; before the first step no rank does.
     some_state = optimizer.optim.state or any(map(differs, optimizer.shards.masters))
     somewhere = any(optimizer.comm.all_gather_text("some" if some_state else ""))
+    # A copy of the table: laying out replaces its entries, and the state belongs to the shards of before.
     before = replace(optimizer.stepped_shards, part=dict(optimizer.shards).__getitem__)
     optimizer.gradients.forget()
     optimizer.shards.lay_out_again(optimizer.param_groups, numel)

@@ -153,6 +153,7 @@ class Arguments:
             return None, None
         found = self._measured(groups)
         if not callable(self._partition):
+            # "auto" has become "even" for the first groups: a later one that needs whole parameters would be cut, too.
             added_to_cut = self._partition == "even" and found.kind is Kind.TENSORWISE
             return found, optimizer_problem(
                 title(self._optim), found, "even" if added_to_cut else self.options.partition

@@ -32,6 +32,7 @@ class StateDicts:
 
     def state_dict(self, stepped: SteppedShards) -> dict[str, Any]:
         full = self._full
+        # One rank's shard is all, and current; what was consolidated is a copy without later writes into the state.
         if full is None or (stepped.comm.world == 1 and parts.ranks(params_of(stepped)) is None):
             return state.shard_of(stepped)
         return {"state": dict(full["state"]), "param_groups": state.numbered_groups(stepped)}

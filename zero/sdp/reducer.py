@@ -137,6 +137,7 @@ class Queue:
         """Forgets a backward that an exception ended."""
         for bucket in self.buckets:
             bucket.abandon()
+        # None stays None: the order is known, and finding it again is a collective of one more backward.
         self._arrived = self._arrived and []
         self._launched = 0
         self._in_flight = []
@@ -190,6 +191,7 @@ class Reducer:
         ]
         # A bucket waits for its first parameter in the module, which a backward reaches last.
         place = {param: number for number, param in enumerate(self._module.parameters())}
+        # 0, so last: add_param_group may have brought a parameter that the module does not have.
         first = [min(place.get(param, 0) for param in bucket.group.params) for bucket in buckets]
         in_order = sorted(zip(buckets, owners.values(), first, strict=True), key=lambda one: -one[2])
         self._queue.fill([(bucket, owner) for bucket, owner, _ in in_order])
@@ -239,6 +241,7 @@ class Reducer:
 
     def _update_trained(self) -> None:
         """Tells the buckets which parameters are trained. Collective if these have changed since the last backward."""
+        # A list: `any` of a generator would stop at the first change, and the other buckets would not notice theirs.
         changed = [bucket.notice_trained(self._trained_in_forward) for bucket in self._queue.buckets]
         self._trained_in_forward.clear()
         if any(changed):
@@ -297,11 +300,13 @@ class Reducer:
             raise RuntimeError(written)
         self._end.reach(self._queue.buckets)
         for optimizer in self._optimizers:
+            # The user reads gradients once backward() has returned; copies to the CPU may still be on their way.
             optimizer.gradients.wait_for_copies()
         for bucket, owner in zip(self._queue.buckets, self._queue.owners, strict=True):
             params, names = bucket.group.params, bucket.group.bound.names
             owner.gradients.show((params[index], names[index]) for index in bucket.reduced)
         self._queue.end()
+        # Last: if anything before raises, the next forward finds it set and drops what is left of this backward.
         self._in_backward = False
 
     def reduce_now(self) -> None:

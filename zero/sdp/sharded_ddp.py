@@ -26,6 +26,7 @@ from zero.sdp.reducer import Reducer
 from zero.shards.announce import announce
 from zero.shards.arguments import dtype_sent, on_two_devices
 from zero.shards.claimed import claim, release
+from zero.shards.shapes import unsendable
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, show_everywhere, take_out_of
 from zero.wrap.buffers import BufferSync
@@ -110,6 +111,7 @@ class ShardedDDP(Wrapper):
         options = Options(reduce_buffer_size, reduce_fp16)
         with told_by_comparing(partial(self._comm.compare, _GIVEN, [])):
             problem = options.problem() or self._misfit(names) or on_two_devices(module.named_parameters())
+            problem = problem or unsendable([*module.named_parameters(), *module.named_buffers()])
             lines = [options.signature(), *describe(module)]
         self._comm.compare(_GIVEN, lines, problem)
         held = {param for optimizer in self._optimizers for param in optimizer.shards.places}

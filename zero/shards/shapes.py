@@ -136,6 +136,17 @@ def unusable(param: object, name: str) -> str | None:
     return None
 
 
+def unsendable(named: Iterable[tuple[str, Tensor]]) -> str | None:
+    """Returns an error message for a tensor that no rank can send another, else None."""
+    for name, tensor in named:
+        if tensor.layout != torch.strided:
+            return (
+                f"{name!r} has layout {tensor.layout}, which ranks cannot send one another, as they send buffers and "
+                "what is not sharded. Call .to_dense() on it first, or pass it to forward as an argument."
+            )
+    return None
+
+
 def shared_memory(named: Iterable[tuple[str, Any]], buffers: Iterable[tuple[str, Tensor]] = ()) -> str | None:
     """Returns an error message if a parameter and another one, or a buffer, lie in overlapping ranges of memory, else
     None. Parameters that lie side by side in one storage, as cuDNN's weights do, are none."""
