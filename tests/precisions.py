@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """With tied weights, and batch normalisation, which computes in float32."""
+    """With tied weights, which lie transposed in memory, and batch normalisation, which computes in float32."""
 
     recomputed = False
 
@@ -49,6 +49,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(WIDTH, WIDTH)
+        self.first.weight.data = self.first.weight.data.mT.contiguous().mT
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.batch_norm = nn.BatchNorm1d(WIDTH)
         self.last = nn.Linear(WIDTH, WIDTH)

@@ -148,7 +148,11 @@ def average_in_float32(
     def average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer, params, first = bucket.buffer(), bucket.parameters(), bucket.buffer().storage_offset()
         wide = buffer.float()
-        views = [wide.as_strided(of.shape, of.stride(), of.storage_offset() - first) for of in bucket.gradients()]
+        # In the parameters' order in memory, as DistributedDataParallel lays gradients out: bucket.gradients() are views
+        # of the same memory row by row.
+        starts = [of.storage_offset() - first for of in bucket.gradients()]
+        places = zip(params, starts, strict=True)
+        views = [wide.as_strided(param.shape, param.stride(), start) for param, start in places]
         bucket.set_buffer(wide)
 
         def rounded(_: Any) -> Tensor:
