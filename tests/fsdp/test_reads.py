@@ -16,7 +16,7 @@ import matrix
 import ranks
 import zero
 from inner import unsharded
-from runs import side_by_side, steps
+from runs import SideBySide, side_by_side, steps
 from transports import overlapping
 from zoo import WIDTH, Block, Stack, batch, loss_on
 
@@ -235,3 +235,28 @@ def test_what_was_not_written_into_keeps_its_precision(rank, world):
 def test_a_penalty_on_shards_is_refused_on_every_rank(rank, world, dtype):
     model = zero.FSDP(Stack(), mixed_precision=zero.MixedPrecision(param_dtype=dtype))
     (model(batch(rank, 0)).square().mean() + sum(param.square().sum() for param in model.parameters())).backward()
+
+
+class Padded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3).eval().requires_grad_(False)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.arange(5) >= torch.tensor([[4], [3]])
+        encoded = self.encoder(x, src_key_padding_mask=padding)
+        assert not encoded[padding].any()  # it was skipped
+        return self.head(encoded)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning")
+@ranks.on(2)
+def test_torchs_encoder_looks_at_its_first_layer_before_that_runs(rank, world):
+    """Which then skips padding."""
+    both = SideBySide(Padded())
+    for step in range(3):
+        x = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(2 * step + rank))
+        both.step(lambda model, x=x: model(x).square().mean())

@@ -56,6 +56,12 @@ class Order:
             following.needed_by.add(Need.AHEAD)
             self._ahead.add(following)
 
+    def gather(self, unit: Unit, *, for_backward: bool) -> None:
+        """Collective. Gathers a unit that is about to begin its forward, and whose parameters are looked at before."""
+        unit.unshard(for_backward=for_backward)
+        unit.needed_by.add(Need.AHEAD)
+        self._ahead.add(unit)
+
     def leave_root(self) -> None:
         """The forward of the model ends: backward begins with the unit that ran last."""
         # If no other unit has run, backward has no first unit; the one of the forward before must not stay.

@@ -86,6 +86,11 @@ class Schedule:
                         module.register_forward_hook(after, always_call=True),
                     ]
                 )
+        root = self._index.root
+        for module in root.module.modules():
+            if isinstance(module, nn.TransformerEncoder):
+                before = hidden(root, module, partial(self._together_with, self._before_encoder))
+                self._hooks.setdefault(module, []).append(module.register_forward_pre_hook(before))
 
     def _together_with(self, hook: Callable[..., Any], *args: Any) -> Any:
         try:  # not a context, which costs two calls in each hook
@@ -135,6 +140,15 @@ class Schedule:
             self._enter(unit, training=module.training)
         args, kwargs = self._begin(unit, module, args, kwargs)
         return args, kwargs
+
+    def _before_encoder(self, module: nn.TransformerEncoder, _: Any) -> None:
+        """Collective. Before it calls its first layer, torch's encoder looks at that one's parameters: whether it skips
+        padding depends on their class."""
+        first = module.layers[0]
+        if not first.training:  # else it never does
+            for unit in self._index.units_of(param for param in first.parameters() if param in self._index):
+                if not unit.readable:
+                    self._order.gather(unit, for_backward=self._backward.active)
 
     def _enter(self, unit: Unit, *, training: bool) -> None:
         """Collective. Unshards the unit, and what must be with it. training: whether its module is in training."""

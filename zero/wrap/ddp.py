@@ -148,8 +148,8 @@ def average_in_float32(
     def average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         buffer, params, first = bucket.buffer(), bucket.parameters(), bucket.buffer().storage_offset()
         wide = buffer.float()
-        # In the parameters' order in memory, as DistributedDataParallel lays gradients out: bucket.gradients() are views
-        # of the same memory row by row.
+        # In the order that each parameter has in memory: so DistributedDataParallel lays gradients out, of which
+        # bucket.gradients() are views row by row.
         starts = [of.storage_offset() - first for of in bucket.gradients()]
         places = zip(params, starts, strict=True)
         views = [wide.as_strided(param.shape, param.stride(), start) for param, start in places]
