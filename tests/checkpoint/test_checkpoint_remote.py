@@ -12,6 +12,7 @@ from saved import adam, differences, messages_of_failing_saves, tiny, train
 import ranks
 import zero
 from commands import command
+from zero.checkpoint import write
 
 
 @pytest.fixture
@@ -121,3 +122,28 @@ def test_a_save_that_failed_fails_whenever_it_is_waited_for(store):
             saving.wait()
     with pytest.raises(RuntimeError, match=r"no checkpoint.*no more room"):
         _ = saving.path
+
+
+def test_no_other_run_is_removed_whose_name_a_pattern_fits():
+    for run in ("memory://runs/lr1", "memory://runs/lr[1]"):
+        for step in range(3):
+            zero.checkpoint.save(run, tiny(), extra={"step": step}, keep=None if run.endswith("1") else 1)
+    assert zero.checkpoint.load("memory://runs/lr1/00000001", tiny()) == {"step": 0}
+    with pytest.raises(zero.checkpoint.CheckpointError, match=r"lr\[1\]/00000002"):
+        zero.checkpoint.load("memory://runs/lr[1]/00000002", tiny())
+
+
+@pytest.mark.parametrize("scheme", ["", "objects://"])
+def test_a_checkpoint_is_no_run(scheme, tmp_path):
+    """There load would go on to find the old one."""
+    path = str(zero.checkpoint.save(f"{scheme}{tmp_path}", tiny(), extra={"step": 1}).path)
+    with pytest.raises(zero.checkpoint.CheckpointError, match=rf"{path} is a checkpoint.*{tmp_path}\."):
+        zero.checkpoint.save(path, tiny(), extra={"step": 2})
+    assert zero.checkpoint.load(path, tiny()) == {"step": 1}
+
+
+@ranks.raises(2, zero.checkpoint.CheckpointError, "has no rank-00001.safetensors.*see the same files", timeout=30)
+def test_ranks_that_do_not_see_the_same_files(rank, world):
+    """As on two hosts with a disk each."""
+    with mock.patch.object(write, "_LAST_WAIT", 0.5):
+        zero.checkpoint.save("memory://run", tiny(300), wait=False).wait()

@@ -25,7 +25,10 @@ def checkpoints(run: Place) -> list[Place]:
 
 
 def begin(run: Place) -> Place:
-    """A new directory to write into, with a number after all that are there. Removes interrupted saves."""
+    """A new directory to write into, with a number after all that are there. Removes interrupted saves. Raises
+    ValueError for a checkpoint, at whose path `load` would go on to find it."""
+    if (run / INDEX).exists():
+        raise ValueError(f"{run} is a checkpoint, and a new one is saved beside it: pass the run's path, {run.parent}")
     run.make()
     found = _numbered(run)
     new = run / f"{max((int(one.name) for one in found), default=0) + 1:08d}"

@@ -81,7 +81,13 @@ class Place:
     def remove(self) -> None:
         """Removes it with its contents. What cannot be removed stays, without an error."""
         with suppress(Exception):
-            self.system.rm(self.path, recursive=True)
+            if self.mounted:
+                self.system.rm(self.path, recursive=True)
+                return
+            # Not by `rm`, which takes the paths of stores for patterns: that of "lr[1]" is also "lr1".
+            for file in self._fresh().find(self.path):
+                self.system.rm_file(file)
+            self.system.rmdir(self.path)  # where a store has directories
 
     def read(self, most: int | None = None) -> bytes:
         """All of a small file, or its first bytes."""

@@ -36,8 +36,9 @@ from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import encode
 from zero.comm.waiting import calling
 
-# Seconds that the first rank's thread waits for other ranks' files after the main thread has ended.
-_WAIT_AFTER_EXIT = 60.0
+# Seconds that the first rank's thread waits for other ranks' files after these are written, or the main thread has
+# ended. A network file system may show a new name after half a minute.
+_LAST_WAIT = 60.0
 
 # Seconds between two looks for them.
 _LONGEST_PAUSE = 0.25
@@ -130,6 +131,8 @@ class Saving:
         self._ranks, self._place, self._index, self._keep = ranks, checkpoint, index, keep
         self._thread: threading.Thread | None = None
         self._written, self._given_up = threading.Event(), threading.Event()
+        # Whether all ranks have written, as `wait` finds out.
+        self._all_written = False
         self._problem: str | None = None
         # On the first rank, once the checkpoint has its index; on every rank, once `wait` has told all.
         self._published = self._complete = False
@@ -159,6 +162,7 @@ class Saving:
             del _unfinished[self._place.parent]
         try:
             self._ranks.compare("", problem=self._problem)  # the first's thread waits for a file that may never come
+            self._all_written = True
             if self._thread is not None:
                 self._thread.join()
             elif self._ranks.first:
@@ -225,9 +229,14 @@ class Saving:
         while missing := files - {one.name for one in self._place.inside()}:
             if own.name in missing:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(own))
-            if not threading.main_thread().is_alive():
+            if self._all_written or not threading.main_thread().is_alive():
                 ended = min(ended, time.monotonic())
-            if time.monotonic() - ended > _WAIT_AFTER_EXIT:
+            if time.monotonic() - ended > _LAST_WAIT:
+                if self._all_written:
+                    raise ValueError(
+                        f"{self._place} has no {min(missing)}, which another rank has written: all ranks must see the "
+                        "same files"
+                    )
                 raise ValueError("other ranks have not written their files before the program ended")
             if self._given_up.wait(pause):
                 raise ValueError("another rank could not write its file")
