@@ -34,6 +34,7 @@ from zero.state.optimizer_state import (
     leaves_of,
     load,
     numbered_groups,
+    refuse_other_options,
     refuse_other_shard,
     shards_of,
     unsharded,
@@ -189,6 +190,7 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
     if not alone and isinstance(state_dict, Mapping):
         with told_by_comparing(lambda problem: compare(comms, what, [], problem)):
             refuse_other_shard(stepped, marks_of(state_dict), "Load what zero.full_optimizer_state_dict returns.")
+            refuse_other_options(stepped, state_dict["param_groups"])
         compare(comms, what, [], None)
         with Together(comms, COLLECTION) as together:
             _load_state(stepped, optimizer, dict(state_dict))
@@ -201,8 +203,10 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
             device = next((group.full.device for group in stepped.shard_groups), torch.device("cpu"))
             items = FromFirst(comms, device).passed_on(items)
         taken = cut(stepped, _without_options(items, groups))
-        together.agree()  # nothing has changed so far
         given = [leaves.closed(group) for group in groups]
+        if any(given):
+            refuse_other_options(stepped, given)
+        together.agree()  # nothing has changed so far
         load_shards(stepped, optimizer, taken, given if any(given) else numbered_groups(stepped))
         together.agree()  # of the user's hooks
 

@@ -190,3 +190,13 @@ def test_other_ranks_than_there_are_and_weights_of_rank_1_alone_are_refused_on_e
     for to in (2, -1):
         told = ranks.refusal(lambda to=to: zero.full_optimizer_state_dict(model, optimizer, to=to))
         assert told.startswith("ValueError: ") and "no rank of the group of 2: choose 0 to 1, or None" in told
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("stage", range(4))
+@ranks.raises(2, ValueError, "another optimizer than SGD: .*betas.* and lack dampening, momentum", timeout=15)
+def test_state_of_another_class_of_optimizer_is_refused(rank, world, stage, alone):
+    """SGD would go on with options and entries of Adam's. alone: rank 0 alone has it."""
+    _, state = saved(OPTIMIZERS["adam"])
+    model, optimizer = zero.setup(TiedBlocks(7), OPTIMIZERS["sgd"], stage=stage)
+    zero.load_full_optimizer_state_dict(model, optimizer, None if alone and rank else state)

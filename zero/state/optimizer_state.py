@@ -99,6 +99,7 @@ def own_shard(
     """Returns this rank's shard of a full state, or a copy of its own, by `part(param)`, and the groups' options.
     Raises ValueError if the state does not fit."""
     found, is_shard = leaves_of(fitting(optimizer, state_dict)), bool(marks_of(state_dict))
+    refuse_other_options(optimizer, state_dict["param_groups"])
     return cut(optimizer, found, is_shard=is_shard), state_dict["param_groups"]
 
 
@@ -124,6 +125,20 @@ def fitting(optimizer: SteppedShards, state_dict: dict[str, Any]) -> dict[int, d
             f"({', '.join(map(repr, keys[:3]))}, ...). Load a state_dict() as the optimizer returned it."
         )
     return {number: state_dict["state"][key] for number, key in enumerate(keys) if key in state_dict["state"]}
+
+
+def refuse_other_options(optimizer: SteppedShards, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raises ValueError for groups of another class of optimizer, which would go on with options that it ignores."""
+    # Flags come with versions of torch, and options of schedulers and of the user's are in no defaults.
+    own = {key for key, value in optimizer.optim.defaults.items() if value is not None and not isinstance(value, bool)}
+    for given, group in zip(groups, optimizer.param_groups, strict=False):  # `fitting` compares how many there are
+        lacking, unknown = sorted(own - given.keys()), sorted(given.keys() - group.keys())
+        if lacking and unknown:
+            raise ValueError(
+                f"the state is of another optimizer than {type(optimizer.optim).__name__}: its groups have "
+                f"{', '.join(unknown)} and lack {', '.join(lacking)}. Load the state into an optimizer of the class "
+                "that it was saved of, or go on without it."
+            )
 
 
 def cut(
