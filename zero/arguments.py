@@ -27,7 +27,7 @@ from zero.shards.arguments import as_groups, named_params
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem, whole_among
 from zero.shards.shapes import shared_memory
 from zero.tensor_parallel import parts
-from zero.wrap.wrapper import describe
+from zero.wrap.wrapper import describe, scripted
 from zero.wrappers import Wrapped
 
 One = Callable[..., Optimizer] | Optimizer
@@ -102,6 +102,7 @@ class Arguments:
 
     def _problem(self) -> str | None:
         problem = _unusable(self.stage, self.options, self.model) or _of_wrappers(self.defaults)
+        problem = problem or scripted(self.model, inside=False)
         if problem is None and self.params is not None:
             self.groups, problem = as_groups(self.params, call="zero.setup")
         problem = problem or partition_problem(self.partition)

@@ -1,78 +1,123 @@
 """Stage 1 of zero.setup: gradients that its DistributedDataParallel has not averaged are refused by the next step.
 
-DistributedDataParallel averages in the backward of a forward of its own, outside no_sync(). After any other one ranks
-would step different gradients. As each steps its shard alone, the replicas would stay equal, and nothing would show.
+DistributedDataParallel averages in the first backward after a forward of its own, outside no_sync(). After any other
+ranks would step different gradients. As each steps its shard alone, the replicas would stay equal, and nothing would
+show.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
-from zero._torch.autograd import writes_into
+from zero._torch.autograd import at_end_of_backward, writes_into
+from zero.wrap.ddp import averaged_also
 from zero.wrap.tensors import nearest_leaf, tensors_in
 
 _UNDER_NO_SYNC = "ran under no_sync()"
-_AROUND = "was of a forward of the module inside, around the DistributedDataParallel that zero.setup returned"
+_ONCE = (
+    "was a second one after a forward, as of two losses one after the other. DistributedDataParallel averages in the "
+    "first alone: add the losses up, (first + second).backward(), or run each one's forward just before its backward"
+)
+_AROUND = "was around the DistributedDataParallel that zero.setup returned: of a method, or of a module inside"
 
 
 class Averaging:
-    """Notes at the outputs of forwards, where their backwards begin, whether gradients will be averaged."""
+    """Notes where backwards begin, and write gradients, whether these will be averaged."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._inside = ref(ddp.module)
-        self._within_ddp = False
+        self._ddp = ref(ddp)
+        # Those that it averages, or has found frozen.
+        self._known = {*ddp.module.parameters()}
         # What the last backward did that has left gradients as they are on this rank.
         self._left: str | None = None
-        ddp.register_forward_pre_hook(_Hook(self, Averaging._begin))
-        ddp.register_forward_hook(_Hook(self, Averaging._end), always_call=True)
-        ddp.module.register_forward_hook(_Hook(self, Averaging._end_inside))
+        # Whether the next backward averages; whether the last one did.
+        self._averages = self._averaged = False
+        # What autograd calls at the end of the running backward, while it may still do so.
+        self._ends: Callable[[], object | None] = _nothing
+        written = partial(_written, ref(self))
+        ddp.register_forward_hook(_Hook(self), always_call=True)
+        hooks = [one.register_post_accumulate_grad_hook(written) for one in self._known if one.requires_grad]
+        finalize(self, _remove, hooks)
 
-    def problem(self) -> str | None:
+    def problem(self, params: Collection[nn.Parameter]) -> str | None:
         """Returns an error message for gradients that were not averaged, of which there are some, else None."""
+        problem = self._problem(params)
+        return None if problem is None or averaged_also(params, self._ddp()) else problem
+
+    def _problem(self, params: Iterable[nn.Parameter]) -> str | None:
+        if any(param not in self._known and param.grad is not None for param in params):
+            return (
+                "a parameter that was added to the optimizer since zero.setup has a gradient that was not averaged "
+                "over the ranks. Wrap the model again: DistributedDataParallel(zero.unwrap(model)), with the same "
+                "optimizer."
+            )
         return self._left and (
             f"gradients were not averaged over the ranks: the last backward {self._left}. Call the model that "
             "zero.setup returned, with the last backward of a step outside no_sync(). To average gradients by "
             "hand build zero.OSS and DistributedDataParallel without zero.setup."
         )
 
-    def _begin(self, *_: Any) -> None:
-        self._within_ddp = True
-
-    def _end(self, ddp: DistributedDataParallel, _: Any, output: Any) -> None:
-        self._within_ddp = False
-        self._watch(output, None if ddp.require_backward_grad_sync else _UNDER_NO_SYNC)
-
-    def _end_inside(self, module: nn.Module, _: Any, output: Any) -> None:
-        if not self._within_ddp and module is self._inside():
-            self._watch(output, _AROUND)
-
-    def _watch(self, output: Any, left: str | None) -> None:
+    def forward_ended(self, ddp: DistributedDataParallel, output: Any) -> None:
+        self._averages |= ddp.require_backward_grad_sync and torch.is_grad_enabled()
+        left = None if ddp.require_backward_grad_sync else _UNDER_NO_SYNC
         for tensor in tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(partial(self._reached, nearest_leaf(tensor), left))
 
     def _reached(self, leaf: Node | None, left: str | None, _: Tensor) -> None:
         if leaf is None or writes_into(leaf):  # torch.autograd.grad writes into none
-            self._left = left
+            self._begin(averages=left is None)
+            self._left = left or (None if self._averaged else _ONCE)
+
+    def written(self) -> None:
+        """A gradient was written, by whichever backward."""
+        if self._ends() is None:
+            self._begin(averages=True)
+            self._left = None if self._averaged else _AROUND
+
+    def _begin(self, *, averages: bool) -> None:
+        if self._ends() is None:
+            self._averaged = False
+            # Backwards within this one, as of re-entrant checkpointing, find it alive.
+            ends = partial(_nothing)
+            self._ends = ref(ends)
+            at_end_of_backward(ends)
+        if averages and self._averages:
+            self._averages, self._averaged = False, True
+
+
+def _written(averaging: Callable[[], Averaging | None], _: Tensor) -> None:
+    if (found := averaging()) is not None:
+        found.written()
+
+
+def _nothing() -> None:
+    """As a reference to what is gone, and as what the end of a backward calls."""
+
+
+def _remove(hooks: Iterable[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 class _Hook:
-    """Calls a method of `to`. A copy of the module, or what is read from its pickle, calls none."""
+    """After a forward. A copy of the module, or what is read from its pickle, calls nothing."""
 
-    def __init__(self, to: Averaging | None = None, method: Callable[..., None] | None = None) -> None:
-        self._to, self._method = to, method
+    def __init__(self, to: Averaging | None = None) -> None:
+        self._to = to
 
-    def __call__(self, *args: Any) -> None:
-        if self._method is not None and not torch.compiler.is_compiling():
-            self._method(self._to, *args)
+    def __call__(self, ddp: Any, _: Any, output: Any) -> None:
+        if self._to is not None and not torch.compiler.is_compiling():
+            self._to.forward_ended(ddp, output)
 
     def __reduce__(self) -> Any:
         return _Hook, ()

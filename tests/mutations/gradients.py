@@ -176,6 +176,6 @@ def gathered_by_what_requires_gradients(_, self):
     self._trained |= {flat for flat in self.shard_groups if any(param.requires_grad for param in flat.params)}
 
 
-@mutant("Averaging._reached")
+@mutant("Averaging.problem")
 def gradients_of_any_backward_taken_for_averages(_, self, *given):
     """At stage 1 a step takes what no_sync or a forward around the wrapper has left."""

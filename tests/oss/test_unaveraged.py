@@ -7,6 +7,8 @@ import io
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import zero
@@ -52,6 +54,22 @@ def around(t, i):
     t.update(t.n(t.batch(i)).square().mean())
 
 
+def around_parts(t, i):
+    t.update(t.n.last(t.n.first(t.batch(i))).square().mean())
+
+
+def twice(t, i):
+    losses = t.loss(i), t.loss(10 + i)
+    losses[0].backward()
+    t.update(losses[1])
+
+
+def again(t, i):
+    loss = t.loss(i)
+    loss.backward(retain_graph=True)
+    t.update(loss)
+
+
 def unfrozen(t, i):
     t.n.first.requires_grad_(i > 0)
     t.update(t.loss(i))
@@ -63,6 +81,9 @@ def frozen():
 
 row.of("the last backward is under no_sync", unsent, same=(), refused={1: r"no_sync\(\)", 2: r"no_sync\(\)"})
 row.of("the inner module is called", around, same=(), refused={1: "around the DistributedDataParallel"})
+row.of("modules inside are called", around_parts, same=(), refused={1: "around the DistributedDataParallel"})
+row.of("two losses, one after the other", twice, same=(), refused={1: "in the first alone"})
+row.of("a graph is gone through twice", again, same=(), refused={1: "in the first alone"})
 row.of(
     "a layer is unfrozen after wrapping",
     unfrozen,
@@ -113,3 +134,17 @@ def test_copies_and_files_of_the_module_are_watched_no_more(rank, world):
     optimizer.step()
     zero.unwrap(model)(data(4, WIDTH, rank=rank)).square().mean().backward()
     assert "around" in ranks.refusal(optimizer.step)
+
+
+@ranks.on(2)
+def test_a_layer_that_was_added_is_averaged_once_the_model_is_wrapped_again(rank, world):
+    net = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    model, optimizer = zero.setup(net, momentum(net.parameters()), stage=1)
+    net.append(nn.Linear(WIDTH, WIDTH))
+    optimizer.add_param_group({"params": net[1].parameters()})
+    model(data(4, WIDTH, rank=rank)).square().mean().backward()
+    assert "added to the optimizer" in ranks.refusal(optimizer.step)
+    optimizer.zero_grad()
+    again = DistributedDataParallel(zero.unwrap(model))
+    again(data(4, WIDTH, rank=rank)).square().mean().backward()
+    optimizer.step()

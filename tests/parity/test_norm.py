@@ -252,3 +252,11 @@ row.of(
     tolerance=gpus.ROUNDING,
 )
 test_rows = row.tests()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.raises(2, ValueError, r"norm_type=0.0: pass 1, 2, any p > 0, or float", timeout=15)
+def test_what_is_no_norm_is_refused(rank, world, stage):
+    model, optimizer = zero.setup(Stack(), sgd, stage=stage)
+    loss_on(rank, 0)(model).backward()
+    zero.clip_grad_norm_(model, optimizer, 1.0, norm_type=0)

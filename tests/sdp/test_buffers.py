@@ -89,6 +89,26 @@ def test_buffers_are_in_step_when_asked(rank, world):
     assert torch.equal(wrapped.module[1].running_mean, before)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2)
+def test_what_is_registered_after_wrapping_stays_each_ranks_own(rank, world, stage):
+    """As with DistributedDataParallel."""
+    model, _ = zero.setup(Normed(), sgd, stage=stage)
+    model.module[0].register_buffer("late", torch.tensor(float(rank)))
+    for step in range(2):
+        model(batch(rank, step)).sum().backward()
+    assert model.module[0].late == rank
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.raises(2, ValueError, "is of TorchScript.*torch.compile", timeout=15)
+def test_modules_of_torchscript_are_refused(rank, world, stage):
+    """Inside of others those that take no hooks are none of the wrapper's at stages 1 and 2."""
+    made = torch.jit.trace(nn.Linear(WIDTH, 3), batch(0, 0))
+    zero.setup(nn.Sequential(nn.Linear(WIDTH, WIDTH), made) if stage == 3 else made, sgd, stage=stage)
+
+
 @ranks.on(2)
 def test_models_start_as_the_first_ranks_or_as_they_are(rank, world):
     sent = []

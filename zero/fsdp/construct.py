@@ -37,6 +37,7 @@ from zero.shards.placement import Placement
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into
 from zero.wrap.ddp import ddp_within
+from zero.wrap.wrapper import scripted
 
 if TYPE_CHECKING:
     from zero.fsdp.precision import GivenPrecision
@@ -90,7 +91,9 @@ def construct(module: nn.Module, given: Arguments, nested: dict[str, Inside]) ->
         choice = UnitChoice(module, {name: fsdp.wrapper for name, fsdp in nested.items()}, sharded, asked.ignored)
         beside = any(comm.link.overlaps(device) for comm in placement.all_groups() for device in choice.devices())
         leaves = smallest_leaves(options.prefetch, beside=beside)
-        problem = problem or choice.divide(given.auto_wrap_policy, given.as_one_unit, leaves)
+        problem = (
+            problem or scripted(module, inside=True) or choice.divide(given.auto_wrap_policy, given.as_one_unit, leaves)
+        )
         problem = problem or _problem(choice, nested, options, placement)
         whole = {} if problem else whole_among(options.partition, choice.own())
         lines = [f"{strategy}, {options.signature()}, whole {[*whole.values()]}", *choice.signature()]

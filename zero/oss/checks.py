@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 
 from zero._torch.telling import warn_user
@@ -29,7 +30,7 @@ class StepChecks:
 
     def __init__(self, comm: Comm, inner: Optimizer, shards: OwnedShards, finding: Finding | None) -> None:
         self._comm, self._inner, self._shards, self._finding = comm, inner, shards, finding
-        self.unaveraged: Callable[[], str | None] = lambda: None
+        self.unaveraged: Callable[[Collection[nn.Parameter]], str | None] = lambda _: None
         self._steps_without = 0
         self._looked_around = False
         self._dtensors = DTensorCheck()
@@ -60,7 +61,7 @@ class StepChecks:
             return ddp.replaced_problem(self._shards)
         if are_sharded or self._comm.world == 1:
             return None
-        return self.unaveraged() or ddp.unfrozen_problem(self._shards)
+        return self.unaveraged(self._shards) or ddp.unfrozen_problem(self._shards)
 
     @contextmanager
     def around_hook(self) -> Iterator[None]:

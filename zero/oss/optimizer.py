@@ -5,7 +5,7 @@ It holds its shards (zero/shards/owned_shards.py), its step (step.py) and its sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, cast, overload
@@ -327,8 +327,9 @@ def _switch(of: ReferenceType[OSS], name: str, *args: Any, **kwargs: Any) -> Any
     return outer.stepper.call(outer, partial(getattr(type(outer.optim), name), outer.optim), args, kwargs)
 
 
-def refuse_unaveraged(optimizer: OSS, problem: Callable[[], str | None]) -> None:
-    """Has each step raise RuntimeError on every rank where `problem` returns an error message for gradients."""
+def refuse_unaveraged(optimizer: OSS, problem: Callable[[Collection[nn.Parameter]], str | None]) -> None:
+    """Has each step raise RuntimeError on every rank where `problem`, of its parameters, returns an error message for
+    gradients."""
     optimizer._checks.unaveraged = problem
 
 

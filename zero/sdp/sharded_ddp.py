@@ -31,7 +31,7 @@ from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, show_everywhere, take_out_of
 from zero.wrap.buffers import BufferSync
 from zero.wrap.ddp import ddp_within
-from zero.wrap.wrapper import UNWRAPPED, Wrapper, describe, refuse_steps
+from zero.wrap.wrapper import UNWRAPPED, Wrapper, describe, refuse_steps, scripted
 
 _AVERAGES = (
     "whose gradient ShardedDDP reduces to its owner. Remove DistributedDataParallel: ShardedDDP averages gradients "
@@ -137,6 +137,8 @@ class ShardedDDP(Wrapper):
                 f"the module is a {type(self.module).__name__} already, as in a notebook whose cell runs again. Wrap "
                 "what zero.unwrap(model) returns."
             )
+        if problem := scripted(self.module, inside=False):
+            return problem
         if not self._optimizers:
             return "ShardedDDP was given no optimizer. Pass the zero.OSS that holds the module's parameters."
         for optimizer in self._optimizers:

@@ -29,6 +29,8 @@ def total_norm(
     dtypes: of all ranks' shards. The result is float64 if one of them is, otherwise float32.
     offload: where the gradients lie; it may know norms of them.
     """
+    if not norm_type > 0:
+        raise ValueError(f"norm_type={norm_type!r}: pass 1, 2, any p > 0, or float('inf').")
     dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     infinite = math.isinf(norm_type)
     shards: dict[Comm | None, list[Tensor]] = {None: []}

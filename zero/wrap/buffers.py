@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch.autograd import keeping_versions
-from zero._torch.modules import buffers_of
 from zero.comm import Comm
 
 
@@ -24,13 +23,18 @@ class BufferSync:
 
     def __init__(self, module: nn.Module, comms: Sequence[Comm]) -> None:
         self._comms, self._due = comms, True
-        # What each module has. Modules that take the place of others are not seen, as with DistributedDataParallel.
-        self._held = {name: buffers_of(holder) for name, holder in module.named_modules()}
+        # By name where each lies. Modules that take the place of others, and buffers that are registered later, are not
+        # seen, as with DistributedDataParallel.
+        self._held = [
+            (f"{path}.{name}".strip("."), holder, name)
+            for path, holder in module.named_modules()
+            for name, _ in holder.named_buffers(recurse=False)
+        ]
         self._known = [(buffer.shape, buffer.dtype) for buffer in self._buffers()]
 
     def _buffers(self) -> list[Tensor]:
         """Each once."""
-        found = (buffer for held in self._held.values() for buffer in held.values())
+        found = (getattr(holder, name, None) for _, holder, name in self._held)
         return [*dict.fromkeys(buffer for buffer in found if buffer is not None)]
 
     def before_forward(self) -> None:
@@ -52,9 +56,7 @@ class BufferSync:
 
     def _compare(self) -> None:
         """Collective over the ranks on which shapes have changed. Ranks that broadcast meanwhile raise."""
-        held = (
-            (f"{module}.{name}".strip("."), buffer) for module, of in self._held.items() for name, buffer in of.items()
-        )
+        held = ((title, getattr(holder, name, None)) for title, holder, name in self._held)
         shapes = [f"{name}: {list(buffer.shape)}, {buffer.dtype}" for name, buffer in held if buffer is not None]
         try:
             for comm in self._comms:

@@ -68,9 +68,16 @@ def unfrozen_problem(params: Mapping[nn.Parameter, object]) -> str | None:
             if param.grad is not None and param.requires_grad and param in params:
                 return (
                     f"{name} was frozen when DistributedDataParallel wrapped the model, which does not average its "
-                    "gradient. Wrap the model again once it is unfrozen; ShardedDDP and FSDP need not be."
+                    "gradient. Wrap the model again, with the same optimizer: DistributedDataParallel(zero.unwrap("
+                    "model)); ShardedDDP and FSDP need not be."
                 )
     return None
+
+
+def averaged_also(params: Collection[nn.Parameter], besides: DistributedDataParallel | None) -> bool:
+    """Whether another DistributedDataParallel averages gradients of any of the parameters."""
+    own = {*params}
+    return any(ddp is not besides and not own.isdisjoint(_averaged(ddp)) for ddp in _alive)
 
 
 def _averages(ddp: DistributedDataParallel, params: Mapping[nn.Parameter, object]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from typing import Any, NoReturn, cast
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -86,6 +87,19 @@ NOT_SCRIPTED = (
     "TorchScript cannot run {}, whose parameters are spread over the ranks. Use torch.compile; or script the plain "
     "module, which zero.unwrap(model) returns."
 )
+
+
+def scripted(module: nn.Module, *, inside: bool) -> str | None:
+    """Returns an error message if the module, or with `inside` one inside it, is of TorchScript; else None."""
+    for name, one in module.named_modules() if inside else [("", module)]:
+        if isinstance(one, torch.jit.ScriptModule):
+            which = f"the module {name!r}" if name else "the model"
+            return (
+                f"{which} is of TorchScript ({type(one).__name__}), whose modules take no hooks. Wrap the module that "
+                "was scripted or traced, and compile by torch.compile."
+            )
+    return None
+
 
 UNWRAPPED = (
     "this {} was unwrapped by zero.unwrap() and cannot train any more. Use the module that zero.unwrap() returned, or "
