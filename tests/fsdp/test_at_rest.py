@@ -9,6 +9,7 @@ import io
 import pickle
 import re
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
@@ -16,7 +17,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -335,6 +336,27 @@ def test_what_each_rank_would_compute_otherwise_is_refused_on_every_rank(rank, w
     with pytest.raises(RuntimeError, match="cut between the ranks in another way"), torch.no_grad():
         first.add_(net.blocks[0].up.weight.detach())
     both.update()  # nothing of it was written
+
+
+TAKEN: dict[str, Callable[[nn.Parameter], Tensor]] = {
+    "zeros": lambda p: p.new_zeros(2),
+    "zeros by its data": lambda p: p.data.new_zeros(2),
+    "ones": lambda p: p.new_ones(2),
+    "a number": lambda p: p.new_full((2,), 3.0),
+    "a list": lambda p: p.new_tensor([1.0, 2.0]),
+    "nothing": lambda p: p.new_empty(2).fill_(1.0),
+    "a cast": lambda p: torch.ones(2, dtype=torch.float64).to(p),
+    "a cast by its type": lambda p: torch.ones(2, dtype=torch.float64).type_as(p),
+}
+
+
+@ranks.on(2)
+def test_what_takes_its_dtype_and_device_alone_is_a_plain_tensor(rank, world):
+    """As the first hidden state of a recurrent net."""
+    weight = zero.FSDP(Stack().bfloat16()).module.first.weight
+    for name, make in TAKEN.items():
+        made = make(weight)
+        assert type(made) is Tensor and made.shape == (2,) and made.dtype == torch.bfloat16, name
 
 
 @pytest.mark.parametrize("partition", ["even", "whole"])

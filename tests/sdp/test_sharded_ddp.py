@@ -6,6 +6,7 @@ That it trains right in all kinds of loops is in tests/parity.
 from __future__ import annotations
 
 import copy
+import io
 from functools import partial
 from typing import Any
 
@@ -110,6 +111,9 @@ FACTS = ("(first|last).*has no full gradient", r"zero\.clip_grad_norm_", r"zero\
 row = Rows("who computes with a gradient that is sharded is told what to call", __name__, same=(), refused={2: FACTS})
 row.of("clipping by the norm", reads(lambda params, _: nn.utils.clip_grad_norm_(params, 0.1)))
 row.of("a norm of data", reads(lambda params, _: [p.grad.data.abs().max() for p in params]))
+row.of("a histogram", reads(lambda params, _: [p.grad.detach().cpu().numpy() for p in params]))
+row.of("a list", reads(lambda params, _: [p.grad.tolist() for p in params]))
+row.of("a file", reads(lambda params, _: torch.save([p.grad for p in params], io.BytesIO())))
 row.of("torch's scaler", reads(unscale))
 row.of("a plain optimizer", reads(lambda params, _: torch.optim.SGD(params, lr=0.1).step()))
 test_rows = row.tests()

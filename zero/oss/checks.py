@@ -97,7 +97,8 @@ def _moved_problem(shards: OwnedShards) -> str | None:
             )
         return (
             f"{name} was moved, cast or given other data after OSS was built, and would no longer be trained. "
-            "Move and cast the model first, then build OSS; load weights with load_state_dict (assign=False)."
+            "Move and cast the model first, then build OSS; load weights with load_state_dict (assign=False); write "
+            "others in place, `p.data.copy_(...)`."
         )
     return None
 

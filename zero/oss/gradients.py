@@ -107,6 +107,19 @@ class OwnedGradient(WithoutMemory):
             "this rank's shard, such as for clip_grad_value_."
         )
 
+    # torch does not dispatch these.
+    def numpy(self, **_: Any) -> NoReturn:
+        self._refuse("numpy()")
+
+    def tolist(self) -> NoReturn:
+        self._refuse("tolist()")
+
+    def __array__(self, *_: Any) -> NoReturn:
+        self._refuse("an array")
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        self._refuse("what is saved or sent")
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"OwnedGradient({self.title}, {list(self.shape)}, {self.dtype}, sharded by ShardedDDP)"
 

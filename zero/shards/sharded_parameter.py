@@ -31,6 +31,7 @@ from zero.shards.elementwise import (
     ELEMENTWISE,
     ELEMENTWISE_VIEWS,
     FINITE_CHECK,
+    LIKE_ANOTHER,
     OF_SHAPE,
     SILENT,
     VIEWS,
@@ -42,7 +43,8 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     kwargs, name = kwargs or {}, getattr(func, "__name__", "")
     # torch passes the getter of an attribute as `__get__` of its descriptor, which alone has the name.
     attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
-    if name in SILENT or (attribute and attribute not in VIEWS and attribute not in ABOUT_ATTRIBUTES):
+    silent = name in SILENT or (name in LIKE_ANOTHER and not isinstance(args[0], AtRest))
+    if silent or (attribute and attribute not in VIEWS and attribute not in ABOUT_ATTRIBUTES):
         return _plainly(func, args, kwargs)
     if (attribute or name) in OF_SHAPE or (name == "detach" and _without_values(args[0])):
         return _plainly(func, [_in_the_shape_of(args[0]), *args[1:]] if args else args, kwargs)
@@ -140,13 +142,19 @@ def _spread_overflow(gradients: Sequence[Tensor], found: Tensor) -> None:
             reads.spread_overflow(found)
 
 
+_MAKE_A_SHARD = (
+    "torch.zeros_like(param) makes a shard; a model that follows this one, as an average or a target network, is "
+    "wrapped alike: zero.FSDP(copy)"
+)
+
+
 def _refuse_others(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Raises RuntimeError if shards are combined with tensors that are not cut in the same way, or written into plain
     ones. Of functions on lists those at the same positions are combined."""
     in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
     written = args[0] if in_place and args else kwargs.get("out")
     if isinstance(written, Tensor) and not isinstance(written, AtRest):
-        _refuse(f"`{name}` into a plain tensor", next(_shards_in((*args, *kwargs.values()))))
+        _refuse(f"`{name}` into a plain tensor ({_MAKE_A_SHARD})", next(_shards_in((*args, *kwargs.values()))))
     lists = [value for value in args if isinstance(value, (list, tuple))] if "_foreach_" in name else []
     combined: Iterable[Sequence[Any]] = zip(*lists, strict=True) if lists else [(*args, *kwargs.values())]
     for values in combined:
@@ -158,7 +166,7 @@ def _refuse_others(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> No
                     plain = (
                         f"a plain tensor of shape {list(tensor.shape)}, of which nobody knows whether it is full or a"
                     )
-                    _refuse(f"`{name}` with {plain} shard (torch.zeros_like(param) makes a shard),", shards[0])
+                    _refuse(f"`{name}` with {plain} shard ({_MAKE_A_SHARD}),", shards[0])
             elif not cut_of(shards[0]).alike(cut_of(tensor)):
                 _refuse(
                     f"`{name}` with {cut_of(tensor).described()}, whose elements are cut between the ranks in another "
