@@ -175,6 +175,10 @@ UNUSABLE["a ShardedDDP in a ShardedDDP"] = (
     lambda model: zero.ShardedDDP(zero.setup(model, Adam, stage=2)[0], zero.OSS(model.parameters(), Adam)),
     r"a ShardedDDP already.*zero\.unwrap\(model\)",
 )
+UNUSABLE["an option of DistributedDataParallel"] = (
+    lambda model: zero.setup(model, SGD(model.parameters(), 0.1), stage=1, find_unused_parameters=True),
+    r"find_unused_parameters= is an option of DistributedDataParallel.*zero\.OSS\.from_optimizer\(optimizer\)",
+)
 UNUSABLE["an option that the optimizer does not have"] = (
     lambda model: zero.setup(model, Adam, stage=2, rate=0.1),
     r"zero\.setup\(model, Adam, stage=2\): .* keyword argument 'rate'",

@@ -142,6 +142,12 @@ def _of_wrappers(defaults: Iterable[str]) -> str | None:
             f"{option}= is an option of FSDP that zero.setup does not take. Wrap the model by zero.FSDP(model, "
             f"{option}=...), and build the optimizer of the parameters() of what that returns."
         )
+    for option in sorted({"find_unused_parameters", "static_graph"} & {*defaults}):
+        return (
+            f"{option}= is an option of DistributedDataParallel. Leave it out at stages 2 and 3. At stage 1 build "
+            f"zero.OSS.from_optimizer(optimizer) and DistributedDataParallel(model, {option}=..., "
+            "gradient_as_bucket_view=True) yourself."
+        )
     return None
 
 
