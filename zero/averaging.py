@@ -39,10 +39,14 @@ class Averaging:
         self._known = {*ddp.module.parameters()}
         # What the last backward did that has left gradients as they are on this rank.
         self._left: str | None = None
-        # Whether the next backward averages; whether the last one did.
-        self._averages = self._averaged = False
-        # What autograd calls at the end of the running backward, while it may still do so.
+        # Whether the next backward that writes gradients averages.
+        self._averages = False
+        # What autograd calls at the end of the running backward, while it may still do so. And of that backward, or the
+        # last one, whether it has written gradients, has averaged, and came through an output of a forward of the
+        # model's, and why that one's is not averaged.
         self._ends: Callable[[], object | None] = _nothing
+        self._wrote = self._averaged = self._through = False
+        self._unsent: str | None = None
         written = partial(_written, ref(self))
         ddp.register_forward_hook(_Hook(self), always_call=True)
         hooks = [one.register_post_accumulate_grad_hook(written) for one in self._known if one.requires_grad]
@@ -68,31 +72,38 @@ class Averaging:
 
     def forward_ended(self, ddp: DistributedDataParallel, output: Any) -> None:
         self._averages |= ddp.require_backward_grad_sync and torch.is_grad_enabled()
-        left = None if ddp.require_backward_grad_sync else _UNDER_NO_SYNC
+        unsent = None if ddp.require_backward_grad_sync else _UNDER_NO_SYNC
         for tensor in tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(partial(self._reached, nearest_leaf(tensor), left))
+                tensor.register_hook(partial(self._reached, nearest_leaf(tensor), unsent))
 
-    def _reached(self, leaf: Node | None, left: str | None, _: Tensor) -> None:
+    def _reached(self, leaf: Node | None, unsent: str | None, _: Tensor) -> None:
         if leaf is None or writes_into(leaf):  # torch.autograd.grad writes into none
-            self._begin(averages=left is None)
-            self._left = left or (None if self._averaged else _ONCE)
+            self._begin()
+            self._through, self._unsent = True, unsent
+            if self._wrote:
+                self._judge()
 
     def written(self) -> None:
         """A gradient was written, by whichever backward."""
-        if self._ends() is None:
-            self._begin(averages=True)
-            self._left = None if self._averaged else _AROUND
+        self._begin()
+        if not self._wrote:  # one that fails before may run again, and averages then
+            self._wrote = True
+            self._judge()
 
-    def _begin(self, *, averages: bool) -> None:
+    def _judge(self) -> None:
+        if self._unsent is None and self._averages:
+            self._averages, self._averaged = False, True
+        self._left = self._unsent or (None if self._averaged else _ONCE if self._through else _AROUND)
+
+    def _begin(self) -> None:
         if self._ends() is None:
-            self._averaged = False
+            self._wrote = self._averaged = self._through = False
+            self._unsent = None
             # Backwards within this one, as of re-entrant checkpointing, find it alive.
             ends = partial(_nothing)
             self._ends = ref(ends)
             at_end_of_backward(ends)
-        if averages and self._averages:
-            self._averages, self._averaged = False, True
 
 
 def _written(averaging: Callable[[], Averaging | None], _: Tensor) -> None:
