@@ -14,7 +14,7 @@ from unittest import mock
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision, TorchCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -252,6 +252,27 @@ def saved_by_callback(rank: int, world: int, folder: str) -> None:
         found = torch.load(callback.best_model_path, weights_only=False)["state_dict"]
         assert list(found) == list(plain.state_dict())
         plain.load_state_dict(found)
+
+
+def saved_by_plugin(rank: int, world: int, folder: str) -> None:
+    """Lightning's own, which writes on a thread; one that is given to the strategy; and the default."""
+    from zero.integrations.lightning.sharding import MappedCheckpointIO
+
+    given = TorchCheckpointIO()
+    ways = [
+        (strategy(2), [AsyncCheckpointIO()], AsyncCheckpointIO),
+        (strategy(2, checkpoint_io=given), [], TorchCheckpointIO),
+        (strategy(2), [], MappedCheckpointIO),
+    ]
+    for number, (how, plugins, kind) in enumerate(ways):
+        callback = pl.callbacks.ModelCheckpoint(Path(folder, str(number)), filename="saved")
+        options = {"enable_checkpointing": True, "callbacks": [callback], "limit_train_batches": 1}
+        run, module = trainer(rank, world, how, plugins=plugins, **options), Module()
+        run.fit(module)
+        assert type(run.strategy.checkpoint_io) is kind
+        fresh = Module()
+        run.validate(fresh, ckpt_path=Path(folder, str(number), "saved.ckpt"), verbose=False)
+        assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in module.state_dict().items())
 
 
 def again(rank: int, world: int) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from calls import on_ranks
+from calls import call, on_ranks
 from torch import Tensor
 
 import matrix
+import ranks
 from assertions import close
 from processes import python
 
@@ -101,6 +102,11 @@ def test_a_save_that_was_interrupted_leaves_the_one_before(module, tmp_path):
 @pytest.mark.slow
 def test_saved_files_have_all_weights(tmp_path):
     on_ranks("lightnings", "saved_by_callback", str(tmp_path))
+
+
+@pytest.mark.slow
+def test_a_plugin_of_the_users_reads_and_writes_checkpoints(tmp_path):
+    ranks.run(call, 1, ("lightnings", "saved_by_plugin", (str(tmp_path),)), 110)
 
 
 @pytest.mark.slow

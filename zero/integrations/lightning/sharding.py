@@ -55,6 +55,7 @@ class ShardedStrategy:
 
     root_device: torch.device
     is_global_zero: bool
+    _checkpoint_io: Any
 
     def __init__(
         self, stage: int, *, oss: Any = None, checkpoint: str = "full", sync_each_batch: bool = True, **options: Any
@@ -65,9 +66,20 @@ class ShardedStrategy:
         self._syncs_each_batch = sync_each_batch and stage > 1
         known = inspect.signature(super().__init__).parameters
         theirs = {name: options.pop(name) for name in [*options] if name in known}
-        theirs["checkpoint_io"] = theirs.get("checkpoint_io") or MappedCheckpointIO()
         self._options = options
         super().__init__(**theirs)
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """That of the strategy or of a plugin. The default is not set before it is used: Lightning would refuse a
+        plugin beside it."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = MappedCheckpointIO()
+        return super().checkpoint_io  # type: ignore[misc]
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
 
     def _shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Collective. At stages 1 and 2 the OSS that replaces the optimizer; at stage 3 the optimizer itself."""
