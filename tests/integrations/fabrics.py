@@ -108,13 +108,15 @@ def resumed(rank: int, world: int, pairs: list[tuple[int, int]], folder: str, ki
     fabric = fabric_at(rank, world, 0)
     expected = train(fabric, set_up(fabric), range(3))[1:]
     options = {} if kind == "full" else {"checkpoint": kind}
+    saved = set[str]()
     for first, second in pairs:
-        path = Path(folder, str(first))
-        if not path.exists():
+        path = f"{folder}/{first}"
+        if path not in saved:
             fabric = fabric_at(rank, world, first, **(options if first else {}))
             parts = model, optimizer, scheduler = set_up(fabric)
             train(fabric, parts, range(1))
             fabric.save(path, {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 2})
+            saved.add(path)
         fabric = fabric_at(rank, world, second, **(options if second else {}))
         parts = model, optimizer, scheduler = set_up(fabric)
         state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 0}

@@ -202,17 +202,19 @@ def resumed(rank: int, world: int, pairs: list[tuple[int, int]], folder: str, ki
     trainer(rank, world, strategy(0), max_epochs=2).fit(whole)
     expected, expected_weights, _ = record(whole, [])
     options = {} if kind == "full" else {"checkpoint": kind}
+    saved = set[str]()
     for first, second in pairs:
-        path = Path(folder, str(first))
-        if not path.exists():
+        path = f"{folder}/{first}"
+        if path not in saved:
             run = trainer(rank, world, strategy(first, **(options if first else {})))
             run.fit(Module())
             run.save_checkpoint(path)  # after fit
+            saved.add(path)
         module = Module()
         run = trainer(rank, world, strategy(second, **(options if second else {})), max_epochs=2)
         run.fit(module, ckpt_path=path)
         losses, weights, _ = record(module, [])
-        assert losses == expected[BATCHES:], (first, second)
+        assert losses == expected[len(expected) // 2 :], (first, second)
         assert all(torch.equal(weights[name], value) for name, value in expected_weights.items()), (first, second)
 
 

@@ -5,8 +5,10 @@ Ranks that have imported Lightning stay for all tests, so what is refused is ref
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
+import os
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from calls import call, on_ranks
+from fsspec.core import url_to_fs
 from torch import Tensor
 
 import matrix
@@ -91,6 +94,21 @@ def same(one: Any, other: Any, tolerance: float) -> bool:
 def test_a_run_goes_on_at_any_stage_where_another_was_saved(module, kind, stages, tmp_path):
     few = [(0, 1), (1, 2), (2, 3), (3, 0)] if kind == "full" else [(3, 2)]
     on_ranks(module, "resumed", [*itertools.product(stages, stages)] if matrix.WHOLE else few, str(tmp_path), kind)
+
+
+def resumed_at(rank: int, world: int, module: str, url: str, folder: str) -> None:
+    with contextlib.chdir(folder):
+        importlib.import_module(module).resumed(rank, world, [(2, 3)], url, "sharded")
+    system, path = url_to_fs(url)
+    assert system.exists(f"{path}/2/lightning.ckpt")
+    assert os.listdir(folder) == (["there"] if url.startswith("file:") else [])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize(("url", "world"), [("memory://bucket/run", 1), ("file://{}/there", 2)])
+def test_a_sharded_checkpoint_is_written_to_a_url_and_read_from_it(module, url, world, tmp_path):
+    ranks.run(call, world, (__name__, "resumed_at", (module, url.format(tmp_path), str(tmp_path))), 110)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero import checkpoint
+from zero.checkpoint.storage import place
 from zero.full_state import full_state_dict
 from zero.integrations.lightning import sharding
 from zero.load_full import load_full_state_dict
@@ -104,7 +104,7 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
             raise ValueError("filter: a sharded checkpoint has the full model. Leave it out, or use checkpoint='full'.")
         model, optimizers, rest = _divided(state)
         save = lambda entry, file: write(file, {**rest, **entry}, storage_options)  # noqa: E731
-        self._save_shards(Path(path), model, optimizers, save)
+        self._save_shards(path, model, optimizers, save)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
@@ -118,7 +118,7 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
             return super().load_checkpoint(path, state, strict, weights_only)
         model, optimizers, rest = _divided(given)
         remainder = super().load_checkpoint(of_lightning, rest, strict, weights_only)
-        checkpoint.load(Path(path, remainder.pop(sharding.SHARDS)), model, optimizers)
+        checkpoint.load((place(path) / remainder.pop(sharding.SHARDS)).url, model, optimizers)
         given.update(rest)
         return remainder
 

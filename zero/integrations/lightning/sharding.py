@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import shutil
 import zipfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero import checkpoint as zero_checkpoint
+from zero.checkpoint.directory import checkpoints
+from zero.checkpoint.storage import place
 from zero.fsdp import FSDP
 from zero.fsdp.model import sharded_params
 from zero.full_state import full_optimizer_state_dict
@@ -105,13 +106,13 @@ class ShardedStrategy:
         """A context for the forward and backward of a batch that no step follows."""
         return nullcontext() if self._syncs_each_batch else no_sync(module)
 
-    def _save_shards(self, path: Path, model: nn.Module, optimizers: Any, save: Callable[[Any, Path], None]) -> None:
+    def _save_shards(self, path: Any, model: nn.Module, optimizers: Any, save: Callable[[Any, str], None]) -> None:
         """Collective. Saves a directory; what was there before is removed. save: writes this entry and all else."""
-        shards = Path(zero_checkpoint.save(path, model, optimizers).path).name
-        save({SHARDS: shards}, path / _REST)
-        for old in path.glob("[0-9]" * len(shards)) if self.is_global_zero else ():
+        directory, shards = place(path), place(zero_checkpoint.save(path, model, optimizers).path).name
+        save({SHARDS: shards}, (directory / _REST).url)
+        for old in checkpoints(directory) if self.is_global_zero else ():
             if old.name != shards:
-                shutil.rmtree(old)
+                old.remove()
 
 
 _sharded: WeakKeyDictionary[nn.Module, ReferenceType[FSDP]] = WeakKeyDictionary()  # by module its last wrapper
@@ -151,7 +152,7 @@ def scale_for_shards(plugin: Any) -> None:
             plugin.scaler.load_state_dict(scaler.state_dict())
 
 
-def rest_of(path: Any) -> Path | None:
+def rest_of(path: Any) -> str | None:
     """What Lightning has saved in a directory that zero.checkpoint has written; None for other checkpoints."""
-    rest = Path(path, _REST)
-    return rest if rest.is_file() else None
+    rest = place(path) / _REST
+    return rest.url if rest.exists() else None

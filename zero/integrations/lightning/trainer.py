@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -20,6 +19,7 @@ from torch.optim import Optimizer
 
 from zero import checkpoint as saved
 from zero._torch.optimizers import follow
+from zero.checkpoint.storage import place
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.full_state import full_state_dict
@@ -141,14 +141,14 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
             write(checkpoint, filepath, storage_options)
             return
         save = lambda entry, file: write({**checkpoint, **entry}, file, storage_options)  # noqa: E731
-        self._save_shards(Path(self.broadcast(filepath)), self._whole(), self._optimizers_in(checkpoint), save)
+        self._save_shards(self.broadcast(filepath), self._whole(), self._optimizers_in(checkpoint), save)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Collective where the checkpoint is a directory that this strategy, at any stage, has written."""
         rest = sharding.rest_of(checkpoint_path)
         found = super().load_checkpoint(rest or checkpoint_path, weights_only)
         if rest is not None:
-            saved.load(Path(checkpoint_path, found[sharding.SHARDS]), self._whole(), self._optimizers_in(found))
+            saved.load((place(checkpoint_path) / found[sharding.SHARDS]).url, self._whole(), self._optimizers_in(found))
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
