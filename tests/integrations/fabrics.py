@@ -125,6 +125,18 @@ def resumed(rank: int, world: int, pairs: list[tuple[int, int]], folder: str, ki
         assert train(fabric, parts, range(1, 3)) == expected, (first, second)
 
 
+def saved_in_turn(rank: int, world: int, path: str) -> None:
+    for step, kind in enumerate(["sharded", "full", "sharded"]):
+        fabric = fabric_at(rank, world, 2, checkpoint=kind)
+        model, optimizer, _ = set_up(fabric)
+        state = {"model": model, "optimizer": optimizer, "step": step}
+        fabric.save(path, state)
+        fabric.barrier()
+        assert Path(path).is_dir() == (kind == "sharded")
+        fabric.load(path, state := {**state, "step": None})
+        assert state["step"] == step
+
+
 def interrupted(rank: int, world: int, folder: str) -> None:
     fabric = fabric_at(rank, world, 2, checkpoint="sharded")
     parts = model, optimizer, scheduler = set_up(fabric)

@@ -256,6 +256,16 @@ def saved_by_callback(rank: int, world: int, folder: str) -> None:
         plain.load_state_dict(found)
 
 
+def saved_in_turn(rank: int, world: int, path: str) -> None:
+    for kind, epochs in [("sharded", 1), ("full", 2), ("sharded", 3)]:
+        run = trainer(rank, world, strategy(2, checkpoint=kind), limit_train_batches=1, max_epochs=epochs)
+        run.fit(module := Module())
+        run.save_checkpoint(path)
+        assert Path(path).is_dir() == (kind == "sharded")
+        trainer(rank, world, strategy(1)).test(fresh := Module(), ckpt_path=path, verbose=False)
+        assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in module.state_dict().items()), kind
+
+
 def saved_by_plugin(rank: int, world: int, folder: str) -> None:
     """Lightning's own, which writes on a thread; one that is given to the strategy; and the default."""
     from zero.integrations.lightning.sharding import MappedCheckpointIO

@@ -113,6 +113,12 @@ def test_a_sharded_checkpoint_is_written_to_a_url_and_read_from_it(module, url, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
+def test_a_checkpoint_takes_the_place_of_one_of_the_other_kind(module, tmp_path):
+    on_ranks(module, "saved_in_turn", str(tmp_path / "last.ckpt"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("module", MODULES)
 def test_a_save_that_was_interrupted_leaves_the_one_before(module, tmp_path):
     on_ranks(module, "interrupted", str(tmp_path))
 

@@ -98,6 +98,7 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
         """Collective."""
         write = super().save_checkpoint
         if not self._in_shards:
+            self._remove_shards(path)
             write(path, state, storage_options, filter)
             return
         if filter:

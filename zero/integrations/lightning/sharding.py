@@ -108,11 +108,19 @@ class ShardedStrategy:
 
     def _save_shards(self, path: Any, model: nn.Module, optimizers: Any, save: Callable[[Any, str], None]) -> None:
         """Collective. Saves a directory; what was there before is removed. save: writes this entry and all else."""
-        directory, shards = place(path), place(zero_checkpoint.save(path, model, optimizers).path).name
+        directory = place(path)
+        if self.is_global_zero and directory.exists() and not directory.inside():
+            directory.remove()  # a full checkpoint, which is a file
+        shards = place(zero_checkpoint.save(path, model, optimizers).path).name
         save({SHARDS: shards}, (directory / _REST).url)
         for old in checkpoints(directory) if self.is_global_zero else ():
             if old.name != shards:
                 old.remove()
+
+    def _remove_shards(self, path: Any) -> None:
+        """Removes a sharded checkpoint where a full one is about to be saved, which would be put inside."""
+        if self.is_global_zero and rest_of(path) is not None:
+            self.checkpoint_io.remove_checkpoint(path)
 
 
 _sharded: WeakKeyDictionary[nn.Module, ReferenceType[FSDP]] = WeakKeyDictionary()  # by module its last wrapper

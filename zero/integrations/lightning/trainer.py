@@ -138,6 +138,7 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
         """Collective where it is saved in shards, into a directory."""
         write = super().save_checkpoint
         if not self._in_shards:
+            self._remove_shards(filepath)
             write(checkpoint, filepath, storage_options)
             return
         save = lambda entry, file: write({**checkpoint, **entry}, file, storage_options)  # noqa: E731
