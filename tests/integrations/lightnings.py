@@ -266,14 +266,91 @@ def saved_in_turn(rank: int, world: int, path: str) -> None:
         assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in module.state_dict().items()), kind
 
 
+class Phased(Module):
+    """What it saves decides, before it is trained again, by which schedule and on which scale of the loss."""
+
+    phase, scale = 1, 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["phase"] = 2
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.phase = checkpoint["phase"]
+
+    def configure_optimizers(self) -> Any:
+        made = super().configure_optimizers()
+        made["lr_scheduler"]["scheduler"] = torch.optim.lr_scheduler.ExponentialLR(made["optimizer"], 0.5 / self.phase)
+        return made
+
+    def on_fit_start(self) -> None:
+        self.scale = self.phase
+
+    def training_step(self, batch: list[Tensor], number: int) -> Tensor:
+        return super().training_step(batch, number) * self.scale
+
+
+class Count(pl.Callback):
+    """Its state is there before it is trained again."""
+
+    epochs = seen = 0
+
+    def on_fit_start(self, *_: Any) -> None:
+        self.seen = self.epochs
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.epochs += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epochs = state["epochs"]
+
+
+def resumed_in_phases(rank: int, world: int, stage: int, kind: str, folder: str) -> Any:
+    options = {"checkpoint": kind} if stage else {}
+    for epochs, path in [(1, None), (2, f"{folder}/{stage} {kind}")]:
+        module, count = Phased(), Count()
+        run = trainer(rank, world, strategy(stage, **options), max_epochs=epochs, callbacks=[count])
+        run.fit(module, ckpt_path=path)
+        run.save_checkpoint(f"{folder}/{stage} {kind}")
+    return record(module, [count.seen, module.scale])
+
+
+class Unfreezes(pl.callbacks.BaseFinetuning):
+    def freeze_before_training(self, module: pl.LightningModule) -> None:
+        self.freeze(module.blocks)
+
+    def finetune_function(self, module: pl.LightningModule, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(module.blocks, optimizer, lr=0.001)
+
+
+class Finetuned(Module):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([param for param in self.parameters() if param.requires_grad], lr=0.01, momentum=0.9)
+
+
+def finetuned(rank: int, world: int, stage: int, kind: str, folder: str) -> Any:
+    """On one rank: DistributedDataParallel averages no gradients of parameters that were frozen at first."""
+    options = {"checkpoint": kind} if stage else {}
+    for epochs, path in [(3, None), (4, f"{folder}/{stage} {kind}")]:
+        run = trainer(rank, world, strategy(stage, **options), max_epochs=epochs, callbacks=[Unfreezes()])
+        run.fit(module := Finetuned(), ckpt_path=path)
+        run.save_checkpoint(f"{folder}/{stage} {kind}")
+    return record(module, [len(run.optimizers[0].param_groups)])
+
+
 def saved_by_plugin(rank: int, world: int, folder: str) -> None:
-    """Lightning's own, which writes on a thread; one that is given to the strategy; and the default."""
+    """One of Lightning's, which writes on a thread; one that is given to the strategy; and the default."""
     from zero.integrations.lightning.sharding import MappedCheckpointIO
 
-    given = TorchCheckpointIO()
+    class Given(TorchCheckpointIO):
+        pass
+
     ways = [
         (strategy(2), [AsyncCheckpointIO()], AsyncCheckpointIO),
-        (strategy(2, checkpoint_io=given), [], TorchCheckpointIO),
+        (strategy(2, checkpoint_io=Given()), [], Given),
         (strategy(2), [], MappedCheckpointIO),
     ]
     for number, (how, plugins, kind) in enumerate(ways):

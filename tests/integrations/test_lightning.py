@@ -129,6 +129,22 @@ def test_saved_files_have_all_weights(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("name", "world"), [("resumed_in_phases", 2), ("finetuned", 1)])
+def test_what_a_checkpoint_brings_back_is_there_before_the_fit_starts(name, world, stage, tmp_path):
+    """As under DDP; at stage 3 it comes later, as the model must be sharded before."""
+
+    def last(stage: int, kind: str) -> Any:
+        return ranks.run(call, world, ("lightnings", name, (stage, kind, str(tmp_path))), 110)[0]
+
+    losses, weights, values = last(0, "full")
+    for kind in ("full", "sharded"):
+        own_losses, own_weights, own_values = last(stage, kind)
+        assert (own_losses, own_values) == (losses, values)
+        assert all(torch.equal(own_weights[weight], value) for weight, value in weights.items())
+
+
+@pytest.mark.slow
 def test_a_plugin_of_the_users_reads_and_writes_checkpoints(tmp_path):
     ranks.run(call, 1, ("lightnings", "saved_by_plugin", (str(tmp_path),)), 110)
 

@@ -56,7 +56,6 @@ class ShardedStrategy:
 
     root_device: torch.device
     is_global_zero: bool
-    _checkpoint_io: Any
 
     def __init__(
         self, stage: int, *, oss: Any = None, checkpoint: str = "full", sync_each_batch: bool = True, **options: Any
@@ -70,17 +69,11 @@ class ShardedStrategy:
         self._options = options
         super().__init__(**theirs)
 
-    @property
-    def checkpoint_io(self) -> Any:
-        """That of the strategy or of a plugin. The default is not set before it is used: Lightning would refuse a
-        plugin beside it."""
-        if self._checkpoint_io is None:
-            self._checkpoint_io = MappedCheckpointIO()
-        return super().checkpoint_io  # type: ignore[misc]
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        self._checkpoint_io = io
+    def setup_environment(self) -> None:
+        """Lightning's own reader becomes the one that maps files: in the constructor it would rule out a plugin."""
+        super().setup_environment()  # type: ignore[misc]
+        if type(self.checkpoint_io) is TorchCheckpointIO:
+            self.checkpoint_io: Any = MappedCheckpointIO()
 
     def _shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Collective. At stages 1 and 2 the OSS that replaces the optimizer; at stage 3 the optimizer itself."""

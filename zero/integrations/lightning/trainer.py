@@ -19,12 +19,14 @@ from torch.optim import Optimizer
 
 from zero import checkpoint as saved
 from zero._torch.optimizers import follow
+from zero.checkpoint.read import load_state
 from zero.checkpoint.storage import place
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.full_state import full_state_dict
 from zero.integrations.lightning import averages, sharding
 from zero.load_full import load_full_optimizer_state_dict, load_full_state_dict
+from zero.oss import OSS
 from zero.scripts import clip_grad_norm_, unwrap
 
 
@@ -123,8 +125,9 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Always true: each rank loads its shards, so the model must be sharded first."""
-        return True
+        """At stage 3: each rank loads its shards, so the model must be sharded first. Below, `configure_optimizers` and
+        `on_fit_start` find the checkpoint loaded, as with DDP. Optimizers load later at every stage."""
+        return self._stage == 3
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Collective. Full weights on rank 0's CPU, {} elsewhere; {} where they are saved in shards."""
@@ -142,30 +145,38 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
             write(checkpoint, filepath, storage_options)
             return
         save = lambda entry, file: write({**checkpoint, **entry}, file, storage_options)  # noqa: E731
-        self._save_shards(self.broadcast(filepath), self._whole(), self._optimizers_in(checkpoint), save)
+        optimizers = [*self.optimizers] if "optimizer_states" in checkpoint else []
+        self._save_shards(self.broadcast(filepath), self._whole(), optimizers or None, save)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Collective where the checkpoint is a directory that this strategy, at any stage, has written."""
+        """Of a directory, which this strategy has written at any stage: where the rest is, to be loaded when asked."""
         rest = sharding.rest_of(checkpoint_path)
         found = super().load_checkpoint(rest or checkpoint_path, weights_only)
         if rest is not None:
-            saved.load((place(checkpoint_path) / found[sharding.SHARDS]).url, self._whole(), self._optimizers_in(found))
+            found[sharding.SHARDS] = (place(checkpoint_path) / found[sharding.SHARDS]).url
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Collective at stage 3. Takes full weights."""
-        if sharding.SHARDS not in checkpoint:  # else they have been loaded
+        """Collective. Takes full weights, or shards."""
+        if sharding.SHARDS in checkpoint:
+            saved.load(checkpoint[sharding.SHARDS], self._whole())
+        else:
             weights = averages.weights_to_load(checkpoint, self.lightning_module, self.model)
             load_full_state_dict(self._whole(), weights, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Collective. Takes full state, of any strategy."""
-        if sharding.SHARDS not in checkpoint:
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-                load_full_optimizer_state_dict(self._whole(), optimizer, state)
-
-    def _optimizers_in(self, checkpoint: Mapping[str, Any]) -> list[Optimizer] | None:
-        return [*self.optimizers] or None if "optimizer_states" in checkpoint else None
+        """Collective. Takes full state, of any strategy, or shards."""
+        for one in self.optimizers:
+            if isinstance(one, OSS):  # BaseFinetuning has put groups into its list that it must be given
+                known = len(one.optim.param_groups)
+                one.param_groups, added = one.param_groups[:known], one.param_groups[known:]
+                for group in added:
+                    one.add_param_group(group)
+        if sharding.SHARDS in checkpoint:
+            load_state(checkpoint[sharding.SHARDS], self._whole(), self.optimizers)
+            return
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            load_full_optimizer_state_dict(self._whole(), optimizer, state)
 
     def _whole(self) -> Any:
         """The model as zero.checkpoint takes it."""
