@@ -92,7 +92,7 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
         if state_dict is None and isinstance(self.model_wrapped, Wrapped):
             if adapts:
                 with for_peft():
-                    only = states.on_first("the adapters", partial(saved_names, self.model), here=writes) or ()
+                    only = states.on_first(partial(saved_names, self.model), here=writes) or ()
             state_dict = states.full_weights(self.model_wrapped, writes, dtype, only)
         with for_peft():
             super()._save(output_dir, state_dict=state_dict)

@@ -200,11 +200,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return bool(self.is_local_main_process if each_node else self.is_main_process)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Collective. As Accelerate's; the ZeroPlugin's state_dict_type chooses the format."""
+        """Collective. As Accelerate's; the ZeroPlugin's state_dict_type chooses the format. Where a rank cannot write,
+        every rank raises."""
         models, optimizers, hooks = self._models, self._optimizers, [*self._save_model_state_pre_hook.values()]
         save = partial(states.save, self, models, optimizers, hooks, safe_serialization)
-        with self._emptied("_save_model_state_pre_hook", lambda _, __, folder: save(folder)):
+        with states.together() as step, self._emptied("_save_model_state_pre_hook", lambda _, __, folder: save(folder)):
             location = super().save_state(output_dir, safe_serialization, **kwargs)
+            step.agree()
         self.wait_for_everyone()
         return location
 

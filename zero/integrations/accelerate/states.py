@@ -27,7 +27,8 @@ from torch.optim import Optimizer
 from zero import checkpoint
 from zero._torch.compiling import name_without_compile
 from zero.checkpoint.read import load_state
-from zero.comm import Comm
+from zero.comm import COLLECTION, Comm
+from zero.comm.together import Together
 from zero.fsdp.full_weights import named_tensors
 from zero.fsdp.model import models_of
 from zero.full_state import full_optimizer_state_dict, full_state_dict, full_tensors
@@ -107,28 +108,29 @@ def _chosen(model: nn.Module, dtype: torch.dtype | None, only: Sequence[str] | N
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def on_first(what: str, read: Callable[[], T], *, here: bool | None = None) -> T | None:
-    """Collective. What rank 0 reads, or each rank that passes here=True; None on other ranks. Raises ValueError on
-    every rank if reading raises."""
-    comm, found, problem = Comm.default(), None, None
-    if comm.rank == 0 if here is None else here:
-        try:
-            found = read()
-        except Exception as error:  # of whatever kind: the other ranks wait
-            problem = f"{type(error).__name__}: {error}"
-    comm.compare(what, [], problem)
+def together() -> Together:
+    """What a rank raises in this context, the others raise where they call its `agree`, or that of another one."""
+    return Together([Comm.default()], COLLECTION)
+
+
+def on_first(read: Callable[[], T], *, here: bool | None = None) -> T | None:
+    """Collective. What rank 0 reads, or each rank that passes here=True; None on other ranks. Raises on every rank if
+    reading raises."""
+    with together() as step:
+        found = read() if (Comm.default().rank == 0 if here is None else here) else None
+        step.agree()
     return found
 
 
 def load_weights(model: nn.Module, files: Callable[[], Sequence[Path]], *, strict: bool = True) -> Any:
     """Collective. Loads full weights. files: called on rank 0. Returns what load_state_dict() does."""
-    found = on_first("the files with weights", files)
+    found = on_first(files)
     return load_full_state_dict(model, None if found is None else _stored(found), strict)
 
 
 def load_optimizer(optimizer: Any, file: Path, **options: Any) -> None:
     """Collective. Loads full state. options: of `torch.load`."""
-    optimizer.load_state_dict(on_first("the state of an optimizer", partial(_mapped, file, **options)))
+    optimizer.load_state_dict(on_first(partial(_mapped, file, **options)))
 
 
 def _mapped(file: Path, **options: Any) -> Any:
@@ -151,20 +153,24 @@ def _stored(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
 
 
 def save(accelerator: Any, models: Sequence[nn.Module], optimizers: Any, hooks: Hooks, safe: bool, folder: str) -> None:
-    """Collective. hooks: the user's, which may take weights away that they save themselves."""
+    """Collective, in the context `together`. hooks: the user's, which may take weights away that they save."""
+    agree = together().agree  # between what some ranks write, and what all do
     writes, file = accelerator.writes, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME
     if writes:
         names = (_SHARDED,) if accelerator.saves_shards else (file, _OPTIMIZER)
         remove_others(folder, names, len(models) + len(optimizers))
+    agree()
     weights = [] if accelerator.saves_shards else [full_weights(model, writes) for model in models]
     for hook in hooks:
         hook(models, weights, folder)
+    agree()
     if accelerator.saves_shards:
         save_sharded(folder, models, optimizers)
         return
     for number in range(len(weights)):  # nothing stays while the next ones are saved, and the state is gathered
         accelerator.save(OrderedDict(weights.pop(0)), _numbered(folder, file, number), safe_serialization=safe)
     for number, one in enumerate(optimizers):
+        agree()
         state = full_state(accelerator.sharding.holder_of(one.optimizer), one, writes)
         accelerator.save(state, _numbered(folder, _OPTIMIZER, number))
 
