@@ -16,24 +16,17 @@ from zero.arguments import Arguments, One, Optim, ranks_of
 from zero.averaging import Averaging
 from zero.comm import Comm
 from zero.fsdp import FSDP
-from zero.fsdp.fsdp import running_model
-from zero.fsdp.model import Model
-from zero.fsdp.optimizer_state import register
 from zero.fsdp.precision import DTYPES, MixedPrecision
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
-from zero.oss.from_optimizer import states_of
 from zero.oss.optimizer import refuse_unaveraged
 from zero.precision import Rounding, compute_under_autocast
 from zero.sdp import ShardedDDP
 from zero.shards.announce import without_announcing
 from zero.shards.arguments import parts_of
 from zero.shards.partition import Partition
-from zero.shards.sharded_parameter import mark_states
 from zero.shards.shares import Shares
-from zero.state.optimizer_state import cut, leaves_of
 from zero.state.shard_mark import refuse_shards
-from zero.state.stepped import of_user
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, show_everywhere
 from zero.wrap.ddp import average_by_reading, average_in_float32
@@ -126,23 +119,10 @@ def _optimizer(asked: Arguments, optim: Any, wrapped: nn.Module) -> Optimizer:
     if not isinstance(optim, Optimizer):
         built = optim(parts_of(asked.groups) or asked.model.parameters(), **asked.defaults)
     elif isinstance(wrapped, FSDP):
-        _cut_state(optim, running_model(wrapped))
+        wrapped.register_optimizer(optim)  # before the first step: the state can be saved already
     if not asked.stage:
         refuse_shards(built)
     return built
-
-
-def _cut_state(optimizer: Optimizer, model: Model) -> None:
-    """Cuts the state that an optimizer had before its parameters were cut."""
-    states = states_of(optimizer)
-    if states:
-        stepped = of_user(optimizer, model.index.groups, model.comm)
-        own = cut(stepped, leaves_of(states))
-        optimizer.state.clear()
-        for param, of_shard in own.items():
-            optimizer.state[param] = of_shard
-        mark_states(optimizer)
-        register(model, optimizer)  # before the first step: the state can be saved already
 
 
 def _with_oss(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> tuple[nn.Module, Sequence[Optimizer]]:

@@ -93,6 +93,13 @@ def two_optimizers(rank: int, world: int, stage: int) -> list[float]:
     return seen
 
 
+def with_state(rank: int, world: int, stage: int) -> list[float]:
+    """Adagrad has state as soon as it is built, before it is set up."""
+    fabric, module = fabric_at(rank, world, stage), Module()
+    model, optimizer = fabric.setup(module, torch.optim.Adagrad(module.parameters(), lr=0.1))
+    return train(fabric, (model, optimizer, mock.Mock()), range(3))
+
+
 def held(rank: int, world: int, stage: int, **options: Any) -> float:
     """The share of the gradients' bytes that a rank holds between two batches of a step."""
     fabric = fabric_at(rank, world, stage, **options)

@@ -95,6 +95,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plainly": ({}, {}),
     "with dropout and checkpoints": ({}, {"model": WithDropout}),
     "in bf16": ({"mixed_precision": "bf16"}, {}),
+    "with state that the optimizer has from the start": ({}, {"optim": torch.optim.Adagrad}),
 }
 """Options of the Accelerator, and of the script."""
 

@@ -79,6 +79,11 @@ def test_fabric_clips_each_of_two_optimizers_by_the_norm_of_its_own_gradients():
         assert by_rank == [pytest.approx(one, rel=1e-5) for one in expected]
 
 
+@pytest.mark.slow
+def test_fabric_cuts_state_that_an_optimizer_has_from_the_start():
+    assert on_ranks("fabrics", "with_state", 3) == on_ranks("fabrics", "with_state", 0)
+
+
 def same(one: Any, other: Any, tolerance: float) -> bool:
     if isinstance(one, list):
         return all(same(a, b, tolerance) for a, b in zip(one, other, strict=True))

@@ -309,7 +309,9 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
             return loaded
 
     def register_optimizer(self, optimizer: Optimizer) -> None:
-        """Lets `optimizer.load_state_dict` take full state from now on, as it does after its first step anyway."""
+        """Cuts state that the optimizer had before the model was wrapped, the same on every rank; and lets
+        `optimizer.load_state_dict` take full state from now on, as it does after its first step anyway."""
+        optimizer_state.cut_full(self._model, optimizer)
         optimizer_state.register(self._model, optimizer)
 
     def __getstate__(self) -> NoReturn:

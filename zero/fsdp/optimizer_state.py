@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zero._torch.modules import OwnHook
 from zero._torch.optimizers import takes_state_hooks
 from zero.comm import Comm
 from zero.fsdp.model import Model
-from zero.measure.param_groups import SHARD_MARK
+from zero.measure.param_groups import SHARD_MARK, params_of
 from zero.shards.shard_group import ShardGroup
 from zero.shards.sharded_parameter import mark_states, plain_state
 from zero.state import optimizer_state as state
@@ -58,6 +59,25 @@ def register(model: Model, optimizer: Optimizer) -> None:
     optimizer.register_state_dict_post_hook(_Marks(shard_groups, comm))
     optimizer.register_load_state_dict_pre_hook(cut)
     optimizer.register_load_state_dict_post_hook(keep)
+
+
+def cut_full(model: Model, optimizer: Optimizer) -> None:
+    """Cuts the state that an optimizer had before its parameters were cut, the same on every rank. Raises ValueError
+    where it does not fit them."""
+    groups, held = model.index.groups, optimizer.state
+    is_full = any(
+        isinstance(value, Tensor) and value.dim() and value.shape == full != own.shape
+        for group in groups
+        for param, own, full in zip(group.params, group.shard_views, group.shapes.full, strict=True)
+        for value in held.get(param, {}).values()
+    )
+    if is_full:
+        states = {number: held[param] for number, param in enumerate(params_of(optimizer)) if held.get(param)}
+        own_states = state.cut(_shards(model, optimizer), state.leaves_of(states))
+        held.clear()
+        for param, of_shard in own_states.items():
+            held[param] = of_shard
+        mark_states(optimizer)
 
 
 class _Marks(OwnHook):

@@ -116,6 +116,8 @@ class Sharding:
         if self.stage in (1, 2) and not isinstance(optimizer, OSS):
             optimizer = OSS.from_optimizer(optimizer, master_dtype=self._masters, **self._rest)
         self._optimizers[optimizer] = None
+        if isinstance(holder := self.holder_of(optimizer), FSDP):
+            holder.register_optimizer(optimizer)
         return optimizer
 
     def wrap(self, model: nn.Module, handler: Any) -> nn.Module:
@@ -180,11 +182,14 @@ class Sharding:
         rest = {"broadcast_buffers": broadcast_buffers, "sync_module_states": self._synced, **self._rest}
         if isinstance(pattern := rest.get("ignored_modules"), str):
             rest["ignored_modules"] = [one for name, one in model.named_modules() if re.fullmatch(pattern, name)]
-        needed = [cut_for("auto", finding_of_built(one)) for one in self._optimizers if steps(one, model)]
-        if "whole" in needed and rest.get("partition", "auto") == "auto":
+        own = [one for one in self._optimizers if steps(one, model)]
+        if "whole" in [cut_for(rest.get("partition", "auto"), finding_of_built(one)) for one in own]:
             rest["partition"] = "whole"
         rest |= {"auto_wrap_policy": policy, "as_one_unit": as_one_unit, "mixed_precision": self._precision}
-        return FSDP(model, device_mesh=self._mesh(), **rest)
+        wrapped = FSDP(model, device_mesh=self._mesh(), **rest)
+        for one in own:
+            wrapped.register_optimizer(one)
+        return wrapped
 
     def _mesh(self) -> DeviceMesh | None:
         strategy = self._rest.get("sharding_strategy", "FULL_SHARD")
