@@ -34,7 +34,7 @@ TAKES_STATE = {
     "lightning": LOAD_STATE,
     "fabric": "load",
     "trainer SHARDED": LOAD_BOTH,
-    "lightning sharded": "load_checkpoint",
+    "lightning sharded": LOAD_STATE,
 }
 """What gives each rank new state. Accelerate's and Fabric's shards are read into the state that there is."""
 
