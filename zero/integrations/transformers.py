@@ -12,7 +12,7 @@ from zero.integrations.oldest import refuse_older
 refuse_older("transformers")
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -110,7 +110,7 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
             with loading_adapters(self.model):
                 load(folder)
             return
-        self._issue_warnings_after_load(states.load_weights(self.model, partial(_files, folder), strict=False))
+        self._issue_warnings_after_load(states.load_weights(self.model, _files(folder), strict=False))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Collective."""
@@ -141,12 +141,13 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
         self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
 
 
-def _files(folder: str) -> list[Path]:
-    """The files with full weights in a checkpoint. Raises FileNotFoundError if there are none."""
+def _files(folder: str) -> Iterator[Path]:
+    """Yields the files with full weights in a checkpoint. Raises FileNotFoundError if there are none."""
     for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
         if (file := Path(folder, name)).is_file():
             parts = {name} if file.suffix != ".json" else {*json.loads(file.read_text())["weight_map"].values()}
-            return [Path(folder, one) for one in sorted(parts)]
+            yield from (Path(folder, one) for one in sorted(parts))
+            return
     raise FileNotFoundError(f"{folder} has no {SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME} or an index of several such files.")
 
 

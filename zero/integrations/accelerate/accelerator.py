@@ -207,7 +207,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         with states.together() as step, self._emptied("_save_model_state_pre_hook", lambda _, __, folder: save(folder)):
             location = super().save_state(output_dir, safe_serialization, **kwargs)
             step.agree()
-        self.wait_for_everyone()
         return location
 
     def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:

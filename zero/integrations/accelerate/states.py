@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shutil
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -122,10 +122,9 @@ def on_first(read: Callable[[], T], *, here: bool | None = None) -> T | None:
     return found
 
 
-def load_weights(model: nn.Module, files: Callable[[], Sequence[Path]], *, strict: bool = True) -> Any:
-    """Collective. Loads full weights. files: called on rank 0. Returns what load_state_dict() does."""
-    found = on_first(files)
-    return load_full_state_dict(model, None if found is None else _stored(found), strict)
+def load_weights(model: nn.Module, files: Iterable[Path], *, strict: bool = True) -> Any:
+    """Collective. Loads full weights. files: iterated on rank 0. Returns what load_state_dict() does."""
+    return load_full_state_dict(model, _stored(files) if Comm.default().rank == 0 else None, strict)
 
 
 def load_optimizer(optimizer: Any, file: Path, **options: Any) -> None:
@@ -139,7 +138,7 @@ def _mapped(file: Path, **options: Any) -> Any:
     return accelerate.utils.load(file, **{**options, "map_location": "cpu", "mmap": Comm.default().world > 1})
 
 
-def _stored(files: Sequence[Path]) -> Iterator[tuple[str, Tensor]]:
+def _stored(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of files, one after another."""
     for file in files:
         if file.suffix == ".safetensors":
@@ -183,13 +182,9 @@ def load(models: Sequence[nn.Module], optimizers: Any, hooks: Hooks, strict: boo
     if is_sharded(folder):
         load_sharded(folder, models, optimizers, left)
         return
-
-    def files(number: int) -> list[Path]:
-        safe = _numbered(folder, SAFE_WEIGHTS_NAME, number)
-        return [safe if safe.exists() else _numbered(folder, WEIGHTS_NAME, number)]
-
     for number, model in enumerate(left):
-        load_weights(model, partial(files, number), strict=strict)
+        safe = _numbered(folder, SAFE_WEIGHTS_NAME, number)
+        load_weights(model, [safe if safe.exists() else _numbered(folder, WEIGHTS_NAME, number)], strict=strict)
     for number, optimizer in enumerate(optimizers):
         load_optimizer(optimizer, _numbered(folder, _OPTIMIZER, number), **options)
 

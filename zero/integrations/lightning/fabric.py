@@ -114,8 +114,7 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
         given = state if isinstance(state, dict) else {"": state}
         if (of_lightning := sharding.rest_of(path)) is None:
             if isinstance(self.checkpoint_io, sharding.MappedCheckpointIO):
-                copied = {name for name, value in given.items() if isinstance(value, _KINDS)}
-                self.checkpoint_io.copied = lambda name: "" in copied or name in copied
+                self.checkpoint_io.copied = [name for name, value in given.items() if isinstance(value, _KINDS)]
             return super().load_checkpoint(path, state, strict, weights_only)
         model, optimizers, rest = _divided(given)
         remainder = super().load_checkpoint(of_lightning, rest, strict, weights_only)

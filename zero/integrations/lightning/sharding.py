@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from pathlib import Path
@@ -37,17 +37,17 @@ _REST, SHARDS = "lightning.ckpt", "zero_checkpoint"
 class MappedCheckpointIO(TorchCheckpointIO):
     """Lightning's own reader, onto the CPU, by which each rank takes its elements of one tensor after another.
 
-    copied: whether an entry is copied as it is loaded. Such entries are mapped from the file: they take no memory until
+    copied: entries that are copied as they are loaded; "" is all. They are mapped from the file, without memory until
     they are read. Others are copied here: callbacks may keep their tensors, under which the file may be written again.
     """
 
-    copied: Callable[[str], bool] = ("state_dict", "optimizer_states", "current_model_state").__contains__
+    copied: Collection[str] = ("state_dict", "optimizer_states", "current_model_state")
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         if weights_only is False or not Path(path).is_file() or not zipfile.is_zipfile(path):  # elsewhere, or old
             return super().load_checkpoint(path, map_location, weights_only)
         found: dict[str, Any] = torch.load(path, map_location=map_location, mmap=True, weights_only=True)
-        return {name: value if self.copied(name) else deepcopy(value) for name, value in found.items()}
+        return {name: value if {name, ""} & {*self.copied} else deepcopy(value) for name, value in found.items()}
 
 
 class ShardedStrategy:
