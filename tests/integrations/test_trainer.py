@@ -202,6 +202,7 @@ def test_arguments_are_honoured_or_refused_on_every_rank(rank: int, world: int, 
 
     refused: dict[str, dict[str, Any]] = {
         "auto_find_batch_size=True is not available": {"auto_find_batch_size": True},
+        "bf16_full_eval=True is not available": {"bf16_full_eval": True, "stage": 3},
         "both say how to shard": {**of_fsdp(version=2), "stage": 2},
         "no stage to shard at was given": {"stage": None},
         "gradient_clipping is 1.0": {"stage": ZeroPlugin(stage=2, gradient_clipping=1.0)},

@@ -163,16 +163,18 @@ def plugin_for(args: Any, given: ZeroPlugin | int | None) -> ZeroPlugin:
     """The ZeroPlugin of a Trainer with these TrainingArguments. Raises ValueError for arguments that contradict it."""
     if getattr(args, "deepspeed", None) is not None:
         raise ValueError(f"TrainingArguments(deepspeed=...): transformers then builds models by DeepSpeed. {NOT_READ}")
-    if args.auto_find_batch_size:
-        raise ValueError(
-            "auto_find_batch_size=True is not available: ranks without memory would leave the others behind."
-        )
     if args.fsdp and given is not None:
         raise ValueError("zero_plugin and TrainingArguments(fsdp=...) both say how to shard. Keep one of them.")
     if args.fsdp:  # without the prefix `fsdp_`, and with keys for XLA, which say no unless they were given
         config = {name: one for name, one in args.fsdp_config.items() if one or not name.startswith("xla")}
         given = ZeroPlugin(**of_fsdp({"version": 2, **config}))  # the Trainer's default
     options = {**vars(chosen(given))}
+    refused = {"auto_find_batch_size": "ranks without memory would leave the others behind"}
+    if options["stage"] == 3:
+        reason = "it casts the model, whose shards are trained. Pass bf16=True or fp16=True, or take stage 2"
+        refused |= dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), reason)
+    for name in filter(partial(getattr, args), refused):
+        raise ValueError(f"{name}=True is not available: {refused[name]}.")
     for name in ("mixed_precision", "gradient_accumulation_steps", "gradient_clipping"):
         asked = options.pop(name, None)  # the Trainer applies these itself
         found = getattr(args, "max_grad_norm" if name == "gradient_clipping" else name)
