@@ -346,7 +346,14 @@ def saved_by_plugin(rank: int, world: int, folder: str) -> None:
     from zero.integrations.lightning.sharding import MappedCheckpointIO
 
     class Given(TorchCheckpointIO):
-        pass
+        def __init__(self) -> None:
+            self.stored: dict[str, Any] = {}
+
+        def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+            self.stored[str(path)] = checkpoint
+
+        def load_checkpoint(self, path: Any, *_: Any, **__: Any) -> dict[str, Any]:
+            return self.stored[str(path)]
 
     ways = [
         (strategy(2), [AsyncCheckpointIO()], AsyncCheckpointIO),
@@ -359,8 +366,11 @@ def saved_by_plugin(rank: int, world: int, folder: str) -> None:
         run, module = trainer(rank, world, how, plugins=plugins, **options), Module()
         run.fit(module)
         assert type(run.strategy.checkpoint_io) is kind
+        path = "its own://saved" if kind is Given else Path(folder, str(number), "another.ckpt")
+        run.save_checkpoint(path)
+        run.strategy.checkpoint_io.teardown()  # it is written then
         fresh = Module()
-        run.validate(fresh, ckpt_path=Path(folder, str(number), "saved.ckpt"), verbose=False)
+        run.validate(fresh, ckpt_path=path, verbose=False)
         assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in module.state_dict().items())
 
 

@@ -116,6 +116,8 @@ class Sharding:
         if self.stage in (1, 2) and not isinstance(optimizer, OSS):
             optimizer = OSS.from_optimizer(optimizer, master_dtype=self._masters, **self._rest)
         self._optimizers[optimizer] = None
+        if isinstance(holder := self.holder_of(optimizer), FSDP):  # prepared before, not in one call
+            holder.register_optimizer(optimizer)
         return optimizer
 
     def wrap(self, model: nn.Module, handler: Any) -> nn.Module:

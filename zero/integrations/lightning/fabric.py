@@ -66,12 +66,7 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
         return self._accumulating(module) if enabled else nullcontext()
 
     def clip_gradients_norm(
-        self,
-        module: nn.Module,
-        optimizer: Any,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = True,
+        self, module: nn.Module, optimizer: Any, max_norm: float, norm_type: float = 2, error_if_nonfinite: bool = True
     ) -> Tensor:
         """Collective. Returns the norm of all gradients before. Raises RuntimeError, on every rank, if not finite."""
         self.precision.unscale_gradients(optimizer)

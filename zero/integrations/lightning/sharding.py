@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import zipfile
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -155,5 +155,7 @@ def scale_for_shards(plugin: Any) -> None:
 
 def rest_of(path: Any) -> str | None:
     """What Lightning has saved in a directory that zero.checkpoint has written; None for other checkpoints."""
-    rest = place(path) / _REST
-    return rest.url if rest.exists() else None
+    with suppress(ValueError, ImportError):  # an address that only the user's CheckpointIO knows
+        if (rest := place(path) / _REST).exists():
+            return rest.url
+    return None
