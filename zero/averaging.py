@@ -48,7 +48,9 @@ class Averaging:
         self._wrote = self._averaged = self._through = False
         self._unsent: str | None = None
         written = partial(_written, ref(self))
-        ddp.register_forward_hook(_Hook(self), always_call=True)
+        hook = _Hook(self)
+        ddp.register_forward_hook(hook, always_call=True)
+        self._hook = ref(hook)
         hooks = [one.register_post_accumulate_grad_hook(written) for one in self._known if one.requires_grad]
         finalize(self, _remove, hooks)
 
@@ -94,7 +96,9 @@ class Averaging:
     def _judge(self) -> None:
         if self._unsent is None and self._averages:
             self._averages, self._averaged = False, True
-        self._left = self._unsent or (None if self._averaged else _ONCE if self._through else _AROUND)
+        hook = self._hook()
+        unknown = not self._through and hook is not None and hook.traced
+        self._left = self._unsent or (None if self._averaged or unknown else _ONCE if self._through else _AROUND)
 
     def _begin(self) -> None:
         if self._ends() is None:
@@ -121,13 +125,16 @@ def _remove(hooks: Iterable[RemovableHandle]) -> None:
 
 
 class _Hook:
-    """After a forward. A copy of the module, or what is read from its pickle, calls nothing."""
+    """After a forward. A copy of the module, or what is read from its pickle, calls nothing. `traced`: whether
+    torch.compile runs the forward of the wrapper itself, of which nothing is noted."""
 
     def __init__(self, to: Averaging | None = None) -> None:
-        self._to = to
+        self._to, self.traced = to, False
 
     def __call__(self, ddp: Any, _: Any, output: Any) -> None:
-        if self._to is not None and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            self.traced = True
+        elif self._to is not None:
             self._to.forward_ended(ddp, output)
 
     def __reduce__(self) -> Any:

@@ -148,3 +148,13 @@ def test_a_layer_that_was_added_is_averaged_once_the_model_is_wrapped_again(rank
     again = DistributedDataParallel(zero.unwrap(model))
     again(data(4, WIDTH, rank=rank)).square().mean().backward()
     optimizer.step()
+
+
+@ranks.on(2)
+def test_a_wrapper_that_is_compiled_averages(rank, world):
+    model, optimizer = zero.setup(Net(), momentum, stage=1)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(3):
+        optimizer.zero_grad()
+        compiled(data(4, WIDTH, rank=rank)).square().mean().backward()
+        optimizer.step()
