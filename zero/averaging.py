@@ -31,24 +31,23 @@ _AROUND = "was around the DistributedDataParallel that zero.setup returned: of a
 
 
 class Averaging:
-    """Notes where backwards begin, and write gradients, whether these will be averaged."""
+    """Notes, where a gradient is written, whether it will be averaged."""
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ref(ddp)
         # Those that it averages, or has found frozen.
         self._known = {*ddp.module.parameters()}
-        # What the last backward did that has left gradients as they are on this rank.
-        self._left: str | None = None
-        # Whether the next backward that writes gradients averages.
+        # Whose gradients are as they are on this rank, and what the backward did that wrote them last.
+        self._left: dict[nn.Parameter, str] = {}
+        # Whether there was a forward whose backward averages, and the parameters that have got gradients since.
         self._averages = False
-        # What autograd calls at the end of the running backward, while it may still do so. And of that backward, or the
-        # last one, whether it has written gradients, has averaged, and came through an output of a forward of the
-        # model's, and why that one's is not averaged.
+        self._averaged: set[nn.Parameter] = set()
+        # What autograd calls at the end of the running backward, while it may still do so. And of that backward whether
+        # it came through an output of the wrapper's forward, and why that one's is not averaged.
         self._ends: Callable[[], object | None] = _nothing
-        self._wrote = self._averaged = self._through = False
+        self._through = False
         self._unsent: str | None = None
-        written = partial(_written, ref(self))
-        hook = _Hook(self)
+        hook, written = _Hook(self), partial(_written, ref(self))
         ddp.register_forward_hook(hook, always_call=True)
         self._hook = ref(hook)
         hooks = [one.register_post_accumulate_grad_hook(written) for one in self._known if one.requires_grad]
@@ -66,14 +65,17 @@ class Averaging:
                 "over the ranks. Wrap the model again: DistributedDataParallel(zero.unwrap(model)), with the same "
                 "optimizer."
             )
-        return self._left and (
-            f"gradients were not averaged over the ranks: the last backward {self._left}. Call the model that "
+        left = next((left for param, left in self._left.items() if param.grad is not None), None)
+        return left and (
+            f"gradients were not averaged over the ranks: the last backward {left}. Call the model that "
             "zero.setup returned, with the last backward of a step outside no_sync(). To average gradients by "
             "hand build zero.OSS and DistributedDataParallel without zero.setup."
         )
 
     def forward_ended(self, ddp: DistributedDataParallel, output: Any) -> None:
-        self._averages |= ddp.require_backward_grad_sync and torch.is_grad_enabled()
+        if ddp.require_backward_grad_sync and torch.is_grad_enabled():
+            self._averages = True
+            self._averaged.clear()
         unsent = None if ddp.require_backward_grad_sync else _UNDER_NO_SYNC
         for tensor in tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
@@ -83,36 +85,28 @@ class Averaging:
         if leaf is None or writes_into(leaf):  # torch.autograd.grad writes into none
             self._begin()
             self._through, self._unsent = True, unsent
-            if self._wrote:
-                self._judge()
 
-    def written(self) -> None:
+    def written(self, param: nn.Parameter) -> None:
         """A gradient was written, by whichever backward."""
         self._begin()
-        if not self._wrote:  # one that fails before may run again, and averages then
-            self._wrote = True
-            self._judge()
-
-    def _judge(self) -> None:
-        if self._unsent is None and self._averages:
-            self._averages, self._averaged = False, True
-        hook = self._hook()
-        unknown = not self._through and hook is not None and hook.traced
-        self._left = self._unsent or (None if self._averaged or unknown else _ONCE if self._through else _AROUND)
+        if self._unsent is None and self._averages and param not in self._averaged:
+            self._averaged.add(param)
+            self._left.pop(param, None)
+        elif self._through or (hook := self._hook()) is None or not hook.traced:
+            self._left[param] = self._unsent or (_ONCE if self._through else _AROUND)
 
     def _begin(self) -> None:
         if self._ends() is None:
-            self._wrote = self._averaged = self._through = False
-            self._unsent = None
+            self._through, self._unsent = False, None
             # Backwards within this one, as of re-entrant checkpointing, find it alive.
             ends = partial(_nothing)
             self._ends = ref(ends)
             at_end_of_backward(ends)
 
 
-def _written(averaging: Callable[[], Averaging | None], _: Tensor) -> None:
+def _written(averaging: Callable[[], Averaging | None], param: nn.Parameter) -> None:
     if (found := averaging()) is not None:
-        found.written()
+        found.written(param)
 
 
 def _nothing() -> None:

@@ -158,3 +158,35 @@ def test_a_wrapper_that_is_compiled_averages(rank, world):
         optimizer.zero_grad()
         compiled(data(4, WIDTH, rank=rank)).square().mean().backward()
         optimizer.step()
+
+
+class Two(nn.Module):
+    """Of two nets that have no parameter in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        return self.one(x), self.other(x)
+
+
+@ranks.on(2)
+def test_losses_of_different_parameters_may_have_a_backward_each(rank, world):
+    """DistributedDataParallel averages each parameter's first gradient after a forward."""
+    model, optimizer = zero.setup(Two(), momentum, stage=1)
+    expected = Two()
+    reference = momentum(expected.parameters())
+    for step in range(3):
+        for loss in model(data(4, WIDTH, rank=rank, step=step)):
+            loss.square().mean().backward()
+        reference.zero_grad()
+        for one in range(2):
+            for loss in expected(data(4, WIDTH, rank=one, step=step)):
+                (loss.square().mean() / 2).backward()
+        for each in (optimizer, reference):
+            each.step()
+        optimizer.zero_grad()
+    for name, value in model.module.state_dict().items():
+        assert torch.allclose(value, expected.state_dict()[name], atol=1e-6), name
