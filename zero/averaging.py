@@ -48,9 +48,11 @@ class Averaging:
         self._through = False
         self._unsent: str | None = None
         hook, written = _Hook(self), partial(_written, ref(self))
-        ddp.register_forward_hook(hook, always_call=True)
+        ddp.register_forward_hook(hook)  # not after an exception: it has prepared no backward then
         self._hook = ref(hook)
-        hooks = [one.register_post_accumulate_grad_hook(written) for one in self._known if one.requires_grad]
+        # It averages once all of these have gradients.
+        self._trained = {one for one in self._known if one.requires_grad}
+        hooks = [one.register_post_accumulate_grad_hook(written) for one in self._trained]
         finalize(self, _remove, hooks)
 
     def problem(self, params: Collection[nn.Parameter]) -> str | None:
@@ -58,19 +60,33 @@ class Averaging:
         problem = self._problem(params)
         return None if problem is None or averaged_also(params, self._ddp()) else problem
 
-    def _problem(self, params: Iterable[nn.Parameter]) -> str | None:
+    def _problem(self, params: Collection[nn.Parameter]) -> str | None:
         if any(param not in self._known and param.grad is not None for param in params):
             return (
                 "a parameter that was added to the optimizer since zero.setup has a gradient that was not averaged "
                 "over the ranks. Wrap the model again: DistributedDataParallel(zero.unwrap(model)), with the same "
                 "optimizer."
             )
-        left = next((left for param, left in self._left.items() if param.grad is not None), None)
+        if (missing := self._missing()) and any(one in self._averaged and one.grad is not None for one in params):
+            return (
+                "gradients are not averaged over the ranks yet: no backward since the last forward has reached "
+                f"{missing}, and DistributedDataParallel averages once all trained parameters have gradients. Step "
+                "after the last backward. For parameters that some forwards do not use build zero.OSS and "
+                "DistributedDataParallel(model, find_unused_parameters=True) yourself, or take stage 2."
+            )
+        left = next((self._left[one] for one in params if one in self._left and one.grad is not None), None)
         return left and (
             f"gradients were not averaged over the ranks: the last backward {left}. Call the model that "
             "zero.setup returned, with the last backward of a step outside no_sync(). To average gradients by "
             "hand build zero.OSS and DistributedDataParallel without zero.setup."
         )
+
+    def _missing(self) -> str | None:
+        """The name of a parameter whose gradient the running averages wait for, if there is one."""
+        ddp, missing = self._ddp(), self._trained - self._averaged
+        if not self._averaged or not missing or ddp is None or ddp.find_unused_parameters or ddp.static_graph:
+            return None
+        return next((name for name, param in ddp.module.named_parameters() if param in missing), None)
 
     def forward_ended(self, ddp: DistributedDataParallel, output: Any) -> None:
         if ddp.require_backward_grad_sync and torch.is_grad_enabled():
@@ -89,7 +105,7 @@ class Averaging:
     def written(self, param: nn.Parameter) -> None:
         """A gradient was written, by whichever backward."""
         self._begin()
-        if self._unsent is None and self._averages and param not in self._averaged:
+        if self._averages and param not in self._averaged:
             self._averaged.add(param)
             self._left.pop(param, None)
         elif self._through or (hook := self._hook()) is None or not hook.traced:

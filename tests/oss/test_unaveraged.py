@@ -190,3 +190,37 @@ def test_losses_of_different_parameters_may_have_a_backward_each(rank, world):
         optimizer.zero_grad()
     for name, value in model.module.state_dict().items():
         assert torch.allclose(value, expected.state_dict()[name], atol=1e-6), name
+
+
+def nothing_reached_the_other(model, optimizer, x):
+    model(x)[0].sum().backward()
+
+
+def the_forward_has_raised(model, optimizer, x):
+    sum(model(x)).sum().backward()
+    with pytest.raises(TypeError):
+        model(x, x)
+    optimizer.zero_grad()
+    sum(model.module(x)).sum().backward()
+
+
+@pytest.mark.parametrize("act", [nothing_reached_the_other, the_forward_has_raised])
+@ranks.on(2)
+def test_averages_that_are_not_complete_are_refused(rank, world, act):
+    """DistributedDataParallel averages once all have gradients, and after a forward that has ended."""
+    model, optimizer = zero.setup(Two(), momentum, stage=1)
+    act(model, optimizer, data(4, WIDTH, rank=rank))
+    assert "averaged over the ranks" in ranks.refusal(optimizer.step)
+
+
+@ranks.on(2)
+def test_a_forward_under_no_sync_within_an_averaged_backward_counts(rank, world):
+    net = nn.Linear(WIDTH, WIDTH)
+    model, optimizer = zero.setup(net, momentum, stage=1)
+    with zero.no_sync(model):
+        inner = model(data(4, WIDTH, rank=rank))
+    model(inner).square().mean().backward()
+    mine, others = net.weight.grad, net.weight.grad.clone()
+    torch.distributed.broadcast(others, 0)
+    assert torch.equal(mine, others)
+    optimizer.step()

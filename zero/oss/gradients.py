@@ -114,7 +114,7 @@ class OwnedGradient(WithoutMemory):
     def tolist(self) -> NoReturn:
         self._refuse("tolist()")
 
-    def __array__(self, *_: Any) -> NoReturn:
+    def __array__(self, *_: Any, **__: Any) -> NoReturn:
         self._refuse("an array")
 
     def __reduce_ex__(self, _: Any) -> NoReturn:

@@ -28,7 +28,7 @@ ELEMENTWISE = _names(
 SILENT = _names(
     """
     __delete__ __set__ can_cast get_device is_complex is_conj is_floating_point is_inference is_neg is_quantized
-    is_signed is_sparse new_empty new_empty_strided new_full new_ones new_tensor new_zeros register_hook
+    is_signed is_sparse new_empty new_empty_strided new_full new_ones new_zeros register_hook
     register_post_accumulate_grad_hook requires_grad_ result_type retain_grad
     """
 )

@@ -44,6 +44,7 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     # torch passes the getter of an attribute as `__get__` of its descriptor, which alone has the name.
     attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
     silent = name in SILENT or (name in LIKE_ANOTHER and not isinstance(args[0], AtRest))
+    silent |= name == "new_tensor" and not any(_shards_in((*args[1:], *kwargs.values())))
     if silent or (attribute and attribute not in VIEWS and attribute not in ABOUT_ATTRIBUTES):
         return _plainly(func, args, kwargs)
     if (attribute or name) in OF_SHAPE or (name == "detach" and _without_values(args[0])):

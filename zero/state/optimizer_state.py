@@ -127,12 +127,15 @@ def fitting(optimizer: SteppedShards, state_dict: dict[str, Any]) -> dict[int, d
     return {number: state_dict["state"][key] for number, key in enumerate(keys) if key in state_dict["state"]}
 
 
+_SCHEDULED = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr", param_groups.SHARD_MARK}
+
+
 def refuse_other_options(optimizer: SteppedShards, groups: Sequence[Mapping[str, Any]]) -> None:
     """Raises ValueError for groups of another class of optimizer, which would go on with options that it ignores."""
-    # Flags come with versions of torch, and options of schedulers and of the user's are in no defaults.
+    # Flags come with versions of torch. Schedulers have options of their own in groups.
     own = {key for key, value in optimizer.optim.defaults.items() if value is not None and not isinstance(value, bool)}
     for given, group in zip(groups, optimizer.param_groups, strict=False):  # `fitting` compares how many there are
-        lacking, unknown = sorted(own - given.keys()), sorted(given.keys() - group.keys())
+        lacking, unknown = sorted(own & group.keys() - given.keys()), sorted(given.keys() - group.keys() - _SCHEDULED)
         if lacking and unknown:
             raise ValueError(
                 f"the state is of another optimizer than {type(optimizer.optim).__name__}: its groups have "

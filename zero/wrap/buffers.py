@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch.autograd import keeping_versions
+from zero._torch.modules import buffers_of
 from zero.comm import Comm
 
 
@@ -26,15 +27,16 @@ class BufferSync:
         # By name where each lies. Modules that take the place of others, and buffers that are registered later, are not
         # seen, as with DistributedDataParallel.
         self._held = [
-            (f"{path}.{name}".strip("."), holder, name)
+            (f"{path}.{name}".strip("."), table, name)
             for path, holder in module.named_modules()
-            for name, _ in holder.named_buffers(recurse=False)
+            for table in [dict(holder.named_buffers(recurse=False)) if _is_scripted(holder) else buffers_of(holder)]
+            for name in table
         ]
         self._known = [(buffer.shape, buffer.dtype) for buffer in self._buffers()]
 
     def _buffers(self) -> list[Tensor]:
         """Each once."""
-        found = (getattr(holder, name, None) for _, holder, name in self._held)
+        found = (table.get(name) for _, table, name in self._held)
         return [*dict.fromkeys(buffer for buffer in found if buffer is not None)]
 
     def before_forward(self) -> None:
@@ -56,7 +58,7 @@ class BufferSync:
 
     def _compare(self) -> None:
         """Collective over the ranks on which shapes have changed. Ranks that broadcast meanwhile raise."""
-        held = ((title, getattr(holder, name, None)) for title, holder, name in self._held)
+        held = ((title, table.get(name)) for title, table, name in self._held)
         shapes = [f"{name}: {list(buffer.shape)}, {buffer.dtype}" for name, buffer in held if buffer is not None]
         try:
             for comm in self._comms:
@@ -70,3 +72,8 @@ class BufferSync:
     def after_forward(self, *, reduced: bool) -> None:
         """Notes whether the next broadcast is due. reduced: whether this forward's gradients will be reduced."""
         self._due = reduced and torch.is_grad_enabled()
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    """Whether the module is of TorchScript, whose buffers lie in no dictionary, and stay the same."""
+    return isinstance(module, torch.jit.ScriptModule)
