@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
-from weakref import finalize, ref
+from weakref import finalize, proxy, ref
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,8 @@ class Averaging:
         self._ends: Callable[[], object | None] = _nothing
         self._through = False
         self._unsent: str | None = None
-        hook, written = _Hook(self), partial(_written, ref(self))
+        # A proxy: the garbage collector does not find cycles through hooks of autograd.
+        hook, written = _Hook(self), partial(Averaging.written, proxy(self))
         ddp.register_forward_hook(hook)  # not after an exception: it has prepared no backward then
         self._hook = ref(hook)
         # It averages once all of these have gradients.
@@ -61,9 +62,10 @@ class Averaging:
         return None if problem is None or averaged_also(params, self._ddp()) else problem
 
     def _problem(self, params: Collection[nn.Parameter]) -> str | None:
-        if any(param not in self._known and param.grad is not None for param in params):
+        added = {param for param in params if param not in self._known and param.grad is not None}
+        if added:
             return (
-                "a parameter that was added to the optimizer since zero.setup has a gradient that was not averaged "
+                f"{self._name(added)} was added to the optimizer since zero.setup, and its gradient was not averaged "
                 "over the ranks. Wrap the model again: DistributedDataParallel(zero.unwrap(model)), with the same "
                 "optimizer."
             )
@@ -82,11 +84,17 @@ class Averaging:
         )
 
     def _missing(self) -> str | None:
-        """The name of a parameter whose gradient the running averages wait for, if there is one."""
+        """The name of a parameter whose gradient the running averages wait for, if they do."""
         ddp, missing = self._ddp(), self._trained - self._averaged
         if not self._averaged or not missing or ddp is None or ddp.find_unused_parameters or ddp.static_graph:
             return None
-        return next((name for name, param in ddp.module.named_parameters() if param in missing), None)
+        return self._name(missing)
+
+    def _name(self, params: Collection[nn.Parameter]) -> str:
+        """Of the first of the parameters that the model has."""
+        ddp = self._ddp()
+        named = () if ddp is None else ddp.module.named_parameters()
+        return next((name for name, param in named if param in params), "a parameter")
 
     def forward_ended(self, ddp: DistributedDataParallel, output: Any) -> None:
         if ddp.require_backward_grad_sync and torch.is_grad_enabled():
@@ -104,11 +112,13 @@ class Averaging:
 
     def written(self, param: nn.Parameter) -> None:
         """A gradient was written, by whichever backward."""
-        self._begin()
         if self._averages and param not in self._averaged:
             self._averaged.add(param)
-            self._left.pop(param, None)
-        elif self._through or (hook := self._hook()) is None or not hook.traced:
+            if self._left:
+                self._left.pop(param, None)
+            return
+        self._begin()
+        if self._through or (hook := self._hook()) is None or not hook.traced:
             self._left[param] = self._unsent or (_ONCE if self._through else _AROUND)
 
     def _begin(self) -> None:
@@ -118,11 +128,6 @@ class Averaging:
             ends = partial(_nothing)
             self._ends = ref(ends)
             at_end_of_backward(ends)
-
-
-def _written(averaging: Callable[[], Averaging | None], param: nn.Parameter) -> None:
-    if (found := averaging()) is not None:
-        found.written(param)
 
 
 def _nothing() -> None:

@@ -37,8 +37,8 @@ from zero.checkpoint.values import encode
 from zero.comm.waiting import calling
 
 # Seconds that the first rank's thread waits for other ranks' files after these are written, or the main thread has
-# ended. A network file system may show a new name after half a minute.
-_LAST_WAIT = 60.0
+# ended. By default NFS looks at a directory again after 60 (acdirmax in nfs(5)).
+_LAST_WAIT = 90.0
 
 # Seconds between two looks for them.
 _LONGEST_PAUSE = 0.25

@@ -12,6 +12,8 @@ the gradients and the receive buffers (2 B): never more than 2 B. So besides sha
 number. Where transfers overlap computing, the receive buffers take B / W (B if gradients are sent in 16 bits; W ranks),
 and a step takes at most 4 B + B / W: parameters and gradients of the unit that computes, parameters of the next unit,
 gradients and receive buffers of the last.
+
+`Order` says which all-gathers run ahead, `Reductions` has those of gradients that are still running.
 """
 
 from __future__ import annotations
