@@ -65,9 +65,9 @@ class Averaging:
         added = {param for param in params if param not in self._known and param.grad is not None}
         if added:
             return (
-                f"{self._name(added)} was added to the optimizer since zero.setup, and its gradient was not averaged "
-                "over the ranks. Wrap the model again: DistributedDataParallel(zero.unwrap(model)), with the same "
-                "optimizer."
+                f"{self._name(added) or 'a parameter'} was added to the optimizer since zero.setup, and its "
+                "gradient was not averaged over the ranks. Wrap the model again, with the same optimizer: "
+                "DistributedDataParallel(zero.unwrap(model))."
             )
         if (missing := self._missing()) and any(one in self._averaged and one.grad is not None for one in params):
             return (
@@ -90,11 +90,11 @@ class Averaging:
             return None
         return self._name(missing)
 
-    def _name(self, params: Collection[nn.Parameter]) -> str:
-        """Of the first of the parameters that the model has."""
+    def _name(self, params: Collection[nn.Parameter]) -> str | None:
+        """Of the first of the parameters that the model has, not of one that was taken out of it."""
         ddp = self._ddp()
         named = () if ddp is None else ddp.module.named_parameters()
-        return next((name for name, param in named if param in params), "a parameter")
+        return next((name for name, param in named if param in params), None)
 
     def forward_ended(self, ddp: DistributedDataParallel, output: Any) -> None:
         if ddp.require_backward_grad_sync and torch.is_grad_enabled():
