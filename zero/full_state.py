@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from zero._torch.compiling import name_without_compile, renamed
 from zero._torch.optimizers import with_state_hooks
-from zero.comm import COLLECTION, Comm
+from zero.comm import AGREEMENT, Comm
 from zero.comm.together import MOST_FLAGS, Together
 from zero.comm.waiting import calling
 from zero.fsdp.full_weights import Recipient, full_weights, gathered, named_tensors
@@ -71,7 +71,7 @@ def full_optimizer_state_dict(
     receives = takes_part and states.receives(stepped, to)
     if not stepped.shard_groups:
         return _copied(optimizer.state_dict() if receives else {}, device)
-    with Together([optimizer.comm] if isinstance(optimizer, OSS) else comms_of(wrappers), COLLECTION) as together:
+    with Together([optimizer.comm] if isinstance(optimizer, OSS) else comms_of(wrappers), AGREEMENT) as together:
 
         def consolidated() -> dict[str, Any]:
             together.agree()  # before anybody sends: hooks and the device are the recipient's alone
@@ -116,7 +116,7 @@ def _in_step(
     comms: Sequence[Comm], batches: Iterable[list[tuple[str, Tensor]]], *, receives_some: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Collective. Yields from the batches, of which all ranks have as many; after each they agree whether to go on."""
-    remaining, together = iter(batches), Together(comms, COLLECTION)
+    remaining, together = iter(batches), Together(comms, AGREEMENT)
     try:
         while True:
             with calling("zero.full_tensors"):

@@ -14,7 +14,7 @@ from zero._torch.compiling import name_without_compile, named_as_compiled, renam
 from zero._torch.modules import loads_by_itself
 from zero._torch.optimizers import with_load_hooks
 from zero._torch.telling import warn_user
-from zero.comm import COLLECTION
+from zero.comm import AGREEMENT
 from zero.comm.together import Together, compare, told_by_comparing
 from zero.comm.waiting import calling
 from zero.fsdp.full_weights import loading, named_tensors
@@ -72,7 +72,7 @@ def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) 
     comms, sharded = comms_of(wrappers), [one for one, _ in models_of(inner)]
     what = "the weights given to zero.load_full_state_dict"
     alone = first_alone(comms, what, weights, inner.parameters())
-    with Together(comms, COLLECTION) as together:
+    with Together(comms, AGREEMENT) as together:
         if alone:
             device = next((group.full.device for one in sharded for group in one.index.groups), torch.device("cpu"))
             sent = FromFirst(comms, device)
@@ -192,12 +192,12 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
             refuse_other_shard(stepped, marks_of(state_dict), "Load what zero.full_optimizer_state_dict returns.")
             refuse_other_options(stepped, state_dict["param_groups"])
         compare(comms, what, [], None)
-        with Together(comms, COLLECTION) as together:
+        with Together(comms, AGREEMENT) as together:
             _load_state(stepped, optimizer, dict(state_dict))
             together.agree()
         return
     groups: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
-    with Together(comms, COLLECTION) as together:
+    with Together(comms, AGREEMENT) as together:
         items = _items(stepped, names_of(inner, stepped), state_dict)
         if alone:
             device = next((group.full.device for group in stepped.shard_groups), torch.device("cpu"))

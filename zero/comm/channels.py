@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from zero.comm.waiting import running_call
 
-COMPARISON, SUM, BROADCAST, SCATTER, COLLECTION, GATHER, REDUCTION, NORM = range(8)
+COMPARISON, SUM, BROADCAST, SCATTER, COLLECTION, GATHER, REDUCTION, NORM, AGREEMENT = range(9)
 """Channels that every process group has."""
 
 
@@ -24,6 +24,7 @@ class Channels:
             "a gather",
             "a reduction",
             "the norm of all gradients",
+            "the collection of full tensors or state",  # of Together, within which tensors are collected
         ]
         self._remedies: dict[int, str] = {}
 

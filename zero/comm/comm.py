@@ -143,7 +143,7 @@ class Comm:
         if self.world == 1:
             return [text]
         self.agree(COMPARISON)
-        data = text.encode()
+        data = text.encode(errors="backslashreplace")
         lengths = [int.from_bytes(length, "little") for length in self._exchange(len(data).to_bytes(8, "little"))]
         padded = data.ljust(max(lengths), b"\0")
         # Where all texts are empty: torch.frombuffer refuses a buffer of no bytes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -54,14 +55,17 @@ class StoreRendezvous:
         return own or next((there for own, there in told if own), "")
 
     def _wait(self, keys: list[str]) -> None:
-        patience = timedelta(seconds=waiting.PATIENCE)
-        if patience < self.timeout:
-            with suppress(dist.DistStoreError):
-                self._store.wait(keys, patience)
-                return
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            waiting.say_waiting(self.rank, missing, "the first operation of a group, as in zero.setup or FSDP(...)")
-        self._store.wait(keys, self.timeout)
+        # Not by `wait` of the store, which hears no Ctrl-C.
+        begun, pause, said = time.monotonic(), 0.001, False
+        while not self._store.check(keys):
+            waited = time.monotonic() - begun
+            missing = [rank for rank, key in enumerate(keys) if waited > waiting.PATIENCE and not self._store.check([key])]
+            if waited > self.timeout.total_seconds():
+                raise RuntimeError(f"rank {missing} did not come within {waited:.0f} s")
+            if missing and not said:
+                waiting.say_waiting(self.rank, missing, "the first operation of a group, as in zero.setup or FSDP(...)")
+                said = True
+            time.sleep(pause := min(2 * pause, 0.2))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

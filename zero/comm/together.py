@@ -18,6 +18,9 @@ from contextlib import contextmanager, suppress
 
 from zero.comm.comm import Comm
 
+_entered: list[Together] = []
+"""The sections that are running: what one has told, those around it need not tell."""
+
 MOST_FLAGS, _PROBLEM = 1, 2
 """Flags that `agree` passes on; the other bit says that a rank has raised."""
 
@@ -30,11 +33,15 @@ class Together:
         self._groups = [(comm, name if isinstance(name, int) else comm.channel(name, remedy)) for comm in comms]
 
     def __enter__(self) -> Together:
+        _entered.append(self)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        _entered.pop()
         if error is not None:
             self.tell(error)
+            if not _entered:  # the same object may be raised again, in a later section
+                vars(error).pop("raised_on_every_rank", None)
 
     def tell(self, error: BaseException) -> None:
         """Collective. Called before this rank raises the error, unless all ranks were told of it."""

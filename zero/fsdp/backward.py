@@ -5,10 +5,9 @@ end of backward       complete the remaining units, wait for all reductions, com
 
 A unit that backward reaches again, through another forward's graph, waits for its reduction, and reduces once more.
 
-Calls of one unit are reduced together, in one sum over the ranks, as with DistributedDataParallel. So a backward has to
-know which calls it will pass. Those of the last forward count as expected. If several forwards of the model wait for a
-backward, as where a loss is of two or one was dropped, ranks tell one another which of the graphs exist (`_expect`): a
-graph that one rank alone keeps, or whose garbage was not collected there yet, is expected on none.
+Autograd adds up what all uses of a parameter give before it writes `param.grad`, once a backward. So the calls of a unit
+that one forward has made, which its graph knows, are waited for; a gradient that comes later, through the graph of another
+forward or the forward of another unit, enters the unit again.
 """
 
 from __future__ import annotations
@@ -32,23 +31,12 @@ from zero.fsdp.unit import Call, Index, Need, Unit
 from zero.wrap.bucket import EndOfBackward
 
 
-class Graph:
-    """One forward of the model: hooks on its graph keep it."""
+class Graph(list[tuple[Unit, Call]]):
+    """The calls of one forward of the model, which a backward through its graph passes. Hooks on the graph keep it."""
 
-
-class Waiting(dict[int, weakref.ref[Graph]]):
-    """The forwards, by number, that have begun with gradients since the last backward."""
-
-    def __init__(self, comms: Sequence[Comm]) -> None:
-        super().__init__()
-        self._comms = [(comm, comm.channel("the graphs that a backward of FSDP may pass")) for comm in comms]
-
-    def left(self) -> set[int]:
-        """Collective. Those whose graph exists on every rank: no backward can pass another on all."""
-        gone = torch.tensor([graph() is None for graph in self.values()], dtype=torch.uint8, device="cpu")
-        for comm, channel in self._comms:
-            comm.all_reduce(gone, maximum=True, channel=channel)
-        return {max(self), *(number for number, is_gone in zip(self, gone.tolist(), strict=True) if not is_gone)}
+    # As objects: two graphs may have equal calls.
+    __hash__ = object.__hash__  # type: ignore[assignment]
+    __eq__ = object.__eq__
 
 
 class Backward:
@@ -56,7 +44,6 @@ class Backward:
 
     `reduces`: whether gradients are reduced; False under no_sync.
     `active`: whether a backward is running.
-    `waiting`: the forwards that a backward is expected of.
     """
 
     def __init__(
@@ -69,7 +56,8 @@ class Backward:
     ) -> None:
         self.reduces = True
         self.active = False
-        self.waiting = Waiting(comms)
+        # The graphs that the running backward has come to.
+        self._graphs: set[Graph] = set()
         # Whether backward has left gradients of a unit unreduced since the last one that reduced.
         self._left_unreduced = False
         self._index, self._streams, self._together, self._order = index, streams, together, order
@@ -104,24 +92,28 @@ class Backward:
     def reached(self, unit: Unit, call: Call, graph: Graph, _: Any) -> None:
         """The hook on the unit's outputs: unshards it before backward computes gradients of a call.
 
-        graph: kept by this hook, for `waiting`. Raises RuntimeError for create_graph=True.
+        Raises RuntimeError for create_graph=True.
         """
         if Need.BACKWARD in unit.needed_by and call in unit.calls:
             return
         try:  # not a context, which costs two calls in each hook
-            self._reached(unit, call)
+            self._reached(unit, call, graph)
         except Exception as error:
             self._together.tell(error)
             raise
 
-    def _reached(self, unit: Unit, call: Call) -> None:
+    def _reached(self, unit: Unit, call: Call, graph: Graph) -> None:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"a gradient was asked for with create_graph=True through {unit.title} of FSDP, whose "
                 "parameters are released by then. Take such gradients at stage 2 (ShardedDDP) or below."
             )
         self._begin()
-        unit.calls.add(call)  # once more if the graph was retained, or is older than another backward
+        if graph not in self._graphs:
+            self._graphs.add(graph)
+            for caller, of_graph in graph:
+                self._expect(caller, of_graph)
+        self._expect(unit, call)  # once more if a backward within the forward has passed it
         self._complete_units_after(call)
         entered = [each for each in (unit, *self._index.reads[unit]) if Need.BACKWARD not in each.needed_by]
         for each in entered:
@@ -131,14 +123,17 @@ class Backward:
         if entered and self._order.in_flight == 3:
             self._order.launch_before(unit)
 
+    def _expect(self, unit: Unit, call: Call) -> None:
+        """Until backward has passed the call, the unit is not left, nor are those whose parameters it reads."""
+        for each in (unit, *self._index.reads[unit]):
+            each.calls.add(call)
+
     def watch_params(self) -> list[RemovableHandle]:
-        """Registers hooks on parameters. What the loss reads of units that may stay unsharded after forward gives them
-        gradients before backward reaches an output of the unit. Others tell when backward is half through a unit."""
-        ahead = self._order.in_flight == 3
+        """Registers hooks on parameters, whose gradients may come before backward reaches an output of the unit, or
+        after it has passed the unit. Others tell when backward is half through a unit."""
         handles = [
             watch_param(param, Backward.param_reached, self, unit)
             for unit in self._index.units
-            if unit is self._index.root or unit.stays or ahead
             for param in unit.params
             # `watch_param` has each require a gradient for a moment, which torch refuses for integers.
             if param.is_floating_point() or param.is_complex()
@@ -158,20 +153,23 @@ class Backward:
                 self._order.launch_before(unit)
 
     def param_reached(self, unit: Unit) -> None:
-        """Enters backward of a unit that has stayed unsharded."""
-        if Need.BACKWARD not in unit.needed_by and unit.unsharded and not torch.is_grad_enabled():
+        """A gradient of the unit is about to be written: enters its backward, unless that is running, until the end."""
+        if Need.BACKWARD not in unit.needed_by and not torch.is_grad_enabled():
             with self._together:
                 self._begin()
                 self._enter(unit)
 
     def post_backward(self, unit: Unit, call: Call, *_: Any) -> None:
-        """The hook on the unit's inputs: completes it once backward has passed all of its expected calls."""
-        if Need.BACKWARD in unit.needed_by and unit.calls.passed(call):
-            try:
-                self._reduce_unit(unit)
-            except Exception as error:
-                self._together.tell(error)
-                raise
+        """The hook on the unit's inputs: backward has passed the call. Completes units of which it was the last."""
+        for each in (unit, *self._index.reads[unit]):
+            if Need.BACKWARD in each.needed_by and call in each.calls:
+                each.calls.discard(call)
+                if not each.calls:
+                    try:
+                        self._reduce_unit(each)
+                    except Exception as error:
+                        self._together.tell(error)
+                        raise
 
     def _begin(self) -> None:
         if self._interrupted:
@@ -181,8 +179,6 @@ class Backward:
             for streams in self._streams:
                 streams.begin()
             self._compare_trained()
-            if len(self.waiting) > 1:
-                self._forget_dropped()
             # In a variable: each `self._finish` is a new object, and the reference to it would be dead at once.
             finish = self._finish
             self._end_callback = weakref.ref(finish, self._callback_dropped)
@@ -206,17 +202,6 @@ class Backward:
                 f"{', '.join(trained)}. Freeze and unfreeze parameters on every rank. {error}"
             ) from error
 
-    def _forget_dropped(self) -> None:
-        """Collective. Forgets the calls of forwards whose graph does not exist on every rank."""
-        left = self.waiting.left()
-        for unit in self._index.units:
-            unit.calls.difference_update([call for call in unit.calls if call.forward not in left])
-
-    @property
-    def expected(self) -> bool:
-        """Whether a backward is running, or a forward waits for one."""
-        return self.active or bool(self.waiting)
-
     def unshard_to_read(self, unit: Unit) -> None:
         """Collective within a backward. Unshards a unit whose parameters are read while a checkpoint computes a forward
         again, or by a hook, until the backward ends."""
@@ -238,9 +223,7 @@ class Backward:
     def _complete_units_after(self, call: Call) -> None:
         """Completes the units that began to compute after this call had ended: backward has passed them."""
         for unit in self._in_backward[::-1]:
-            if unit is self._index.root or unit.calls.complete_at_end:
-                continue
-            if all(other.begun > call.ended for other in unit.calls):
+            if unit is not self._index.root and unit.calls and all(other.begun > call.ended for other in unit.calls):
                 self._reduce_unit(unit)
 
     def _reduce_unit(self, unit: Unit, *, at_end: bool = False) -> None:
@@ -250,7 +233,7 @@ class Backward:
         for bucket in unit.buckets if self.reduces else ():
             bucket.take_written()
         # Before waiting: an all-gather into its memory need not wait for the reduction.
-        unit.post_backward(within_forward=self._within_forward)
+        unit.post_backward()
         if self.reduces:
             self._reductions.free_wire()
         else:
@@ -288,12 +271,14 @@ class Backward:
             for group in self._index.groups:
                 group.synchronize()
             self.active = False
-            if not within:
-                self.waiting.clear()
+            self._graphs.clear()
+            torch.clear_autocast_cache()  # of parameters that a step changes next, and of a graph that was freed
             if self.reduces:
                 self._left_unreduced = False
         # The forward around this backward goes on, and reads units that were resharded with their gradients.
         for unit in self._index.units if within else ():
+            if unit not in self._order.ahead:  # gathered for this backward, which did not come to it
+                unit.release(Need.AHEAD)
             if unit.needed_by:
                 unit.unshard()
 
@@ -315,7 +300,7 @@ class Backward:
                     bucket.forget_set_aside()
         self._reductions.clear()
         self.active = False
-        self.waiting.clear()
+        self._graphs.clear()
         self._in_backward.clear()
         for unit in self._index.units:
             unit.abandon()

@@ -130,7 +130,7 @@ class Compiling:
                 "and a replay would gather nothing. Record the whole step, by zero.graphed(step, model, optimizer)."
             )
         schedule = self._schedule
-        searches = not schedule.search.forwards[module.training] and schedule.installed and not self._root.summoned
+        searches = module.training not in schedule.modes and schedule.installed and not self._root.summoned
         if searches:
             problem = compiling_problem(
                 module, {unit.module for unit in self._units[1:] if unit.exists}, records=self._records

@@ -39,7 +39,7 @@ class Order:
         self._before: dict[Unit, Unit] = {}
         self._last_entered = self._root
         # Gathered ahead, and did not begin their forward yet.
-        self._ahead: set[Unit] = set()
+        self.ahead: set[Unit] = set()
 
     def enter(self, unit: Unit) -> None:
         """A forward of the unit begins. Launches the all-gather of the one that followed last time."""
@@ -47,7 +47,7 @@ class Order:
         if unit is not self._root and unit is not self._last_entered:
             self._after[self._last_entered], self._before[unit] = unit, self._last_entered
         self._last_entered = unit
-        self._ahead.discard(unit)
+        self.ahead.discard(unit)
         unit.needed_by.discard(Need.AHEAD)
         # Only within a forward of the whole model, at whose end it is resharded if it did not run. After another method
         # it would stay, and a later forward would not read what was written into its shards meanwhile.
@@ -56,13 +56,13 @@ class Order:
         if whole and following is not None and self._ahead_in_forward:
             following.unshard(ahead=True)
             following.needed_by.add(Need.AHEAD)
-            self._ahead.add(following)
+            self.ahead.add(following)
 
     def gather(self, unit: Unit, *, for_backward: bool) -> None:
         """Collective. Gathers a unit that is about to begin its forward, and whose parameters are looked at before."""
         unit.unshard(for_backward=for_backward)
         unit.needed_by.add(Need.AHEAD)
-        self._ahead.add(unit)
+        self.ahead.add(unit)
 
     def leave_root(self) -> None:
         """The forward of the model ends: backward begins with the unit that ran last."""
@@ -70,8 +70,8 @@ class Order:
         self._before.pop(self._root, None)
         if self._last_entered is not self._root:
             self._before[self._root] = self._last_entered
-        while self._ahead:
-            self._ahead.pop().release(Need.AHEAD)  # it did not run this time
+        while self.ahead:
+            self.ahead.pop().release(Need.AHEAD)  # it did not run this time
 
     def is_first_in_backward(self, unit: Unit) -> bool:
         """Whether backward reached this unit first, last time."""
@@ -87,7 +87,7 @@ class Order:
 
     def forget(self) -> None:
         """An error has ended the forward."""
-        self._ahead.clear()
+        self.ahead.clear()
 
 
 class Reductions:

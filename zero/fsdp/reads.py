@@ -50,7 +50,7 @@ class Reads:
     @property
     def _are_full(self) -> bool:
         """Whether parameters are full for who reads them now: within forward and backward."""
-        return bool(self._index.running) or (in_a_backward() and self._backward.expected)
+        return bool(self._index.running) or in_a_backward()
 
     @property
     def without_values(self) -> bool:
@@ -94,7 +94,6 @@ class Reads:
             refuse_read(unit)
         unit.unshard(for_backward=self._backward.active)
         unit.needed_by.add(reader)
-        unit.calls.read_by_others = True
         if unit not in self._index.reads[reader]:
             self._index.reads[reader].append(unit)
             self._refuse_recorded(unit, reader)

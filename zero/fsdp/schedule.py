@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakMethod, ref
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from torch import nn
@@ -25,7 +25,6 @@ from zero.fsdp.edges import watch_inputs, watch_inside, watch_outputs
 from zero.fsdp.in_flight import Order
 from zero.fsdp.reads import refuse_read
 from zero.fsdp.unit import Call, Index, Need, Unit
-from zero.fsdp.writes import Search
 
 
 class Schedule:
@@ -36,7 +35,7 @@ class Schedule:
     is read meanwhile asks for that unit (sharded_parameter.py): it is unsharded, and from then on whenever its reader
     is.
 
-    `search`: in which forwards writes through `.data`, and reads, are looked for.
+    `modes`: in which (`module.training`) the model has run forward.
     """
 
     def __init__(
@@ -50,13 +49,11 @@ class Schedule:
     ) -> None:
         self._index, self._root, self._comms, self._streams = index, index.root, comms, streams
         self._backward, self._together, self._order = backward, together, order
-        self.search = Search()
-        # The number of the last forward of the model, or of units by themselves, and what its graph keeps.
-        self._forward, self._graph = 0, Graph()
+        self.modes: set[bool] = set()
+        # The calls of the last forward of the model, or of units by themselves.
+        self._graph = Graph()
         # How many forwards of units have begun.
         self._forwards_begun = 0
-        # Whether autocast's casts of an earlier forward serve this one.
-        self._casts_are_shared = False
         self._hooks: MutableMapping[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
         self._on_params: list[RemovableHandle] = []
 
@@ -67,8 +64,8 @@ class Schedule:
     ) -> None:
         """Registers the hooks.
 
-        hidden: returns what is registered in place of a hook on a module of a unit. begin_search: called before each
-        forward that is searched for writes. Its owner is not kept alive.
+        hidden: returns what is registered in place of a hook on a module of a unit. begin_search: called before the
+        first forward in each mode. Its owner is not kept alive.
         """
         self._begin_search = WeakMethod(begin_search)
         self._on_params = self._backward.watch_params()
@@ -158,7 +155,7 @@ class Schedule:
             streams.expect_computing("{} of FSDP runs", unit.title)
         in_backward = self._backward.active
         if unit is self._root:
-            self._look(training, whole=unit.entry_module is None and not in_backward)
+            self._note_mode(training, whole=unit.entry_module is None and not in_backward)
         for each in (unit, *self._index.reads[unit]):
             if each is not unit and not in_backward:
                 refuse_read(each)
@@ -168,29 +165,18 @@ class Schedule:
         if not in_backward:
             self._order.enter(unit)
 
-    def _look(self, training: bool, *, whole: bool) -> None:
-        """Looks for reads and writes in the forward that begins, if it is one in which that is due."""
-        writes = (one for unit in self._index.units for one in unit.writes.values())
-        each = self._comms[0].log.each
-        due = self.search.begin(writes, mode=training, whole=whole, each=each)
-        if due and whole and (begin_search := self._begin_search()) is not None:
-            begin_search()
+    def _note_mode(self, training: bool, *, whole: bool) -> None:
+        """whole: a forward of the model begins, not another method or one within a backward."""
+        if whole and training not in self.modes:
+            self.modes.add(training)
+            if (begin_search := self._begin_search()) is not None:
+                begin_search()
 
     def _begin_forward(self) -> None:
         """No unit is running: the forward of the model begins, or that of one unit by itself."""
-        enabled = torch.is_autocast_enabled(self._index.groups[0].full.device.type)
-        # autocast caches the casts of parameters as long as it is enabled, so that later forwards compute with them.
-        # Their gradients pass through the graph of the forward that cast first: in backward they come after all others.
-        waiting = any(unit.calls for unit in self._index.units)
-        self._casts_are_shared = enabled and waiting
-        if not waiting:
-            torch.clear_autocast_cache()
         if self._backward.active:
             return
-        for unit in self._index.units:
-            if unit.needed_by:
-                unit.take_over()
-        self._forward, self._graph = self._forward + 1, Graph()
+        self._graph = Graph()
         for streams in self._streams:
             streams.begin()
         for comm in self._comms:
@@ -202,13 +188,13 @@ class Schedule:
         Returns the inputs in the dtype of computing.
         """
         self._forwards_begun += 1
-        call = Call(self._forward, self._forwards_begun, late=self._casts_are_shared)
+        call = Call(self._forwards_begun)
         unit.running.append(call)
         args, kwargs = self._cast_inputs(unit, module, args, kwargs)
         if unit is not self._root and torch.is_grad_enabled():
             if not self._backward.active:
-                self._backward.waiting[self._forward] = ref(self._graph)
-            if not (self._backward.active and unit.calls):  # else a checkpoint computes an expected call again
+                self._graph.append((unit, call))
+            elif not unit.calls:  # else a checkpoint computes an expected call again
                 unit.calls.add(call)
             call.has_exit_hook = watch_inputs(unit, args, kwargs, partial(self._backward.post_backward, unit, call))
         return args, kwargs

@@ -72,6 +72,8 @@ class Steps:
             problem = next(filter(None, self._checks.problems(optimizer, params)), None)
             if problem is not None:
                 raise RuntimeError(problem)
+            for unit in self._units_of(params):  # here, where what it raises is raised on every rank
+                unit.reshard()
             self._together.agree()
         for group in optimizer.param_groups:
             group.pop(SHARD_MARK, None)  # load_state_dict() leaves the mark of this rank's shard here
@@ -84,7 +86,6 @@ class Steps:
         Returns the parameters that this hides: not those of an optimizer whose step has called this one (Lookahead)."""
         hidden = [param for param in params if param not in self._stepping] if self._stepping else [*params]
         for unit in self._units_of(hidden):
-            unit.reshard()
             unit.synchronize()  # transfers that an interrupted backward has launched may still read the shards
         wake(hidden)
         for param in hidden:

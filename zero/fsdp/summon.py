@@ -140,7 +140,7 @@ class _Gradients:
             own = self._full[group.layout.segment(group.comm.rank)].to(group.shard.device, copy=True)
             views = zip(group.params, group.shapes.views_of_shard(own), strict=True)
             shards = [
-                view if param.grad is not None and index in group.shapes.spans else None
+                None if param.grad is None else view if index in group.shapes.spans else self._shards[index]
                 for index, (param, view) in enumerate(views)
             ]
         for index, gradient in enumerate(shards):

@@ -48,51 +48,13 @@ _WHILE_UNSHARDED = {Need.AHEAD, Need.KEPT}
 class Call:
     """One forward of a unit.
 
-    forward: the number of the forward of the model that it is part of.
     begun, ended: how many forwards of units had begun when this one began, and when it ended.
     has_exit_hook: whether a hook is called when its backward is complete; else that is complete at the end of backward.
-    late: whether its gradients may come after backward has passed the unit.
     """
 
-    forward: int
     begun: int
-    late: bool
     ended: float = math.inf
     has_exit_hook: bool = True
-
-
-class Calls(set[Call]):
-    """The calls of a unit whose backward is expected or running: of the last forward of the model, and of earlier ones
-    whose graph exists on every rank (backward.py).
-
-    `read_by_others`: whether the forward of another unit was seen to read the unit's parameters, or may.
-    """
-
-    def __init__(self, *, read_by_others: bool) -> None:
-        super().__init__()
-        self.read_by_others = read_by_others
-        # Whether this backward has passed a call that is late.
-        self._late = False
-
-    def passed(self, call: Call) -> bool:
-        """Takes the call out of those that are expected. Returns whether it was the last one, and all gradients of the
-        unit are there."""
-        if call not in self:
-            return False
-        self._late |= call.late
-        self.discard(call)
-        return not self and not self.complete_at_end
-
-    @property
-    def complete_at_end(self) -> bool:
-        """Whether the gradients of the unit are complete only at the end of backward."""
-        return self.read_by_others or self._late or any(call.late for call in self)
-
-    def taken(self, *, within_forward: bool) -> None:
-        """The gradients were taken. within_forward: by a backward within a forward, whose own is still expected."""
-        self._late = False
-        if not within_forward:
-            self.clear()
 
 
 class Unit:
@@ -103,7 +65,7 @@ class Unit:
     `needed_by`: why it is unsharded: a Need, or the units that run and read its parameters, as itself. Once that is
         empty it is resharded, whatever else ends.
     `running`: its running calls, the innermost last: more than one where a module calls itself.
-    `calls`: those that a backward is expected to pass.
+    `calls`: those that the running backward is to pass.
     `buckets`: the gradients of its shard groups. `writes`: into its parameters while they are unsharded, by group.
     `shown`: its DTensors while it runs, if it has any.
 
@@ -131,9 +93,7 @@ class Unit:
         self.running: list[Call] = []
         # The autograd nodes of the inputs of the running forwards.
         self.inputs: set[Node] = set()
-        # Nobody is asked for parameters that are always full, as with NO_SHARD: who reads them is not known.
-        unasked = any(not group.frees and len(group.exchange.comms()) > 1 for group in groups)
-        self.calls = Calls(read_by_others=unasked)
+        self.calls: set[Call] = set()
         self._set_title()
 
     def _set_title(self) -> None:
@@ -237,30 +197,14 @@ class Unit:
 
     def reshard(self) -> None:
         """Releases the full parameters; this rank's shards remain. Raises as `finish_unshard` does."""
-        # Before Need.KEPT ends, by which it is known; else writes through `.data` since the forward would be lost.
-        left = self._left
         self.needed_by -= _WHILE_UNSHARDED
         for group in self.groups:
             if group.state is GroupState.GATHERING:
                 self._finish_unshard(group)
             if group.state is GroupState.UNSHARDED:
-                problem = self.writes[group].take_over(left=left) if group in self.writes else None
-                # Before it raises: else the unit would stay unsharded.
+                if group in self.writes:
+                    self.writes[group].take_over()
                 group.reshard()
-                if problem is not None:
-                    raise RuntimeError(problem)
-
-    @property
-    def _left(self) -> bool:
-        """Whether it is unsharded only because a forward has left it for a backward that has not come."""
-        return self.needed_by == {Need.KEPT}
-
-    def take_over(self) -> None:
-        """Before a forward: what was written since one before has left the parameters unsharded counts."""
-        if self._left:
-            for group, writes in self.writes.items():
-                if group.state is GroupState.UNSHARDED:
-                    writes.take_over(left=True)
 
     def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
         """Collective. Has full parameters, in memory of their own, until `dismiss`. See ShardGroup.summon."""
@@ -291,10 +235,9 @@ class Unit:
         for bucket in self.buckets:
             bucket.pre_backward()
 
-    def post_backward(self, *, within_forward: bool = False) -> None:
-        """Its gradients were taken: those of its shards take their place, so it is resharded. within_forward: by a
-        backward within a forward, whose own backward is still expected; who needs the unit there gets it back."""
-        self.calls.taken(within_forward=within_forward)
+    def post_backward(self) -> None:
+        """Its gradients were taken: those of its shards take their place, so it is resharded."""
+        self.calls.clear()
         self.needed_by -= {Need.BACKWARD, Need.KEPT}
         self.reshard()
 

@@ -13,9 +13,7 @@ from collections.abc import Container, Mapping
 import torch
 from torch import Tensor, nn
 
-from zero._torch.tensors import as_plain_tensors
 from zero.shards.shard_group import ShardGroup
-from zero.shards.sharded_parameter import GRADIENT
 from zero.wrap.bucket import GradBucket
 
 
@@ -84,14 +82,6 @@ class UnitBucket(GradBucket):
 
     def finish(self) -> None:
         """Waits for this rank's shards of the gradients, and adds them to those that were set aside."""
-        with as_plain_tensors():
-            late = [index for index in self.trained if GRADIENT.__get__(self.group.params[index]) is not None]
-        if late:  # autograd does not refuse it if the shard has the full parameter's shape
-            raise RuntimeError(
-                f"{self.group.names[late[0]]} got a gradient after {self.group.label} of FSDP had sent its "
-                "gradients, in the same backward, and not through an output of the unit's forward. Compute with "
-                "parameters inside forward, and return the results."
-            )
         # Before super(), which adds the new gradients to what `param.grad` has.
         for index in self._set_aside.keys() & self.trained:
             self._set(index, self._set_aside.pop(index))

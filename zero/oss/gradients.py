@@ -71,7 +71,8 @@ class OwnedGradient(WithoutMemory):
                 one._clear() if isinstance(one, cls) else one.zero_()
             return first if operator == "zero_" else None
         if operator in ("add_", "add") and isinstance(first, cls) and in_a_backward():
-            return first._receive(args[1], in_place=operator == "add_")
+            addend, alpha = args[1], (kwargs or {}).get("alpha", 1)
+            return first._receive(addend if alpha == 1 else addend * alpha, in_place=operator == "add_")
         every = [one for arg in args for one in (arg if isinstance(arg, (list, tuple)) else [arg])]
         return next(one for one in every if isinstance(one, cls))._refuse(operator)
 

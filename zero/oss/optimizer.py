@@ -310,11 +310,12 @@ def with_gradients(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Returns what an OSS calls for a hook before its step; see `register_step_pre_hook`."""
 
     def call(oss: OSS, args: Any, kwargs: Any) -> Any:
-        if not oss.gradients.are_sharded:
-            return hook(oss, args, kwargs)
-        oss.gradients.refuse()
-        with oss._checks.around_hook():
-            return hook(oss.optim, args, kwargs)
+        with oss.stepper.together:
+            if not oss.gradients.are_sharded:
+                return hook(oss, args, kwargs)
+            oss.gradients.refuse()
+            with oss._checks.around_hook():
+                return hook(oss.optim, args, kwargs)
 
     return call
 

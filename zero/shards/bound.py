@@ -37,8 +37,7 @@ class BoundParams:
     def bind(self, views: Sequence[Tensor], *, sharded: bool) -> None:
         """sharded: whether they are shards then."""
         self.views = views
-        if self.says_so:
-            wake(self.params)  # torch's own data is set
+        wake(self.params)  # torch's own data is set
         for param, view in zip(self.params, views, strict=True):
             param.data = view
         if sharded and self.says_so:

@@ -38,8 +38,10 @@ class Asked(Protocol):
 
 
 class Owner(Protocol):
-    """What is read here of the shard group that has a parameter. reads: None while no model has the group."""
+    """What is read here of the shard group that has a parameter. reads: None while no model has the group.
+    data_was_read: `.data` of one of its full parameters, since they were gathered."""
 
+    data_was_read: bool
     layout: Layout
     shapes: Shapes
     reads: Callable[[], Asked | None]
@@ -89,6 +91,12 @@ def register(params: Sequence[nn.Parameter], owner: Owner) -> list[Cut]:
 def of_param(param: Tensor) -> Cut:
     """Of a parameter that was registered."""
     found: Cut = _cuts[param]
+    return found
+
+
+def find(param: Tensor) -> Cut | None:
+    """Of any parameter."""
+    found: Cut | None = _cuts.get(param)
     return found
 
 

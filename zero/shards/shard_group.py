@@ -31,6 +31,7 @@ from zero.shards.layout import Layout
 from zero.shards.log import logger
 from zero.shards.placement import Exchange, Placement
 from zero.shards.shapes import Shapes, with_own_storage
+from zero.shards.sharded_parameter import note_data
 
 ACTS = ("unshard", "wait_for_unshard", "reshard", "reduce", "wait_for_reduce")
 """What is done to a group, in the profiler and the log."""
@@ -74,6 +75,7 @@ class ShardGroup:
         # The events after copies of gradients that are on their way to the CPU.
         self.copies: list[Any] = []
         self._summoned: Tensor | None = None
+        self.data_was_read = False
         self._lay_out(placement, options, computed_as)
 
     def _lay_out(self, placement: Placement, options: GroupOptions, computed_as: torch.dtype) -> None:
@@ -225,6 +227,9 @@ class ShardGroup:
             # Before `bind`, which overwrites the traces; raised once the group can be resharded.
             moved = self.bound.moved() if self.frees else None
             self.bound.bind(self._full_views, sharded=False)
+        if self.frees:
+            self.data_was_read = False
+            note_data(self.params)
         if self.streams is not HOST:
             self.bound.forget_leaves()
         if self.shard_in_full:

@@ -1,6 +1,7 @@
 """What a parameter is while it is sharded at stage 3: the same object, of a class that says so.
 
-    nn.Parameter        while it is full, and while an optimizer steps it. Its data is a plain tensor
+    nn.Parameter        while an optimizer steps it. Its data is a plain tensor
+    FullParameter       while it is full in memory that is freed: `.data`, whose writes torch does not count, is noted
     ShardedParameter    otherwise. Its data is this rank's shard, in the shape of the shard
     Shard               its gradient then, tensors of its shape in the optimizer's state, its `.data`, `.detach()`, and
                         what is computed from these element by element
@@ -24,7 +25,7 @@ from torch.optim import Optimizer
 
 from zero._torch.tensors import FakeTensor as Fake
 from zero._torch.tensors import Rebound, as_plain_tensors
-from zero.shards.cut import Asked, Cut, of_param
+from zero.shards.cut import Asked, Cut, find, of_param
 from zero.shards.elementwise import (
     ABOUT,
     ABOUT_ATTRIBUTES,
@@ -280,10 +281,28 @@ class _ShardedRebound(_Sharded, Rebound):  # type: ignore[misc]
     """The same for parameters that are offloaded."""
 
 
+class FullParameter(nn.Parameter):
+    """A parameter whose data is full until its unit is resharded."""
+
+    @property
+    def data(self) -> Tensor:
+        cut = find(self)  # None for a copy, which torch makes of this class
+        owner = None if cut is None else cut.owner()
+        if owner is not None:
+            owner.data_was_read = True
+        return _DATA.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, data: Tensor) -> None:
+        _DATA.__set__(self, data)
+
+
 AT_REST: dict[type, type] = {nn.Parameter: ShardedParameter, Fake: _ShardedFake, Rebound: _ShardedRebound}
 """The class at rest, by the class of the full parameter. Parameters of other classes, such as quantised ones, stay."""
 
-_FULL = {at_rest: full for full, at_rest in AT_REST.items()}
+_FULL = {at_rest: full for full, at_rest in AT_REST.items()} | {FullParameter: nn.Parameter}
+
+_DATA: Any = Tensor.data
 
 
 GRADIENT: Any = Tensor.grad
@@ -305,6 +324,13 @@ def wake(params: Iterable[nn.Parameter]) -> None:
     """Makes them plain parameters again."""
     for param in params:
         param.__class__ = _FULL.get(type(param), type(param))
+
+
+def note_data(params: Iterable[nn.Parameter]) -> None:
+    """Notes from here on where the data of full parameters is read, and perhaps written."""
+    for param in params:
+        if type(param) is nn.Parameter:
+            param.__class__ = FullParameter
 
 
 def mark(tensor: Tensor, cut: Cut) -> None:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from zero import checkpoint
 from zero._torch.compiling import name_without_compile
 from zero.checkpoint.read import load_state
-from zero.comm import COLLECTION, Comm
+from zero.comm import AGREEMENT, Comm
 from zero.comm.together import Together
 from zero.fsdp.full_weights import named_tensors
 from zero.fsdp.model import models_of
@@ -110,7 +110,7 @@ def _chosen(model: nn.Module, dtype: torch.dtype | None, only: Sequence[str] | N
 
 def together() -> Together:
     """What a rank raises in this context, the others raise where they call its `agree`, or that of another one."""
-    return Together([Comm.default()], COLLECTION)
+    return Together([Comm.default()], AGREEMENT)
 
 
 def on_first(read: Callable[[], T], *, here: bool | None = None) -> T | None:
