@@ -101,6 +101,11 @@ def writes_in_forward_lost(_, self, **how):
     """What a forward writes into parameters is lost at the reshard."""
 
 
+@mutant("sharded_parameter.note_data")
+def writes_through_data_lost(_, params):
+    """What a forward writes into parameters through `.data` is lost at the reshard."""
+
+
 @mutant("OwnedShards.written_between_steps")
 def written_shard_not_noticed(_, self):
     """A shard that one rank has written between steps raises no error."""

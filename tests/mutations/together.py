@@ -43,11 +43,6 @@ def error_of_another_rank_not_named(_, self, reason):
     return reason
 
 
-@mutant("Backward._forget_dropped")
-def graphs_of_one_rank_alone_expected(_, self):
-    """A backward expects forwards whose graph exists on this rank alone."""
-
-
 @mutant("Log.refuse_differing", "transport.refuse_differing_logs")
 def ranks_out_of_step_not_noticed(_, *given):
     """Ranks do different operations, and take what arrives for what they asked for."""

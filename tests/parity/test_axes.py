@@ -255,12 +255,15 @@ class Known(NamedTuple):
 
 INSIDE = "hooks of every optimizer are called for the one inside of an OSS, too"
 OUTSIDE = "autograd calls a hook outside of zero, and forgets it: the others are told once this rank does more, or ends"
+DDP = "the others are in DistributedDataParallel's own reduction, which hears nobody"
+GLOO = "Gloo is out of step and does not know it"
 KNOWN: list[Known] = [
-    Known("a hook of torch's around a step is called outside of zero", {1, 2, 3}, "step raises alone"),
+    Known(DDP, {1}, "after .* step raises alone", "", "gloo|overlapping"),
+    Known(GLOO, {2, 3}, "after .* step raises alone", "", "overlapping"),
     Known(OUTSIDE, {2, 3}, "(backward of|on each|on any) .* raises alone"),
     Known(OUTSIDE, {2}, "on all gradients of a block raises alone"),
     Known(OUTSIDE, {3}, "on all gradients of a block raises alone, registered early"),
-    Known("Gloo is out of step and does not know it", {2}, "", "frozen_on_rank_1", "overlapping"),
+    Known(GLOO, {2}, "", "frozen_on_rank_1", "overlapping"),
 ]
 
 
@@ -295,6 +298,9 @@ FOUND = [
     hook("before the backward of a block reads, registered early"),
     hook("on each accumulated gradient scales in place, registered late"),
     hook("before an optimizer's step raises alone, registered late", "trains", "gloo"),
+    hook("before every optimizer's step raises alone, registered early", "trains", "gloo"),
+    hook("after an optimizer's step raises alone, registered early"),
+    hook("after every optimizer's step raises alone, registered late", "trains", "gloo"),
     hook("before a block raises alone, registered early"),
     hook("at the model's state pre raises alone, registered late", "goes_back_to_what_it_saved"),
     Draw("scales_losses_in_float16", Point("layout: channels last"), "host memory"),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, func, nn
@@ -15,6 +18,7 @@ import ranks
 import zero
 from rows import WIDTH, Rows, adam
 from runs import SideBySide
+from zero.wrap.tensors import tensors_in
 from zoo import data
 
 UNITS = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
@@ -114,7 +118,7 @@ def dual(t, i):
         t.note(forward_ad.unpack_dual(t.m(forward_ad.make_dual(t.batch(i), t.batch(9)))).tangent)
 
 
-CLONE, WORDS = {"or_refused": "clone", "fails": {3}}, {"or_refused": "FSDP"}
+CLONE, WORDS = {"or_refused": "clone"}, {"or_refused": "FSDP"}
 NUMPY = {"or_refused": "clone", "cpu_only": "NumPy reads no memory of GPUs"}
 row = Rows("C2: a Function, an array or a transform reads a parameter", __name__, net=Net, options=UNITS)
 row.of("a product reads the unit that follows", net=lambda: Net(product))
@@ -135,6 +139,78 @@ row.of("func.grad", lambda t, i: t.note(func.grad(lambda x: t.m(x).sum())(t.batc
 row.of("jacrev", lambda t, i: t.note(func.jacrev(t.m)(t.batch(i))), **WORDS, cpu_only="cuBLAS warns in its backward")
 row.of("vmap", lambda t, i: t.note(func.vmap(t.m)(t.batch(i))))
 test_readers = row.tests()
+
+
+class Keeps(nn.Linear):
+    """Keeps what `keep` makes of its weight as `kept`, or hands it out beside its output if `out`."""
+
+    def __init__(self, keep, out: bool = False, where=lambda kept: kept) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.keep, self.out, self.where, self.kept = keep, out, where, None
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        kept, y = self.where(self.keep(self.weight)), super().forward(x)
+        if self.out:
+            return y, kept
+        self.kept = kept
+        return y
+
+
+class OfKept(nn.Module):
+    def __init__(self, *args, **how) -> None:
+        super().__init__()
+        self.body, self.head = Keeps(*args, **how), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        if self.body.out:
+            x, self.body.kept = x
+        return self.head(torch.tanh(x))
+
+
+@torch.no_grad()
+def flat(weight: Tensor) -> Tensor:
+    return weight.view(-1)
+
+
+def read_then(t, i):
+    """What was kept is read after forward and after the step."""
+    loss = t.loss(i)
+    for act in (lambda: t.update(loss), lambda: None):
+        kept = t.n.body.kept
+        t.note(next(iter(tensors_in(kept))) + 1)
+        act()
+
+
+FORMS = {
+    "detach": lambda w: w.detach(),
+    "data": lambda w: w.data,
+    "a view": lambda w: w[1:],
+    "its transpose": lambda w: w.t(),
+    "a chunk": lambda w: w.chunk(2)[0],
+    "a view without gradient": flat,
+    "a view of detach": lambda w: w.detach().view(-1)[2:],
+    "detach of a view": lambda w: w[1].detach(),
+    "a split of data": lambda w: w.data.split(2)[1],
+}
+PLACES = {
+    "in a list": lambda kept: [kept],
+    "in a dictionary": lambda kept: {"one": kept},
+    "in an object": lambda kept: SimpleNamespace(value=kept),
+}
+row = Rows("a forward keeps a parameter's memory", __name__, options=UNITS, or_refused="clone", same={3})
+for words, form in FORMS.items():
+    row.of(f"{words} is an attribute", read_then, net=partial(OfKept, form))
+    row.of(f"{words} is an output", net=partial(OfKept, form, True))
+for words, place in PLACES.items():
+    row.of(f"detach is kept {words}", read_then, net=partial(OfKept, FORMS["detach"], where=place))
+    row.of(f"detach is an output {words}", net=partial(OfKept, FORMS["detach"], True, place))
+row.of("a view is kept in a list", read_then, net=partial(OfKept, FORMS["a view"], where=PLACES["in a list"]))
+row.of(
+    "a view is kept in a dictionary", read_then, net=partial(OfKept, FORMS["a view"], where=PLACES["in a dictionary"])
+)
+row.of("detach and data are saved for backward", net=lambda: Net(lambda x, w: x * w.detach()[0] @ w.data, "body"))
+test_kept = row.tests()
 
 
 class Halving(nn.Linear):

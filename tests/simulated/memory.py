@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from simulated.device import Device, Stream
-from zero.shards.sharded_parameter import Shard, ShardedParameter
+from zero.shards.sharded_parameter import FullParameter, Shard, ShardedParameter
 
 Accesses = dict[Stream, int]
 
@@ -158,7 +158,7 @@ class Memory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not all(kind in (Tensor, nn.Parameter, ShardedParameter, Shard, FakeTensor) for kind in types):
+        if not {*types} <= {Tensor, nn.Parameter, FullParameter, ShardedParameter, Shard, FakeTensor}:
             return NotImplemented  # it has no memory, and takes what is done with it itself
         if self._paused or FakeTensor in types or func.name().startswith("prim::"):
             return func(*args, **kwargs)

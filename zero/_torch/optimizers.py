@@ -51,19 +51,52 @@ def with_load_hooks(optimizer: Optimizer, state_dict: dict[str, Any], load: Call
 
 class HooksOfSteps:
     """Hooks of one optimizer's own, the last before a step and the first after it. torch can register hooks at the end
-    only: its tables, which have no public names, are ordered dictionaries."""
+    only: its tables, which have no public names, are ordered dictionaries.
+
+    tell: called with the optimizer and what a hook of the user's raises, also one of every optimizer."""
 
     # It does not keep the optimizer, which keeps the hooks.
-    def __init__(self, optimizer: Optimizer, before: Any, after: Any) -> None:
+    def __init__(self, optimizer: Optimizer, before: Any, after: Any, tell: Callable[[Any, Exception], None]) -> None:
         self._before = Optimizer.register_step_pre_hook(optimizer, before).id
         self._after = Optimizer.register_step_post_hook(optimizer, after).id
+        self._tell = tell
 
     def take_their_places(self, optimizer: Optimizer) -> None:
-        """Called by a hook before the step of any optimizer, which torch calls before it looks at the optimizer's."""
+        """Called by the first hook before the step of any optimizer: torch looks at the others afterwards."""
         before: Any = optimizer._optimizer_step_pre_hooks
         after: Any = optimizer._optimizer_step_post_hooks
         before.move_to_end(self._before)
         after.move_to_end(self._after, last=False)
+        for table in (before, after, hooks._global_optimizer_pre_hooks, hooks._global_optimizer_post_hooks):
+            for number, hook in table.items():  # values alone change, which a loop over the table allows
+                if number not in (self._before, self._after, _first) and not isinstance(hook, _Told):
+                    table[number] = _Told(hook, self._tell)
+
+
+class _Told:
+    """In the place of a hook of the user's in torch's table, from which its own handle removes it."""
+
+    def __init__(self, hook: Callable[..., Any], tell: Callable[[Any, Exception], None]) -> None:
+        self._hook, self._tell = hook, tell
+
+    def __call__(self, optimizer: Optimizer, *given: Any) -> Any:
+        try:
+            return self._hook(optimizer, *given)
+        except Exception as error:
+            self._tell(optimizer, error)
+            raise
+
+
+_first = -1
+"""The number of the hook that is called first before the steps of all optimizers."""
+
+
+def call_first(hook: Callable[..., Any]) -> None:
+    """Has a hook be called before the steps of all optimizers, and before all other hooks."""
+    global _first
+    _first = hooks.register_optimizer_step_pre_hook(hook).id
+    table: Any = hooks._global_optimizer_pre_hooks
+    table.move_to_end(_first, last=False)
 
 
 def move_hooks(optimizer: Optimizer, to: Optimizer, around: Callable[[Any], Any]) -> None:

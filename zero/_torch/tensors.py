@@ -127,6 +127,10 @@ def wrapped_in(tensor: Tensor) -> list[Tensor]:
     return [each for name in names for each in wrapped_in(getattr(tensor, name))]
 
 
+# Whether two tensors lie in one storage. Nothing public tells of tensors without memory, or of sparse ones.
+shares_memory: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of
+
+
 def with_local(tensor: Tensor, local: Tensor) -> None:
     """Gives a DTensor another local tensor. DTensor.from_local would make another object."""
     tensor._local_tensor = local  # type: ignore[attr-defined]

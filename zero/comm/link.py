@@ -52,7 +52,8 @@ class Link:
         self._store = None if group is None else store_of(group)
         self.log = Log(self.rank, self.world, RaisedText(self._store))
         settings.check()
-        self.log.failure.raised.withdraw()  # of an earlier group of this name; nobody raises before the first collective
+        # Of an earlier group of this name: nobody raises before the first collective.
+        self.log.failure.raised.withdraw()
         self._watched = False
         # Not `self`: the link is to end with its last user, and not only when garbage is collected.
         own: Any = ref(self)

@@ -59,10 +59,10 @@ class StoreRendezvous:
         begun, pause, said = time.monotonic(), 0.001, False
         while not self._store.check(keys):
             waited = time.monotonic() - begun
-            missing = [rank for rank, key in enumerate(keys) if waited > waiting.PATIENCE and not self._store.check([key])]
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             if waited > self.timeout.total_seconds():
                 raise RuntimeError(f"rank {missing} did not come within {waited:.0f} s")
-            if missing and not said:
+            if waited > waiting.PATIENCE and not said:
                 waiting.say_waiting(self.rank, missing, "the first operation of a group, as in zero.setup or FSDP(...)")
                 said = True
             time.sleep(pause := min(2 * pause, 0.2))

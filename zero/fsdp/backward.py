@@ -5,9 +5,9 @@ end of backward       complete the remaining units, wait for all reductions, com
 
 A unit that backward reaches again, through another forward's graph, waits for its reduction, and reduces once more.
 
-Autograd adds up what all uses of a parameter give before it writes `param.grad`, once a backward. So the calls of a unit
-that one forward has made, which its graph knows, are waited for; a gradient that comes later, through the graph of another
-forward or the forward of another unit, enters the unit again.
+Autograd adds up what all uses of a parameter give before it writes `param.grad`, once a backward. So the calls of a
+unit that one forward has made, which its graph knows, are waited for. A gradient that comes later, through the graph of
+another forward or the forward of another unit, enters the unit again.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ it, and leaves it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -15,8 +15,11 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch.autograd import base_of, shape_expected_by
+from zero._torch.modules import buffers_of
+from zero._torch.tensors import shares_memory
 from zero.fsdp.unit import Unit
 from zero.shards.shard_group import ShardGroup
+from zero.shards.sharded_parameter import Lent
 from zero.wrap.tensors import map_tensors, tensors_in
 
 
@@ -35,15 +38,21 @@ def watch_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], on_e
 
 
 def watch_outputs(units: Sequence[Unit], output: Any, on_entry: Callable[[Any], None] | None) -> tuple[Any, bool]:
-    """Returns the output, with copies of parameters of the units and of views of them, which are freed after forward.
-    Calls `on_entry`, unless None, when backward enters through it; also returns whether it can.
+    """Returns the output, with copies of what lies in the memory of the units, which is freed after forward. Calls
+    `on_entry`, unless None, when backward enters through it; also returns whether it can.
 
     units: the one whose forward ends, and those that were unsharded with it.
+    Raises RuntimeError for such memory in an attribute of an object, which is not replaced.
     """
+    full = [group.full for unit in units for group in unit.groups if group.frees]
+    if any(_in_memory_of(full, one) for one in tensors_in(output)):
+        output = map_tensors(lambda one: one.clone() if _in_memory_of(full, one) else one, output)
+        if any(_in_memory_of(full, one) for one in tensors_in(output)):
+            raise RuntimeError(
+                f"an output of {units[0].title} has an attribute that is a parameter, or lies in the memory of one, "
+                "which FSDP releases when the forward ends. Put a copy there: param.clone()."
+            )
     found = [(tensor, base_of(tensor)) for tensor in tensors_in(output)]
-    if any(_shares_memory(units, *one) for one in found):
-        output = map_tensors(lambda one: one.clone() if _shares_memory(units, one, base_of(one)) else one, output)
-        found = [(tensor, base_of(tensor)) for tensor in tensors_in(output)]
     if on_entry is None:
         return output, False
     # An input that is returned as it is: backward comes to its node when it has left the unit.
@@ -92,12 +101,57 @@ def _nodes(tensors: Iterable[tuple[Tensor, Tensor | None]]) -> list[Node]:
     return [each.grad_fn for pair in tensors for each in pair if each is not None and each.grad_fn is not None]
 
 
-def _shares_memory(units: Sequence[Unit], tensor: Tensor, base: Tensor | None) -> bool:
-    """Whether the tensor is a parameter of the units or a view of one."""
-    if base is None and tensor.grad_fn is not None:
-        return False
-    base = tensor if base is None else base
-    return any(base in unit.params for unit in units)
+def _in_memory_of(full: Sequence[Tensor], tensor: Tensor) -> bool:
+    return any(shares_memory(one, tensor) for one in full)
+
+
+class Kept:
+    """The attributes and buffers of a unit's modules, in which a forward may have put memory of the unit's parameters.
+    That is freed afterwards, and torch would read at address 0: views, unlike what `.detach()` returns, cannot tell.
+
+    inside: modules of units inside this one.
+    """
+
+    def __init__(self, unit: Unit, inside: Collection[nn.Module]) -> None:
+        self._groups, self._title = unit.groups, unit.title
+        # Not the modules, which a unit does not keep. With each dictionary, which of its names may have tensors.
+        self._held = [
+            [type(module).__name__, held, 0, ()]
+            for module in unit.module.modules()
+            if module not in inside
+            for held in (vars(module), buffers_of(module))
+        ]
+
+    def refuse(self) -> None:
+        """Raises RuntimeError if such memory was kept."""
+        full = [group.full for group in self._groups if group.frees]
+        for entry in self._held if full else ():
+            kind, held, size, names = entry
+            if len(held) != size:
+                names = entry[3] = tuple(name for name in held if name not in _OF_EVERY_MODULE)
+                entry[2] = len(held)
+            for name in names:
+                value = held.get(name)
+                if type(value) in _NO_TENSORS:
+                    continue
+                among = value.values() if isinstance(value, dict) else value
+                for one in among if isinstance(among, Collection) and not isinstance(among, Tensor) else (value,):
+                    if (
+                        isinstance(one, Tensor)
+                        and not isinstance(one, (nn.Parameter, Lent))
+                        and _in_memory_of(full, one)
+                    ):
+                        if one is value:
+                            held[name] = one.clone()  # for whoever reads it after this error
+                        raise RuntimeError(
+                            f"{self._title} keeps its parameters' memory as `{name}` of a {kind}, and FSDP releases "
+                            "that when the forward ends. Keep a copy: param.detach().clone(), or param.clone() for "
+                            "what a loss reads."
+                        )
+
+
+_OF_EVERY_MODULE = {*vars(nn.Module())}
+_NO_TENSORS = frozenset({bool, int, float, str, type(None)})
 
 
 def recorded_as_shard(group: ShardGroup) -> str | None:

@@ -21,7 +21,7 @@ from zero.comm import Comm
 from zero.comm.streams import HostStreams
 from zero.comm.together import Together
 from zero.fsdp.backward import Backward, Graph
-from zero.fsdp.edges import watch_inputs, watch_inside, watch_outputs
+from zero.fsdp.edges import Kept, watch_inputs, watch_inside, watch_outputs
 from zero.fsdp.in_flight import Order
 from zero.fsdp.reads import refuse_read
 from zero.fsdp.unit import Call, Index, Need, Unit
@@ -56,6 +56,7 @@ class Schedule:
         self._forwards_begun = 0
         self._hooks: MutableMapping[nn.Module, list[RemovableHandle]] = WeakKeyDictionary()
         self._on_params: list[RemovableHandle] = []
+        self._kept: dict[Unit, Kept] = {}
 
     def install(
         self,
@@ -69,7 +70,10 @@ class Schedule:
         """
         self._begin_search = WeakMethod(begin_search)
         self._on_params = self._backward.watch_params()
+        inside: set[nn.Module] = set()
         for unit in reversed(self._index.units):  # so that a unit around another is entered first
+            self._kept[unit] = Kept(unit, inside)
+            inside.update(unit.module.modules())
             for module in (unit.module, *_holders(unit)):
                 own = module is unit.module
                 before = hidden(unit, module, partial(self._together_with, self._pre_forward, unit, own))
@@ -218,6 +222,7 @@ class Schedule:
         on_entry = partial(self._backward.reached, unit, call, self._graph) if trains else None
         output, needs_backward = watch_outputs((unit, *self._index.reads[unit]), output, on_entry)
         if not unit.running:
+            self._kept[unit].refuse()
             # Backward will reach this unit first, as it did last time, and would gather it ahead.
             first_in_backward = self._order.in_flight == 3 and self._order.is_first_in_backward(unit)
             stays = unit is self._root or unit.stays or first_in_backward

@@ -23,10 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zero._torch.compiling import never_traced
-from zero._torch.optimizers import HooksOfSteps
+from zero._torch.optimizers import HooksOfSteps, call_first
 from zero._torch.tensors import as_plain_tensors
 from zero.comm.together import Together
 from zero.fsdp.model import Model
@@ -49,7 +48,7 @@ class Steps:
     def __init__(self, model: Model) -> None:
         self.model = model
         self._index = model.index
-        self._together = Together(model.comms, "the step of an optimizer of FSDP")
+        self.together = Together(model.comms, "the step of an optimizer of FSDP")
         self._checks = StepChecks(model)
         # What an optimizer steps now: its gradient, where this rank owns nothing of it, is hidden here.
         self._stepping: dict[nn.Parameter, Tensor | None] = {}
@@ -66,7 +65,7 @@ class Steps:
 
     def check(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         """Collective. Raises RuntimeError on every rank if a step would be wrong on any."""
-        with self._together, as_plain_tensors():
+        with self.together, as_plain_tensors():
             if self._stepping:  # an optimizer around this one steps, too
                 self.take_back(optimizer, [param for param in params if param in self._stepping])
             problem = next(filter(None, self._checks.problems(optimizer, params)), None)
@@ -74,7 +73,7 @@ class Steps:
                 raise RuntimeError(problem)
             for unit in self._units_of(params):  # here, where what it raises is raised on every rank
                 unit.reshard()
-            self._together.agree()
+            self.together.agree()
         for group in optimizer.param_groups:
             group.pop(SHARD_MARK, None)  # load_state_dict() leaves the mark of this rank's shard here
 
@@ -163,7 +162,7 @@ class StepHook:
     """The hooks of one optimizer, which takes them away when it ends."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._hooks = HooksOfSteps(optimizer, self._before, self._after)
+        self._hooks = HooksOfSteps(optimizer, self._before, self._after, _tell)
         # What is hidden, until it is restored.
         self._held: list[tuple[Steps, list[nn.Parameter], list[nn.Parameter]]] = []
         self._shards: list[tuple[Tensor, Cut]] = []
@@ -257,6 +256,13 @@ def _alive() -> list[Steps]:
     return [steps for reference in _all if (steps := reference()) is not None]
 
 
+def _tell(optimizer: Optimizer, error: Exception) -> None:
+    """Collective. The other ranks are in their step, or in what they do next."""
+    for steps in _alive():
+        if steps.params_in(optimizer):
+            steps.together.tell(error)
+
+
 def _find(optimizer: Optimizer, *_: Any) -> None:
     """The hook before the steps of any optimizer, before its own."""
     hook, alive, others = _hooks.get(optimizer), _alive(), params_of(optimizer)
@@ -278,4 +284,4 @@ def _find(optimizer: Optimizer, *_: Any) -> None:
 def _watch() -> None:
     """Has torch call `_find` before each step of any optimizer, from the first FSDP on."""
     never_traced(StepHook, "_before", "_after")
-    register_optimizer_step_pre_hook(torch.compiler.disable(_find))
+    call_first(torch.compiler.disable(_find))

@@ -216,7 +216,6 @@ class OSS(Optimizer):
     @overload
     def step(self, closure: Callable[[], float], **options: Any) -> float: ...
 
-    @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None, **options: Any) -> float | None:
         """Collective. Steps this rank's shards and gathers all ranks' shards. Returns the closure's loss.
 
@@ -226,7 +225,10 @@ class OSS(Optimizer):
         Raises RuntimeError on every rank if, on any, parameters were moved or replaced, no_sync left gradients
         unreduced, param_groups were edited, the optimizer raised, or if ranks do different things.
         """
-        return cast("float | None", self.stepper.run(self, closure, options))
+        with self.stepper.together:  # also around the hooks of steps, which are the user's
+            return cast("float | None", _hooked_step(self, closure, **options))
+
+    step.hooked = True  # type: ignore[attr-defined]  # else torch's constructor has hooks called around it
 
     def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
         """See torch.optim.Optimizer. With ShardedDDP the hook is called with the inner optimizer, whose `param_groups`
@@ -310,14 +312,19 @@ def with_gradients(hook: Callable[..., Any]) -> Callable[..., Any]:
     """Returns what an OSS calls for a hook before its step; see `register_step_pre_hook`."""
 
     def call(oss: OSS, args: Any, kwargs: Any) -> Any:
-        with oss.stepper.together:
-            if not oss.gradients.are_sharded:
-                return hook(oss, args, kwargs)
-            oss.gradients.refuse()
-            with oss._checks.around_hook():
-                return hook(oss.optim, args, kwargs)
+        if not oss.gradients.are_sharded:
+            return hook(oss, args, kwargs)
+        oss.gradients.refuse()
+        with oss._checks.around_hook():
+            return hook(oss.optim, args, kwargs)
 
     return call
+
+
+@Optimizer.profile_hook_step
+@torch.no_grad()
+def _hooked_step(oss: OSS, closure: Callable[[], float] | None, **options: Any) -> Any:
+    return oss.stepper.run(oss, closure, options)
 
 
 def _switch(of: ReferenceType[OSS], name: str, *args: Any, **kwargs: Any) -> Any:

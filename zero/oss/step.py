@@ -72,11 +72,8 @@ class Step:
         return self._shards.shard_groups if self._writes_frozen else self._shards.trained_groups()
 
     def run(self, outer: Optimizer, closure: Callable[[], float] | None, given: dict[str, Any]) -> Any:
-        """Collective. One step. given: further arguments of the inner optimizer's step. Returns the closure's loss."""
-        with self.together:
-            return self._run(outer, closure, given)
-
-    def _run(self, outer: Optimizer, closure: Callable[[], float] | None, given: dict[str, Any]) -> Any:
+        """Collective, within `together`. One step. given: further arguments of the inner optimizer's step. Returns the
+        closure's loss."""
         inner, loss = self._inner, None
         if in_a_backward():
             raise RuntimeError(_WITHIN_BACKWARD)

@@ -39,7 +39,8 @@ class Asked(Protocol):
 
 class Owner(Protocol):
     """What is read here of the shard group that has a parameter. reads: None while no model has the group.
-    data_was_read: `.data` of one of its full parameters, since they were gathered."""
+    data_was_read: the memory of one of its full parameters, since they were gathered. lends: whether that is full now.
+    """
 
     data_was_read: bool
     layout: Layout
@@ -48,6 +49,9 @@ class Owner(Protocol):
 
     @property
     def names(self) -> list[str]: ...
+
+    @property
+    def lends(self) -> bool: ...
 
 
 @dataclass(frozen=True)

@@ -183,6 +183,11 @@ class ShardGroup:
         self.state = state
 
     @property
+    def lends(self) -> bool:
+        """Whether `full` holds the parameters."""
+        return self.state is GroupState.UNSHARDED
+
+    @property
     def readable(self) -> bool:
         """Whether the parameters are full on this rank."""
         return self.state is GroupState.UNSHARDED or self._summoned is not None
@@ -264,6 +269,10 @@ class ShardGroup:
         try:
             self.full.untyped_storage().resize_(0)
         except RuntimeError as error:
+            # torch never lets that memory be freed in place again. Whoever holds it keeps it; the group takes other.
+            self.full = torch.empty_like(self.full)
+            self._full_views = self._views_to_bind()
+            self.full.untyped_storage().resize_(0)
             raise RuntimeError(
                 f"NumPy, or another library, holds the memory of {self.label}, which is freed once its module has "
                 "computed. Keep a copy in place of a view: param.detach().clone().numpy()."

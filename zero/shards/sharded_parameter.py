@@ -2,6 +2,8 @@
 
     nn.Parameter        while an optimizer steps it. Its data is a plain tensor
     FullParameter       while it is full in memory that is freed: `.data`, whose writes torch does not count, is noted
+    Lent                `.data` and `.detach()` of that, and views of them: memory that is freed with the unit's. Who
+                        has kept one, and reads it when that is freed, is told so
     ShardedParameter    otherwise. Its data is this rank's shard, in the shape of the shard
     Shard               its gradient then, tensors of its shape in the optimizer's state, its `.data`, `.detach()`, and
                         what is computed from these element by element
@@ -20,11 +22,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, accelerator, nn
 from torch.optim import Optimizer
 
 from zero._torch.tensors import FakeTensor as Fake
-from zero._torch.tensors import Rebound, as_plain_tensors
+from zero._torch.tensors import Rebound, as_plain_tensors, shares_memory
 from zero.shards.cut import Asked, Cut, find, of_param
 from zero.shards.elementwise import (
     ABOUT,
@@ -54,6 +57,8 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         return args[0]
     # Behind what shapes answer, as this gathers. Those parameters are plain now: torch takes them as they are.
     if _unshard_to_read((*args, *kwargs.values())):
+        if (attribute or name) in ("data", "detach"):  # of the class that the parameter has now
+            return args[0].data if attribute else args[0].detach()
         return func(*args, **kwargs)
     if name in ABOUT or attribute in ABOUT_ATTRIBUTES:
         return _plainly(func, args, kwargs)
@@ -64,6 +69,7 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         _refuse(f"`{attribute or name}`", first)
     if not attribute:
         _refuse_others(name, args, kwargs)
+        refuse_freed((*args, *kwargs.values()))
     given = args[0] if args and isinstance(args[0], (list, tuple)) else first
     if word == FINITE_CHECK and args[2].is_pinned():
         # torch has copied the scale from a GPU without waiting, also to where the host reads it: to pinned memory.
@@ -281,20 +287,84 @@ class _ShardedRebound(_Sharded, Rebound):  # type: ignore[misc]
     """The same for parameters that are offloaded."""
 
 
+class Lent(Tensor):
+    """The memory of a full parameter, of which no graph keeps account. `cut`: of which one."""
+
+    cut: Cut
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__ in ("__dlpack__", "to_dlpack"):
+            raise RuntimeError(_FREED.format("a full parameter is handed to another library, which may keep it"))
+        if func.__name__ not in ABOUT | OF_SHAPE and getattr(func, "__self__", None) not in _ABOUT_LENT:
+            refuse_freed((*args, *kwargs.values()))
+        lent = next(one for one in _tensors_in((*args, *kwargs.values())) if isinstance(one, Lent))
+        result = _plainly(func, args, kwargs)
+        for one in result if isinstance(result, (list, tuple)) else [result]:
+            if type(one) is Tensor and shares_memory(one, lent):
+                one.__class__ = Lent
+                vars(one)["cut"] = lent.cut
+        return result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plainly(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return plainly(self).__deepcopy__(memo)
+
+
+_ABOUT_LENT = [Tensor.shape, Tensor.ndim, Tensor.dtype, Tensor.device, Tensor.requires_grad]  # type: ignore[misc]
+
+
+def plainly(lent: Tensor) -> Tensor:
+    """The same memory as a plain tensor. Raises as `refuse_freed` does."""
+    refuse_freed([lent])
+    plain: Tensor = _plainly(Tensor.as_subclass, (lent, Tensor), {})
+    return plain
+
+
+def refuse_freed(values: Iterable[Any]) -> None:
+    """Raises RuntimeError if any of the values is memory of a full parameter that is freed now: torch would read at
+    address 0."""
+    for one in _tensors_in(values):
+        if isinstance(one, Lent):
+            owner = one.cut.owner()
+            if owner is None or not owner.lends:
+                name = one.cut.described().partition(",")[0]
+                raise RuntimeError(_FREED.format(f"{name} was kept by `.data` or `.detach()`, and is read afterwards"))
+
+
+_FREED = (
+    "the memory of {}. FSDP releases it with its unit, when a forward or backward ends. Keep a copy: "
+    "param.detach().clone()."
+)
+
+
 class FullParameter(nn.Parameter):
     """A parameter whose data is full until its unit is resharded."""
 
     @property
     def data(self) -> Tensor:
-        cut = find(self)  # None for a copy, which torch makes of this class
-        owner = None if cut is None else cut.owner()
-        if owner is not None:
-            owner.data_was_read = True
-        return _DATA.__get__(self)  # type: ignore[no-any-return]
+        return self._lend(_DATA.__get__(self))
 
     @data.setter
     def data(self, data: Tensor) -> None:
         _DATA.__set__(self, data)
+
+    def detach(self) -> Tensor:
+        return self._lend(super().detach())
+
+    def _lend(self, own: Tensor) -> Tensor:
+        cut = find(self)  # None for a copy, which torch makes of this class
+        owner = None if cut is None else cut.owner()
+        if cut is None or owner is None:
+            return own
+        owner.data_was_read = True
+        if not torch.compiler.is_compiling():
+            own.__class__ = Lent
+            vars(own)["cut"] = cut
+        return own
 
 
 AT_REST: dict[type, type] = {nn.Parameter: ShardedParameter, Fake: _ShardedFake, Rebound: _ShardedRebound}

@@ -22,14 +22,16 @@ def tensors_in(value: Any) -> Iterable[Tensor]:
 
 
 def _search(value: Any) -> Iterator[Tensor]:
-    seen: list[Any] = []  # objects may refer to one another in cycles
+    seen: dict[
+        int, Any
+    ] = {}  # objects may refer to one another in cycles; it keeps them, so that none takes another's id
     stack = [value]
     while stack:
         value = stack.pop()
         if isinstance(value, Tensor):
             yield value
-        elif value is not None and not isinstance(value, _NOT_SEARCHED) and not any(value is other for other in seen):
-            seen.append(value)
+        elif value is not None and not isinstance(value, _NOT_SEARCHED) and id(value) not in seen:
+            seen[id(value)] = value
             stack += [*_children(value)][::-1]
 
 
