@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import io
+from collections import OrderedDict
+
 import torch
+from torch import Tensor
 
 import zero
 from rows import Net, Rows, adam, changed, momentum
@@ -129,3 +134,89 @@ def a_step_of_biases_alone_comes_between(t, i):
 
 
 test_rows = row.tests()
+
+
+# ------------------------------------------------------------------------------------------- what state_dict() returns
+
+
+def then(act):
+    """Trains after a write into what the wrapper's state_dict() has returned."""
+
+    def program(t, i):
+        with torch.no_grad():
+            act(t.m.state_dict(), t)
+        t.update(t.loss(i))
+
+    return program
+
+
+def follows(average):
+    """An average of dictionaries, as timm and YOLOX keep it. average(t): the model whose state_dict() is written."""
+
+    def program(t, i):
+        if i == 0:
+            t.kept.average = average(t)
+        t.update(t.loss(i))
+        new = t.m.state_dict()
+        with torch.no_grad():
+            for name, value in t.kept.average.state_dict().items():
+                value.copy_(0.9 * value + 0.1 * new[f"module.{name.removeprefix('module.')}"])
+        t.note(sum(value.double().sum() for value in t.kept.average.state_dict().values()))
+
+    return program
+
+
+def wrapped_copy(t):
+    copied = Net()
+    copied.load_state_dict({name.removeprefix("module."): value for name, value in t.m.state_dict().items()})
+    return copied if t.stage < 3 else zero.FSDP(copied)
+
+
+def plain_copy(t):
+    copied = Net()
+    copied.load_state_dict({name.removeprefix("module."): value for name, value in t.m.state_dict().items()})
+    return copied
+
+
+def keeps_the_best(t, i):
+    """Copies of a dictionary are the user's own."""
+    t.update(t.loss(i))
+    kept = copy.deepcopy(t.m.state_dict()) if i else {k: v.clone() for k, v in t.m.state_dict().items()}
+    for value in kept.values():
+        value.mul_(2)
+    saved = io.BytesIO()
+    torch.save(t.m.state_dict(), saved)
+    saved.seek(0)
+    loaded = torch.load(saved, weights_only=True)
+    assert {type(value) for value in loaded.values()} == {Tensor} and type(loaded) is OrderedDict
+    t.note(sum(value.double().sum() for value in (*kept.values(), *loaded.values())))
+
+
+def weights_of_trained_ones(t, i):
+    t.update(t.loss(i))
+    kept = {name: value for name, value in t.m.state_dict(keep_vars=True).items() if value.requires_grad}
+    t.note(sum(value.double().sum() for value in kept.values()))
+
+
+@torch.no_grad()
+def scaled(weights):
+    for value in weights.values():
+        value.mul_(0.9)
+
+
+READ_ONLY = {"or_refused": r"model\.named_parameters"}
+row = Rows("what is written into state_dict() counts", __name__, **READ_ONLY)
+row.of("each value is scaled", then(lambda w, t: [value.mul_(0.9) for value in w.values()]))
+row.of("a list of them is scaled", then(lambda w, t: torch._foreach_mul_([*w.values()], 0.9)))
+row.of("one is filled", then(lambda w, t: w["module.last.bias"].fill_(1.0)))
+row.of("one is set", then(lambda w, t: w["module.last.weight"].__setitem__(0, 1.0)))
+row.of("a view of one is scaled", then(lambda w, t: w["module.last.weight"].view(-1)[1:].mul_(0.5)))
+row.of("the data of one is scaled", then(lambda w, t: w["module.last.weight"].data.mul_(0.5)))
+row.of("one is the output of a sum", then(lambda w, t: torch.add(w["module.last.bias"], 1, out=w["module.last.bias"])))
+row.of("one is added to by an operator", then(lambda w, t: w["module.last.bias"].__iadd__(1)))
+row.of("parameters are scaled", lambda t, i: t.update(t.loss(i)) or scaled(t.m.state_dict(keep_vars=True)))
+row.of("an average that is wrapped follows", follows(wrapped_copy))
+row.of("a plain average follows", follows(plain_copy), or_refused=None)
+row.of("the best is kept", keeps_the_best, or_refused=None)
+row.of("trained ones are chosen", weights_of_trained_ones, or_refused=None)
+test_state_dicts = row.tests()

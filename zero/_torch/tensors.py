@@ -128,7 +128,7 @@ def wrapped_in(tensor: Tensor) -> list[Tensor]:
 
 
 # Whether two tensors lie in one storage. Nothing public tells of tensors without memory, or of sparse ones.
-shares_memory: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of
+shares_memory: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 
 def with_local(tensor: Tensor, local: Tensor) -> None:

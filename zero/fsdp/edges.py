@@ -114,40 +114,34 @@ class Kept:
 
     def __init__(self, unit: Unit, inside: Collection[nn.Module]) -> None:
         self._groups, self._title = unit.groups, unit.title
-        # Not the modules, which a unit does not keep. With each dictionary, which of its names may have tensors.
-        self._held = [
-            [type(module).__name__, held, 0, ()]
-            for module in unit.module.modules()
-            if module not in inside
-            for held in (vars(module), buffers_of(module))
-        ]
+        # The modules, which a unit does not keep, nor their dictionaries, in which there are hooks that keep this. With
+        # each how many attributes it has, and which of them are not those of every module.
+        self._held: list[Any] = [[ref(module), 0, ()] for module in unit.module.modules() if module not in inside]
 
     def refuse(self) -> None:
         """Raises RuntimeError if such memory was kept."""
         full = [group.full for group in self._groups if group.frees]
         for entry in self._held if full else ():
-            kind, held, size, names = entry
-            if len(held) != size:
-                names = entry[3] = tuple(name for name in held if name not in _OF_EVERY_MODULE)
-                entry[2] = len(held)
-            for name in names:
-                value = held.get(name)
+            module = entry[0]()
+            attributes = {} if module is None else vars(module)
+            if len(attributes) != entry[1]:
+                entry[1:] = len(attributes), tuple(name for name in attributes if name not in _OF_EVERY_MODULE)
+            found: list[tuple[str, Any]] = [(name, attributes.get(name)) for name in entry[2]]
+            for name, value in found if module is None else (*found, *buffers_of(module).items()):
                 if type(value) in _NO_TENSORS:
                     continue
                 among = value.values() if isinstance(value, dict) else value
                 for one in among if isinstance(among, Collection) and not isinstance(among, Tensor) else (value,):
-                    if (
-                        isinstance(one, Tensor)
-                        and not isinstance(one, (nn.Parameter, Lent))
-                        and _in_memory_of(full, one)
-                    ):
-                        if one is value:
-                            held[name] = one.clone()  # for whoever reads it after this error
-                        raise RuntimeError(
-                            f"{self._title} keeps its parameters' memory as `{name}` of a {kind}, and FSDP releases "
-                            "that when the forward ends. Keep a copy: param.detach().clone(), or param.clone() for "
-                            "what a loss reads."
-                        )
+                    told = not isinstance(one, Tensor) or isinstance(one, (nn.Parameter, Lent))  # by themselves
+                    if told or not _in_memory_of(full, one):
+                        continue
+                    if one is value:
+                        setattr(module, name, one.clone())  # for whoever reads it after this error
+                    raise RuntimeError(
+                        f"{self._title} keeps its parameters' memory as `{name}` of a {type(module).__name__}, and "
+                        "FSDP releases that when the forward ends. Keep a copy: param.detach().clone(), or "
+                        "param.clone() for what a loss reads."
+                    )
 
 
 _OF_EVERY_MODULE = {*vars(nn.Module())}

@@ -28,6 +28,7 @@ from zero.shards.partition import Partition
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import take_out_of
 from zero.wrap.buffers import BufferSync
+from zero.wrap.saved import as_weights, read_only
 from zero.wrap.wrapper import UNWRAPPED, Wrapper, refuse_steps
 
 if TYPE_CHECKING:
@@ -276,12 +277,25 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Collective. Returns copies of full parameters and buffers on the CPU, by the module's names, on every rank.
 
+        A write into one of them raises: it would not reach the model. Pickled, or cloned, they are plain tensors. With
+        keep_vars=True each tells whether its parameter requires a gradient.
+
         Raises RuntimeError if parameters were moved, cast or given other data.
         """
         with self._model.together:
             self._model.refuse_moved()
             own = [(self._model, [*self._model.units])]
-            return full_weights.state_dict(self.module, own, full_weights.Recipient(), *args, **kwargs)
+            destination = kwargs.get("destination", args[0] if args else None)
+            before = {} if destination is None else dict(destination)
+            weights = full_weights.state_dict(self.module, own, full_weights.Recipient(), *args, **kwargs)
+            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+            trained = dict(self.named_parameters(prefix.rstrip("."), remove_duplicate=False))
+            for name, value in weights.items():
+                if isinstance(value, Tensor) and before.get(name) is not value:
+                    if kwargs.get("keep_vars", len(args) > 2 and args[2]) and name in trained:
+                        value.requires_grad_(trained[name].requires_grad)
+                    read_only(value)
+            return as_weights(weights) if destination is None else weights
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *of_torch: Any) -> None:
         """Collective. Called by `load_state_dict` of a plain module around the FSDP, which then loads the module

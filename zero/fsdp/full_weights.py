@@ -34,6 +34,7 @@ from zero.shards.shard_group import ShardGroup
 from zero.shards.sharded_parameter import AtRest
 from zero.state.gathered import AT_ONCE, refuse_no_rank
 from zero.tensor_parallel import parts
+from zero.wrap.saved import writable
 from zero.wrap.wrapper import Wrapper
 
 Sharded = Sequence[tuple[Model, list[Unit]]]
@@ -200,6 +201,8 @@ def state_dict(
         weights = module.state_dict(*args, **{**kwargs, "keep_vars": False})
         copies: dict[Any, Tensor] = {}
         for key, value in weights.items():
+            if isinstance(value, Tensor):
+                writable(value)  # of an FSDP inside
             # What the caller's destination had before stays the caller's own tensor.
             if not isinstance(value, Tensor) or before.get(key) is value:
                 continue

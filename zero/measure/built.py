@@ -85,24 +85,11 @@ def _description(optimizer: Optimizer) -> str:
     return described_options({**dict(held), **inner})
 
 
-def _others(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """All other optimizers of the process. Takes 70 ms with 300,000 objects in it, and is left out in a rehearsal."""
-    if is_assumed():
-        return iter(())
-    return (one for one in gc.get_objects() if issubclass(type(one), Optimizer) and one is not optimizer)
-
-
 def around(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Other optimizers with this one's groups. No hook of torch shows what they do besides its step."""
-    for each in _others(optimizer):
-        groups = vars(each).get("param_groups", ())
-        if any(one is other for one in groups for other in optimizer.param_groups):
-            yield each
-
-
-def working_by(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """Other optimizers that hold this one and have state for its parameters: they do more than call its step."""
-    for each in _others(optimizer):
-        own = vars(each).get("state", {})
-        if any(one is optimizer for one in vars(each).values()) and any(one in own for one in params_of(optimizer)):
-            yield each
+    """Other optimizers with this one's groups. No hook of torch shows what they do besides its step. Takes 70 ms with
+    300,000 objects in the process, and is left out in a rehearsal."""
+    for each in () if is_assumed() else gc.get_objects():
+        if issubclass(type(each), Optimizer) and each is not optimizer:
+            groups = vars(each).get("param_groups", ())
+            if any(one is other for one in groups for other in optimizer.param_groups):
+                yield each

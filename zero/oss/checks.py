@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from zero._torch.telling import warn_user
 from zero.comm import Comm
-from zero.measure.built import working_by
 from zero.measure.kinds import Finding
 from zero.shards.cut import register
 from zero.shards.owned_shards import OwnedShards
@@ -32,7 +31,6 @@ class StepChecks:
         self._comm, self._inner, self._shards, self._finding = comm, inner, shards, finding
         self.unaveraged: Callable[[Collection[nn.Parameter]], str | None] = lambda _: None
         self._steps_without = 0
-        self._looked_around = False
         self._dtensors = DTensorCheck()
 
     def changed(self, param_groups: Sequence[dict[str, Any]]) -> str | None:
@@ -45,18 +43,13 @@ class StepChecks:
             problem = dtensors.look(shards.places, self._inner, self._finding)
         return problem or ddp.joined_problem(shards)
 
-    def gradients(self, outer: Optimizer, *, found: bool, are_sharded: bool) -> str | None:
+    def gradients(self, *, found: bool, are_sharded: bool) -> str | None:
         """Returns an error message if the gradients cannot be stepped.
 
-        outer: the OSS. found: whether there are any. are_sharded: whether ShardedDDP brings them."""
+        found: whether there are any. are_sharded: whether ShardedDDP brings them."""
         self._steps_without = 0 if found else self._steps_without + 1
         if self._steps_without == 2:  # one is normal: a first step for a scheduler, a skipped batch
             warn_user(f"In two steps one after another {ddp.NO_GRADIENT}")
-        if are_sharded and not self._looked_around:
-            self._looked_around = True
-            problem = _around_problem(outer, self._inner)
-            if problem is not None:
-                return problem
         if not found:
             return ddp.replaced_problem(self._shards)
         if are_sharded or self._comm.world == 1:
@@ -120,17 +113,4 @@ def _edited_problem(param_groups: Sequence[dict[str, Any]], shards: OwnedShards)
         f"param_groups were edited: OSS was given groups of {expected} parameters, and finds groups of {counts}, "
         f"{f'without {gone}' if gone else 'not the same ones in the same order'}. Add a group by add_param_group; "
         "to step fewer parameters, freeze them by requires_grad_(False), or build OSS again."
-    )
-
-
-def _around_problem(outer: Optimizer, inner: Optimizer) -> str | None:
-    """Returns an error message for an optimizer around OSS that looks for gradients in parameters, and keeps state."""
-    one = next(working_by(outer), None)
-    if one is None:
-        return None
-    name, kind = type(one).__name__, type(inner).__name__
-    return (
-        f"{name} steps by OSS and keeps state of its own for the parameters. With ShardedDDP gradients are with "
-        f"their owners only, so ranks would do different things. Put {name} inside: "
-        f"OSS(params, lambda params, **options: {name}({kind}(params, **options)))."
     )

@@ -100,7 +100,7 @@ class Step:
         """Collective where it fails. Puts gradients and parameters where the inner optimizer steps them."""
         found, problem = self._gradients.collect()
         if problem is None:
-            problem = self._checks.gradients(outer, found=found, are_sharded=self._gradients.are_sharded)
+            problem = self._checks.gradients(found=found, are_sharded=self._gradients.are_sharded)
         if problem is not None:
             raise RuntimeError(problem)
         self._shards.refresh()

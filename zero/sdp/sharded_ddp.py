@@ -31,6 +31,7 @@ from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, show_everywhere, take_out_of
 from zero.wrap.buffers import BufferSync
 from zero.wrap.ddp import ddp_within
+from zero.wrap.saved import as_weights
 from zero.wrap.wrapper import UNWRAPPED, Wrapper, describe, refuse_steps, scripted
 
 _AVERAGES = (
@@ -237,7 +238,8 @@ class ShardedDDP(Wrapper):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the module's own state dict, under the module's own names."""
-        return self.module.state_dict(*args, **kwargs)
+        weights = self.module.state_dict(*args, **kwargs)
+        return weights if args or "destination" in kwargs else as_weights(weights)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(

@@ -314,7 +314,7 @@ class Lent(Tensor):
         return plainly(self).__deepcopy__(memo)
 
 
-_ABOUT_LENT = [Tensor.shape, Tensor.ndim, Tensor.dtype, Tensor.device, Tensor.requires_grad]  # type: ignore[misc]
+_ABOUT_LENT = [Tensor.shape, Tensor.ndim, Tensor.dtype, Tensor.device, Tensor.requires_grad]
 
 
 def plainly(lent: Tensor) -> Tensor:
