@@ -225,9 +225,11 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
     # -------------------------------------------------------------------------- weights and optimizer state, in full
 
     def reshard(self) -> None:
-        """Reshards units that a forward without backward may have left unsharded. Call it between steps."""
-        for unit in self._model.units:
-            unit.reshard()
+        """Collective. Reshards units that a forward without backward may have left unsharded. Call it between steps."""
+        with self._model.together:
+            for unit in self._model.units:
+                unit.reshard()
+            self._model.together.agree()
 
     def summon_full_params(  # of `module`, not self: called on the class it takes any module, as PyTorch's does
         module: nn.Module,

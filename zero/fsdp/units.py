@@ -172,7 +172,7 @@ def _large_leaves(
 def repeated_blocks(root: nn.Module, left_out: Collection[nn.Parameter] = ()) -> set[nn.Module]:
     """Returns modules with parameters of which one container has several of the same class:
 
-        in an nn.ModuleList     those that have submodules
+        in an nn.ModuleList or nn.ModuleDict    those that have submodules
         in an nn.Sequential     those that have submodules; and layers, which have none, of 1 MiB or more
 
     An nn.Sequential inside such a block does not count: layers repeat inside most blocks. If the block holds more than
@@ -195,7 +195,7 @@ def repeated_blocks(root: nn.Module, left_out: Collection[nn.Parameter] = ()) ->
         if module in seen:
             continue
         seen.add(module)
-        if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             members = _members(module)
             blocks = _repeated(members, with_submodules=True)
             if isinstance(module, nn.Sequential):
