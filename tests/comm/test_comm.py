@@ -19,6 +19,7 @@ from assertions import same
 from ranks import refusal
 from transports import between_hosts, overlapping
 from zero.comm import Comm, Traffic, Work, traffic
+from zero.comm import comm as comm_module
 from zero.comm.oplog import Log
 from zero.comm.streams import StreamWork
 from zero.comm.work import CastWork, GroupWork, SumWork
@@ -343,3 +344,22 @@ def test_buffers_of_what_nobody_waits_for_are_freed_without_the_garbage_collecto
         assert kept() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+@pytest.mark.parametrize("way", WAYS)
+@ranks.on(2, timeout=20)
+def test_a_rank_that_fails_to_read_what_it_scatters_fails_on_every_rank(rank, world, way, fails_at):
+    comm, reads = Comm(), []
+
+    def read(start: int, into: torch.Tensor) -> None:
+        reads.append(start)
+        if len(reads) > 2 * fails_at:
+            raise OSError("the file is damaged")
+        into.fill_(1)
+
+    with as_on(way), mock.patch.object(comm_module, "BATCH", 800):
+        into = torch.zeros(350 + rank)
+        text = ranks.refusal(lambda: comm.scatter(read, [0, 350, 701], into))
+        assert text == f"OSError: {'' if rank == 0 else 'rank 0 has raised OSError: '}the file is damaged"
+        comm.agree(0)  # the group goes on

@@ -179,7 +179,7 @@ def test_a_process_forked_from_a_rank_is_told_that_it_is_none_and_disturbs_nobod
     comm, _ = together(rank, world)
     child = fork()
     if child == 0:
-        os._exit(int("forked from one" not in refusal(lambda: gathered(comm))))
+        os._exit(int("was forked from rank" not in refusal(lambda: gathered(comm))))
     assert os.waitpid(child, 0)[1] == 0
     assert gathered(comm) == [0.0, 1.0]
 

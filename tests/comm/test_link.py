@@ -5,9 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import time
 import weakref
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -22,13 +24,15 @@ import zero
 from ranks import refusal
 from runs import sgd, take_step
 from simulated.world import simulated
-from transports import between_hosts, overlapping
+from transports import TRANSPORTS, between_hosts, by, overlapping
 from zero._torch.process_groups import abort
 from zero.comm import Comm, settings, work
 from zero.comm.gloo import Gloo
 from zero.comm.host_memory import attach
+from zero.comm.link import Link
 from zero.comm.oplog import Log
-from zero.comm.store import RaisedText
+from zero.comm.store import RaisedText, StoreRendezvous
+from zero.comm.together import Together
 from zoo import WIDTH, Stack, loss_on
 
 # --------------------------------------------------------------------------------------------------- A failed transfer
@@ -204,13 +208,16 @@ def test_ranks_read_one_anothers_memory_where_nobody_says_no_and_permit_it_where
 
 
 @ranks.on(2)
-def test_what_is_not_known_is_refused(rank, world):
-    with mock.patch.dict(os.environ, ZERO_SECOND_COMMUNICATOR="yes"):
-        assert "choose 0, 1" in refusal(Comm)
-    with mock.patch.dict(os.environ, ZERO_HOST_MEMORY="yes"):
-        assert "choose 0, ptracer" in refusal(Comm)
-    with mock.patch.dict(os.environ, ZERO_CHECK="always"):
-        assert "ZERO_CHECK='always'" in refusal(Comm)
+def test_what_one_rank_is_told_that_means_nothing_is_refused_on_every_rank(rank, world):
+    for name, value, told in [
+        ("ZERO_SECOND_COMMUNICATOR", "yes", "choose 0, 1"),
+        ("ZERO_HOST_MEMORY", "yes", "choose 0, ptracer"),
+        ("ZERO_CHECK", "always", "ZERO_CHECK='always'"),
+    ]:
+        with mock.patch.dict(os.environ, {name: value} if rank == 1 else {}):
+            text = refusal(lambda: Comm().agree(0))
+            assert text.startswith("ValueError") and told in text and text.endswith("(on rank 1)"), text
+    Comm().agree(0)
 
 
 @pytest.mark.parametrize(
@@ -251,11 +258,81 @@ class Stuck(dist.Store):
 
 def test_a_store_that_does_not_answer_holds_up_no_error():
     store = Stuck()
-    text = RaisedText(store)
+    text = RaisedText()
+    text.store = store
     text.publish("what a rank has raised")
     assert store.reached.is_set() and text.explained("a reason") == "a reason"
     assert not store.ends.is_set(), "it still waits"
     store.ends.set()
+
+
+@pytest.mark.parametrize("way", ["host memory", "gloo"])
+@ranks.on(2, timeout=20)
+def test_what_a_rank_has_raised_explains_nothing_later(rank, world, way):
+    """Not a group of the same name and store, nor an error after others that all ranks have raised."""
+    told = []
+    with by(way):
+        for turn in range(2):
+            comm = Comm(Link(dist.group.WORLD))
+            together = Together([comm], "a section of a test")
+            for _ in range(2 * turn):
+                assert f"in turn {turn}" in ranks.refusal(partial(raises_alone, rank, turn, together))
+            if turn == 0 and rank == 0:
+                told.append(ranks.refusal(partial(raises_alone, rank, turn, together)))
+            else:
+                told.append(ranks.refusal(lambda comm=comm: comm.agree(0)))
+            if turn and rank == 0:
+                told.append(ranks.refusal(lambda comm=comm: comm.agree(0)))
+            elif turn:
+                told.append(ranks.refusal(lambda comm=comm: comm.agree(1)))
+    assert "in turn 0" in told[0] and all("in turn" not in text for text in told[1:]), told
+
+
+def raises_alone(rank: int, turn: int, together: Together) -> None:
+    with together:
+        if rank == 0:
+            raise ValueError(f"in turn {turn}")
+        together.agree()
+
+
+@pytest.mark.parametrize("left", ["drawn", "both"])
+def test_what_a_rank_that_died_has_left_in_the_store_misleads_no_later_group(left):
+    store, found = dist.HashStore(), dict[int, Any]()
+    for rank in range(2):
+        dist.PrefixStore("zero", store).set(f"drawn/{rank}", f"old {rank}")
+        if left == "both":
+            dist.PrefixStore("zero", store).set(f"read/{rank}", "old")
+
+    def meet(rank: int) -> None:
+        time.sleep(0.1 * rank)  # the first one reads what is old
+        with StoreRendezvous(store, rank, 2, timedelta(seconds=5)) as exchange:
+            found[rank] = exchange.nonce, exchange.all_gather(bytes([rank]))
+
+    threads = [threading.Thread(target=meet, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert found[0] == found[1] and found[0][1] == [b"\0", b"\1"]
+    assert store.num_keys() == 4, "but for what ranks have drawn and read"
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@ranks.on(2, timeout=20)
+def test_a_forward_in_a_process_that_was_forked_from_a_rank_is_refused_at_once(rank, world, transport):
+    """As in a worker of a DataLoader that calls the model."""
+    with by(transport):
+        model, optimizer = zero.setup(Stack(), sgd, stage=3)
+        take_step(optimizer, loss_on(rank, 0)(model))
+        child = os.fork()
+        if child == 0:
+            begun = time.monotonic()
+            with torch.no_grad():
+                text = refusal(lambda: model(torch.ones(2, WIDTH)))
+            refused = f"was forked from rank {rank}," in text and "again" not in text
+            os._exit(0 if refused and time.monotonic() - begun < 2 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        take_step(optimizer, loss_on(rank, 1)(model))
 
 
 @ranks.on(2)

@@ -22,12 +22,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.comm.channels import COMPARISON, GATHER, REDUCTION, SUM
+from zero.comm.channels import COMPARISON, GATHER, REDUCTION, SCATTER, SUM
 from zero.comm.link import Link, link_of
 from zero.comm.packing import BATCH, batches, copy_into, empty_flat, flatten, lengths
+from zero.comm.told import described, dumped, loaded, mark_told, rebuilt, text_of
 from zero.comm.traffic import sent
 from zero.comm.transport import Message, Scattered
 from zero.comm.work import CastWork, Work
+
+Problem = str | Exception | None
+"""What a rank cannot do, as the text of a ValueError or as its own error; None if it can."""
 
 
 class Comm:
@@ -124,10 +128,15 @@ class Comm:
             self.log.end_schedule()
         return flags
 
-    def compare(self, what: str, lines: Sequence[str], problem: str | None = None, channel: int = COMPARISON) -> None:
-        """Collective. Raises ValueError on every rank if any rank has a `problem`, or if the signature `lines` differs
-        between ranks. Otherwise it costs one exchange of 32 bytes."""
-        texts = [json.dumps({"problem": problem, "lines": list(lines)})]
+    def connect(self) -> None:
+        """Collective the first time. Has the ranks reach one another, so that they have a name for what they tell."""
+        _ = self._transports["cpu"]
+
+    def compare(self, what: str, lines: Sequence[str], problem: Problem = None, channel: int = COMPARISON) -> None:
+        """Collective. Raises an error of one class on every rank if any rank has a `problem`, and ValueError if the
+        signature `lines` differs between ranks. Otherwise it costs one exchange of 32 bytes."""
+        own = ValueError(problem) if isinstance(problem, str) else problem
+        texts = [json.dumps({"problem": own and described(own, text_of(own)), "lines": list(lines)})]
         if self.world > 1:
             # First: Gloo ends the process where an all-gather of 32 bytes meets another operation.
             self.agree(channel)
@@ -136,19 +145,39 @@ class Comm:
                 texts = self.all_gather_text(texts[0])
             else:
                 return
-        _refuse_differences(what, texts)
+        error = _difference(what, texts)
+        if error is not None:
+            mark_told(error, [self.log])
+            try:
+                raise error
+            finally:
+                del error  # else this frame, which its traceback keeps, would keep it, and so the user's model
 
     def all_gather_text(self, text: str) -> list[str]:
         """Collective. Returns the text of every rank, by rank."""
         if self.world == 1:
             return [text]
         self.agree(COMPARISON)
-        data = text.encode(errors="backslashreplace")
+        data = text.encode(errors="backslashreplace")  # lines have names of the user's
         lengths = [int.from_bytes(length, "little") for length in self._exchange(len(data).to_bytes(8, "little"))]
         padded = data.ljust(max(lengths), b"\0")
         # Where all texts are empty: torch.frombuffer refuses a buffer of no bytes.
         texts = self._exchange(padded) if padded else [b""] * self.world
         return [text[:length].decode() for text, length in zip(texts, lengths, strict=True)]
+
+    def _raise_together(self, error: Exception | None, channel: int) -> None:
+        """Collective. Raises on every rank what any has to raise."""
+        if not self._transports["cpu"].compare(channel, flags=int(error is not None)):
+            return
+        told = self.all_gather_text("" if error is None else dumped(error, str(self.rank)))
+        if error is None:
+            self.log.failure.learn()
+        try:
+            error = error or loaded(next(filter(None, told)))
+            mark_told(error, [self.log])
+            raise error
+        finally:
+            del error  # else this frame, which its traceback keeps, would keep it, and so the user's model
 
     def _exchange(self, data: bytes) -> list[bytes]:
         """Returns the data of every rank, by rank. All ranks pass the same number of bytes, at least one."""
@@ -230,10 +259,15 @@ class Comm:
                 if 0 < len(own) < length:
                     last.append((own, part))
                 pieces = [row[:length] for row in buffers[turn % number]]
+                try:
+                    for piece, (low, high) in zip(pieces, pairwise(bounds), strict=True) if self.rank == 0 else ():
+                        read(min(low + start, high), piece[: max(high - low - start, 0)])
+                except Exception as error:
+                    self._raise_together(error, SCATTER)
+                else:
+                    self._raise_together(None, SCATTER)  # before this rank waits for the part
                 if self.rank == 0:
                     sent["other"] += part.nbytes * (self.world - 1)
-                    for piece, (low, high) in zip(pieces, pairwise(bounds), strict=True):
-                        read(min(low + start, high), piece[: max(high - low - start, 0)])
                 yield pieces, part
 
         self._transports[into.device.type].scatter(parts(), longest * into.element_size())
@@ -274,21 +308,23 @@ def _narrows(dtype: torch.dtype, tensor: Tensor) -> bool:
     return tensor.is_floating_point() and dtype.itemsize < tensor.element_size()
 
 
-def _refuse_differences(what: str, texts: Sequence[str]) -> None:
-    """Raises ValueError if any rank has a problem, or if signatures differ. texts: of all ranks, or of this one."""
+def _difference(what: str, texts: Sequence[str]) -> Exception | None:
+    """The error, if any rank has a problem, or if signatures differ. texts: of all ranks, or of this one."""
     ranks = [json.loads(text) for text in texts]
-    problems = [(rank, given["problem"]) for rank, given in enumerate(ranks) if given["problem"] is not None]
+    problems = {rank: given["problem"] for rank, given in enumerate(ranks) if given["problem"] is not None}
     if problems:
-        where = f" (on rank {', '.join(str(rank) for rank, _ in problems)})" if len(texts) > 1 else ""
-        raise ValueError(f"{problems[0][1]}{where}")
+        first = next(iter(problems.values()))
+        where = f" (on rank {', '.join(map(str, problems))})" if len(texts) > 1 else ""
+        return rebuilt({**first, "text": first["text"] + where})
     expected = ranks[0]["lines"]
     for rank, given in enumerate(ranks):
         for position, (first, other) in enumerate(zip_longest(expected, given["lines"], fillvalue="nothing")):
             if first != other:
-                raise ValueError(
+                return ValueError(
                     f"{what} differ between ranks: at position {position}, rank 0 has {first}, rank {rank} has "
                     f"{other}. Build the same on every rank, in the same order."
                 )
+    return None
 
 
 # Where torchrun and others, Open MPI, and MPICH write the number of ranks into the environment.

@@ -1,14 +1,21 @@
-"""Connections that a forked process, such as a worker of a DataLoader, gives up: while it holds them open, nobody
-notices the end of the process that it was forked from."""
+"""What a forked process, such as a worker of a DataLoader, gives up: connections, as nobody notices the end of the
+process that it was forked from while it holds them open; and process groups, as it is none of their ranks."""
 
 from __future__ import annotations
 
 import os
 from io import FileIO
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+if TYPE_CHECKING:
+    from zero.comm.failure import Failure
 
 held: set[Any] = set()
 """Sockets and pipes of this process."""
+
+failures: WeakSet[Failure] = WeakSet()
+"""Those of the process groups of this process."""
 
 
 class Pipe(FileIO):
@@ -27,11 +34,13 @@ class Pipe(FileIO):
 def _give_up() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for one in held:
-        # asyncio closes a socket before `Connections` takes it from `held`; dup2 to -1 raises.
+        # Another thread may have closed it and not taken it from `held` yet; dup2 to -1 raises.
         if one.fileno() >= 0:
             os.dup2(nothing, one.fileno())  # not closed: the copy of the object would close the number again
     os.close(nothing)
     held.clear()
+    for failure in failures:
+        failure.end_in_fork()
 
 
 if hasattr(os, "register_at_fork"):  # where it is missing, no process is forked

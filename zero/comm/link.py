@@ -7,7 +7,10 @@ memory.
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, proxy, ref
@@ -26,14 +29,14 @@ from zero._torch.process_groups import (
 )
 from zero.comm import settings
 from zero.comm.gloo import Gloo
+from zero.comm.host_memory import attach
 from zero.comm.host_memory.rendezvous import rendezvous
 from zero.comm.host_memory.transport import HostMemory
 from zero.comm.oplog import Log
 from zero.comm.process_group import Overlapping
-from zero.comm.store import RaisedText, StoreRendezvous
+from zero.comm.store import StoreRendezvous
 from zero.comm.transport import Local, Transport
 from zero.comm.watchdog.watchdog import Watchdog
-from zero.comm.work import Operation
 
 # The timeout of transfers on the CPU if the group has no backend for the CPU: torch's own default.
 _TIMEOUT = timedelta(minutes=30)
@@ -50,11 +53,11 @@ class Link:
         self.ranks = [0] if group is None else dist.get_process_group_ranks(group)
         self._group: Any = None if group is None else proxy(group)
         self._store = None if group is None else store_of(group)
-        self.log = Log(self.rank, self.world, RaisedText(self._store))
-        settings.check()
-        # Of an earlier group of this name: nobody raises before the first collective.
-        self.log.failure.raised.withdraw()
+        self.log = Log(self.rank, self.world)
         self._watched = False
+        if self.world == 1:
+            settings.check()
+            self.log.each = settings.check_each()
         # Not `self`: the link is to end with its last user, and not only when garbage is collected.
         own: Any = ref(self)
         # By type of device. By that of the CPU ranks compare what they do.
@@ -84,12 +87,18 @@ class Link:
             return self._device_transport(device, backend, self.transports["cpu"])
         if backend in (None, "gloo"):
             timeout = _TIMEOUT if backend is None else timeout_of(self._group, device)
-            with Operation(self.log, None, None):
+            self.log.failure.refuse_if_broken()
+            try:
                 return self._cpu_transport(timeout)
+            except ValueError:  # every rank has raised it, and may ask again
+                raise
+            except BaseException as error:
+                self.log.failure.of_transfer(None, None, error)
+                raise
         assert self._store is not None
         if backend != "fake":  # whose store keeps no values
             with StoreRendezvous(self._store, self.rank, self.world, _TIMEOUT) as exchange:
-                self._agree_on_checks(exchange)
+                self._agree_on_settings(exchange)
                 self._watch(exchange)
         group, where = self._group, (self.rank, self.world)
         checks = Gloo(self.log, iter([group]), *where)  # this backend can compare operations, too
@@ -99,7 +108,7 @@ class Link:
         """Collective. Returns host memory where all ranks may read one another's, else Gloo on a group of its own."""
         assert self._store is not None
         with StoreRendezvous(self._store, self.rank, self.world, timeout) as exchange:
-            self._agree_on_checks(exchange)
+            self._agree_on_settings(exchange)
             peers = rendezvous(exchange, settings.host_memory())
             if peers is not None:
                 return HostMemory(self.log, peers, self.rank, self.world)
@@ -110,9 +119,27 @@ class Link:
             where = self.rank, self.world
             return Gloo(self.log, gloo_groups(dist.ProcessGroupGloo, store, *where, timeout, address), *where)
 
-    def _agree_on_checks(self, exchange: StoreRendezvous) -> None:
-        """Collective. One rank alone would compare where the others send: it decides for all."""
-        self.log.each = bytes([1]) in exchange.all_gather(bytes([self.log.each]))
+    def _agree_on_settings(self, exchange: StoreRendezvous) -> None:
+        """Collective. Raises ValueError on every rank for settings that mean nothing on any. One rank alone would
+        compare where the others send: it decides for all."""
+        each, problem, host = False, "", ""
+        try:
+            settings.check()
+            each = settings.check_each()
+        except ValueError as error:
+            problem = str(error)
+        with suppress(OSError):  # a system without /proc
+            host = attach.host()
+        told = exchange.all_gather(json.dumps([each, problem, host, os.getpid()]).encode())
+        ranks = [json.loads(text) for text in told]
+        for rank, (_, problem, *_) in enumerate(ranks):
+            if problem:
+                with suppress(RuntimeError):  # the store's host may end once it has raised
+                    exchange.all_gather(b"")
+                raise ValueError(f"{problem} (on rank {rank})")
+        self.log.each = any(each for each, *_ in ranks)
+        self.log.failure.raised.store = exchange.store
+        self.log.failure.others = [pid for *_, there, pid in ranks if host and there == host and pid != os.getpid()]
 
     def _device_transport(self, device: torch.device, backend: str, checks: Transport) -> Transport:
         """Collective. Returns a transport for an accelerator, with a communicator of its own for reductions."""
@@ -137,11 +164,10 @@ class Link:
     def _watch(self, exchange: StoreRendezvous) -> dist.Store:
         """Collective. Starts the watchdog, unless another type of device had it started. Returns a store of this link's
         own: that of the group may have keys of an earlier group of the same name."""
-        assert self._store is not None
         if not self._watched:
             Watchdog(self, self.log, exchange, shortest_timeout_of(self._group))
         self._watched = True
-        return dist.PrefixStore(exchange.nonce, dist.PrefixStore("zero", self._store))
+        return dist.PrefixStore("groups", exchange.store)
 
 
 class Transports(dict[str, Transport]):

@@ -18,10 +18,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NoReturn
 
-from zero.comm import settings
 from zero.comm.channels import Channels
 from zero.comm.failure import REMEDY, Failure
-from zero.comm.store import RaisedText
 from zero.comm.waiting import running_call, say_waiting
 
 TAIL = 256
@@ -39,13 +37,16 @@ class Log:
     each: whether every operation is compared, and every forward is searched for writes (ZERO_CHECK=each): on all ranks
         if one says so, from their first operation on.
     channels: the kinds of its operations. failure: why nothing more can be sent.
+    sections: the number of sections (together.py) that run, one within another; sections_entered: of those that ran
+        within no other, so far.
     """
 
-    def __init__(self, rank: int, world: int, raised: RaisedText | None = None) -> None:
+    def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world, self.channels = rank, world, Channels(rank)
-        self.failure = Failure(rank, world, self.channels, raised or RaisedText(None))
+        self.failure = Failure(rank, world, self.channels)
         self.digest, self.comparisons = 0, 0
-        self.each = settings.check_each()
+        self.sections, self.sections_entered = 0, 0
+        self.each = False
         # The position in the schedule: a digest of the operations since it began.
         self._position = 0
         # Whether ranks have agreed since the schedule began; whether they must compare the next operation.
@@ -75,7 +76,10 @@ class Log:
         self._agreed = True
 
     def record(self, channel: int) -> None:
-        """Appends an operation to the log that other ranks read while they wait, without its bytes."""
+        """Appends an operation to the log that other ranks read while they wait, without its bytes. Raises RuntimeError
+        if an earlier transfer has failed."""
+        if self.failure.broken:
+            self.failure.refuse_if_broken()
         self._last.append(channel)
         self._length += 1
 
@@ -104,6 +108,8 @@ class Log:
         """Empties the log, after a comparison that found all logs to be the same."""
         self.digest, self._length = 0, 0
         self.comparisons += 1
+        self.failure.raised.at = self.comparisons
+        self.failure.recover()
         self._last.clear()
 
     @property
@@ -134,8 +140,9 @@ class Log:
 
     def out_of_step(self, channels: Mapping[int, int]) -> NoReturn:
         """Raises RuntimeError. channels: as in `Channels.differing`."""
-        reason = self.failure.raised.explained(self.channels.differing(channels))
-        self.failure.mark_broken(reason)
+        difference = self.channels.differing(channels)
+        reason = self.failure.raised.explained(difference)
+        self.failure.mark_broken(reason, by_another=reason != difference and not self.failure.raised.is_own)
         raise RuntimeError(reason)
 
     def missing(self, rank: int, how: str) -> str:

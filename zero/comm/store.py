@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import secrets
 import socket
@@ -22,28 +23,43 @@ _ANSWERS = 1.0
 
 
 class StoreRendezvous:
-    """Exchanges a few bytes between the ranks, in rounds. The last rank to end it deletes all keys, so that a later
-    process group may use the same store.
+    """Exchanges a few bytes between the ranks, in rounds. The last rank to end it deletes their keys.
 
-    `nonce`: a new name, the same on all ranks. `host`: where the store is, as this rank reaches it.
+    `nonce`: a new name, the same on all ranks, for keys of their own: an earlier group of the same name, of which a
+    rank may have died here, has left some. `host`: where the store is, as this rank reaches it.
     """
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
         self.host = _host_of(store)
-        self._store, self._rounds = dist.PrefixStore("zero", store), 0
+        self.store, self._rounds = dist.PrefixStore("zero", store), 0
+        self._drawn, self._read = ([f"{kind}/{rank}" for rank in range(world)] for kind in ("drawn", "read"))
 
     def __enter__(self) -> StoreRendezvous:
-        self.nonce = self.all_gather(secrets.token_hex(8).encode())[0].decode()
+        store, pause = self.store, 0.001
+        store.set(self._drawn[self.rank], secrets.token_hex(8))
+        self._wait(self._drawn)
+        self.nonce = ""
+        while True:
+            # A rank that has read what an earlier one has left reads again, until all have read the same.
+            drawn = hashlib.sha256(b" ".join(store.multi_get(self._drawn))).hexdigest()[:16]
+            if drawn != self.nonce:
+                self.nonce = drawn
+                store.set(self._read[self.rank], drawn)
+            self._wait(self._read)
+            if {*store.multi_get(self._read)} == {drawn.encode()}:
+                break
+            time.sleep(pause := min(2 * pause, 0.2))
+        self.store = dist.PrefixStore(self.nonce, store)
         return self
 
     def all_gather(self, data: bytes) -> list[bytes]:
         """Collective. Returns the data of every rank, by rank."""
         keys = [f"{self._rounds}/{rank}" for rank in range(self.world)]
         self._rounds += 1
-        self._store.set(keys[self.rank], data.hex() or "-")
+        self.store.set(keys[self.rank], data.hex() or "-")
         self._wait(keys)
-        texts = [value.decode() for value in self._store.multi_get(keys)]  # one request, however many ranks there are
+        texts = [value.decode() for value in self.store.multi_get(keys)]  # one request, however many ranks there are
         return [b"" if text == "-" else bytes.fromhex(text) for text in texts]
 
     def address(self) -> str:
@@ -55,27 +71,27 @@ class StoreRendezvous:
         return own or next((there for own, there in told if own), "")
 
     def _wait(self, keys: list[str]) -> None:
-        # Not by `wait` of the store, which hears no Ctrl-C.
+        # Not by `wait` of the store: it hears no Ctrl-C meanwhile.
         begun, pause, said = time.monotonic(), 0.001, False
-        while not self._store.check(keys):
-            waited = time.monotonic() - begun
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if waited > self.timeout.total_seconds():
-                raise RuntimeError(f"rank {missing} did not come within {waited:.0f} s")
-            if waited > waiting.PATIENCE and not said:
+        while not self.store.check(keys):
+            time.sleep(pause := min(2 * pause, 0.2))
+            waited, limit = time.monotonic() - begun, self.timeout.total_seconds()
+            if waited > min(limit, waiting.PATIENCE) and (waited > limit or not said):
+                missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+                if waited > limit:
+                    raise RuntimeError(f"rank {', '.join(map(str, missing))} did not come within {limit:g} s")
                 waiting.say_waiting(self.rank, missing, "the first operation of a group, as in zero.setup or FSDP(...)")
                 said = True
-            time.sleep(pause := min(2 * pause, 0.2))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with suppress(Exception):  # the store has ended, or cannot delete keys
-            if self._store.add("left", 1) == self.world:
+            if self.store.add("left", 1) == self.world:
                 for number in range(self._rounds):
                     for rank in range(self.world):
-                        self._store.delete_key(f"{number}/{rank}")
-                self._store.delete_key("left")
+                        self.store.delete_key(f"{number}/{rank}")
+                self.store.delete_key("left")
 
 
 def _host_of(store: dist.Store) -> str:
@@ -97,23 +113,39 @@ def address_towards(host: str) -> tuple[str, str]:
 
 
 class RaisedText:
-    """The text of an error that a rank has raised, for ranks that find themselves out of step with it. store: of the
-    group; None for one of a single rank.
+    """The text of an error that a rank has raised, for ranks that find themselves out of step with it.
+
+    `store`: of this group alone; None before its ranks have reached one another. `at`: how often ranks have compared
+    their operations. One that is out of step with the rank that raised has done so as often, and later errors have
+    another number.
 
     No method raises, or takes longer than a second: the store may have ended, or be out of reach."""
 
-    def __init__(self, store: dist.Store | None) -> None:
-        self._store = None if store is None else dist.PrefixStore("zero", store)
+    def __init__(self) -> None:
+        self.store: dist.Store | None = None
+        self.at = 0
+        self._published: str | None = None
 
     def publish(self, text: str) -> None:
-        self._ask(lambda store: store.set("raised", text))
+        key, before = f"raised/{self.at}", self._published
+        self._published = key
 
-    def withdraw(self) -> None:
-        self._ask(lambda store: store.delete_key("raised"))
+        def publish(store: dist.Store) -> None:
+            store.set(key, text)
+            if before not in (None, key):
+                store.delete_key(before)
+
+        self._ask(publish)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this rank has raised since ranks have last compared their operations."""
+        return self._published == f"raised/{self.at}"
 
     def explained(self, reason: str) -> str:
         """Returns the reason why a group is broken, with the text if there is one."""
-        text = self._ask(lambda store: store.get("raised").decode() if store.check(["raised"]) else None)
+        key = f"raised/{self.at}"
+        text = self._ask(lambda store: store.get(key).decode() if store.check([key]) else None)
         if text is None:
             return reason
         return reason if text in reason else f"{text} ({reason})"
@@ -121,7 +153,7 @@ class RaisedText:
     def _ask(self, question: Callable[[dist.Store], Any]) -> Any:
         """Asks the store in a thread, and leaves that alone where it takes long. Returns the answer, or None."""
         answers: list[Any] = []
-        store = self._store
+        store = self.store
         if store is None:
             return None
 
@@ -130,6 +162,7 @@ class RaisedText:
                 answers.append(question(store))
 
         asking = Thread(target=ask, daemon=True)
-        asking.start()
-        asking.join(_ANSWERS)
+        with suppress(RuntimeError):  # none starts once the interpreter ends
+            asking.start()
+            asking.join(_ANSWERS)
         return answers[0] if answers else None

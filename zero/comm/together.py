@@ -6,9 +6,9 @@
         ...
         step.agree()                 # is raised here on the ranks that have reached this line
 
-A rank that raises says so before it does. Ranks that have come to `agree` by then raise its text, too, and all of them
-are in step afterwards: the group can be used. Ranks that wait for it in another operation find there that they are out
-of step; they read its text in the group's store (`RaisedText`), and the group is broken.
+A rank that raises says so before it does. Ranks that have come to `agree` by then raise an error of its class with its
+text, and all of them are in step afterwards: the group can be used. Ranks that wait for it in another operation find
+there that they are out of step; they read its text in the group's store (`RaisedText`), and the group is broken.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from zero.comm.comm import Comm
-
-_entered: list[Together] = []
-"""The sections that are running: what one has told, those around it need not tell."""
+from zero.comm.comm import Comm, Problem
+from zero.comm.told import dumped, is_told, loaded, mark_told
 
 MOST_FLAGS, _PROBLEM = 1, 2
 """Flags that `agree` passes on; the other bit says that a rank has raised."""
@@ -31,76 +29,89 @@ class Together:
 
     def __init__(self, comms: Sequence[Comm], name: str | int, remedy: str = "") -> None:
         self._groups = [(comm, name if isinstance(name, int) else comm.channel(name, remedy)) for comm in comms]
+        self._logs = [comm.log for comm in comms]
 
     def __enter__(self) -> Together:
-        _entered.append(self)
+        for log in self._logs:
+            if not log.sections:
+                log.sections_entered += 1
+            log.sections += 1
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        _entered.pop()
-        if error is not None:
-            self.tell(error)
-            if not _entered:  # the same object may be raised again, in a later section
-                vars(error).pop("raised_on_every_rank", None)
+        try:
+            if error is not None:
+                self.tell(error)
+        finally:
+            for log in self._logs:
+                log.sections -= 1
 
     def tell(self, error: BaseException) -> None:
         """Collective. Called before this rank raises the error, unless all ranks were told of it."""
         # Ctrl-C and SystemExit are not for the other ranks, which would have to be waited for.
-        told = getattr(error, "raised_on_every_rank", False) or any(comm.log.failure.broken for comm, _ in self._groups)
-        if isinstance(error, Exception) and not told:
-            vars(error)["raised_on_every_rank"] = True
+        known = is_told(error, self._logs) or any(log.failure.broken for log in self._logs)
+        if isinstance(error, Exception) and not known:
             rank = ", ".join(str(comm.rank) for comm, _ in self._groups)
-            text = f"rank {rank} has raised {type(error).__name__}: {error}"
-            for comm, _ in self._groups:
-                comm.log.failure.raised.publish(text)
+            raised = dumped(error, rank)
             with suppress(RuntimeError):  # the others are in another operation, and raise there
-                self._agree(_PROBLEM, text)
+                for comm, _ in self._groups:
+                    comm.connect()
+                    comm.log.failure.raised.publish(str(loaded(raised)))
+                self._exchange(_PROBLEM, raised)
+            mark_told(error, self._logs)
 
     def agree(self, flags: int = 0) -> int:
-        """Collective. Raises RuntimeError if any rank has raised in the section, or is in another operation. Returns
-        the flags, MOST_FLAGS at most, that any rank has."""
-        return self._agree(flags, "")
-
-    def _agree(self, flags: int, text: str) -> int:
-        for comm, channel in self._groups:
-            flags = comm.agree(channel, flags=flags)
+        """Collective. Raises an error of the same class if any rank has raised one in the section, and RuntimeError if
+        any is in another operation. Returns the flags, MOST_FLAGS at most, that any rank has."""
+        flags, raised = self._exchange(flags, "")
         if not flags & _PROBLEM:
             return flags
-        for comm, _ in self._groups:
-            texts = comm.all_gather_text(text)
-            text = next(filter(None, texts))
-            comm.log.failure.raised.withdraw()  # all have it, and are in step
-        raise _raised_on_every_rank(text)
+        raise self._told(raised)
+
+    def _told(self, raised: str) -> Exception:
+        """Not in a variable of who raises it: its traceback keeps that frame, which would keep the user's model."""
+        error = loaded(raised)
+        mark_told(error, self._logs)
+        for log in self._logs:
+            log.failure.learn()
+        return error
+
+    def _exchange(self, flags: int, raised: str) -> tuple[int, str]:
+        """raised: what this rank has raised, as it is sent. Returns the first that any rank has, with the flags."""
+        for comm, channel in self._groups:
+            flags = comm.agree(channel, flags=flags)
+        if flags & _PROBLEM:
+            for comm, _ in self._groups:
+                raised = next(filter(None, comm.all_gather_text(raised)))
+        return flags, raised
 
 
-def _raised_on_every_rank(text: str) -> RuntimeError:
-    """Not in a variable of who raises it, whose frame its traceback keeps: that would keep the user's model alive."""
-    error = RuntimeError(text)
-    vars(error)["raised_on_every_rank"] = True
-    return error
-
-
-def compare(comms: Sequence[Comm], what: str, lines: Sequence[str], problem: str | None) -> None:
+def compare(comms: Sequence[Comm], what: str, lines: Sequence[str], problem: Problem) -> None:
     """Collective. Comm.compare over all ranks: where it raises on one, it does on all. comms: as of `Together`."""
     for comm in comms:
         try:
             comm.compare(what, lines, problem)
-        except ValueError as error:
-            problem = str(error)
-    if problem is not None:
-        raise ValueError(problem)
+        except Exception as error:
+            if not is_told(error, [comm.log]):  # the comparison itself has failed
+                raise
+            problem = error
+    try:
+        if isinstance(problem, Exception):
+            raise problem
+    finally:
+        del problem  # else this frame, which its traceback keeps, would keep it, and so the user's model
 
 
 @contextmanager
-def told_by_comparing(compare: Callable[[str], object]) -> Iterator[None]:
+def told_by_comparing(compare: Callable[[Exception], object]) -> Iterator[None]:
     """Around what a rank does before ranks compare what they were given: what it raises here is the others' problem
     there. compare: takes part in that comparison, with a problem."""
     try:
         yield
     except ValueError as error:
-        compare(str(error))  # raises a ValueError, which says which ranks have the problem
+        compare(error)  # raises one of this class, which says which ranks have the problem
         raise
     except Exception as error:
-        with suppress(ValueError):
-            compare(f"{type(error).__name__}: {error}")
+        with suppress(Exception):
+            compare(error)
         raise

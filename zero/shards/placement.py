@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zero.comm import Comm, Work
+from zero.comm.comm import Problem
 from zero.comm.streams import HOST, HostStreams, on_other_device
 from zero.comm.together import compare, told_by_comparing
 from zero.comm.transport import Message
@@ -158,7 +159,7 @@ class Placement:
         """Whether this rank is the one whose values all start from."""
         return all(comm.rank == 0 for comm in self.all_groups())
 
-    def compare(self, what: str, lines: Sequence[str], problem: str | None) -> None:
+    def compare(self, what: str, lines: Sequence[str], problem: Problem) -> None:
         """Collective. Comm.compare over all ranks: where it raises on one, it does on all."""
         compare(self.all_groups(), what, lines, problem)
 
