@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -114,6 +115,24 @@ def test_the_ranks_that_are_behind_are_named_where_no_host_waits(rank, world):
 def test_a_rank_that_builds_its_model_alone_says_so(rank, world):
     (said,) = alone(rank, lambda: zero.setup(Stack(), sgd, stage=2)) or [""]
     assert rank or "for rank 1 in the first operation of a group, as in zero.setup or FSDP(...)." in said
+
+
+def test_a_call_is_that_of_its_own_thread():
+    """As where a checkpoint is written behind the training."""
+    entered, left = threading.Event(), threading.Event()
+
+    @calling("zero.behind")
+    def behind() -> None:
+        entered.set()
+        assert left.wait(10) and waiting.running_call() == "zero.behind"
+
+    with calling("zero.before"):
+        thread = threading.Thread(target=behind)
+        thread.start()
+        assert entered.wait(10) and waiting.running_call() == "zero.before"
+    left.set()
+    thread.join()
+    assert waiting.running_call() is None
 
 
 def test_the_outermost_call_is_named_and_none_after_an_error():

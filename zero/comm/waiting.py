@@ -13,12 +13,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from threading import get_ident
 
 PATIENCE = 30.0
 """Seconds of a wait after which a rank says it."""
 
-_calls: list[str] = []
-"""Public calls that are running, the outermost first. One list for all threads: backward has threads of its own."""
+_calls: list[tuple[int, str]] = []
+"""Public calls that are running, each with its thread, the outermost first."""
 
 
 @contextmanager
@@ -27,16 +28,18 @@ def calling(name: str) -> Iterator[None]:
 
     Not for forward, backward and step, which the channels of their operations tell of at no cost.
     """
-    _calls.append(name)
+    call = get_ident(), name
+    _calls.append(call)
     try:
         yield
     finally:
-        _calls.pop()
+        _calls.remove(call)  # the first that is equal, which is as good
 
 
 def running_call() -> str | None:
-    """The public call that runs here, if one does."""
-    return _calls[0] if _calls else None
+    """The public call that runs in this thread, or else in any: backward and the watchdog have threads of their own."""
+    calls = [*_calls]
+    return next((name for thread, name in calls if thread == get_ident()), calls[0][1] if calls else None)
 
 
 def say_waiting(rank: int, missing: Collection[int], operation: str) -> None:
@@ -52,5 +55,10 @@ def say_waiting(rank: int, missing: Collection[int], operation: str) -> None:
             "If that has no batch left, take batches from zero.join. If it is elsewhere, as in dist.barrier(), train, "
             "evaluate and save on every rank before."
         )
-    sys.stderr.write(f"zero: rank {rank} has waited {PATIENCE:g} s for {whom} in {operation}. {remedy}\n")
+    say(f"rank {rank} has waited {PATIENCE:g} s for {whom} in {operation}. {remedy}")
+
+
+def say(text: str) -> None:
+    """Says a line on standard error."""
+    sys.stderr.write(f"zero: {text}\n")
     sys.stderr.flush()

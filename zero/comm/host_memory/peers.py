@@ -124,8 +124,7 @@ class Peers:
         while missing := {rank: peer for rank, peer in self._peers.items() if not peer.has(needed)}:
             for rank, peer in missing.items():
                 if peer.closed:
-                    ended = f"rank {rank} of the group, process {peer.pid}, has ended or closed its connection"
-                    raise OSError(f"{ended}, unless this process is no rank itself: it was forked from one")
+                    raise OSError(f"rank {rank} of the group, process {peer.pid}, has ended or closed its connection")
             waited = time.monotonic() - begun
             if waited >= self._timeout:
                 silent = ", ".join(map(str, missing))
@@ -140,7 +139,10 @@ def _poll(peers: Collection[Peer], seconds: float = _LONGEST_POLL, *, to_send: b
     """Waits for a note of any of the peers, for the end of one, or until a note can be sent."""
     poll = select.poll()
     for peer in peers:
-        poll.register(peer.inbox, select.POLLIN)
-        if to_send:
-            poll.register(peer.outbox, select.POLLOUT)
+        try:
+            poll.register(peer.inbox, select.POLLIN)
+            if to_send:
+                poll.register(peer.outbox, select.POLLOUT)
+        except ValueError:  # another thread, which marks a failure, has just closed it
+            return
     poll.poll(min(seconds, _LONGEST_POLL) * 1000)
