@@ -11,10 +11,12 @@ import gc
 import os
 import re
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -31,7 +33,11 @@ import zero
 from inner import Comm
 from matrix import WHOLE, only
 from transports import between_hosts, overlapping
+from zero.comm import waiting
 from zero.comm.forked import held
+from zero.comm.oplog import Log
+from zero.comm.watchdog.hub import Hub
+from zero.comm.watchdog.watchdog import Peer
 
 VICTIM = 1
 TIMEOUT = 2.0
@@ -176,6 +182,68 @@ def test_nothing_is_left_of_a_watchdog_whose_group_is_gone(rank, world):
         gc.collect()
     assert within_a_minute(lambda: not held - before), "still connected"
     assert order.failure.broken is None
+
+
+@ranks.on(3)
+def test_a_rank_that_cannot_reach_the_first_one_says_so_once_and_keeps_nothing(rank, world):
+    said: list[str] = []
+    with (
+        between_hosts(),
+        mock.patch.object(socket, "create_connection", side_effect=OSError("firewall")) if rank == 1 else nullcontext(),
+        mock.patch.object(waiting, "say", said.append),
+    ):
+        before = {*threading.enumerate()}
+        comm = Comm(dist.new_group(timeout=timedelta(seconds=20)))
+        comm.agree(0)
+        for _ in range(3):
+            time.sleep(0.5)  # in which a rank that is watched says that its log stands
+            comm.agree(0)
+        watches = [one for one in threading.enumerate() if one.name == "zero-watchdog" and one not in before]
+    assert [text.startswith("rank 1 is not watched, as it cannot reach rank 0 at") for text in said] == [rank == 1] * (
+        rank == 1
+    )
+    assert len(watches) == (rank != 1)
+
+
+def test_a_message_may_come_in_pieces_and_one_that_is_longer_than_any_ends_the_connection():
+    sent, received = socket.socketpair()
+    peer = Peer(received)
+    sent.sendall(b'{"at": [1, 2]')
+    assert peer.receive() == []
+    sent.sendall(b', "log": null}\n{}\n{"gone"')
+    assert peer.receive() == [{"at": [1, 2], "log": None}, {}]
+    sent.close()
+    with pytest.raises(EOFError):
+        peer.receive()
+    received.close()
+
+
+def test_the_hub_compares_each_new_log_with_the_longest_other():
+    log = Log(0, 64)
+    hub = Hub(log, 100.0)
+    for rank in range(64):
+        hub.hear(rank, {"at": (3, 2 + rank % 2), "log": [5, 6, 5][: 2 + rank % 2]})
+    with mock.patch.object(log, "difference", side_effect=log.difference) as compared:
+        assert hub.verdict() is None and compared.call_count == 64
+        assert hub.verdict() is None and compared.call_count == 64
+    hub.hear(9, {"at": (3, 3), "log": [5, 7, 5]})
+    verdict = hub.verdict()
+    assert verdict is not None and "rank 9 is in" in verdict["failed"].replace("rank 9 in", "rank 9 is in"), verdict
+
+
+@gpus.cpu_only("between hosts")
+@ranks.on(2, timeout=20)
+def test_an_error_of_2_mib_reaches_ranks_that_wait(rank, world):
+    with between_hosts():
+        comm = Comm(dist.new_group(timeout=timedelta(seconds=15)))
+        comm.agree(0)
+        begun = time.monotonic()
+        if rank == 1:
+            assert within_a_minute(lambda: comm.log.failure.at_failure)
+            time.sleep(0.5)  # connected
+            comm.log.failure.mark_broken("the victim's own" + " and more" * 250_000)
+        assert "the victim's own" in ranks.refusal(lambda: comm.agree(0))
+        assert time.monotonic() - begun < 8
 
 
 @ranks.on(2)

@@ -1,8 +1,8 @@
-"""The watchdog of one rank of a group."""
+"""The watchdog of one rank of a group, and its connections: each rank has one to the first rank. A message is a line of
+JSON."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import socket
@@ -10,14 +10,16 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
-from threading import Event, Thread
+from functools import partial
+from selectors import EVENT_READ, DefaultSelector
+from threading import Event, RLock, Thread, current_thread
 from weakref import finalize, ref
 
+from zero.comm import waiting
+from zero.comm.forked import held
 from zero.comm.oplog import Log
 from zero.comm.store import StoreRendezvous, address_towards
-from zero.comm.watchdog import loop
-from zero.comm.watchdog.connections import Connections, Message, listen
-from zero.comm.watchdog.hub import Hub, Position
+from zero.comm.watchdog.hub import Hub, Message, Position
 
 # Seconds between two looks at the log of this rank.
 _TICK = 0.2
@@ -31,29 +33,11 @@ _REPORTS = 400
 # Seconds for which a rank that fails tries to tell the others, and waits for their word on who is missing.
 _SAYS = 1.0
 
+# How long a rank tries to reach the first one. Without it, the rank is not watched.
+_CONNECTS = 10.0
 
-class Progress:
-    """Whether the log of this rank moves. stands: seconds without an operation after which it does not."""
-
-    def __init__(self, log: Log, stands: float) -> None:
-        self._log, self._stands = log, stands
-        self._at: Position = (0, 0)
-        self._since, self._is_reported = time.monotonic(), False
-
-    def news(self, now: float) -> Message | None:
-        """What the hub is to hear, if anything: where the log stands, or that it moves again."""
-        position = self._log.position
-        if position != self._at:
-            self._at, self._since = position, now
-            if self._is_reported:
-                self._is_reported = False
-                return {"moves": True}
-        elif now - self._since >= self._stands and not self._is_reported:
-            log = self._log.history[1]
-            if self._log.position == position:  # it did not move while it was read
-                self._is_reported = True
-                return {"at": position, "log": log}
-        return None
+# Bytes of a message; characters of an error in it, of up to 12 bytes each in JSON.
+_LONGEST, _LONGEST_REASON = 1 << 20, 1 << 16
 
 
 class Watchdog:
@@ -64,37 +48,44 @@ class Watchdog:
     """
 
     def __init__(self, user: object, log: Log, exchange: StoreRendezvous, timeout: timedelta) -> None:
-        self._log, self._rank, self._world = log, exchange.rank, exchange.world
-        limit = timeout.total_seconds() - min(10.0, timeout.total_seconds() / 10)
-        self._limit, self._said = limit, time.monotonic()
-        self._progress = Progress(log, max(2 * _TICK, exchange.world / _REPORTS))
-        # When the hub was last heard of; None before this rank is connected.
-        self._heard: float | None = None
-        self._hub_ended: Position | None = None
-        self._learned, self._word, self._process = False, Event(), os.getpid()
-        self._hub = None if self._rank else Hub(self._log, limit, self._tell)
-        hear, lost = (self._learn_from, self._lose_hub) if self._hub is None else (self._hub.hear, self._hub.lost)
-        self._connections = Connections(self._rank, exchange.nonce, hear, lost, limit)
-        listening = None if self._rank else listen()
-        own = [] if listening is None else [address_towards(exchange.host)[0], listening.getsockname()[1]]
+        self._log, self._rank, self._nonce = log, exchange.rank, exchange.nonce
+        self._limit = timeout.total_seconds() - min(10.0, timeout.total_seconds() / 10)
+        self._hub = None if self._rank else Hub(log, self._limit)
+        self._lock, self._word, self._process = RLock(), Event(), os.getpid()
+        self._peers: dict[socket.socket, Peer] = {}
+        self._ready = DefaultSelector()
+        self._learned = self._ended = False
+        self._state: Message = {}  # what this rank has said last, for the hub to hear once it is connected
+        # Where this rank's log was last, since when, whether the hub was told, and seconds after which it is.
+        self._at, self._since, self._told = (0, 0), time.monotonic(), False
+        self._stands = max(2 * _TICK, exchange.world / _REPORTS)
+        self._said = self._heard = time.monotonic()
+        self._hub_at: Position | None = None  # where the hub was when it ended
+        self._listening: socket.socket | None = None
+        own: tuple[str, int] | tuple[()] = ()
+        if self._hub is not None:
+            both = socket.has_dualstack_ipv6()
+            family = socket.AF_INET6 if both else socket.AF_INET
+            self._listening = socket.create_server(("", 0), family=family, backlog=1024, dualstack_ipv6=both)
+            own = address_towards(exchange.host)[0], self._listening.getsockname()[1]
+            held.add(self._listening)
+            self._ready.register(self._listening, EVENT_READ)
         host, port = json.loads(exchange.all_gather(json.dumps(own).encode())[0])
-        self._log.failure.at_failure.insert(0, self._fail)  # before transfers are aborted, which may take long
-        self._log.failure.inquire = self._inquire
-        self._working = loop.run(self._work(listening, host or exchange.host, port))
+        log.failure.at_failure.insert(0, self._fail)  # before transfers are aborted, which may take long
+        log.failure.inquire = lambda: self._word.wait(_SAYS / 2)
+        there = host or exchange.host, port
+        self._thread = Thread(target=self._run, args=(there,), name="zero-watchdog", daemon=True)
+        self._thread.start()
         finalize(user, self._end, ref(user))
 
-    # --------------------------------------------------------------------------------------- in other threads
+    # ------------------------------------------------------------------------------------------ in any thread
 
     def _fail(self, reason: str) -> None:
         """Tells the other ranks that this one has failed."""
         # What this rank was told the others know; and a forked process speaks for no rank.
         if not self._learned and self._process == os.getpid():
-            self._wait_until_said({"failed": reason})
+            self._say({"failed": reason[:_LONGEST_REASON]})
         self._word.set()
-
-    def _inquire(self) -> None:
-        """Waits a moment for the word on who is missing, after a transfer has failed."""
-        self._word.wait(_SAYS / 2)
 
     def _end(self, user: ref[object]) -> None:
         """Says that this rank uses the group no more: it has dropped the group, or its process ends."""
@@ -102,90 +93,186 @@ class Watchdog:
             return
         # Where the user is gone, an error that nobody caught was another one, as in an earlier cell of a notebook.
         error: BaseException | None = getattr(sys, "last_value", None) if user() is not None else None
-        how = None if error is None else f"has ended with {type(error).__name__}: {str(error)[:500]}"
-        self._wait_until_said({"ended": self._log.position, "how": how}, last=True)
+        how = "" if error is None else f"has ended with {type(error).__name__}: {str(error)[:500]}"
+        self._say({"at": self._log.position, "log": None, "gone": how})
+        self._ended = True  # the thread closes the connections
         self._log.failure.at_failure.remove(self._fail)  # the log and this refer to each other
         self._log.failure.inquire = lambda: None
-
-    def _wait_until_said(self, message: Message, *, last: bool = False) -> None:
-        said = loop.run(self._say_now(message, last))
-        # A finalizer may run in the loop's thread, where a wait would hold up what it waits for.
-        if not loop.is_here():
-            with suppress(Exception):
-                said.result(_SAYS)
-
-    # --------------------------------------------------------------------------------------------- in the loop
-
-    async def _work(self, listening: socket.socket | None, host: str, port: int) -> None:
-        if listening is not None:
-            await self._connections.serve(listening)
-        connecting = None if listening else asyncio.ensure_future(self._connections.connect(host, port))
-        try:
-            while True:
-                await asyncio.sleep(_TICK)
-                self._look()
-        finally:
-            if connecting is not None:
-                connecting.cancel()
-
-    async def _say_now(self, message: Message, last: bool) -> None:
-        self._say(message)
-        # The first rank's hub alone has heard it: others would take the end of its connection for its failure.
-        if last and self._hub is not None:
-            self._connections.send(message)
-        await self._connections.drain()
-        if last:
-            self._working.cancel()
-            self._connections.close()
+        if user() is None and current_thread() is not self._thread:
+            self._thread.join(_SAYS)
 
     def _say(self, message: Message) -> None:
-        """Says something to the hub."""
-        self._said = time.monotonic()
-        if self._hub is None:
-            self._connections.send(message)
-        else:
+        """Says something of this rank to the hub."""
+        with self._lock:
+            self._said = time.monotonic()
+            if self._hub is None:
+                self._state.update(message)
+                self._send(message)
+                return
             self._hub.hear(0, message)
+            if "gone" in message:  # the hub alone has heard it; others would take the end of the connection for a loss
+                self._send(message)
+            self._tell()
 
-    def _tell(self, message: Message) -> None:
-        """Tells all ranks what the hub has found."""
-        self._connections.send(message)
-        self._learn_from(0, message)
+    def _send(self, message: Message) -> None:
+        """Sends to the first rank, or from it to all others that are connected."""
+        data = json.dumps(message).encode() + b"\n"
+        for peer in self._peers.values():
+            if peer.rank is not None:
+                with suppress(OSError):
+                    peer.connected.sendall(data)
 
-    def _learn_from(self, hub: int, message: Message) -> None:
+    def _tell(self) -> None:
+        """Tells all ranks what the hub finds."""
+        if self._hub is not None and not self._learned and (verdict := self._hub.verdict()):
+            self._send(verdict)
+            self._learn(verdict)
+
+    # ------------------------------------------------------------------------------------------- in its thread
+
+    def _run(self, hub: tuple[str, int]) -> None:
+        why = "no answer"
+        if self._listening is None:
+            try:
+                connected = socket.create_connection(hub, _CONNECTS)
+                connected.sendall(json.dumps({"nonce": self._nonce, "rank": self._rank}).encode() + b"\n")
+                self._take(connected)
+            except OSError as error:
+                why = str(error)
+        while not self._ended:
+            if self._hub is None and not self._peers and not self._learned and self._hub_at is None:
+                waiting.say(
+                    f"rank {self._rank} is not watched, as it cannot reach rank 0 at {hub[0]}, port {hub[1]} ({why}): "
+                    "if a rank ends, others may wait for the time-out of the group. Let hosts connect on any port, "
+                    "and initialise the group by an address that all of them reach, not by file://."
+                )
+                break
+            for key, _ in self._ready.select(_TICK):
+                with self._lock:
+                    if key.fileobj is self._listening:
+                        self._take(self._listening.accept()[0])
+                    elif isinstance(key.fileobj, socket.socket):
+                        self._receive(key.fileobj)
+            with self._lock:
+                self._look(time.monotonic())
+                for one, peer in [*self._peers.items()]:
+                    if peer.rank is None and time.monotonic() - peer.since > _CONNECTS:
+                        self._drop(one)
+        with self._lock:
+            for one in [*self._peers]:
+                self._drop(one)
+        if self._listening is not None:
+            held.discard(self._listening)
+            self._listening.close()
+        self._ready.close()
+
+    def _take(self, connected: socket.socket) -> None:
+        connected.settimeout(_SAYS)
+        _keep_alive(connected, self._limit)
+        held.add(connected)
+        self._peers[connected] = Peer(connected)
+        self._ready.register(connected, EVENT_READ)
+
+    def _drop(self, connected: socket.socket) -> None:
+        del self._peers[connected]
+        self._ready.unregister(connected)
+        held.discard(connected)
+        connected.close()
+
+    def _receive(self, connected: socket.socket) -> None:
+        peer = self._peers[connected]
+        try:
+            for message in peer.receive():
+                if peer.rank is None:
+                    self._greet(peer, message)
+                elif self._hub is not None:
+                    self._hub.hear(peer.rank, message)
+                else:
+                    self._learn(message)
+        except (OSError, EOFError, ValueError, KeyError, TypeError):  # closed or reset; a stranger
+            self._drop(connected)
+            if peer.rank is not None and self._hub is not None:
+                self._hub.lose(peer.rank)
+            elif peer.rank is not None and self._hub_at is None:
+                self._break(self._log.missing(0, "has stopped"))
+
+    def _greet(self, peer: Peer, message: Message) -> None:
+        """The first message of each side says the nonce, so that nobody else is listened to."""
+        if message["nonce"] != self._nonce:
+            raise ValueError("a stranger")
+        peer.rank, self._heard = int(message["rank"]), time.monotonic()
+        if self._hub is not None:
+            peer.connected.sendall(json.dumps({"nonce": self._nonce, "rank": 0}).encode() + b"\n")
+            self._hub.hear(peer.rank, {})  # a busy rank says nothing for up to 30 s
+        else:
+            self._send(self._state)
+
+    def _learn(self, message: Message) -> None:
+        """Takes what the hub says."""
         self._heard = time.monotonic()
-        if "ended" in message:
-            self._hub_ended = tuple(message["ended"])
+        if "gone" in message:
+            self._hub_at = tuple(message["at"])
         elif "failed" in message:
-            self._learn(message["failed"])
+            self._break(message["failed"], by_another=message["by"] not in (None, self._rank))
         elif "missing" in message:
-            self._learn(self._log.missing(message["missing"], message["how"]))
-        elif "behind" in message:
-            here = tuple(message["at"]) == self._log.position
-            if here and self._rank not in message["behind"]:  # else it has come there since
-                self._log.waits_for(message["behind"])
+            self._break(self._log.missing(message["missing"], message["how"]))
+        # Else it is not there yet, or has gone on since.
+        elif self._rank not in message.get("behind", [self._rank]) and tuple(message["at"]) == self._log.position:
+            self._log.waits_for(message["behind"])
 
-    def _lose_hub(self, hub: int) -> None:
-        if self._hub_ended is None:
-            self._learn(self._log.missing(0, "has stopped"))
-
-    def _learn(self, reason: str) -> None:
+    def _break(self, reason: str, *, by_another: bool = True) -> None:
         if not self._learned:
             self._learned = True
-            # In a thread, because transfers on the device are aborted there, which may take long.
-            Thread(target=self._log.failure.mark_broken, args=(reason,), daemon=True).start()
+            # In a thread, because transfers on the device are aborted there, which may take long. None starts once the
+            # interpreter ends.
+            with suppress(RuntimeError):
+                broken = partial(self._log.failure.mark_broken, reason, by_another=by_another)
+                Thread(target=broken, daemon=True).start()
 
-    def _look(self) -> None:
-        """Reports where this rank is, if its log has not moved for a while; and looks who is missing."""
-        now = time.monotonic()
-        if news := self._progress.news(now):
-            self._say(news)
+    def _look(self, now: float) -> None:
+        """Says where this rank is, if its log has not moved for a while, or moves again; and looks who is missing."""
+        position = self._log.position
+        if position != self._at:
+            if self._told:
+                self._say({"at": position, "log": None})
+            self._at, self._since, self._told = position, now, False
+        elif not self._told and now - self._since >= self._stands:
+            log = self._log.history[1]
+            if self._log.position == position:  # it did not move while it was read
+                self._told = True
+                self._say({"at": position, "log": log})
         if now - self._said > min(self._limit / 4, _BEAT):
             self._say({})
             if self._hub is not None:
-                self._connections.send({})
-        if self._hub is not None:
-            self._hub.look()
-        elif self._hub_ended is not None and self._hub_ended < self._log.position:
-            self._learn(self._log.missing(0, "has ended before it reached this operation"))
-        elif self._heard is not None and now - self._heard > self._limit:
-            self._learn(self._log.missing(0, f"has not answered for {self._limit:.0f} s"))
+                self._send({})
+        self._tell()
+        if self._hub_at is not None and self._hub_at < self._log.position:
+            self._break(self._log.missing(0, "has ended before it reached this operation"))
+        elif self._hub is None and self._hub_at is None and self._peers and now - self._heard > self._limit:
+            self._break(self._log.missing(0, f"has not answered for {self._limit:.0f} s"))
+
+
+class Peer:
+    """A connection. rank: of the other side, once that has said the nonce. since: when the connection was made."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.connected, self.since = connected, time.monotonic()
+        self.rank: int | None = None
+        self._begun = b""
+
+    def receive(self) -> list[Message]:
+        """Returns the messages that are complete. Does not wait: a rank may be stopped within a message."""
+        data = self.connected.recv(1 << 16)
+        *lines, self._begun = (self._begun + data).split(b"\n")
+        if not data or len(self._begun) > _LONGEST:
+            raise EOFError
+        return [json.loads(line) for line in lines]
+
+
+def _keep_alive(connection: socket.socket, seconds: float) -> None:
+    """Has the system end a connection about so long after the other host stopped to answer."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Half of the time in silence, then four probes an eighth apart: together `seconds`.
+    for name, value in {"TCP_KEEPIDLE": seconds / 2, "TCP_KEEPINTVL": seconds / 8, "TCP_KEEPCNT": 4}.items():
+        if hasattr(socket, name):  # other systems have other names, and defaults of their own
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), max(1, round(value)))
