@@ -53,7 +53,7 @@ def test_what_was_in_flight_when_a_transfer_failed_has_not_arrived(rank, world, 
         channel = comm.channel("a test")
         comm.agree(channel)
         first, second = (comm.gather(torch.ones(40_000), [0, 20_000, 40_000], channel) for _ in range(2))
-        where = (work, "_wait_watching") if way == "gloo" else (attach, "read")
+        where = (work, "wait_watching") if way == "gloo" else (attach, "read")
         if rank == 0:
             with mock.patch.object(*where, side_effect=OSError("cut off")):
                 told = [refusal(second.wait)]

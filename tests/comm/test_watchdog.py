@@ -32,12 +32,15 @@ import ranks
 import zero
 from inner import Comm
 from matrix import WHOLE, only
+from runs import sgd, take_step
 from transports import between_hosts, overlapping
 from zero.comm import waiting
 from zero.comm.forked import held
 from zero.comm.oplog import Log
+from zero.comm.watchdog import hub, standing
 from zero.comm.watchdog.hub import Hub
 from zero.comm.watchdog.watchdog import Peer
+from zoo import WIDTH, Stack, loss_on
 
 VICTIM = 1
 TIMEOUT = 2.0
@@ -220,14 +223,14 @@ def test_a_message_may_come_in_pieces_and_one_that_is_longer_than_any_ends_the_c
 
 def test_the_hub_compares_each_new_log_with_the_longest_other():
     log = Log(0, 64)
-    hub = Hub(log, 100.0)
+    one = Hub(log, 100.0, range(64))
     for rank in range(64):
-        hub.hear(rank, {"at": (3, 2 + rank % 2), "log": [5, 6, 5][: 2 + rank % 2]})
+        one.hear(rank, {"at": (3, 2 + rank % 2), "log": [5, 6, 5][: 2 + rank % 2]})
     with mock.patch.object(log, "difference", side_effect=log.difference) as compared:
-        assert hub.verdict() is None and compared.call_count == 64
-        assert hub.verdict() is None and compared.call_count == 64
-    hub.hear(9, {"at": (3, 3), "log": [5, 7, 5]})
-    verdict = hub.verdict()
+        assert one.verdict() is None and compared.call_count == 64
+        assert one.verdict() is None and compared.call_count == 64
+    one.hear(9, {"at": (3, 3), "log": [5, 7, 5]})
+    verdict = one.verdict()
     assert verdict is not None and "rank 9 is in" in verdict["failed"].replace("rank 9 in", "rank 9 is in"), verdict
 
 
@@ -244,6 +247,51 @@ def test_an_error_of_2_mib_reaches_ranks_that_wait(rank, world):
             comm.log.failure.mark_broken("the victim's own" + " and more" * 250_000)
         assert "the victim's own" in ranks.refusal(lambda: comm.agree(0))
         assert time.monotonic() - begun < 8
+
+
+@gpus.cpu_only("between hosts")
+@pytest.mark.parametrize("comes", [False, True])
+@ranks.on(2, timeout=30)
+def test_a_rank_that_evaluates_while_others_are_in_a_barrier_is_told_unless_a_thread_may_come(rank, world, comes):
+    """As in `if rank == 0: evaluate(model)` before `dist.barrier()`."""
+    said: list[str] = []
+    of_tests = {ranks.__file__}  # whose threads call nothing
+    is_idle = standing._is_idle
+    with (
+        between_hosts(),
+        mock.patch.object(hub, "APART", 1.0),
+        mock.patch.object(standing, "_is_idle", lambda file: file in of_tests or is_idle(file)),
+        mock.patch.object(waiting, "say", said.append),
+    ):
+        model, optimizer = zero.setup(Stack(), sgd, stage=3)
+        take_step(optimizer, loss_on(rank, 0)(model))
+
+        def evaluate() -> None:
+            with torch.no_grad():
+                model(torch.ones(2, WIDTH))
+
+        def late() -> None:
+            time.sleep(4)
+            evaluate()
+
+        text = ""
+        if comes and rank == 1:
+            thread = threading.Thread(target=late)
+            thread.start()
+        if rank == 0:
+            text = ranks.refusal(evaluate)
+        dist.barrier()
+        if comes and rank == 1:
+            thread.join()
+    told = (
+        "ranks can never meet: rank 0 waits in the gathering of the root unit for forward for rank 1, which waits in "
+    )
+    if comes:
+        assert not text and not said
+    elif rank == 0:
+        assert text.startswith(f"RuntimeError: {told}torch.distributed.barrier()."), text
+    else:
+        assert [line.startswith(f"rank 1: {told}") for line in said] == [True], said
 
 
 @ranks.on(2)

@@ -165,7 +165,7 @@ class Link:
         """Collective. Starts the watchdog, unless another type of device had it started. Returns a store of this link's
         own: that of the group may have keys of an earlier group of the same name."""
         if not self._watched:
-            Watchdog(self, self.log, exchange, shortest_timeout_of(self._group))
+            Watchdog(self, self.log, exchange, shortest_timeout_of(self._group), self.ranks)
         self._watched = True
         return dist.PrefixStore("groups", exchange.store)
 

@@ -94,7 +94,7 @@ class GroupWork(Work):
         try:  # not `Operation`, which costs two calls in each wait
             for work in filter(None, self._works):
                 if self._blocks:
-                    _wait_watching(work, self._log)
+                    wait_watching(work, self._log)
                 else:
                     work.wait()
         except BaseException as error:
@@ -104,7 +104,7 @@ class GroupWork(Work):
         return self._result if self._times == 1 else self._result.mul_(self._times)
 
 
-def _wait_watching(work: dist.Work, log: Log) -> None:
+def wait_watching(work: dist.Work, log: Log) -> None:
     """Waits in intervals, and looks in between whether another rank is known to be missing."""
     for interval in chain(_INTERVALS, repeat(_INTERVALS[-1])):
         try:

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -20,9 +21,13 @@ from zero.comm.forked import held
 from zero.comm.oplog import Log
 from zero.comm.store import StoreRendezvous, address_towards
 from zero.comm.watchdog.hub import Hub, Message, Position
+from zero.comm.watchdog.standing import WITHIN_ZERO, standing
 
 # Seconds between two looks at the log of this rank.
 _TICK = 0.2
+
+# Seconds between two looks at where the threads of a rank stand whose log does not move.
+_LOOKS = 1.0
 
 # Seconds after which a rank that has nothing to say says that it lives, at most.
 _BEAT = 30.0
@@ -43,14 +48,17 @@ _LONGEST, _LONGEST_REASON = 1 << 20, 1 << 16
 class Watchdog:
     """Collective. Watches a group as long as `user` lives, which holds its log, or as this process does.
 
+    ranks: of the job, that the ranks of the group are.
     timeout: how long ranks wait for one another. Who is missing is found a little sooner, since NCCL then ends the
         process.
     """
 
-    def __init__(self, user: object, log: Log, exchange: StoreRendezvous, timeout: timedelta) -> None:
+    def __init__(
+        self, user: object, log: Log, exchange: StoreRendezvous, timeout: timedelta, ranks: Sequence[int]
+    ) -> None:
         self._log, self._rank, self._nonce = log, exchange.rank, exchange.nonce
         self._limit = timeout.total_seconds() - min(10.0, timeout.total_seconds() / 10)
-        self._hub = None if self._rank else Hub(log, self._limit)
+        self._hub = None if self._rank else Hub(log, self._limit, ranks)
         self._lock, self._word, self._process = RLock(), Event(), os.getpid()
         self._peers: dict[socket.socket, Peer] = {}
         self._ready = DefaultSelector()
@@ -58,6 +66,8 @@ class Watchdog:
         self._state: Message = {}  # what this rank has said last, for the hub to hear once it is connected
         # Where this rank's log was last, since when, whether the hub was told, and seconds after which it is.
         self._at, self._since, self._told = (0, 0), time.monotonic(), False
+        self._held: tuple[int, str, list[int]] | None = None  # where this process stands, and can do nothing else
+        self._looked = 0.0
         self._stands = max(2 * _TICK, exchange.world / _REPORTS)
         self._said = self._heard = time.monotonic()
         self._hub_at: Position | None = None  # where the hub was when it ended
@@ -213,6 +223,8 @@ class Watchdog:
         if "gone" in message:
             self._hub_at = tuple(message["at"])
         elif "failed" in message:
+            if self._held is not None and self._held[1] != WITHIN_ZERO:  # a barrier, which does not hear of it
+                waiting.say(f"rank {self._rank}: {message['failed']}")
             self._break(message["failed"], by_another=message["by"] not in (None, self._rank))
         elif "missing" in message:
             self._break(self._log.missing(message["missing"], message["how"]))
@@ -235,12 +247,17 @@ class Watchdog:
         if position != self._at:
             if self._told:
                 self._say({"at": position, "log": None})
-            self._at, self._since, self._told = position, now, False
+            self._at, self._since, self._told, self._held = position, now, False, None
         elif not self._told and now - self._since >= self._stands:
             log = self._log.history[1]
             if self._log.position == position:  # it did not move while it was read
                 self._told = True
                 self._say({"at": position, "log": log})
+        if self._told and now - self._looked > _LOOKS:
+            self._looked, held = now, standing()
+            if held != self._held:
+                self._held = held
+                self._say({"held": held and held[1:]})
         if now - self._said > min(self._limit / 4, _BEAT):
             self._say({})
             if self._hub is not None:
