@@ -256,6 +256,10 @@ class Reducer:
         while self._hooks_on_leaves:
             self._hooks_on_leaves.pop().remove()
 
+    def tell(self, error: Exception) -> None:
+        """Collective. Called before this rank raises an error of the module's forward: other ranks raise it, too."""
+        self._end.together.tell(error)
+
     def gradient_ready(self, param: nn.Parameter) -> None:
         """Moves the gradient, which autograd has accumulated, from `param.grad` into its bucket."""
         if self.active:

@@ -191,7 +191,11 @@ class ShardedDDP(Wrapper):
         self._reducer.before_forward()
         if self._buffer_sync is not None:
             self._buffer_sync.before_forward()
-        output = self.module(*args, **kwargs)
+        try:
+            output = self.module(*args, **kwargs)
+        except Exception as error:
+            self._reducer.tell(error)
+            raise
         if self._buffer_sync is not None:
             self._buffer_sync.after_forward(reduced=self._reducer.active)
         if torch.is_grad_enabled():
