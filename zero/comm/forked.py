@@ -5,17 +5,14 @@ from __future__ import annotations
 
 import os
 from io import FileIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
-
-if TYPE_CHECKING:
-    from zero.comm.failure import Failure
 
 held: set[Any] = set()
 """Sockets and pipes of this process."""
 
-failures: WeakSet[Failure] = WeakSet()
-"""Those of the process groups of this process."""
+failures: WeakSet[Any] = WeakSet()
+"""Those of the process groups of this process (failure.py)."""
 
 
 class Pipe(FileIO):
