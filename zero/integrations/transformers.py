@@ -21,9 +21,10 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from transformers.trainer import FSDP_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
+from zero._torch.telling import warn_user
 from zero.comm import Comm
 from zero.integrations.accelerate import Accelerator, ZeroPlugin, states
 from zero.integrations.accelerate.plugin import chosen, hidden_environment
@@ -130,15 +131,23 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Collective. Loads what rank 0 reads. The Trainer's own reads it on every rank, onto the rank's device."""
-        optimizer, scheduler = (Path(checkpoint or "", name) for name in (OPTIMIZER_NAME, SCHEDULER_NAME))
-        there = checkpoint is not None and optimizer.is_file() and scheduler.is_file()
-        if not Comm.default().all_gather_text("1" if there else "")[0]:
+        if checkpoint is None:
             return
-        if states.is_sharded(str(checkpoint)):
-            states.load_sharded(str(checkpoint), [self.model_wrapped], [self.optimizer], [self.model_wrapped])
-        else:
-            states.load_optimizer(self.optimizer, optimizer)
-        self.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+        with states.together() as step:
+            file = _optimizer_file(Path(checkpoint)) if Comm.default().rank == 0 else None
+            if not step.agree(int(file is not None)):
+                warn_user(
+                    f"{checkpoint} has neither {OPTIMIZER_NAME} nor {SCHEDULER_NAME}, as save_only_model=True leaves "
+                    "it: the optimizer's state and the schedule begin anew."
+                )
+                return
+            schedule = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
+            step.agree()
+            if states.is_sharded(checkpoint):
+                states.load_sharded(checkpoint, [self.model_wrapped], [self.optimizer], [self.model_wrapped])
+            else:
+                states.load_optimizer(self.optimizer, file, [self.model_wrapped])
+            self.lr_scheduler.load_state_dict(schedule)
 
 
 def _files(folder: str) -> Iterator[Path]:
@@ -148,7 +157,27 @@ def _files(folder: str) -> Iterator[Path]:
             parts = {name} if file.suffix != ".json" else {*json.loads(file.read_text())["weight_map"].values()}
             yield from (Path(folder, one) for one in sorted(parts))
             return
-    raise FileNotFoundError(f"{folder} has no {SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME} or an index of several such files.")
+    of_fsdp = next((one for one in Path(folder).glob(f"{FSDP_MODEL_NAME}*") if one.is_dir()), None)
+    raise FileNotFoundError(
+        f"{folder} has no {SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME} or an index of several such files."
+        + (f" Run: accelerate merge-weights {of_fsdp} {folder}" if of_fsdp is not None else "")
+    )
+
+
+def _optimizer_file(folder: Path) -> Path | None:
+    """The optimizer's state in a checkpoint, also as transformers' FSDP Trainer saves it in full; None where schedule
+    and state are both missing. Raises FileNotFoundError where one of them is: the run would begin anew in part."""
+    own, schedule = Path(folder, OPTIMIZER_NAME), Path(folder, SCHEDULER_NAME)
+    in_shards = [one for one in folder.glob(f"{own.stem}_*") if one.is_dir()]
+    found = next((one for one in (own, own.with_suffix(".bin"), *in_shards) if one.exists()), None)
+    if found in in_shards:
+        problem = f"{found}, which PyTorch's FSDP saved in shards. Save it by fsdp_state_dict_type FULL_STATE_DICT"
+    elif (found is not None) == schedule.is_file():
+        return found
+    else:
+        there, missing = (schedule, own) if found is None else (found, schedule)
+        problem = f"{there}, but no {missing.name}. Copy it there"
+    raise FileNotFoundError(f"there is {problem}; or remove both, to begin with a new optimizer and schedule.")
 
 
 class Trainer(ZeroTrainerMixin, transformers.Trainer):  # type: ignore[misc]

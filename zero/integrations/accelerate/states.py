@@ -33,7 +33,7 @@ from zero.fsdp.full_weights import named_tensors
 from zero.fsdp.model import models_of
 from zero.full_state import full_optimizer_state_dict, full_state_dict, full_tensors
 from zero.load_full import load_full_optimizer_state_dict, load_full_state_dict
-from zero.measure.param_groups import steps
+from zero.measure.param_groups import params_of, steps
 from zero.wrappers import unwrapped
 
 T = TypeVar("T")
@@ -127,9 +127,35 @@ def load_weights(model: nn.Module, files: Iterable[Path], *, strict: bool = True
     return load_full_state_dict(model, _stored(files) if Comm.default().rank == 0 else None, strict)
 
 
-def load_optimizer(optimizer: Any, file: Path, **options: Any) -> None:
-    """Collective. Loads full state. options: of `torch.load`."""
-    optimizer.load_state_dict(on_first(partial(_mapped, file, **options)))
+def load_optimizer(optimizer: Any, file: Any, models: Sequence[nn.Module], **options: Any) -> None:
+    """Collective. Loads full state, also as PyTorch's FSDP saves it. file: on rank 0. models: those with parameters of
+    the optimizer. options: of `torch.load`."""
+
+    def read() -> Any:
+        return _by_number(_mapped(file, **options), file, optimizer, models)
+
+    optimizer.load_state_dict(on_first(read))
+
+
+def _by_number(state: Any, file: Any, optimizer: Any, models: Sequence[nn.Module]) -> Any:
+    """State in the plain optimizer's format. That of PyTorch's FSDP has the names of parameters for their numbers."""
+    if not isinstance(state, dict) or "param_groups" not in state:
+        raise ValueError(f"{file} has no full state of an optimizer, and there is no {_SHARDED} with shards beside it.")
+    groups = state["param_groups"]
+    numbers: dict[Tensor, int] = {param: number for number, param in enumerate(params_of(optimizer))}
+    if not any(isinstance(name, str) for group in groups for name in group["params"]):
+        return state
+    named = [one for model in models for one in named_tensors(unwrapped(model)[0]).items()]
+    number_of = {name_without_compile(name): numbers[value] for name, value in named if value in numbers}
+    for group, own in zip(groups, optimizer.param_groups, strict=False):
+        given, group["params"] = {*group["params"]}, [numbers[param] for param in own["params"]]
+        own_names = {name for name, number in number_of.items() if number in group["params"]}
+        if {number_of.get(name) for name in given} != {*group["params"]}:
+            raise ValueError(
+                f"{file}: a group of the optimizer has other parameters than it was saved with, such as "
+                f"{min(given ^ own_names)}. Build model and optimizer as before."
+            )
+    return {"state": {number_of[name]: value for name, value in state["state"].items()}, "param_groups": groups}
 
 
 def _mapped(file: Path, **options: Any) -> Any:
@@ -186,7 +212,7 @@ def load(models: Sequence[nn.Module], optimizers: Any, hooks: Hooks, strict: boo
         safe = _numbered(folder, SAFE_WEIGHTS_NAME, number)
         load_weights(model, [safe if safe.exists() else _numbered(folder, WEIGHTS_NAME, number)], strict=strict)
     for number, optimizer in enumerate(optimizers):
-        load_optimizer(optimizer, _numbered(folder, _OPTIMIZER, number), **options)
+        load_optimizer(optimizer, _numbered(folder, _OPTIMIZER, number), models, **options)
 
 
 def is_sharded(folder: str) -> bool:
