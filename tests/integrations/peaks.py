@@ -186,6 +186,28 @@ def trainer(
     return peaks
 
 
+def own(rank: int, world: int, stage: int, folder: str) -> Peaks:
+    """A Trainer whose `_save` saves the module by itself."""
+    import transformers
+    from trainers import build
+
+    from zero.integrations.transformers import ZeroTrainerMixin
+
+    class Own(transformers.Trainer):
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+            if self.args.should_save:
+                self.model.save_pretrained(output_dir)
+
+    plain = gpt2()
+    peaks = Peaks(plain, [one for one in plain.modules() if type(one).__name__ == "GPT2Block"])
+    with launched(rank, world), peaks.watching():
+        run = build(stage, folder, model=gpt2, kind=type("Mixed", (ZeroTrainerMixin, Own), {}))
+        run.train()
+        peaks.count(run, "save_model")
+        run.save_model(f"{folder}/final")
+    return peaks
+
+
 def adapter(*given: Any) -> Peaks:
     return trainer(*given, model=adapted)
 

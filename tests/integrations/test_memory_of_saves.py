@@ -15,6 +15,7 @@ SAVED = {
     "accelerate": {"get_state_dict": 1, "save_model": 1, "save_state": 2, "load_state": 0},
     "narrow": {"get_state_dict": 0.5, "save_model": 0.5},
     "trainer": {"_save_checkpoint": 2, "_load_from_checkpoint": 0, "_load_best_model": 0, LOAD_BOTH: 0},
+    "own": {"save_model": 1},
     "adapter": {"_save_checkpoint": 0, "_load_from_checkpoint": 0, "_load_best_model": 0, LOAD_BOTH: 0},
     "prompts": {"_save_checkpoint": 0, "_load_from_checkpoint": 0, "_load_best_model": 0, LOAD_BOTH: 0},
     "lightning": {"save_checkpoint": 3, "load_checkpoint": 0, "load_model_state_dict": 0, LOAD_STATE: 0},

@@ -26,8 +26,9 @@ def examples(count: int = 32) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def build(stage: Any, folder: str, *, model: Callable[[], nn.Module] = gpt2, **options: Any) -> Any:
-    """The Trainer as its users build it, at stage 0 transformers' own; stage: also a ZeroPlugin, or None."""
+def build(stage: Any, folder: str, *, model: Callable[[], nn.Module] = gpt2, kind: Any = None, **options: Any) -> Any:
+    """The Trainer as its users build it, at stage 0 transformers' own; stage: also a ZeroPlugin, or None. kind: the
+    class to build of."""
     import transformers
 
     from zero.integrations.transformers import Trainer
@@ -38,7 +39,7 @@ def build(stage: Any, folder: str, *, model: Callable[[], nn.Module] = gpt2, **o
         **{"learning_rate": 1e-2, "max_steps": 4, "max_grad_norm": 0.0, **QUIET, **options},
     )
     given = {"model": model(), "args": args, "train_dataset": examples(), "eval_dataset": examples(6)}
-    return transformers.Trainer(**given) if stage == 0 else Trainer(**given, zero_plugin=stage)
+    return (kind or transformers.Trainer)(**given) if stage == 0 else (kind or Trainer)(**given, zero_plugin=stage)
 
 
 def losses(trainer: Any) -> list[float]:

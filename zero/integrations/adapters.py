@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zero._torch.tensors import WithoutMemory
 from zero.fsdp import FSDP
-from zero.fsdp.full_weights import loading, naming
+from zero.fsdp.full_weights import naming
 from zero.fsdp.model import models_of
 
 
@@ -35,13 +35,6 @@ def saving(model: nn.Module, *, rank0_only: bool) -> Iterator[None]:
             stack.enter_context(full)
         stack.enter_context(naming(sharded))
         stack.enter_context(torch.no_grad())
-        yield
-
-
-@contextmanager
-def loading_adapters(model: nn.Module) -> Iterator[None]:
-    """Collective. In this context peft loads adapters."""
-    with loading([one for one, _ in models_of(model)], frozen=False):
         yield
 
 

@@ -13,7 +13,7 @@ refuse_older("transformers")
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from zero._torch.telling import warn_user
 from zero.comm import Comm
+from zero.fsdp import FSDP
+from zero.fsdp.full_weights import loading
+from zero.fsdp.model import models_of
 from zero.integrations.accelerate import Accelerator, ZeroPlugin, states
 from zero.integrations.accelerate.plugin import chosen, hidden_environment
 from zero.integrations.accelerate.sections import NOT_READ, of_fsdp
-from zero.integrations.adapters import has_adapters, loading_adapters, saved_names, saving
+from zero.integrations.adapters import has_adapters, saved_names, saving
 from zero.wrappers import Wrapped
 
 _BeforeATrainer: Any = object
@@ -86,32 +89,53 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
             self._saves_to_go_on = False
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Collective. Where a rank cannot write, every rank raises. At stage 3 a `_save` of another Trainer's, as that
+        of sentence-transformers, finds full parameters in the module, on the ranks that write."""
         dtype = None if self._saves_to_go_on else self.accelerator.saved_dtype
         writes, only, adapts = self.args.should_save, None, has_adapters(self.model)
-        saves = partial(saving, self.model, rank0_only=not self.args.save_on_each_node)
-        for_peft: Any = saves if adapts else nullcontext
-        if state_dict is None and isinstance(self.model_wrapped, Wrapped):
-            if adapts:
-                with for_peft():
-                    only = states.on_first(partial(saved_names, self.model), here=writes) or ()
-            state_dict = states.full_weights(self.model_wrapped, writes, dtype, only)
-        with for_peft():
-            super()._save(output_dir, state_dict=state_dict)
+        rank0_only, save = not self.args.save_on_each_node, super()._save
+        by_itself = isinstance(self.model_wrapped, FSDP) and not _is_own(save)
+        with states.together() as step, ExitStack() as stack:
+            if by_itself:
+                options = {"writeback": False, "rank0_only": rank0_only, "offload_to_cpu": True}
+                stack.enter_context(FSDP.summon_full_params(self.model_wrapped, **options))
+                if writes and dtype is not None:
+                    found = self.model.state_dict().items()
+                    state_dict = {name: value.to(dtype if value.is_floating_point() else None) for name, value in found}
+            elif state_dict is None and isinstance(self.model_wrapped, Wrapped):
+                if adapts:
+                    with saving(self.model, rank0_only=rank0_only):
+                        only = states.on_first(partial(saved_names, self.model), here=writes) or ()
+                state_dict = states.full_weights(self.model_wrapped, writes, dtype, only)
+            if adapts and not by_itself:
+                stack.enter_context(saving(self.model, rank0_only=rank0_only))
+            if writes or not by_itself:
+                save(output_dir, state_dict=state_dict)
+            step.agree()
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Collective. Where a rank cannot write, every rank raises."""
+        with states.together() as step:
+            super()._save_checkpoint(*args, **kwargs)
+            step.agree()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._load_weights(resume_from_checkpoint, super()._load_from_checkpoint)
+        self._load_weights(resume_from_checkpoint, own := super()._load_from_checkpoint, _is_own(own))
 
     def _load_best_model(self) -> None:
         own = super()._load_best_model
-        self._load_weights(self.state.best_model_checkpoint, lambda _: own())
+        self._load_weights(self.state.best_model_checkpoint, lambda _: own(), _is_own(own))
 
-    def _load_weights(self, folder: str, load: Callable[[str], None]) -> None:
-        """Collective. Loads what rank 0 reads. load: the Trainer's own method, on every rank, for adapters of peft."""
-        if has_adapters(self.model):
-            with loading_adapters(self.model):
-                load(folder)
+    def _load_weights(self, folder: str, load: Callable[[str], None], is_own: bool) -> None:
+        """Collective. Loads what rank 0 reads. load: the Trainer's method, which every rank calls in place of that for
+        adapters of peft, and where it is not transformers' own: it may read files by other names."""
+        adapts = has_adapters(self.model)
+        if is_own and not adapts:
+            self._issue_warnings_after_load(states.load_weights(self.model, _files(folder), strict=False))
             return
-        self._issue_warnings_after_load(states.load_weights(self.model, _files(folder), strict=False))
+        with states.together() as step, loading([one for one, _ in models_of(self.model)], frozen=not adapts):
+            load(folder)
+            step.agree()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Collective."""
@@ -148,6 +172,11 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
             else:
                 states.load_optimizer(self.optimizer, file, [self.model_wrapped])
             self.lr_scheduler.load_state_dict(schedule)
+
+
+def _is_own(method: Any) -> bool:
+    """Whether a method is transformers' own, and not that of a Trainer between it and the mixin."""
+    return method.__func__ is getattr(transformers.Trainer, method.__name__)
 
 
 def _files(folder: str) -> Iterator[Path]:
