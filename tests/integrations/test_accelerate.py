@@ -399,6 +399,60 @@ def test_models_that_a_hook_loads_leave_the_others_their_own(rank: int, world: i
             assert [farthest(*pair) for pair in zip(two.seen(), expected, strict=True)] == [0, 0, 0, 0]
 
 
+class DreamBooth:
+    """Two models that one optimizer steps, which are prepared together."""
+
+    def __init__(self, stage: int, **options: Any) -> None:
+        self.accelerator = build(stage, **options)
+        torch.manual_seed(0)
+        models = [nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)) for _ in range(2)]
+        optimizer = AdamW([param for one in models for param in one.parameters()], lr=1e-2)
+        *self.models, self.optimizer = self.accelerator.prepare(*models, optimizer)
+
+    def train(self, steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            x = torch.full((2, 6), 1.0 + step + self.accelerator.process_index)
+            loss = self.models[1](self.models[0](x)).square().mean()
+            self.accelerator.backward(loss)
+            self.accelerator.clip_grad_norm_([param for one in self.models for param in one.parameters()], 1e3)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    def weights(self) -> Weights:
+        found = [zero.full_state_dict(model) for model in self.models]
+        return {f"{number}.{name}": value for number, one in enumerate(found) for name, value in one.items()}
+
+
+@ranks.on(2, timeout=100)
+def test_one_optimizer_over_two_models_goes_on_from_a_state_or_is_refused_as_they_are_prepared(
+    rank: int, world: int, tmp_path: Path
+) -> None:
+    with launched(rank, world):
+        expected = DreamBooth(0)
+        losses = expected.train(range(4))
+    for stage in (0, 1, 3):
+        place = shared_folder(tmp_path, str(stage))
+        with launched(rank, world):
+            saved = DreamBooth(stage)
+            assert saved.train(range(2)) == losses[:2], stage
+            saved.accelerator.save_state(str(place))
+            saved.accelerator.wait_for_everyone()
+    for first, second in ((0, 3), (3, 0), (3, 3), (1, 3), (3, 1)):
+        with launched(rank, world):
+            again = DreamBooth(second)
+            again.accelerator.load_state(f"{tmp_path}/{first}")
+            assert again.train(range(2, 4)) == losses[2:], (first, second)
+            assert farthest(again.weights(), expected.weights()) == 0, (first, second)
+    refused = {2: ZeroPlugin(stage=2), 3: in_shards(ZeroPlugin(stage=3)), 1: in_shards(ZeroPlugin(stage=1))}
+    for stage, plugin in refused.items():
+        with launched(rank, world):
+            error = ranks.refusal(lambda plugin=plugin: DreamBooth(3, zero_plugin=plugin))
+            assert error.startswith("ValueError") and "build an optimizer for each model" in error, (stage, error)
+
+
 @ranks.on(2)
 def test_a_folder_that_is_saved_into_again_has_no_other_state(rank: int, world: int, tmp_path: Path) -> None:
     full = ZeroPlugin(stage=2)

@@ -77,7 +77,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if kind not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
             raise ValueError(f"state_dict_type={kind!r} is unknown. Choose FULL_STATE_DICT or SHARDED_STATE_DICT.")
         self.saves_shards = kind == "SHARDED_STATE_DICT"
-        self.sharding = Sharding(options.pop("stage"), self.device, dtype, options)
+        self.sharding = Sharding(options.pop("stage"), self.device, dtype, options, self.saves_shards)
         self.native_amp = self.native_amp and self.sharding.autocast  # which is autocast
         self._unscaled: WeakSet[Optimizer] = WeakSet()
         if self.scaler is not None:

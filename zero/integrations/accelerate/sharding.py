@@ -45,14 +45,16 @@ class Sharding:
     """The models and optimizers that an Accelerator has sharded, also those that it no longer holds itself.
 
     dtype: of the Accelerator's mixed_precision; None for float32. options: of a ZeroPlugin, but those of the
-    Accelerator itself.
+    Accelerator itself. saves_shards: whether each model is saved in shards, with its optimizers.
     `narrow`: whether models are rounded to dtype, and have float32 master weights beside: at stages 1 and 2 that is
     what comes closest to FSDP's mixed precision. `autocast`: whether mixed_precision is autocast.
     """
 
-    def __init__(self, stage: int, device: torch.device, dtype: torch.dtype | None, options: dict[str, Any]) -> None:
+    def __init__(
+        self, stage: int, device: torch.device, dtype: torch.dtype | None, options: dict[str, Any], saves_shards: bool
+    ) -> None:
         take = options.pop
-        self.stage, self._device = stage, device
+        self.stage, self._device, self._one_model_each = stage, device, stage == 2 or saves_shards
         self._synced, self._masters = take("sync_module_states", True), take("master_dtype", None)
         self._policy, self._class_names = take("auto_wrap_policy", None), take("transformer_cls_names_to_wrap", ())
         self._min_numel, self._as_one_unit = take("min_num_params", 0), take("as_one_unit", ())
@@ -116,13 +118,28 @@ class Sharding:
         if self.stage in (1, 2) and not isinstance(optimizer, OSS):
             optimizer = OSS.from_optimizer(optimizer, master_dtype=self._masters, **self._rest)
         self._optimizers[optimizer] = None
-        if isinstance(holder := self.holder_of(optimizer), FSDP):  # prepared before, not in one call
-            holder.register_optimizer(optimizer)
+        for holder in self.wrapped:  # prepared before, not in one call
+            if steps(optimizer, holder):
+                self._refuse_shared(optimizer, holder)
+                if isinstance(holder, FSDP):
+                    holder.register_optimizer(optimizer)
         return optimizer
+
+    def _refuse_shared(self, optimizer: Optimizer, model: nn.Module) -> None:
+        """Raises ValueError where an optimizer steps more than this model, and a model has to have its own."""
+        if self._one_model_each and (more := {*params_of(optimizer)} - {*model.parameters()}):
+            raise ValueError(
+                f"the {type(optimizer).__name__} also steps {len(more)} parameters that are not in the "
+                f"{type(model).__name__} it was prepared with. At stage 2, and with SHARDED_STATE_DICT, each model has "
+                "optimizers of its own: build an optimizer for each model, or take stage 1 or 3 and FULL_STATE_DICT."
+            )
 
     def wrap(self, model: nn.Module, handler: Any) -> nn.Module:
         """Collective. The model, wrapped for this stage. handler: DistributedDataParallelKwargs, of which stages have
         what means something to them."""
+        for one in self._optimizers:
+            if steps(one, model):
+                self._refuse_shared(one, model)
         options = handler.to_kwargs() if handler is not None else {}
         hook = getattr(handler, "comm_hook", "no")
         hooked = getattr(hook, "value", hook) != "no"
@@ -245,8 +262,9 @@ class Sharding:
         return found
 
     def holder_of(self, optimizer: Optimizer) -> nn.Module:
-        """The wrapper that holds the optimizer's parameters; a module of none where nothing is wrapped."""
-        return next((one for one in self.wrapped if steps(optimizer, one)), nn.Module())
+        """The wrapper that holds the optimizer's parameters; a module of several, or of none where none is wrapped."""
+        holders = [one for one in self.wrapped if steps(optimizer, one)]
+        return holders[0] if len(holders) == 1 else nn.ModuleList(holders)
 
 
 def clip_together(clips: Sequence[Clip], max_norm: float, norm_type: float) -> Tensor:
