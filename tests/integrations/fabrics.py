@@ -93,6 +93,32 @@ def two_optimizers(rank: int, world: int, stage: int) -> list[float]:
     return seen
 
 
+def two_models(rank: int, world: int, stage: int, folder: str) -> list[float]:
+    """Which one optimizer steps. Returns the losses of two steps, which are then taken once more from a state."""
+    fabric, modules = fabric_at(rank, world, stage), [Module() for _ in range(2)]
+    optimizer = torch.optim.AdamW([param for one in modules for param in one.parameters()], lr=0.02)
+    models = [fabric.setup_module(one) for one in modules]
+    state = {"first": models[0], "second": models[1], "optimizer": fabric.setup_optimizers(optimizer)}
+
+    def train(steps: range) -> list[float]:
+        losses = []
+        for step in steps:
+            loss = torch.stack([one(data(4, WIDTH, rank=rank, step=step)).square().mean() for one in models]).prod()
+            fabric.backward(loss)
+            state["optimizer"].step()
+            state["optimizer"].zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    train(range(2))
+    fabric.save(f"{folder}/{stage}", state)
+    fabric.barrier()
+    losses = train(range(2, 4))
+    fabric.load(f"{folder}/{stage}", state)
+    assert train(range(2, 4)) == losses
+    return losses
+
+
 def with_state(rank: int, world: int, stage: int) -> list[float]:
     """Adagrad has state as soon as it is built, before it is set up."""
     fabric, module = fabric_at(rank, world, stage), Module()

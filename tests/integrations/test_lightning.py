@@ -80,6 +80,12 @@ def test_fabric_clips_each_of_two_optimizers_by_the_norm_of_its_own_gradients():
 
 
 @pytest.mark.slow
+def test_fabric_saves_one_optimizer_over_two_models(tmp_path):
+    expected, *found = (on_ranks("fabrics", "two_models", stage, str(tmp_path)) for stage in (0, 1, 3))
+    assert found == [expected] * 2
+
+
+@pytest.mark.slow
 def test_fabric_cuts_state_that_an_optimizer_has_from_the_start():
     assert on_ranks("fabrics", "with_state", 3) == on_ranks("fabrics", "with_state", 0)
 

@@ -140,7 +140,8 @@ def end(module: nn.Module) -> None:
 def full_state(optimizer: Optimizer) -> dict[str, Any]:
     """Collective. The full state in the plain optimizer's format, on rank 0's CPU; {} elsewhere."""
     wrappers = [wrapper for known in _sharded.values() if (wrapper := known()) is not None]
-    holder = next((one for one in wrappers if steps(optimizer, one)), nn.Module())  # an OSS needs no model
+    holders = [one for one in wrappers if steps(optimizer, one)]  # an OSS needs no model
+    holder = holders[0] if len(holders) == 1 else nn.ModuleList(holders)
     return full_optimizer_state_dict(holder, optimizer, to=0)
 
 
