@@ -1,4 +1,4 @@
-"""Stage 1 of zero.setup: gradients that its DistributedDataParallel has not averaged are refused by the next step.
+"""Stage 1: gradients that its DistributedDataParallel has not averaged are refused by the next step.
 
 DistributedDataParallel averages in the first backward after a forward of its own, outside no_sync(). After any other
 ranks would step different gradients. As each steps its shard alone, the replicas would stay equal, and nothing would
@@ -7,19 +7,21 @@ show.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any
-from weakref import finalize, proxy, ref
+from weakref import WeakKeyDictionary, finalize, proxy, ref
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch.autograd import at_end_of_backward, writes_into
-from zero.wrap.ddp import averaged_also
+from zero.oss.optimizer import OSS, refuse_unaveraged
+from zero.wrap.ddp import averaged_by_others
 from zero.wrap.tensors import nearest_leaf, tensors_in
 
 _UNDER_NO_SYNC = "ran under no_sync()"
@@ -27,14 +29,39 @@ _ONCE = (
     "was a second one after a forward, as of two losses one after the other. DistributedDataParallel averages in the "
     "first alone: add the losses up, (first + second).backward(), or run each one's forward just before its backward"
 )
-_AROUND = "was around the DistributedDataParallel that zero.setup returned: of a method, or of a module inside"
+_AROUND = (
+    "was around the DistributedDataParallel of {}: of a method, of a module inside, or in Lightning's manual "
+    "optimization by another call than manual_backward()"
+)
+
+
+def refuse_gradients_not_averaged(
+    ddp: DistributedDataParallel | None, optimizers: Sequence[Optimizer], made_by: str = ""
+) -> None:
+    """Has each step of these optimizers raise on every rank, if gradients were not averaged by what was passed here as
+    `ddp`, in this call or another. made_by: what the user has called for that one, in errors."""
+    if ddp is not None:
+        _watched[ddp] = Averaging(ddp, made_by)
+    for one in optimizers:
+        if isinstance(one, OSS):
+            refuse_unaveraged(one, _problem_of_any)
+
+
+def will_average(ddp: DistributedDataParallel) -> None:
+    """Says that it was told, other than by a forward, to average in the next backward."""
+    if ddp in _watched:
+        _watched[ddp].expect(ddp)
+
+
+def _problem_of_any(params: Collection[nn.Parameter]) -> str | None:
+    return next(filter(None, (one.problem(params) for one in [*_watched.values()])), None)
 
 
 class Averaging:
     """Notes, where a gradient is written, whether it will be averaged."""
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
-        self._ddp = ref(ddp)
+    def __init__(self, ddp: DistributedDataParallel, made_by: str) -> None:
+        self._ddp, self._made_by = ref(ddp), made_by
         # Those that it averages, or has found frozen.
         self._known = {*ddp.module.parameters()}
         # Whose gradients are as they are on this rank, and what the backward did that wrote them last.
@@ -58,15 +85,17 @@ class Averaging:
 
     def problem(self, params: Collection[nn.Parameter]) -> str | None:
         """Returns an error message for gradients that were not averaged, of which there are some, else None."""
-        problem = self._problem(params)
-        return None if problem is None or averaged_also(params, self._ddp()) else problem
+        if self._known.isdisjoint(params) or self._problem(params) is None:
+            return None
+        others = averaged_by_others(self._ddp())
+        return self._problem([param for param in params if param not in others])
 
     def _problem(self, params: Collection[nn.Parameter]) -> str | None:
         added = {param for param in params if param not in self._known and param.grad is not None}
         if added:
             return (
-                f"{self._name(added) or 'a parameter'} was added to the optimizer since zero.setup, and its "
-                "gradient was not averaged over the ranks. Wrap the model again, with the same optimizer: "
+                f"{self._name(added) or 'a parameter'} was added to the optimizer since {self._made_by}, and "
+                "its gradient was not averaged over the ranks. Wrap the model again, with the same optimizer: "
                 "DistributedDataParallel(zero.unwrap(model))."
             )
         if (missing := self._missing()) and any(one in self._averaged and one.grad is not None for one in params):
@@ -79,8 +108,8 @@ class Averaging:
         left = next((self._left[one] for one in params if one in self._left and one.grad is not None), None)
         return left and (
             f"gradients were not averaged over the ranks: the last backward {left}. Call the model that "
-            "zero.setup returned, with the last backward of a step outside no_sync(). To average gradients by "
-            "hand build zero.OSS and DistributedDataParallel without zero.setup."
+            f"{self._made_by} has wrapped, with the last backward of a step outside no_sync(). To average gradients "
+            f"by hand build zero.OSS and DistributedDataParallel without {self._made_by}."
         )
 
     def _missing(self) -> str | None:
@@ -96,10 +125,14 @@ class Averaging:
         named = () if ddp is None else ddp.module.named_parameters()
         return next((name for name, param in named if param in params), None)
 
-    def forward_ended(self, ddp: DistributedDataParallel, output: Any) -> None:
+    def expect(self, ddp: DistributedDataParallel) -> None:
+        """The next backward averages."""
         if ddp.require_backward_grad_sync and torch.is_grad_enabled():
             self._averages = True
             self._averaged.clear()
+
+    def forward_ended(self, ddp: DistributedDataParallel, output: Any) -> None:
+        self.expect(ddp)
         unsent = None if ddp.require_backward_grad_sync else _UNDER_NO_SYNC
         for tensor in tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
@@ -114,12 +147,16 @@ class Averaging:
         """A gradient was written, by whichever backward."""
         if self._averages and param not in self._averaged:
             self._averaged.add(param)
-            if self._left:
+            ddp = self._ddp() if self._left else None
+            if ddp is not None and (ddp.find_unused_parameters or ddp.static_graph):
+                self._left.clear()  # it averages also what this backward does not reach
+            elif ddp is not None:
                 self._left.pop(param, None)
             return
         self._begin()
         if self._through or (hook := self._hook()) is None or not hook.traced:
-            self._left[param] = self._unsent or (_ONCE if self._through else _AROUND)
+            around = _AROUND.format(self._made_by)
+            self._left[param] = self._unsent or (_ONCE if self._through else around)
 
     def _begin(self) -> None:
         if self._ends() is None:
@@ -128,6 +165,9 @@ class Averaging:
             ends = partial(_nothing)
             self._ends = ref(ends)
             at_end_of_backward(ends)
+
+
+_watched: WeakKeyDictionary[DistributedDataParallel, Averaging] = WeakKeyDictionary()
 
 
 def _nothing() -> None:

@@ -13,13 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero.arguments import Arguments, One, Optim, ranks_of
-from zero.averaging import Averaging
+from zero.averaging import refuse_gradients_not_averaged
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.precision import DTYPES, MixedPrecision
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
-from zero.oss.optimizer import refuse_unaveraged
 from zero.precision import Rounding, compute_under_autocast
 from zero.sdp import ShardedDDP
 from zero.shards.announce import without_announcing
@@ -142,9 +141,7 @@ def _with_oss(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> tuple[nn.M
         wrapped = _averaged(model, comm, rounded_of=sharding) if ddp else ShardedDDP(model, sharding)
         rounding.cast_inputs(wrapped)
     if isinstance(wrapped, DistributedDataParallel):
-        averaging = Averaging(wrapped)
-        for one in sharding:
-            refuse_unaveraged(one, averaging.problem)
+        refuse_gradients_not_averaged(wrapped, sharding, "zero.setup")
     return wrapped, sharding
 
 

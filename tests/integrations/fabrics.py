@@ -199,10 +199,26 @@ def alone(rank: int, world: int, stage: int) -> None:
     fabric_at(rank, world, stage).setup_module(Module())
 
 
+def not_averaged(rank: int, world: int, stage: int, *, unsent: bool) -> None:
+    """All backwards of a step are under no_backward_sync, or around the model that was set up."""
+    fabric = fabric_at(rank, world, stage)
+    model, optimizer, _ = set_up(fabric)
+    with fabric.no_backward_sync(model, enabled=unsent):
+        run = model if unsent else model.module
+        fabric.backward(run(data(4, WIDTH, rank=rank)).square().mean())
+    optimizer.step()
+
+
 def refusals(rank: int, world: int) -> None:
-    for call, words in [
-        (by_value, ["RuntimeError", "clip_grad_value_"]),
-        (alone, ["RuntimeError", "fabric.setup(model, optimizer)"]),
+    for call, stage, words in [
+        (by_value, 2, ["RuntimeError", "clip_grad_value_"]),
+        (alone, 2, ["RuntimeError", "fabric.setup(model, optimizer)"]),
+        (partial(not_averaged, unsent=True), 1, ["RuntimeError", "ran under no_sync()"]),
+        (
+            partial(not_averaged, unsent=False),
+            1,
+            ["RuntimeError", "DistributedDataParallel of fabric.setup"],
+        ),
     ]:
-        told = ranks.refusal(partial(call, rank, world, 2))
-        assert all(word in told for word in words), (call.__name__, told)
+        told = ranks.refusal(partial(call, rank, world, stage))
+        assert all(word in told for word in words), (words, told)

@@ -434,8 +434,17 @@ def by_value(rank: int, world: int, stage: int) -> dict[str, Tensor]:
     return record(module, [])[1]
 
 
+class OwnBackward(Manual):
+    def manual_backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
+        loss.backward()
+
+
 REFUSED: list[tuple[Callable[[int, int], Any], list[str]]] = [
     (partial(by_value, stage=2), ["RuntimeError", "clip_grad_value_"]),
+    (
+        lambda rank, world: trainer(rank, world, strategy(1)).fit(OwnBackward()),
+        ["RuntimeError", "around the DistributedDataParallel of ZeroStrategy", "manual_backward"],
+    ),
     (lambda *of: strategy(4), ["ValueError", "stage=4"]),
     (
         lambda *of: averaging(*of, pl.callbacks.EMAWeightAveraging(), 2, checkpoint="sharded"),

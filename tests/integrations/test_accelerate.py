@@ -27,7 +27,7 @@ import ranks
 import zero
 from launched import launched, shared_folder
 from zero.integrations.accelerate import Accelerator, ZeroPlugin
-from zoo import CONTEXT, GPT, VOCABULARY
+from zoo import CONTEXT, GPT, VOCABULARY, data
 
 STAGES = (1, 2, 3)
 Weights = dict[str, Tensor]
@@ -116,6 +116,94 @@ def test_losses_and_weights_are_those_of_ddp_bit_for_bit(rank: int, world: int, 
             got = Script(build(3, **options, zero_plugin=plugin), **script).train()
             assert got.losses == expected.losses, plugin
             assert farthest(got.weights(), expected_weights) == 0, plugin
+
+
+def under_no_sync(accelerator: Any, model: nn.Module, batches: list[Tensor]) -> None:
+    with accelerator.no_sync(model):
+        for batch in batches:
+            accelerator.backward(model(batch).square().mean())
+
+
+def around(accelerator: Any, model: nn.Module, batches: list[Tensor]) -> None:
+    for batch in batches:
+        accelerator.backward(accelerator.unwrap_model(model)(batch).square().mean())
+
+
+def twice(accelerator: Any, model: nn.Module, batches: list[Tensor]) -> None:
+    for loss in [model(batch).square().mean() for batch in batches]:
+        accelerator.backward(loss)
+
+
+def once_more(accelerator: Any, model: nn.Module, batches: list[Tensor]) -> None:
+    """Which is averaged by everybody."""
+    for batch in batches:
+        accelerator.backward(model(batch).square().mean())
+
+
+NOT_AVERAGED: list[tuple[Any, dict[int, str]]] = [
+    (under_no_sync, dict.fromkeys(STAGES, "ran under no_sync()")),
+    (around, {1: "around the DistributedDataParallel of accelerator.prepare"}),
+    (twice, {1: "in the first alone"}),
+    (once_more, {}),
+]
+"""What refuses it, by stage."""
+
+
+@pytest.mark.parametrize("together", [True, False])
+@ranks.on(2)
+def test_a_step_on_gradients_that_are_not_averaged_is_right_or_refused(rank: int, world: int, together: bool) -> None:
+    batches = [[data(4, 6, rank=one, step=step) for step in range(2)] for one in range(world)]
+    for act, refused in NOT_AVERAGED:
+        torch.manual_seed(0)
+        expected = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+        for batch in itertools.chain.from_iterable(batches):
+            (expected(batch).square().mean() / world).backward()
+        torch.optim.SGD(expected.parameters(), lr=0.5).step()
+        for stage in STAGES:
+            with launched(rank, world):
+                accelerator = build(stage)
+                torch.manual_seed(0)
+                model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+                if together or stage == 2:
+                    model, optimizer = accelerator.prepare(model, optimizer)
+                else:
+                    model = accelerator.prepare(model)
+                    optimizer = accelerator.prepare(optimizer)
+                act(accelerator, model, batches[rank])
+                error = ranks.refusal(optimizer.step)
+                if stage in refused:
+                    assert error.startswith("RuntimeError") and refused[stage] in error, (act, stage, error)
+                    continue
+                assert not error, (act, stage, error)
+                assert farthest(zero.full_state_dict(model), expected.state_dict()) <= 1e-6, (act, stage)
+
+
+class Branches(nn.ModuleList):
+    def forward(self, x: Tensor, which: int) -> Tensor:
+        return self[which](x)
+
+
+@ranks.on(2)
+def test_what_the_last_backward_does_not_reach_is_averaged_where_accelerate_was_told_to_find_it(
+    rank: int, world: int
+) -> None:
+    found = []
+    for stage in (0, 1):
+        with launched(rank, world):
+            finds = DistributedDataParallelKwargs(find_unused_parameters=True)
+            accelerator = build(stage, kwargs_handlers=[finds])
+            torch.manual_seed(0)
+            model = Branches([nn.Linear(6, 6), nn.Linear(6, 6)])
+            model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+            for _ in range(2):
+                with accelerator.no_sync(model):
+                    accelerator.backward(model(torch.ones(2, 6), rank).sum())
+                accelerator.backward(model(torch.ones(2, 6), 1 - rank).square().sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(zero.full_state_dict(model))
+    assert farthest(*found) == 0
 
 
 # Adam with its own eps would make a rate of any gradient that is rounding alone.

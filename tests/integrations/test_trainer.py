@@ -162,6 +162,23 @@ def test_a_model_that_was_evaluated_first_is_trained_by_all_ranks(tmp_path: Path
     assert same(first, second)
 
 
+@pytest.mark.slow
+@ranks.on(2, timeout=100)
+def test_a_loss_of_the_module_inside_is_refused_at_stage_1(rank: int, world: int, tmp_path: Path) -> None:
+    import transformers
+
+    from zero.integrations.transformers import ZeroTrainerMixin
+
+    class Inside(transformers.Trainer):
+        def compute_loss(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(self.model, *args, **kwargs)
+
+    with launched(rank, world):
+        trainer = build(1, tmp_path, kind=type("Mixed", (ZeroTrainerMixin, Inside), {}))
+        told = ranks.refusal(trainer.train)
+    assert told.startswith("RuntimeError") and "around the DistributedDataParallel of accelerator.prepare" in told
+
+
 @matrix.only
 @ranks.on(2, timeout=100)
 def test_the_best_model_a_second_train_and_a_late_resume(rank: int, world: int, tmp_path: Path) -> None:

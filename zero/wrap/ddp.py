@@ -74,10 +74,9 @@ def unfrozen_problem(params: Mapping[nn.Parameter, object]) -> str | None:
     return None
 
 
-def averaged_also(params: Collection[nn.Parameter], besides: DistributedDataParallel | None) -> bool:
-    """Whether another DistributedDataParallel averages gradients of any of the parameters."""
-    own = {*params}
-    return any(ddp is not besides and not own.isdisjoint(_averaged(ddp)) for ddp in _alive)
+def averaged_by_others(ddp: DistributedDataParallel | None) -> set[nn.Parameter]:
+    """The parameters of which another DistributedDataParallel averages gradients."""
+    return {param for one in _alive if one is not ddp for param in _averaged(one)}
 
 
 def _averages(ddp: DistributedDataParallel, params: Mapping[nn.Parameter, object]) -> bool:

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from zero._torch.modules import children_of, recomputed_in_backward
 from zero._torch.tensors import wraps_others
+from zero.averaging import refuse_gradients_not_averaged
 from zero.comm import Comm
 from zero.fsdp import FSDP, MixedPrecision
 from zero.fsdp.options import as_strategy
@@ -117,6 +118,7 @@ class Sharding:
         """Collective at stages 1 and 2. The optimizer that this stage steps."""
         if self.stage in (1, 2) and not isinstance(optimizer, OSS):
             optimizer = OSS.from_optimizer(optimizer, master_dtype=self._masters, **self._rest)
+            refuse_gradients_not_averaged(None, [optimizer])
         self._optimizers[optimizer] = None
         for holder in self.wrapped:  # prepared before, not in one call
             if steps(optimizer, holder):
@@ -167,6 +169,7 @@ class Sharding:
                 handler.register_comm_hook(ddp)
             else:
                 average_by_reading(ddp, Comm(None))
+            refuse_gradients_not_averaged(ddp, (), "accelerator.prepare")
         self.wrapped[wrapped] = None
         return wrapped
 

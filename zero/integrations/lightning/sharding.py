@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero import checkpoint as zero_checkpoint
+from zero.averaging import refuse_gradients_not_averaged
 from zero.checkpoint.directory import checkpoints
 from zero.checkpoint.storage import place
 from zero.fsdp import FSDP
@@ -56,6 +57,7 @@ class ShardedStrategy:
 
     root_device: torch.device
     is_global_zero: bool
+    _wrapped_by: str  # what the user calls, for errors
 
     def __init__(
         self, stage: int, *, oss: Any = None, checkpoint: str = "full", sync_each_batch: bool = True, **options: Any
@@ -79,7 +81,9 @@ class ShardedStrategy:
         """Collective. At stages 1 and 2 the OSS that replaces the optimizer; at stage 3 the optimizer itself."""
         if self._stage == 3 or isinstance(optimizer, OSS):
             return optimizer
-        return OSS.from_optimizer(optimizer, **self._oss)
+        sharded = OSS.from_optimizer(optimizer, **self._oss)
+        refuse_gradients_not_averaged(None, [sharded])
+        return sharded
 
     def _wrap(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
         """Collective. optimizers: those of `_shard_optimizer`."""
@@ -93,7 +97,9 @@ class ShardedStrategy:
             return ShardedDDP(module, [one for one in optimizers if isinstance(one, OSS)], **self._options)
         ids = None if self.root_device.type == "cpu" else [self.root_device.index]
         # Without views it would hold every gradient twice.
-        return DistributedDataParallel(module, **{"device_ids": ids, "gradient_as_bucket_view": True, **self._options})
+        ddp = DistributedDataParallel(module, **{"device_ids": ids, "gradient_as_bucket_view": True, **self._options})
+        refuse_gradients_not_averaged(ddp, (), self._wrapped_by)
+        return ddp
 
     def _accumulating(self, module: nn.Module) -> AbstractContextManager[None]:
         """A context for the forward and backward of a batch that no step follows."""
