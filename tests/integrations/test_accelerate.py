@@ -15,7 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin, TorchDynamoPlugin
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    TorchDynamoPlugin,
+)
 from accelerate.utils.deepspeed import DummyOptim
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -204,6 +209,39 @@ def test_what_the_last_backward_does_not_reach_is_averaged_where_accelerate_was_
                 optimizer.zero_grad()
             found.append(zero.full_state_dict(model))
     assert farthest(*found) == 0
+
+
+@ranks.on(2)
+def test_uneven_batches_are_joined_by_zero_and_refused_elsewhere(rank: int, world: int) -> None:
+    """Of three batches rank 0 has the first and the last."""
+    batches = data(6, 6, rank=0).split(2)
+    uneven = DataLoaderConfiguration(even_batches=False)
+
+    def made() -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(6, 6)
+        return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+    expected, reference = made()
+    for step in (batches[:2], batches[2:]):
+        reference.zero_grad()
+        for batch in step:
+            (expected(batch).square().mean() / len(step)).backward()
+        reference.step()
+    for stage in STAGES:
+        with launched(rank, world):
+            accelerator = build(stage, dataloader_config=uneven)
+            loader = DataLoader(TensorDataset(torch.cat(batches)), batch_size=2)
+            model, optimizer, loader = accelerator.prepare(*made(), loader)
+            told = ranks.refusal(lambda of=accelerator, one=model: of.join_uneven_inputs([one]).__enter__())
+            assert told.startswith("RuntimeError") and "zero.join(loader, model)" in told, told
+            for (batch,), weight in zero.join(loader, model):
+                accelerator.backward(weight * model(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            assert farthest(zero.full_state_dict(model), expected.state_dict()) <= 1e-6, stage
+            with accelerator.join_uneven_inputs([model], even_batches=True):
+                accelerator.backward(model(batches[0]).square().mean())
 
 
 # Adam with its own eps would make a rate of any gradient that is rounding alone.
@@ -605,6 +643,26 @@ def test_a_state_that_rank_0_cannot_read_is_refused_on_every_rank(
                 Path(tmp_path, name).unlink()
             told = ranks.refusal(partial(script.accelerator.load_state, str(tmp_path)))
             assert "No such file" in told and (rank == 0 or "rank 0" in told), told
+
+
+@ranks.on(2)
+def test_state_that_fsdp_has_saved_by_names_is_read(rank: int, world: int, tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+    with launched(rank, world):
+        script = Script(build(0)).train(stop=2)
+        script.accelerator.save_state(str(tmp_path))
+        plain = script.accelerator.unwrap_model(script.model)
+        state = get_optimizer_state_dict(plain, script.optimizer.optimizer, options=StateDictOptions(True, True))
+        if rank == 0:
+            torch.save(state, tmp_path / "optimizer.bin")  # as Accelerate does with FSDP
+        dist.barrier()
+        expected = script.train(start=2).losses[2:]
+    for stage in (0, *STAGES):
+        with launched(rank, world):
+            again = Script(build(stage, zero_plugin=stage))
+            again.accelerator.load_state(str(tmp_path))
+            assert again.train(start=2).losses == expected, stage
 
 
 @matrix.only

@@ -183,6 +183,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.clip_grad_norm_(params_of(optimizer), self._max_norm)
         self._unscaled.discard(optimizer)
 
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """As Accelerate's where batches are even. Raises RuntimeError, on every rank, where they need not be."""
+        if self.zero_plugin.stage == 0 or self.num_processes == 1:
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+            return
+        if not (self.even_batches if even_batches is None else even_batches):
+            raise RuntimeError(
+                f"join_uneven_inputs() at stage {self.zero_plugin.stage}: a rank without batches leaves the others "
+                "waiting. Write `for batch, weight in zero.join(loader, model):`, and backward(weight * loss), with "
+                "dataloader_config=DataLoaderConfiguration(even_batches=False)."
+            )
+        yield
+
     def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """As Accelerate's. The module inside; at stage 3 its parameters stay sharded."""
         inner = model.module if isinstance(model, WRAPPERS) else model
