@@ -63,6 +63,11 @@ def of_fsdp_in_shards(folder: Path) -> None:
         Path(folder, name).mkdir()
 
 
+def of_fsdp_but_weights(folder: Path) -> None:
+    lacks("optimizer.pt")(folder)
+    Path(folder, "optimizer_0").mkdir()
+
+
 def of_another_model(folder: Path) -> None:
     lacks("optimizer.pt")(folder)
     state = torch.load(folder.parent / "saved" / BY_NAME, weights_only=True)
@@ -81,10 +86,10 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "whole": (lambda folder: None, GOES_ON),
     "of FSDP": (of_fsdp, GOES_ON),
     "of FSDP, in shards": (of_fsdp_in_shards, "accelerate merge-weights .*pytorch_model_fsdp_0"),
-    "of FSDP, the optimizer in shards": (lambda at: (lacks("optimizer.pt")(at), (at / "optimizer_0").mkdir()), "FULL"),
+    "of FSDP, optimizer in shards": (of_fsdp_but_weights, "FULL_STATE_DICT.*remove it and scheduler.pt"),
     "of FSDP, of another model": (of_another_model, "optimizer.bin.*another.weight"),
-    "no optimizer": (lacks("optimizer.pt"), r"scheduler.pt, but no optimizer.pt.*remove both"),
-    "no schedule": (lacks("scheduler.pt"), r"optimizer.pt, but no scheduler.pt.*remove both"),
+    "no optimizer": (lacks("optimizer.pt"), "scheduler.pt has no optimizer.pt beside it.*or remove it"),
+    "no schedule": (lacks("scheduler.pt"), "optimizer.pt has no scheduler.pt beside it.*or remove it"),
     "neither": (lacks("optimizer.pt", "scheduler.pt"), AS_ALONE),
     "no generators": (lacks("rng_state_0.pth", "rng_state_1.pth"), AS_ALONE),
     "no weights": (lacks("model.safetensors"), "has no model.safetensors"),

@@ -200,13 +200,14 @@ def _optimizer_file(folder: Path) -> Path | None:
     in_shards = [one for one in folder.glob(f"{own.stem}_*") if one.is_dir()]
     found = next((one for one in (own, own.with_suffix(".bin"), *in_shards) if one.exists()), None)
     if found in in_shards:
-        problem = f"{found}, which PyTorch's FSDP saved in shards. Save it by fsdp_state_dict_type FULL_STATE_DICT"
+        problem, remove = "is of PyTorch's FSDP, in shards. Save it by FULL_STATE_DICT", f"it and {schedule.name}"
     elif (found is not None) == schedule.is_file():
         return found
     else:
-        there, missing = (schedule, own) if found is None else (found, schedule)
-        problem = f"{there}, but no {missing.name}. Copy it there"
-    raise FileNotFoundError(f"there is {problem}; or remove both, to begin with a new optimizer and schedule.")
+        problem, remove = f"has no {schedule.name if found else own.name} beside it. Copy that there", "it"
+    raise FileNotFoundError(
+        f"{found or schedule} {problem}; or remove {remove}, to go on with a new optimizer and a new schedule."
+    )
 
 
 class Trainer(ZeroTrainerMixin, transformers.Trainer):  # type: ignore[misc]
