@@ -61,7 +61,9 @@ def _inspect(path: Place, *, tensors: bool, check: bool) -> None:
     found = directory.resolve(path)
     with Source(found) as source:
         index = source.index
-        print(f"{found}: saved at stage {index.stage} on {index.world} ranks")
+        by, using, at = (index.saved.get(key) for key in ("by", "torch", "at"))
+        told = f", {at}, by zero {by} and torch {using}" if index.saved else ""
+        print(f"{found}: saved at stage {index.stage} on {index.world} ranks{told}")
         for kind in ["model", "master", "optimizer"]:
             of_kind = [entry.geometry for entry in under(f"{kind}/", index.tensors).values()]
             elements, nbytes = sum(one.numel for one in of_kind), sum(one.numel * one.dtype.itemsize for one in of_kind)

@@ -18,7 +18,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import takewhile
 from typing import Any
 
@@ -194,7 +194,8 @@ class Entry:
     def from_json(entry: dict[str, Any]) -> Entry:
         order, slices = (tuple(entry[key]) if key in entry else None for key in ("order", "slices"))
         full = Geometry(tuple(entry["shape"]), DTYPES[entry["dtype"]], order, slices)
-        return Entry(full, tuple(ParamShard(**shard) for shard in entry["shards"]))
+        known = [one.name for one in fields(ParamShard)]
+        return Entry(full, tuple(ParamShard(*(shard[name] for name in known)) for shard in entry["shards"]))
 
     def problem(self) -> str | None:
         """Why it cannot be read, as the end of an error message for the user; None if it can."""
@@ -236,6 +237,7 @@ class Index:
     optimizers: of each its class, "kind", and "groups", {"params": [name, ...], "options": {name: value, as JSON}}.
     files: by name, of each the size, "bytes", and a checksum of every 4 MiB, "crc32".
     extra, extra_by_rank: the user's values, as JSON: those that were the same on all ranks, and the others, by rank.
+    saved: "by" which version of zero, "torch", and "at" what time.
     """
 
     stage: int
@@ -247,6 +249,7 @@ class Index:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     extra_by_rank: list[dict[str, Any]] = field(default_factory=list)
+    saved: dict[str, str] = field(default_factory=dict)
 
     def stored_as(self) -> dict[str, str]:
         """For every name of the model's parameters and buffers, also further ones, the name that it is stored under."""
@@ -273,31 +276,36 @@ class Index:
 
     def dumps(self) -> str:
         """As JSON, with a checksum of itself."""
-        fields = {
+        entries = {
             "format": "zero",
             "version": VERSION,
             **vars(self),
             "tensors": {path: entry.to_json() for path, entry in self.tensors.items()},
         }
-        return json.dumps({**fields, "sha256": _digest(fields)})
+        return json.dumps({**entries, "sha256": _digest(entries)})
 
     @staticmethod
     def loads(text: str) -> Index:
-        """Raises ValueError, with a message for the user, where the text is no complete index of this version."""
+        """Raises ValueError, with a message for the user, where the text is no complete index of this version.
+
+        Entries that this zero does not know are left out: a later one may add some that a reader need not know, under
+        the same version."""
         try:
-            fields = json.loads(text)
+            given = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"is incomplete, or not JSON ({error})") from None
-        if not isinstance(fields, dict) or fields.pop("format", None) != "zero":
+        if not isinstance(given, dict) or given.get("format") != "zero":
             raise ValueError("is not the index of a checkpoint of zero")
-        if fields.pop("version", None) != VERSION:
+        if given.get("version") != VERSION:
             raise ValueError(f"is of another version than {VERSION}, the one that this zero reads")
-        digest = fields.pop("sha256", None)
-        if digest != _digest({"format": "zero", "version": VERSION, **fields}):
+        digest = given.pop("sha256", None)
+        if digest != _digest(given):
             raise ValueError("does not have the checksum that it was written with: it was altered")
         try:
-            fields["tensors"] = {path: Entry.from_json(entry) for path, entry in fields["tensors"].items()}
-            index = Index(**fields)
+            given["tensors"] = {path: Entry.from_json(entry) for path, entry in given["tensors"].items()}
+            index = Index(**{one.name: given[one.name] for one in fields(Index) if one.name in given})
+            if not all(isinstance(told, str) for told in index.saved.values()):
+                raise ValueError(f"says that it was saved {index.saved!r}")
             room = {name: file["bytes"] for name, file in index.files.items() if "/" not in name}
             for path, entry in index.tensors.items():
                 if problem := entry.problem():
@@ -310,9 +318,9 @@ class Index:
                     if room[shard.file] < 0 or not 0 <= shard.at <= index.files[shard.file]["bytes"] - nbytes:
                         raise ValueError(f"says that {path} is stored where nothing is, or another tensor")
         except (KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise ValueError(f"has an entry that this zero does not know ({error!r})") from None
+            raise ValueError(f"has an entry that this zero cannot read ({error!r})") from None
         return index
 
 
-def _digest(fields: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+def _digest(entries: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()

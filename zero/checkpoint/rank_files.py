@@ -7,8 +7,10 @@ The index is made from these, which are removed then, and no rank sends another 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -175,7 +177,8 @@ def _chunk(held: Held) -> Chunk:
 def seal(checkpoint: Place, index: Index, *, keep: int | None) -> None:
     """Makes a directory that has all ranks' files a checkpoint.
 
-    index: of the checkpoint; what the files hold is added. keep: how many of the run's checkpoints stay; None for all.
+    index: of the checkpoint; what the files hold is added, and what writes it when. keep: how many of the run's
+        checkpoints stay; None for all.
     """
     found: dict[str, list[Entry]] = {}
     files = [rank_file(checkpoint, rank) for rank in range(index.world)]
@@ -190,6 +193,9 @@ def seal(checkpoint: Place, index: Index, *, keep: int | None) -> None:
         index.tensors[path] = Entry(entries[0].geometry, tuple(shards))
         if problem := index.tensors[path].problem():
             raise ValueError(f"{path}, as the ranks wrote it, {problem}: they do not hold the same model")
+    # The version from where it is, because no room imports the package that holds all of them.
+    by, at = sys.modules["zero"].__version__, datetime.now(timezone.utc).isoformat(timespec="seconds")
+    index.saved = {"by": by, "torch": torch.__version__, "at": at}
     text = index.dumps().encode()
     if len(text) > LONGEST:
         raise ValueError(f"the index would have {len(text)} bytes, more than the {LONGEST} that are read")
