@@ -137,7 +137,7 @@ class LoadPlan:
 
     def __init__(self, training: Training, index: Index, weights: bool) -> None:
         self._training, self._index = training, index
-        self._stored_as = _names_in(index, training)
+        self._stored_as = training.names_in(index)
         self.tensors: list[tuple[Entry, Held]] = [*self._of_model(weights)]
         here, stored = len(training.optimizers), len(index.optimizers)
         if here and here != stored:
@@ -200,39 +200,6 @@ class LoadPlan:
             else:
                 state[key] = decode(value)
         return partial(load_shards, shards, optimizer, taken, [decode(group["options"]) for group in groups])
-
-
-def _names_in(index: Index, training: Training) -> dict[str, str]:
-    """For each of the model's tensors, the name that it is stored under. Raises ValueError where the checkpoint must be
-    of another model."""
-    here, there = {name: name for name in training.tensors} | training.tied, index.stored_as()
-    found: dict[str, str] = {}
-    for alias, name in here.items():
-        if alias in there:  # a tensor with several names matches a stored tensor that has any of them
-            found.setdefault(name, there[alias])
-    differing = []
-    for name, stored_as in found.items():
-        stored, full = index.tensors[f"model/{stored_as}"].geometry, training.parts[name].full
-        convertible = stored.dtype.is_floating_point and full.dtype.is_floating_point
-        if stored.shape != full.shape or not (convertible or stored.dtype == full.dtype):
-            differing.append(f"{name} (saved {stored}, here {full})")
-    names = [
-        ("it has nothing for", [name for name in training.tensors if name not in found]),
-        ("the model has no", [name for name in there if name not in here]),
-        ("these differ", differing),
-    ]
-    problems = [f"{what}: {listed(some)}" for what, some in names if some]
-    if not problems:
-        problems += [
-            f"{name} and {other} were {'two' if tied_here else 'one tensor'} when it was saved, and are not here"
-            for name, other in [*index.tied.items(), *training.tied.items()]
-            if (tied_here := here[name] == here[other]) != (there.get(name) == there.get(other))
-        ]
-    if training.values.keys() != under("model/", index.values).keys() and not problems:
-        problems.append("other modules had extra state (get_extra_state) when it was saved")
-    if problems:
-        raise ValueError(f"it is of another model: {'; '.join(problems)}")
-    return found
 
 
 def _refuse_other_groups(kind: str, groups: list[dict[str, Any]], here: list[list[str]], with_state: set[str]) -> None:

@@ -23,7 +23,17 @@ from torch.optim import Optimizer
 
 from zero._torch.compiling import name_without_compile
 from zero._torch.tensors import as_plain_tensors
-from zero.checkpoint.format import Geometry, Part, all_of, geometry_of, memory_order, tensor_problem
+from zero.checkpoint.format import (
+    Geometry,
+    Index,
+    Part,
+    all_of,
+    geometry_of,
+    listed,
+    memory_order,
+    tensor_problem,
+    under,
+)
 from zero.checkpoint.ranks import Ranks
 from zero.comm import Comm
 from zero.fsdp import FSDP
@@ -85,6 +95,7 @@ def whole(name: str, tensor: Tensor) -> Held:
 class Training:
     """A model and its optimizers, seen from this rank.
 
+    module: the user's own, inside of all wrappers.
     synchronised: whether a wrapper keeps all parameters the same on all ranks, or there is one rank.
 
     Once `look` has been called:
@@ -106,7 +117,7 @@ class Training:
         given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
         self.optimizers = [prepared(one) for one in given]
         self._sharding = [one for one in self.optimizers if isinstance(one, OSS)]
-        self._module, self._wrappers = module, wrappers = unwrapped(model)
+        self.module, self._wrappers = module, wrappers = unwrapped(model)
         self.stage = _stage(wrappers, self._sharding)
         self._tensor_parallel = parts.ranks(module.parameters())
         self.ranks = Ranks(_comms(wrappers, self._sharding, process_group), self._tensor_parallel)
@@ -115,7 +126,7 @@ class Training:
 
     def look(self) -> None:
         """Names the tensors and finds their shards. Raises ValueError for what cannot be saved or loaded."""
-        self._name_tensors(self._module)
+        self._name_tensors(self.module)
         groups = [group for one in self._sharding for group in one.shards.shard_groups]
         dtypes: dict[Tensor, torch.dtype] = {}
         for one in self._wrappers:
@@ -125,7 +136,7 @@ class Training:
                 dtypes |= {cast.tensor: cast.dtype for cast in running_model(one).cast_buffers}
         self._places = dict[Any, Place](places_in(groups))
         self._refuse_misfits(groups)
-        self.shards = [stepped_by(self._module, self._wrappers, one) for one in self.optimizers]
+        self.shards = [stepped_by(self.module, self._wrappers, one) for one in self.optimizers]
         self.parts: dict[str, Part] = {}
         for name, tensor in self.tensors.items():
             if tensor in self._places:
@@ -184,6 +195,38 @@ class Training:
                 raise ValueError(f"{first} is being gathered, or summoned full. Save and load between steps")
             if (name := shard_group.bound.moved()) is not None:
                 raise ValueError(f"{name} was moved, cast or given other data after it was sharded: do that before")
+
+    def names_in(self, index: Index) -> dict[str, str]:
+        """For each of the model's tensors, the name that it is stored under. Raises ValueError where the checkpoint
+        must be of another model."""
+        here, there = {name: name for name in self.tensors} | self.tied, index.stored_as()
+        found: dict[str, str] = {}
+        for alias, name in here.items():
+            if alias in there:  # a tensor with several names matches a stored tensor that has any of them
+                found.setdefault(name, there[alias])
+        differing = []
+        for name, stored_as in found.items():
+            stored, full = index.tensors[f"model/{stored_as}"].geometry, self.parts[name].full
+            convertible = stored.dtype.is_floating_point and full.dtype.is_floating_point
+            if stored.shape != full.shape or not (convertible or stored.dtype == full.dtype):
+                differing.append(f"{name} (saved {stored}, here {full})")
+        names = [
+            ("it has nothing for", [name for name in self.tensors if name not in found]),
+            ("the model has no", [name for name in there if name not in here]),
+            ("these differ", differing),
+        ]
+        problems = [f"{what}: {listed(some)}" for what, some in names if some]
+        if not problems:
+            problems += [
+                f"{name} and {other} were {'two' if tied_here else 'one tensor'} when it was saved, and are not here"
+                for name, other in [*index.tied.items(), *self.tied.items()]
+                if (tied_here := here[name] == here[other]) != (there.get(name) == there.get(other))
+            ]
+        if self.values.keys() != under("model/", index.values).keys() and not problems:
+            problems.append("other modules had extra state (get_extra_state) when it was saved")
+        if problems:
+            raise ValueError(f"it is of another model: {'; '.join(problems)}")
+        return found
 
     def in_shard_group(self, name: str) -> bool:
         """Whether it is a parameter in a shard group, of which each rank owns a shard (stages 1 to 3)."""

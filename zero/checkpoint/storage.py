@@ -23,12 +23,13 @@ AT_A_TIME = 1 << 24
 
 
 def place(path: str | os.PathLike[str]) -> Place:
-    """The Place of a path or URL. Raises ValueError or ImportError for a URL that fsspec cannot serve."""
+    """The Place of a path, where ~ is the home directory, or of a URL. Raises ValueError or ImportError for a URL that
+    fsspec cannot serve."""
     text = os.fspath(path)
     mounted = re.fullmatch(r"(?:file|local)://(.*)", text)
     if mounted is None and "://" in text:
         return Place(text.rstrip("/"), *url_to_fs(text.rstrip("/")))
-    absolute = Path(os.path.abspath(mounted[1] if mounted else text)).as_posix()
+    absolute = Path(os.path.abspath(os.path.expanduser(mounted[1] if mounted else text))).as_posix()
     return Place(absolute, url_to_fs("file:///")[0], absolute)
 
 

@@ -32,6 +32,7 @@ from zero.checkpoint.rank_files import SavePlan, part_of, plan_save, rank_file, 
 from zero.checkpoint.ranks import Ranks, described
 from zero.checkpoint.resume import PREFIX, Resumed, label
 from zero.checkpoint.shards import Training
+from zero.checkpoint.source import Source
 from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import encode
 from zero.comm.waiting import calling
@@ -45,6 +46,9 @@ _LONGEST_PAUSE = 0.25
 
 # By run, the save that a thread is writing.
 _unfinished: dict[Place, Saving] = {}
+
+# By run, the model that its latest checkpoint was compared with last: the index is not read for each save.
+_models: dict[Place, str] = {}
 
 
 @calling("zero.checkpoint.save")
@@ -64,7 +68,8 @@ def save(
         zero.checkpoint.save("run", model, optimizer, resume=schedule, extra={"step": 100})
 
     path: the run's directory, on a file system that all ranks see, or an fsspec URL ("s3://bucket/run"). Each save
-        makes a numbered checkpoint in it, and `run/latest` names the newest that is complete and on disk.
+        makes a numbered checkpoint in it, and `run/latest` names the newest that is complete and on disk. A run has one
+        model: one with other names or shapes, also by a head, is saved to another path.
     model, optimizer: at any stage, as they are trained; several optimizers as a list.
     extra: JSON values, tuples, small tensors, numpy arrays and numbers (which come back as Python's). An entry that
         is the same on all ranks is stored once, otherwise once a rank.
@@ -80,24 +85,63 @@ def save(
     Memory: none from the memory of the CPU, BUFFER (16 MiB) at a time from other devices; with wait=False a copy of
     what this rank owns. fsspec's file systems have buffers of their own.
 
-    Raises CheckpointError, on every rank, where models or paths differ between ranks, for what cannot be stored, and
-    where a rank cannot write; earlier checkpoints stay. Also where parameters that no wrapper synchronises (a plain
-    module's, or those that FSDP ignores) differ between ranks: make them the same, or save a plain module of each rank
-    by a `process_group` of that rank alone, to a path of its own.
+    Raises CheckpointError, on every rank, where models or paths differ between ranks, where the run's latest checkpoint
+    is of another model, for what cannot be stored, and where a rank cannot write; earlier checkpoints stay. Also where
+    parameters that no wrapper synchronises (a plain module's, or those that FSDP ignores) differ between ranks: make
+    them the same, or save a plain module of each rank by a `process_group` of that rank alone, to a path of its own.
     """
-    training = Training(model, optimizer, process_group)
+    return _save(path, Training(model, optimizer, process_group), extra, resume, keep, wait=wait)
+
+
+@calling("zero.checkpoint.save")
+def save_in_place(
+    path: str | os.PathLike[str], model: nn.Module, optimizer: Sequence[Optimizer], keep: int | None = None
+) -> Saving:
+    """Collective. As `save`, also where the latest is of another model: for libraries to which a path is that of one
+    checkpoint, which the next replaces."""
+    return _save(path, Training(model, optimizer, None), None, None, keep, in_place=True)
+
+
+def _save(
+    path: str | os.PathLike[str],
+    training: Training,
+    extra: dict[str, Any] | None,
+    resume: Any,
+    keep: int | None,
+    *,
+    wait: bool = True,
+    in_place: bool = False,
+) -> Saving:
     ranks = training.ranks
     with ranks.together("the arguments of zero.checkpoint.save", writing=path) as lines:
         training.look()
         run, plan = place(path), _plan(training, extra, resume, keep)
         lines += [f"keep {keep}, wait {wait}", f"path {run}", *_compared(training, plan)]
     finish(run, ranks)
-    if not wait:
-        with ranks.together(writing=run):
-            plan.held, plan.release = staged(model, plan.held)
+    with ranks.together(writing=run):
+        if ranks.first and not in_place:
+            _refuse_another(run, training)
+        if not wait:
+            plan.held, plan.release = staged(training.module, plan.held)
     saving = Saving(ranks, _begin(run, plan.index, ranks), plan.index, keep)
     saving._start(plan, wait)
     return saving
+
+
+def _refuse_another(run: Place, training: Training) -> None:
+    """Raises ValueError where the run's latest checkpoint is of another model: this one's would take its place, and
+    `load` would not find what it looks for."""
+    model, problem = repr([training.parts, training.tied, [*training.values]]), None
+    if _models.get(run) == model:
+        return
+    with suppress(ValueError, OSError), Source(directory.resolve(run)) as latest:  # which may be none, or damaged
+        try:
+            training.names_in(latest.index)
+        except ValueError as error:
+            problem = f"{latest.directory}, the latest there, does not fit: {error}. Save this one to another path."
+    if problem is not None:
+        raise ValueError(problem)
+    _models[run] = model
 
 
 def _begin(run: Place, index: Index, ranks: Ranks) -> Place:

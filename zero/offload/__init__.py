@@ -110,7 +110,7 @@ def offload_of(given: Any) -> Offload:
     if given is None or isinstance(given, Offload):
         return given or DEVICE
     if isinstance(given, DiskOffload):
-        return Disk(Path(given.path), given)
+        return Disk(Path(given.path).expanduser(), given)
     from torch.distributed import fsdp  # takes 0.7 s, and has been imported where it is needed
 
     if isinstance(given, fsdp.CPUOffload):

@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from zero import checkpoint
 from zero._torch.compiling import name_without_compile
 from zero.checkpoint.read import load_state
+from zero.checkpoint.write import save_in_place
 from zero.comm import AGREEMENT, Comm
 from zero.comm.together import Together
 from zero.fsdp.full_weights import named_tensors
@@ -223,7 +224,7 @@ def save_sharded(folder: str, models: Sequence[nn.Module], optimizers: Any) -> N
     """Collective. Saves a checkpoint of each model and its optimizers, which replaces an existing one."""
     for number, model in enumerate(models):
         own = [one.optimizer for one in optimizers if steps(one, model)]
-        checkpoint.save(_numbered(folder, _SHARDED, number), model, own, keep=1)
+        save_in_place(_numbered(folder, _SHARDED, number), model, own, keep=1)
 
 
 def load_sharded(folder: str, models: Sequence[nn.Module], optimizers: Any, left: Sequence[nn.Module]) -> None:

@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero import checkpoint as zero_checkpoint
 from zero.averaging import refuse_gradients_not_averaged
 from zero.checkpoint.directory import checkpoints
 from zero.checkpoint.storage import place
+from zero.checkpoint.write import save_in_place
 from zero.fsdp import FSDP
 from zero.fsdp.model import sharded_params
 from zero.full_state import full_optimizer_state_dict
@@ -110,7 +110,7 @@ class ShardedStrategy:
         directory = place(path)
         if self.is_global_zero and directory.exists() and not directory.inside():
             directory.remove()  # a full checkpoint, which is a file
-        shards = place(zero_checkpoint.save(path, model, optimizers).path).name
+        shards = place(save_in_place(path, model, optimizers).path).name
         save({SHARDS: shards}, (directory / _REST).url)
         for old in checkpoints(directory) if self.is_global_zero else ():
             if old.name != shards:

@@ -1,0 +1,131 @@
+"""Where a checkpoint is saved, and what is said of a path where there is none."""
+
+import re
+import shutil
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from saved import Counting, adam, tiny
+from torch import nn
+
+import ranks
+import zero
+from commands import command
+from zero.checkpoint import write
+
+
+def at_home(path):
+    """Calls everything that takes a path."""
+    zero.checkpoint.save(f"{path}/run", tiny())
+    zero.checkpoint.load(f"{path}/run", tiny())
+    zero.checkpoint.load(f"{path}/run/00000001", tiny())
+    assert command("zero.checkpoint", "inspect", f"{path}/run", "--check") == 0
+    assert command("zero.checkpoint", "export", f"{path}/run", f"{path}/out") == 0
+
+
+@pytest.mark.parametrize("path", ["~", Path("~"), "file://~"])
+def test_the_home_directory(path, tmp_path, monkeypatch):
+    home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    for one in (home, elsewhere):
+        one.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(elsewhere)
+    at_home(path)
+    zero.FSDP(tiny(), offload=zero.DiskOffload("~/shards"))
+    assert not list(elsewhere.iterdir())
+    assert {"run", "out"} < {one.name for one in home.iterdir()}
+
+
+# ------------------------------------------------------------------------------------------- a path is of one model
+
+
+def with_a_head():
+    return nn.Sequential(*tiny(), nn.Linear(3, 2))
+
+
+def without_a_layer():
+    return nn.Sequential(*[*tiny()][:2])
+
+
+def in_a_list():
+    return nn.Sequential(tiny())
+
+
+def tied():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    return model
+
+
+def untied():
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+OTHERS = {
+    "a head more": (tiny, with_a_head, "has nothing for: 3.weight, 3.bias"),
+    "a layer less": (tiny, without_a_layer, "the model has no: 2.bias, 2.weight"),
+    "other names": (tiny, in_a_list, r"has nothing for: 0.0.weight.*the model has no: 0\.bias"),
+    "another width": (tiny, partial(tiny, 9), r"0.weight .*float32 \[8, 4\], here float32 \[9, 4\]"),
+    "tied when saved": (tied, untied, "1.weight and 0.weight were one tensor when it was saved"),
+    "another module's state": (lambda: Counting(1), lambda: nn.Linear(2, 2), "extra state"),
+}
+
+
+def save_another(rank, world, path, runs):
+    told = {}
+    for name, stages in runs.items():
+        first, other, _ = OTHERS[name]
+        for stage, scheme in stages.items():
+            run = f"{scheme}{path}/{name}-{stage}"
+            model, optimizer = zero.setup(first(), torch.optim.SGD, stage=stage, lr=0.1)
+            zero.checkpoint.save(run, model, optimizer, extra={"step": 1}, keep=1)
+            wrapped, stepped = zero.setup(other(), torch.optim.SGD, stage=stage, lr=0.1)
+            told[name, stage] = [
+                ranks.refusal(lambda: zero.checkpoint.save(run, wrapped, stepped, keep=1, wait=wait))  # noqa: B023
+                for wait in (True, False)
+            ]
+            assert zero.checkpoint.load(run, model, optimizer) == {"step": 1}
+            zero.checkpoint.save(run, model, optimizer, extra={"step": 2}, keep=1)
+            assert zero.checkpoint.load(run, model, optimizer) == {"step": 2}
+    return told
+
+
+@pytest.mark.slow
+def test_another_model_is_not_saved_where_a_run_has_its_checkpoints(tmp_path):
+    """It would become the run's latest, which the first could not load any more, and `keep` would remove the rest."""
+    runs = {name: {3: ""} for name in OTHERS} | {"a head more": {0: "", 2: "objects://", 3: ""}}
+    first, second = ranks.run(save_another, 2, (str(tmp_path), runs))
+    assert first == second
+    for (name, stage), messages in first.items():
+        for told in messages:
+            words = rf"^CheckpointError: .*{name}-{stage}/00000001.* another model: .*{OTHERS[name][2]}.* another path"
+            assert re.search(words, told), f"{name}: {told or 'nothing was raised'}"
+    assert {one.name for one in (tmp_path / "a head more-3").iterdir()} == {"00000002", "latest"}
+
+
+def test_a_path_is_free_for_another_model_once_it_is_removed_or_damaged(tmp_path):
+    for number, model in enumerate([tiny(), with_a_head(), tiny(9)]):
+        saved = zero.checkpoint.save(tmp_path / "run", model).path
+        zero.checkpoint.load(tmp_path / "run", model)
+        if number:
+            shutil.rmtree(tmp_path / "run")
+        else:
+            (saved / "index.json").write_text("{")
+
+
+def test_libraries_to_which_a_path_is_one_checkpoint_replace_it(tmp_path):
+    for model in (tiny(), with_a_head()):
+        write.save_in_place(tmp_path, model, [], keep=1)
+        zero.checkpoint.load(tmp_path, model)
+    assert {one.name for one in tmp_path.iterdir()} == {"00000002", "latest"}
+
+
+def test_what_may_change_of_a_model_while_it_is_trained(tmp_path):
+    model = tiny()
+    zero.checkpoint.save(tmp_path, model)
+    model.double()
+    model[0].requires_grad_(False)
+    zero.checkpoint.save(tmp_path, model, adam()(model[2].parameters()))
+    zero.checkpoint.load(tmp_path, tiny())
