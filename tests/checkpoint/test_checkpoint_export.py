@@ -1,5 +1,6 @@
 """Weights out to Hugging Face's libraries: what an export holds and leaves out, and what the command line tells."""
 
+import contextlib
 import json
 import re
 import warnings
@@ -76,20 +77,67 @@ def test_export_leaves_what_is_there_and_refuses_what_is_no_size(run, tmp_path, 
     assert "'7EB' is no size" in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_transformers_loads_an_export(tmp_path):
+def gpt2(**options):
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=2, n_head=2, n_embd=16, vocab_size=31, n_positions=8)
     torch.manual_seed(0)
-    model = transformers.GPT2LMHeadModel(config)
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 31, "n_positions": 8}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **options))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_transformers_loads_an_export(dtype, tmp_path):
+    """With its configuration, in whichever dtype this asks the model for."""
+    model = gpt2(dtype="bfloat16" if dtype == torch.float32 else "float32", resid_pdrop=0.25)
+    model.generation_config.update(do_sample=True, temperature=0.5)
     zero.checkpoint.save(tmp_path / "run", model)
-    export(tmp_path / "run", tmp_path / "out", "--max-shard-size", "20KB")
-    config.save_pretrained(tmp_path / "out")
+    how = ["--dtype", "bf16"] if dtype == torch.bfloat16 else []
+    export(tmp_path / "run", tmp_path / "out", "--max-shard-size", "20KB", *how)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        loaded, told = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True)
+        loaded, told = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
+        model.to(dtype).save_pretrained(tmp_path / "own")
     assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert not differences(dict(model.state_dict()), dict(loaded.state_dict()))
+    assert {value.dtype for value in loaded.state_dict().values()} == {dtype}
+    assert loaded.config.resid_pdrop == 0.25 and loaded.generation_config.temperature == 0.5
+    for name in ("config.json", "generation_config.json"):
+        exported, own = (json.loads((tmp_path / folder / name).read_text()) for folder in ("out", "own"))
+        assert exported == own, name
+
+
+def test_a_configuration_that_is_there_is_not_replaced(tmp_path, capsys):
+    zero.checkpoint.save(tmp_path / "run", gpt2())
+    (tmp_path / "config.json").write_text("mine")
+    assert export(tmp_path / "run", tmp_path) == 1
+    assert "config.json already" in capsys.readouterr().err
+    assert (tmp_path / "config.json").read_text() == "mine" and not list(tmp_path.glob("*.safetensors"))
+
+
+class Unwritten:
+    def to_json_string(self):
+        raise TypeError("dtype is not JSON serializable")
+
+
+class Other(nn.Linear):
+    from_pretrained = config = None
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda model: setattr(model, "config", Unwritten()), "TypeError: dtype is not JSON"),
+        (lambda model: setattr(model, "config", {"hidden": 2}), None),
+        (id, None),
+    ],
+)
+def test_a_configuration_of_another_kind_keeps_no_run_from_being_saved(change, words, tmp_path):
+    model = Other(2, 2)
+    change(model)
+    with pytest.warns(UserWarning, match=words) if words else contextlib.nullcontext():
+        zero.checkpoint.save(tmp_path / "run", model)
+    assert export(tmp_path / "run", tmp_path / "out") == 0
+    assert [one.name for one in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
 def test_extra_state_is_exported_where_it_is_a_tensor_and_named_where_not(tmp_path):

@@ -119,6 +119,16 @@ def test_the_adapter_alone_is_saved_and_loads(world: int, tmp_path: Path) -> Non
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
+@pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 2), (2, 3)])
+def test_from_pretrained_loads_what_a_run_is_exported_to(world: int, stage: int, tmp_path: Path) -> None:
+    told = run(world, tmp_path, "pretrained", "stage=3", f"stage={stage}")[0].splitlines()[-1]
+    trained, exported = map(float, re.findall(r"\d\.\d+", told))
+    assert trained == pytest.approx(exported, rel=1e-5) and trained < 4.5  # of bytes that are drawn alike 5.5
+    assert {"config.json", "model.safetensors"} <= {one.name for one in (tmp_path / "out").iterdir()}
+
+
 # As `accelerate config` writes them.
 FSDP = """
 compute_environment: LOCAL_MACHINE

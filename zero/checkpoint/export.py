@@ -10,8 +10,11 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +22,7 @@ from torch import Tensor
 from zero._torch.telling import warn_user
 from zero.checkpoint import directory
 from zero.checkpoint.files import Chunk, progress, write
-from zero.checkpoint.format import Entry, Index, all_of, listed, under
+from zero.checkpoint.format import CONFIGS, Entry, Index, all_of, listed, under
 from zero.checkpoint.source import Source
 from zero.checkpoint.storage import Place, place
 from zero.checkpoint.values import decode
@@ -35,7 +38,8 @@ def export(
     max_shard_size: int = SHARD_SIZE,
     dtype: torch.dtype | None = None,
 ) -> list[Path]:
-    """Writes the weights as `model.safetensors`, or as shards with `model.safetensors.index.json`. Returns the files.
+    """Writes the weights as `model.safetensors`, or as shards with `model.safetensors.index.json`, and the
+    configuration of a model of transformers, so that `from_pretrained(out)` loads it. Returns the files.
 
     path: a run's directory, or one checkpoint's, or its URL. out: a mounted directory without files of these names.
     max_shard_size: bytes; a larger tensor gets a file of its own.
@@ -49,9 +53,10 @@ def export(
     target = place(out)
     if not target.mounted:
         raise ValueError(f"{target} is a URL: export to a mounted file system, and copy the files from there.")
-    if present := [one.name for one in Path(target.path).glob("model*.safetensors*")]:
-        raise ValueError(f"{target} has {present[0]} already. Choose another directory, or remove its weights.")
     with Source(directory.resolve(place(path))) as source:
+        patterns = ("model*.safetensors*", *(name for name in CONFIGS if name in source.index.configs))
+        if present := [one.name for pattern in patterns for one in Path(target.path).glob(pattern)]:
+            raise ValueError(f"{target} has {present[0]} already. Choose another directory, or remove what it has.")
         weights = _weights(source.index, dtype)
         source.check(((entry, all_of(entry.geometry)) for entry, _ in weights.values()), shown=True)
         chunks = _extra_states(source.index) | {
@@ -62,10 +67,26 @@ def export(
         target.make()
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.path) as folder:
             _write(place(folder), files)
+            for name, config in _configs(source.index, weights.values()).items():
+                (place(folder) / name).put(f"{json.dumps(config, indent=2, sort_keys=True)}\n".encode())
             for name in (written := sorted(one.name for one in Path(folder).iterdir())):
                 Path(folder, name).rename(Path(target.path, name))
             target.sync()
     return [Path(target.path, name) for name in written]
+
+
+def _configs(index: Index, weights: Iterable[tuple[Entry, torch.dtype]]) -> dict[str, dict[str, Any]]:
+    """What else from_pretrained reads. It makes the model in the dtype that the configuration says: that of most of the
+    weights, which may have been cast since it was made."""
+    found = {name: index.configs[name] for name in CONFIGS if name in index.configs}
+    elements = Counter[torch.dtype]()
+    for entry, dtype in weights:
+        elements[dtype] += entry.geometry.numel * dtype.is_floating_point
+    if "config.json" in found and elements:
+        config = found["config.json"]
+        key = "torch_dtype" if "torch_dtype" in config else "dtype"  # the first before transformers 4.56
+        found["config.json"] = {**config, key: str(elements.most_common(1)[0][0]).removeprefix("torch.")}
+    return found
 
 
 def _weights(index: Index, dtype: torch.dtype | None) -> dict[str, tuple[Entry, torch.dtype]]:

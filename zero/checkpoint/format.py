@@ -30,6 +30,9 @@ from zero._torch.tensors import wraps_others
 VERSION = 1
 INDEX = "index.json"
 
+CONFIGS = {"config.json": "config", "generation_config.json": "generation_config"}
+"""Files of Hugging Face's libraries, and the attributes of a model that they are written from."""
+
 LONGEST = 1 << 28
 """Bytes of an index, which is read into memory, at most."""
 
@@ -237,6 +240,7 @@ class Index:
     optimizers: of each its class, "kind", and "groups", {"params": [name, ...], "options": {name: value, as JSON}}.
     files: by name, of each the size, "bytes", and a checksum of every 4 MiB, "crc32".
     extra, extra_by_rank: the user's values, as JSON: those that were the same on all ranks, and the others, by rank.
+    configs: what from_pretrained of the model's class reads besides weights, by the names of files in CONFIGS.
     saved: "by" which version of zero, "torch", and "at" what time.
     """
 
@@ -249,6 +253,7 @@ class Index:
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     extra_by_rank: list[dict[str, Any]] = field(default_factory=list)
+    configs: dict[str, dict[str, Any]] = field(default_factory=dict)
     saved: dict[str, str] = field(default_factory=dict)
 
     def stored_as(self) -> dict[str, str]:
@@ -306,6 +311,8 @@ class Index:
             index = Index(**{one.name: given[one.name] for one in fields(Index) if one.name in given})
             if not all(isinstance(told, str) for told in index.saved.values()):
                 raise ValueError(f"says that it was saved {index.saved!r}")
+            if not all(isinstance(config, dict) for config in index.configs.values()):
+                raise ValueError("has a configuration of the model that is none")
             room = {name: file["bytes"] for name, file in index.files.items() if "/" not in name}
             for path, entry in index.tensors.items():
                 if problem := entry.problem():

@@ -18,10 +18,11 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from zero._torch.telling import warn_user
 from zero._torch.tensors import tree_iter
 from zero.checkpoint import directory
 from zero.checkpoint.files import Chunk, progress, write
-from zero.checkpoint.format import LONGEST, Entry, Index, ParamShard, tensor_problem
+from zero.checkpoint.format import CONFIGS, LONGEST, Entry, Index, ParamShard, tensor_problem
 from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.shards import Held, Training, whole
 from zero.checkpoint.storage import Place
@@ -57,6 +58,8 @@ def plan_save(training: Training) -> SavePlan:
     plan = SavePlan(Index(training.stage, training.ranks.world, tied=training.tied))
     if training.ranks.rank == 0:
         plan.index.values = {f"model/{name}": encode(value, name) for name, value in training.values.items()}
+    if training.ranks.first:
+        plan.index.configs = _configs(training.module)
     for name, tensor in training.tensors.items():
         held = training.owned(name) if training.in_shard_group(name) else training.resident(name)
         if held is None or training.repeats(name):
@@ -72,6 +75,25 @@ def plan_save(training: Training) -> SavePlan:
         return SavePlan(plan.index, common=plan.common)
     plan.held += _share(plan.common, training.ranks)
     return plan
+
+
+def _configs(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Of a module whose class has `from_pretrained`: see Index. Warns of what is no JSON."""
+    found: dict[str, dict[str, Any]] = {}
+    for file, attribute in CONFIGS.items() if hasattr(type(module), "from_pretrained") else ():
+        # The module's own: adapters pass on that of the model inside, whose names are others.
+        config: Any = vars(module).get(attribute)
+        if hasattr(config, "to_json_string"):
+            try:
+                found[file] = {**json.loads(config.to_json_string())}
+            except (TypeError, ValueError, AttributeError) as error:
+                warn_user(
+                    f"{attribute}.to_json_string() of the {type(module).__name__} raised {type(error).__name__}: "
+                    f"{error}. An export of this checkpoint has no {file}, which from_pretrained needs."
+                )
+    if "config.json" in found:
+        found["config.json"]["architectures"] = [type(module).__name__]  # as save_pretrained does
+    return found
 
 
 def _plan_optimizer(plan: SavePlan, training: Training, shards: SteppedShards) -> None:
