@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from zero._torch.compiling import uncompiled
 from zero.comm import Comm
+from zero.comm.waiting import running_call
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
 from zero.fsdp.full_weights import named_tensors
@@ -27,7 +28,12 @@ Wrapped = DistributedDataParallel | ShardedDDP | FSDP
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, list[Wrapped]]:
-    """The user's own module, and what wraps it, from the outside in. torch.compile is not among the wrappers."""
+    """The user's own module, and what wraps it, from the outside in. torch.compile is not among the wrappers.
+
+    Raises TypeError for what is no module."""
+    if not isinstance(model, nn.Module):
+        call = running_call() or "this function"
+        raise TypeError(f"{call} was given a {type(model).__name__} for the model. Pass the module that was wrapped.")
     wrappers: list[Wrapped] = []
     while True:
         if isinstance(model, Wrapped):

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint
+from safetensors.torch import save_file
 from saved import Counting, adam, tiny
 from torch import nn
 
@@ -129,3 +131,80 @@ def test_what_may_change_of_a_model_while_it_is_trained(tmp_path):
     model[0].requires_grad_(False)
     zero.checkpoint.save(tmp_path, model, adam()(model[2].parameters()))
     zero.checkpoint.load(tmp_path, tiny())
+
+
+# ----------------------------------------------------------------------------------- what is no checkpoint of zero
+
+
+def in_a_run(name):
+    return lambda path: Path(zero.checkpoint.save(path, tiny()).path.parent, name)
+
+
+def by_torch(path):
+    torch.save(tiny().state_dict(), path)
+    return path
+
+
+def by_safetensors(path):
+    save_file(tiny().state_dict(), path)
+    return path
+
+
+def by_dcp(path):
+    torch.distributed.checkpoint.save({"model": tiny().state_dict()}, checkpoint_id=path, no_dist=True)
+    return path
+
+
+def folder_of(*files):
+    def make(path):
+        for name in files:
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_text("global_step7")
+        return path
+
+    return make
+
+
+LOADS_WEIGHTS = r"zero\.load_full_state_dict\(model, "
+STRANGERS = {
+    "latest": (in_a_run("latest"), r"latest is the file that names .*pass the run's path, .*/run"),
+    "a file inside": (in_a_run("00000001/index.json"), r"is a file of a checkpoint.* pass .*/run/00000001"),
+    "weights.pt": (by_torch, LOADS_WEIGHTS + r"torch\.load\(.*weights\.pt', weights_only=True\)\)"),
+    "model.safetensors": (by_safetensors, LOADS_WEIGHTS + r"safetensors\.torch\.load_file\(.*model\.safetensors"),
+    "dcp": (by_dcp, r"torch\.distributed\.checkpoint: .*dcp_to_torch_save\(.*dcp', .*zero\.load_full_state_dict"),
+    "transformers": (folder_of("config.json", "model-00001-of-00002.safetensors"), r"transformers: .*from_pretrained"),
+    "older": (folder_of("config.json", "pytorch_model.bin"), r"transformers: .*from_pretrained"),
+    "deepspeed": (folder_of("latest", "global_step7/mp_rank_00_model_states.pt"), r"DeepSpeed.*zero_to_fp32\.py"),
+    "shards of weights": (folder_of("model-00001-of-00002.safetensors"), LOADS_WEIGHTS),
+    "a save that was killed": (folder_of("rank-00000.safetensors"), "incomplete"),
+    "of another library": (
+        folder_of("optimizer.bin", "scheduler.bin"),
+        "no checkpoint.*, but optimizer.bin, ",
+    ),
+    "empty": (Path.mkdir, "no checkpoint in it: nothing was saved there"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("scheme", ["", "objects://"])
+def test_what_is_no_checkpoint_is_named_with_the_call_for_it(scheme, tmp_path, capsys):
+    for name, (make, words) in STRANGERS.items():
+        path = tmp_path / name / ("run" if "run" in words else name)
+        path.parent.mkdir()
+        path = make(path) or path
+        for told in [
+            ranks.refusal(lambda: zero.checkpoint.load(f"{scheme}{path}", tiny())),  # noqa: B023
+            command("zero.checkpoint", "inspect", f"{scheme}{path}") and f"CheckpointError: {capsys.readouterr().err}",
+        ]:
+            assert re.search(f"^CheckpointError: .*{words}", told), f"{name}: {told}"
+            assert len(told) < 300 + 2 * len(str(path)), f"{name}: {told}"
+
+
+@ranks.on(2)
+def test_arguments_in_another_order_are_told_the_right_one(rank, world):
+    model = tiny()
+    for call in (zero.checkpoint.save, zero.checkpoint.load):
+        for given in ((model, "run"), ({"a": 1}, "run"), ("run", {"a": 1}), ("run", adam()(model.parameters()))):
+            told = ranks.refusal(lambda: call(*given))  # noqa: B023
+            assert re.search(rf"^TypeError: .*zero\.checkpoint\.{call.__name__}\(path, model, optimizer\)", told), told
+    assert not Path("run").exists()

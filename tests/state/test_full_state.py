@@ -200,3 +200,17 @@ def test_state_of_another_class_of_optimizer_is_refused(rank, world, stage, alon
     _, state = saved(OPTIMIZERS["adam"])
     model, optimizer = zero.setup(TiedBlocks(7), OPTIMIZERS["sgd"], stage=stage)
     zero.load_full_optimizer_state_dict(model, optimizer, None if alone and rank else state)
+
+
+def test_what_is_no_model_is_named():
+    model = nn.Linear(2, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for call, given in [
+        (zero.full_state_dict, [{"weight": 1}]),
+        (zero.full_tensors, [[model, model]]),
+        (zero.full_optimizer_state_dict, [optimizer, model]),
+        (zero.load_full_state_dict, [model.state_dict(), model]),
+        (zero.load_full_optimizer_state_dict, [optimizer, model, optimizer.state_dict()]),
+    ]:
+        with pytest.raises(TypeError, match=r"was given a (dict|list|SGD|OrderedDict) for the model"):
+            call(*given)

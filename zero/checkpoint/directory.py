@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 
-from zero.checkpoint.format import INDEX
+from zero.checkpoint.format import INDEX, listed
 from zero.checkpoint.storage import Place, reading
 
 LATEST = "latest"
@@ -68,17 +68,50 @@ def resolve(path: Place) -> Place:
     if not name:
         raise ValueError(f"{path} {_description(path)}")
     found = path / name
+    if re.fullmatch(r"global_step\d+", name):
+        raise ValueError(f"{path} is a checkpoint of DeepSpeed: convert it by the zero_to_fp32.py in it, and {_PLAIN}")
     if not _NAME.fullmatch(name) or not (found / INDEX).exists():
         raise ValueError(f"{path / LATEST} names {name!r}, which is no checkpoint; {path} {_description(path)}")
     return found
 
 
+_PLAIN = "load what that wrote by zero.load_full_state_dict(model, weights)"
+
+
 def _description(path: Place) -> str:
+    """What is at a path that is no checkpoint, and how it is loaded."""
     if not path.exists():
         return "is not there"
-    names = [one.name for one in checkpoints(path)]
-    if names:
+    at, run = repr(path.url), path.parent
+    if path.is_file():
+        if path.name == LATEST and checkpoints(run):
+            return f"is the file that names the run's latest checkpoint: pass the run's path, {run}"
+        if (run / INDEX).exists():
+            return f"is a file of a checkpoint: pass the checkpoint's path, {run}"
+        if path.name.endswith(".safetensors"):
+            return f"is a file of weights: zero.load_full_state_dict(model, safetensors.torch.load_file({at})) loads it"
+        return (
+            f"is a file: weights that torch.save wrote are loaded by zero.load_full_state_dict(model, torch.load({at}, "
+            "weights_only=True)), an optimizer's state by zero.load_full_optimizer_state_dict"
+        )
+    if names := [one.name for one in checkpoints(path)]:
         return f"has the checkpoints {', '.join(names)}: choose one of these by its full path"
-    if any(one.name.endswith(".safetensors") for one in path.inside()):
-        return f"has no {INDEX}: it is an incomplete checkpoint, or another library's"
+    names = [one.name for one in path.inside()]
+    if ".metadata" in names:
+        return (
+            "is a checkpoint of torch.distributed.checkpoint: convert it by torch.distributed.checkpoint.format_utils."
+            f"dcp_to_torch_save({at}, file), if you trust the pickles in it, and {_PLAIN}"
+        )
+    weights = [name for name in names if re.fullmatch(r".*\.safetensors|pytorch_model.*\.bin", name)]
+    if "config.json" in names and weights:
+        return f"is a model of transformers: build it by from_pretrained({at}), and wrap that"
+    if any(map(_UNFINISHED.fullmatch, weights)):
+        return f"has no {INDEX}: it is an incomplete checkpoint"
+    if weights:
+        return (
+            f"has files of weights, and no {INDEX}: zero.load_full_state_dict(model, weights) loads them, such as "
+            f"safetensors.torch.load_file({str(path / weights[0])!r})"
+        )
+    if others := [name for name in names if not _NAME.fullmatch(name)]:
+        return f"has no checkpoint of zero in it, but {listed(others)}"
     return "has no checkpoint in it: nothing was saved there, or its first save was interrupted"

@@ -36,6 +36,7 @@ from zero.checkpoint.format import (
 )
 from zero.checkpoint.ranks import Ranks
 from zero.comm import Comm
+from zero.comm.waiting import running_call
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
 from zero.measure.param_groups import params_of
@@ -114,6 +115,12 @@ class Training:
         optimizer: Optimizer | Sequence[Optimizer] | None,
         process_group: torch.distributed.ProcessGroup | None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            call = running_call()
+            raise TypeError(
+                f"{call} was given a {type(model).__name__} for the model, which is a module and the second argument: "
+                f"write {call}(path, model, optimizer). Values of your own are saved by extra={{...}}."
+            )
         given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
         self.optimizers = [prepared(one) for one in given]
         self._sharding = [one for one in self.optimizers if isinstance(one, OSS)]

@@ -76,6 +76,9 @@ class Place:
             return False
         return True
 
+    def is_file(self) -> bool:
+        return bool(self._fresh().isfile(self.path))
+
     def make(self) -> None:
         self.system.makedirs(self.path, exist_ok=True)
 
