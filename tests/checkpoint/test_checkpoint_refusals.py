@@ -59,7 +59,7 @@ def an_optimizer_of_another_model(rank, path, given):
     zero.checkpoint.save(path, zero.FSDP(tiny()), adam()(nn.Linear(2, 2).parameters()))
 
 
-@case("Save and load between steps")
+@case("zero.checkpoint.save was called .* summon_full_params.*between steps")
 def parameters_that_are_summoned(rank, path, given):
     model = zero.FSDP(tiny())
     with model.summon_full_params():

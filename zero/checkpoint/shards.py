@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from zero._torch.compiling import name_without_compile
 from zero._torch.tensors import as_plain_tensors
 from zero.checkpoint.format import (
+    CheckpointError,
     Geometry,
     Index,
     Part,
@@ -38,6 +39,7 @@ from zero.checkpoint.ranks import Ranks
 from zero.comm import Comm
 from zero.comm.waiting import running_call
 from zero.fsdp import FSDP
+from zero.fsdp.build import refuse_busy
 from zero.fsdp.fsdp import running_model
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
@@ -99,6 +101,8 @@ class Training:
     module: the user's own, inside of all wrappers.
     synchronised: whether a wrapper keeps all parameters the same on all ranks, or there is one rank.
 
+    Raises CheckpointError within forward, backward and summon_full_params() of stage 3, on every rank.
+
     Once `look` has been called:
 
     shards: of each optimizer what holds the state.
@@ -130,6 +134,13 @@ class Training:
         self.ranks = Ranks(_comms(wrappers, self._sharding, process_group), self._tensor_parallel)
         synchronising = (one for one in wrappers if isinstance(one, DistributedDataParallel | ShardedDDP))
         self.synchronised = self.ranks.all == 1 or any(synchronising)
+        # Not with what ranks compare: those that have not called may be in operations of forward or backward.
+        for running in (running_model(one) for one in wrappers if isinstance(one, FSDP)):
+            with running.together:
+                try:
+                    refuse_busy(running.units, running_call() or "")
+                except RuntimeError as error:
+                    raise CheckpointError(str(error)) from None
 
     def look(self) -> None:
         """Names the tensors and finds their shards. Raises ValueError for what cannot be saved or loaded."""
@@ -197,9 +208,8 @@ class Training:
                         "the state_dict of the model. Pass the model that the optimizer trains"
                     )
         for shard_group in groups:
-            if shard_group.state in (GroupState.GATHERING, GroupState.SUMMONED):
-                first = shard_group.names[0]
-                raise ValueError(f"{first} is being gathered, or summoned full. Save and load between steps")
+            if shard_group.state is GroupState.GATHERING:
+                raise ValueError(f"{shard_group.names[0]} is being gathered. Save and load between steps")
             if (name := shard_group.bound.moved()) is not None:
                 raise ValueError(f"{name} was moved, cast or given other data after it was sharded: do that before")
 
