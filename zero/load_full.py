@@ -82,7 +82,12 @@ def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) 
             shapes = [f"{name}: {list(value.shape)}" for name, value in weights.items() if isinstance(value, Tensor)]
             comms[0].compare(what, sorted(shapes))
         with loading(sharded):
-            result = _load(inner, weights, strict)
+            try:
+                result = _load(inner, weights, strict)
+            except RuntimeError:
+                if alone and sent.failed is not None:
+                    raise sent.failed from None
+                raise
         together.agree()
         if not alone:
             comms[0].compare(f"the names of {what}", sorted(result.missing_keys + result.unexpected_keys))

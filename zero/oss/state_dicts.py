@@ -8,6 +8,8 @@ from weakref import ReferenceType
 from torch.optim import Optimizer
 
 from zero._torch.optimizers import takes_state_hooks
+from zero.comm import AGREEMENT
+from zero.comm.together import Together
 from zero.measure.param_groups import params_of
 from zero.state import optimizer_state as state
 from zero.state.gathered import consolidate
@@ -28,7 +30,9 @@ class StateDicts:
         self._full = None
 
     def consolidate(self, stepped: SteppedShards, to: int | None) -> None:
-        self._full = consolidate(stepped, to)
+        with Together([stepped.comm], AGREEMENT) as together:
+            self._full = consolidate(stepped, to)
+            together.agree()
 
     def state_dict(self, stepped: SteppedShards) -> dict[str, Any]:
         full = self._full

@@ -70,12 +70,14 @@ def _received(value: Any) -> Any:
 class FromFirst:
     """Sends what the first rank alone was given.
 
-    device: where tensors are sent.
+    device: where tensors are sent. failed: what was raised where a tensor of a mapping was used: torch's own
+    load_state_dict takes it for an error of that tensor, and goes on with the next, which is not sent any more.
     """
 
     def __init__(self, comms: Sequence[Comm], device: torch.device) -> None:
         self._comms, self._device = comms, device
         self.is_first = all(comm.rank == 0 for comm in comms)
+        self.failed: Exception | None = None
 
     def mapping(self, weights: Mapping[str, Any] | None) -> OrderedDict[str, Tensor]:
         """Collective. Returns the first rank's weights on every rank, as tensors that are sent once they are used.
@@ -97,8 +99,14 @@ class FromFirst:
 
     def _pass_on(self, name: str, weights: Mapping[str, Any] | None) -> Tensor:
         """Collective. Returns one of the first rank's weights."""
-        item = self._next(iter([((WEIGHT, 0, name), weights[name])])) if self.is_first and weights else None
-        (_, value) = item or self._receive() or (None, None)
+        if self.failed is not None:
+            raise self.failed
+        try:
+            item = self._next(iter([((WEIGHT, 0, name), weights[name])])) if self.is_first and weights else None
+            (_, value) = item or self._receive() or (None, None)
+        except Exception as error:
+            self.failed = error
+            raise
         assert isinstance(value, Tensor)
         return value
 
