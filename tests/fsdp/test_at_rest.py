@@ -24,8 +24,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import ranks
 import zero
 from assertions import plain, same
+from optimizers import ByParameter
 from rows import Rows, adam, momentum, sgd
 from runs import SideBySide, average_gradients, side_by_side
+from zero._torch.tensors import as_plain_tensors
 from zoo import WIDTH, Stack, batch, loss_on
 
 # ------------------------------------------------------------------------------------- what runs on each element
@@ -510,6 +512,34 @@ def test_state_of_an_optimizer_says_so_too(rank, world):
         assert {type(value) for state in saved.values() for value in state.values()} == {torch.Tensor}
         if uses == 0:
             zero.load_full_optimizer_state_dict(model, optimizer, zero.full_optimizer_state_dict(model, optimizer))
+
+
+class Scaled(ByParameter):
+    """Keeps one number for each parameter, as a tensor of one element, beside a momentum."""
+
+    def step_one(self, param, state, group):
+        state.setdefault("scale", torch.ones(1)).mul_(0.5)
+        state["momentum"] = state.get("momentum", 0) + param.grad
+        param.sub_(state["momentum"] * state["scale"] * group["lr"])
+
+
+@ranks.on(2)
+def test_a_number_of_all_ranks_is_no_shard_where_a_rank_has_one_element(rank, world):
+    ones = torch.zeros(1)
+    for width in range(2, 7):  # in one of these one rank has one element of a parameter
+        net = nn.Sequential(nn.Linear(width, 1), nn.Linear(1, width))
+        model, optimizer = zero.setup(net, partial(Scaled, lr=0.1), stage=3, partition="even")
+        model(torch.ones(2, width)).sum().backward()
+        optimizer.step()
+        for param, state in optimizer.state.items():
+            with as_plain_tensors():
+                own = param.numel()
+            ones += own == 1
+            assert state["scale"].item() == 0.5
+            with pytest.raises(RuntimeError, match="needs the full tensor"):
+                state["momentum"].norm()
+    dist.all_reduce(ones)
+    assert ones > 0
 
 
 @ranks.on(2)

@@ -418,13 +418,20 @@ def unmark(tensor: Tensor) -> None:
 
 def mark_states(optimizer: Optimizer) -> None:
     """Makes tensors of an optimizer's state say that they are shards: those of the shard's shape, of parameters that
-    are sharded now."""
+    are sharded now. Where this rank has one element of a parameter, a tensor of one element may be a single value of
+    all ranks: it is, if the same entry of longer shards never has their shape."""
     with as_plain_tensors():
-        for param, state in optimizer.state.items():
-            if isinstance(param, _Sharded):
-                for value in state.values():
-                    if type(value) is Tensor and value.dim() and value.shape == param.shape:
-                        mark(value, cut_of(param))
+        held = [(param, state) for param, state in optimizer.state.items() if isinstance(param, _Sharded)]
+        shaped, single = set[Any](), set[Any]()
+        for param, state in held if any(param.numel() == 1 for param, _ in held) else ():
+            for key, value in state.items() if param.numel() > 1 else ():
+                if isinstance(value, Tensor):
+                    (shaped if value.shape == param.shape else single).add(key)
+        for param, state in held:
+            others = single - shaped if single and param.numel() == 1 else ()
+            for key, value in state.items():
+                if type(value) is Tensor and value.dim() and value.shape == param.shape and key not in others:
+                    mark(value, cut_of(param))
 
 
 def unmark_all(values: Iterable[Any]) -> list[tuple[Tensor, Cut]]:
