@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,49 @@ def test_ranks_of_a_launcher_that_were_not_initialised_are_refused(built):
     assert refused.value.__context__ is None
 
 
-def test_ranks_that_mpi_has_started_are_refused(monkeypatch):
+LAUNCHERS = {
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+    "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
+    "MVP_COMM_WORLD_SIZE": "MVP_COMM_WORLD_RANK",
+    "JSM_NAMESPACE_SIZE": "JSM_NAMESPACE_RANK",
+}
+
+
+def by_the_line_that_the_message_tells(rank: int, world: int, port: int) -> list[int]:
+    found = []
+    for size, own in LAUNCHERS.items():
+        dist.destroy_process_group()
+        with mock.patch.dict(os.environ, {size: "2", own: f"{rank}"}):
+            told = ranks.refusal(of_setup(3))
+            assert told.startswith(f"RuntimeError: {size}=2 ") and f"remove {size} from its environment" in told
+            call = told[told.index("torch.distributed.init_process_group(") : told.index(", where HOST")]
+            exec(call.replace("HOST:29500", f"127.0.0.1:{port}"), {"torch": torch, "os": os})
+            of_setup(3)()
+            found.append(dist.get_rank())
+        port += 1
+    return found
+
+
+def test_ranks_that_other_launchers_have_started_are_refused_with_the_line_to_write(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
-    monkeypatch.setenv("PMI_SIZE", "3")
-    with pytest.raises(RuntimeError, match=r"PMI_SIZE=3 .* remove PMI_SIZE from its environment"):
-        of_setup(3)()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    found = ranks.run(by_the_line_that_the_message_tells, args=(port,), fresh=True)
+    assert found == [[0] * len(LAUNCHERS), [1] * len(LAUNCHERS)]
+
+
+def test_the_only_process_of_a_job_of_several_tasks_trains_alone(monkeypatch):
+    """As a script that sbatch --ntasks=8 runs, and one that it starts by srun --ntasks=1."""
+    monkeypatch.delenv("WORLD_SIZE")
+    for name in ("SLURM_NTASKS", "SLURM_NPROCS"):
+        monkeypatch.setenv(name, "8")
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    of_setup(3)()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
+    of_setup(3)()
 
 
 @pytest.mark.parametrize("value", ["1", None])

@@ -327,8 +327,18 @@ def _difference(what: str, texts: Sequence[str]) -> Exception | None:
     return None
 
 
-# Where torchrun and others, Open MPI, and MPICH write the number of ranks into the environment.
-_LAUNCHED = "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"
+# Where launchers write the number of ranks and the own one into the environment: torchrun and others, from which
+# init_process_group reads them; Slurm's srun (a job has SLURM_NTASKS also where it runs one process, a step is what
+# srun has started); Open MPI; MPICH, Intel MPI and others by Hydra; MVAPICH 2 and 3; jsrun.
+_LAUNCHED = {
+    "WORLD_SIZE": None,
+    "SLURM_STEP_NUM_TASKS": "SLURM_PROCID",
+    "OMPI_COMM_WORLD_SIZE": "OMPI_COMM_WORLD_RANK",
+    "PMI_SIZE": "PMI_RANK",
+    "MV2_COMM_WORLD_SIZE": "MV2_COMM_WORLD_RANK",
+    "MVP_COMM_WORLD_SIZE": "MVP_COMM_WORLD_RANK",
+    "JSM_NAMESPACE_SIZE": "JSM_NAMESPACE_RANK",
+}
 
 
 def launched_ranks() -> int:
@@ -345,11 +355,16 @@ def refuse_launched() -> None:
     ranks = launched_ranks()
     if ranks > 1:
         name = next(name for name, number in _launched().items() if number == ranks)
+        own, how = _LAUNCHED[name], ""
+        if own is not None:
+            how = (
+                f', init_method="tcp://HOST:29500", rank=int(os.environ["{own}"]), '
+                f'world_size=int(os.environ["{name}"])), where HOST is the host of rank 0'
+            )
         raise RuntimeError(
-            f"{name}={ranks} in the environment says that a launcher has started {ranks} ranks, but "
-            "torch.distributed is not initialised, so each rank would train another model. Call "
-            'torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo") before you build '
-            f"the model and its optimizer. For a process that is to train alone, remove {name} from its "
-            'environment, or call torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), '
-            "rank=0, world_size=1)."
+            f"{name}={ranks} in the environment: a launcher has started {ranks} ranks, but torch.distributed is not "
+            "initialised, so each would train a model of its own. Before you build the model call "
+            f'torch.distributed.init_process_group("nccl" if torch.cuda.is_available() else "gloo"{how or ")"}. For a '
+            f"process that is to train alone, remove {name} from its environment, or call "
+            'torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1).'
         )
