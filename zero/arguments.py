@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zero._torch.compiling import uncompiled
+from zero._torch.modules import parameters_of
 from zero.comm import Comm
 from zero.comm.together import told_by_comparing
 from zero.fsdp import FSDP
@@ -153,7 +154,7 @@ def _of_wrappers(defaults: Iterable[str]) -> str | None:
 
 def _foreign(given: str, model: nn.Module, groups: list[dict[str, Any]]) -> str | None:
     """Returns an error message for parameters that are none of the model's. given: its beginning."""
-    own = {*model.parameters()}
+    own = {*parameters_of(model)}
     foreign = [(name, param) for name, param in named_params(groups) if param not in own]
     if not foreign:
         return None
@@ -180,7 +181,7 @@ def _unfit(optims: Sequence[Any], model: nn.Module, stage: int, beside: Iterable
             f"zero.setup was given an {names} that is built already, and {option}= for it. Set options in its "
             f"param_groups; or pass its class: zero.setup(model, {called(optims[0])}, stage={stage}, {option}=...)."
         )
-    if any(map(parts.takes, model.parameters())):
+    if any(map(parts.takes, parameters_of(model))):
         return (
             f"the model has DTensors, and the {names} was built of these, while plain parameters are stepped in their "
             f"place. Pass its class and its arguments: zero.setup(model, {called(optims[0])}, stage={stage}, ...)."
@@ -260,7 +261,7 @@ def _unusable(stage: object, given: Mapping[str, Any], model: nn.Module) -> str 
                 f"{name!r} is on the meta device and has no values, which stage 3 alone initialises. Call "
                 "model.to_empty(device=...) and initialise the model first."
             )
-    if stage == 0 and any(map(parts.takes, model.parameters())):
+    if stage == 0 and any(map(parts.takes, parameters_of(model))):
         return "the model has DTensors, which DistributedDataParallel (stage 0) does not take. Take stage 1, 2 or 3."
     if "precision" in given:
         beside = [f"{name}={given[name]!r}" for name in ("mixed_precision", "master_dtype") if name in given]

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch.autograd import at_end_of_backward, writes_into
+from zero._torch.modules import parameters_of
 from zero.oss.optimizer import OSS, refuse_unaveraged
 from zero.wrap.ddp import averaged_by_others
 from zero.wrap.tensors import nearest_leaf, tensors_in
@@ -63,7 +64,7 @@ class Averaging:
     def __init__(self, ddp: DistributedDataParallel, made_by: str) -> None:
         self._ddp, self._made_by = ref(ddp), made_by
         # Those that it averages, or has found frozen.
-        self._known = {*ddp.module.parameters()}
+        self._known = {*parameters_of(ddp.module)}
         # Whose gradients are as they are on this rank, and what the backward did that wrote them last.
         self._left: dict[nn.Parameter, str] = {}
         # Whether there was a forward whose backward averages, and the parameters that have got gradients since.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero._torch.compiling import name_without_compile, renamed
+from zero._torch.modules import parameters_of
 from zero._torch.optimizers import with_state_hooks
 from zero.comm import AGREEMENT, Comm
 from zero.comm.together import MOST_FLAGS, Together
@@ -48,7 +49,7 @@ def full_state_dict(model: nn.Module, to: int | None = None, device: Device = "c
     Raises ValueError where `to` is no rank of the group, RuntimeError within forward and backward.
     """
     inner, wrappers = unwrapped(model)
-    receives = to is None or is_first(inner.parameters())
+    receives = to is None or is_first(parameters_of(inner))
     full = full_weights(inner, comms_of(wrappers)[0], Recipient(to, device))
     return renamed(full, name_without_compile) if receives else {}
 
@@ -141,7 +142,7 @@ def _weights(inner: nn.Module, comm: Comm, recipient: Recipient) -> Iterator[lis
     names: dict[Tensor, str] = {}
     for name, tensor in named_tensors(inner).items():
         names.setdefault(tensor, name_without_compile(name))
-    receives = recipient.to is None or is_first(inner.parameters())
+    receives = recipient.to is None or is_first(parameters_of(inner))
 
     def named(batch: dict[Tensor, Tensor]) -> list[tuple[str, Tensor]]:
         return [(names[tensor], copy) for tensor, copy in batch.items() if tensor in names and receives]

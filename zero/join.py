@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import nn
 
+from zero._torch.modules import parameters_of
 from zero.comm import Comm
 from zero.wrappers import comms_of, unwrapped
 
@@ -81,7 +82,7 @@ def _refuse_empty(empty: bool, comms: Sequence[Comm]) -> NoReturn:
 @contextmanager
 def _finite_gradients(model: nn.Module) -> Iterator[None]:
     """In this context elements of gradients that are infinite or NaN become 0."""
-    params = [param for param in model.parameters() if param.requires_grad]
+    params = [param for param in parameters_of(model) if param.requires_grad]
     hooks = [param.register_hook(lambda gradient: gradient.nan_to_num(0.0, 0.0, 0.0)) for param in params]
     try:
         yield

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero._torch.compiling import name_without_compile, named_as_compiled, renamed, versions_of, with_versions
-from zero._torch.modules import loads_by_itself
+from zero._torch.modules import loads_by_itself, parameters_of
 from zero._torch.optimizers import with_load_hooks
 from zero._torch.telling import warn_user
 from zero.comm import AGREEMENT
@@ -71,7 +71,7 @@ def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) 
     inner, wrappers = unwrapped(model)
     comms, sharded = comms_of(wrappers), [one for one, _ in models_of(inner)]
     what = "the weights given to zero.load_full_state_dict"
-    alone = first_alone(comms, what, weights, inner.parameters())
+    alone = first_alone(comms, what, weights, parameters_of(inner))
     with Together(comms, AGREEMENT) as together:
         if alone:
             device = next((group.full.device for one in sharded for group in one.index.groups), torch.device("cpu"))

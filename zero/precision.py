@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zero._torch.modules import parameters_of
 from zero._torch.tensors import wraps_others
 from zero.comm import Comm
 from zero.fsdp.precision import DTYPES, MixedPrecision
@@ -41,7 +42,7 @@ def precision_problem(precision: object, model: nn.Module, stage: object, beside
                 "Load the model in float32, or call model.float(); or pass master_dtype=torch.float32 at stages 1 and "
                 "2."
             )
-    if stage in (1, 2) and DTYPES[precision] and any(map(parts.takes, model.parameters())):
+    if stage in (1, 2) and DTYPES[precision] and any(map(parts.takes, parameters_of(model))):
         return (
             f"the model has DTensors, which precision={precision!r} cannot round at stage {stage}. Take stage 3; or "
             "convert the model to 16 bits before it is parallelised, and pass master_dtype=torch.float32."
@@ -58,7 +59,7 @@ class Rounding:
 
     def __init__(self, policy: MixedPrecision, model: nn.Module, auto_wrap_policy: Any, comm: Comm) -> None:
         self._policy, self._model, self._comm = policy, model, comm
-        leaves = smallest_leaves(None, beside=any(comm.link.overlaps(param.device) for param in model.parameters()))
+        leaves = smallest_leaves(None, beside=any(comm.link.overlaps(param.device) for param in parameters_of(model)))
         self._units = unit_modules(model, auto_wrap_policy, leaves_from=leaves)  # by the size that they have now
         named = [*model.named_parameters()]
         self.dtypes: dict[nn.Parameter, torch.dtype] = {
@@ -71,7 +72,7 @@ class Rounding:
 
     def start_alike(self) -> None:
         """Collective. All ranks start from the first one's values, before these are rounded."""
-        self._comm.broadcast([*self._model.parameters(), *self._model.buffers()])
+        self._comm.broadcast([*parameters_of(self._model), *self._model.buffers()])
 
     def round_rest(self, optimizers: Sequence[OSS]) -> None:
         """Rounds the frozen parameters that the optimizers do not have."""
@@ -100,7 +101,7 @@ def _remove(hooks: Sequence[RemovableHandle]) -> None:
 
 def compute_under_autocast(module: nn.Module, dtype: torch.dtype) -> None:
     """Runs each forward of the module under torch.autocast."""
-    device, entered = next(module.parameters()).device.type, list[torch.autocast]()
+    device, entered = next(parameters_of(module)).device.type, list[torch.autocast]()
 
     def enter(*_: Any) -> None:
         entered.append(torch.autocast(device, dtype))

@@ -13,7 +13,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
 from zero._torch.compiling import uncompiled
-from zero._torch.modules import children_of
+from zero._torch.modules import children_of, parameters_of
 from zero.comm.waiting import calling
 from zero.fsdp import FSDP
 from zero.fsdp.model import models_of
@@ -40,7 +40,7 @@ def count_parameters(model: nn.Module) -> ParameterCount:
     rank's shards. Tied parameters count once. Sends nothing.
     """
     inner = model.module if isinstance(model, FSDP) else model
-    counts = {param: (parts.numel(param, param.numel()), param.numel()) for param in inner.parameters()}
+    counts = {param: (parts.numel(param, param.numel()), param.numel()) for param in parameters_of(inner)}
     for group in (group for _, units in models_of(inner) for unit in units for group in unit.groups):
         for index, (param, numel) in enumerate(zip(group.params, group.layout.numels, strict=True)):
             if param in counts:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from zero._torch.modules import parameters_of
 from zero.arguments import Arguments, One, Optim, ranks_of
 from zero.averaging import refuse_gradients_not_averaged
 from zero.comm import Comm
@@ -116,7 +117,7 @@ def _optimizer(asked: Arguments, optim: Any, wrapped: nn.Module) -> Optimizer:
     """One of stages 0 and 3."""
     built: Optimizer = optim
     if not isinstance(optim, Optimizer):
-        built = optim(parts_of(asked.groups) or asked.model.parameters(), **asked.defaults)
+        built = optim(parts_of(asked.groups) or parameters_of(asked.model), **asked.defaults)
     elif isinstance(wrapped, FSDP):
         wrapped.register_optimizer(optim)  # before the first step: the state can be saved already
     if not asked.stage:

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero._torch.compiling import uncompiled
+from zero._torch.modules import parameters_of
 from zero.comm import Comm
 from zero.comm.waiting import running_call
 from zero.fsdp import FSDP
@@ -97,7 +98,7 @@ def params_in(model: FSDP, optimizer: Optimizer) -> list[nn.Parameter]:
     """The optimizer's parameters. Raises ValueError, on every rank alike, if some are of another model that is sharded:
     they travel with that one's."""
     params = params_of(optimizer)
-    foreign = {*params} - {*model.parameters()}
+    foreign = {*params} - {*parameters_of(model)}
     others = (group for one in models() for group in one.index.groups if not foreign.isdisjoint(group.params))
     for group in others if foreign else ():
         name = next(name for param, name in zip(group.params, group.names, strict=True) if param in foreign)

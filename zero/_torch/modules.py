@@ -29,6 +29,12 @@ def params_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
+def parameters_of(root: nn.Module, *, recurse: bool = True) -> Iterator[nn.Parameter]:
+    """All parameters of the module, each once, also where the user's class has a parameters() that leaves some out,
+    takes no arguments or makes groups."""
+    return (param for _, param in nn.Module.named_parameters(root, recurse=recurse))
+
+
 def params_of_each(root: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters of all modules of `root`; one that several modules hold is there several times."""
     # root.modules() also makes names of them, which takes five times as long: too long for each step.

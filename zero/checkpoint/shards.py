@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero._torch.compiling import name_without_compile
+from zero._torch.modules import parameters_of
 from zero._torch.tensors import as_plain_tensors
 from zero.checkpoint.format import (
     CheckpointError,
@@ -130,7 +131,7 @@ class Training:
         self._sharding = [one for one in self.optimizers if isinstance(one, OSS)]
         self.module, self._wrappers = module, wrappers = unwrapped(model)
         self.stage = _stage(wrappers, self._sharding)
-        self._tensor_parallel = parts.ranks(module.parameters())
+        self._tensor_parallel = parts.ranks(parameters_of(module))
         self.ranks = Ranks(_comms(wrappers, self._sharding, process_group), self._tensor_parallel)
         synchronising = (one for one in wrappers if isinstance(one, DistributedDataParallel | ShardedDDP))
         self.synchronised = self.ranks.all == 1 or any(synchronising)
@@ -165,7 +166,7 @@ class Training:
     def _name_tensors(self, module: nn.Module) -> None:
         self.tensors, self.tied, self._names = dict[str, Tensor](), dict[str, str](), dict[Tensor, str]()
         self.values, self.holders = dict[str, Any](), dict[str, nn.Module]()
-        known = {*module.parameters(), *module.buffers()}
+        known = {*parameters_of(module), *module.buffers()}
         try:
             given_state = module.state_dict(keep_vars=True)
         except Exception as error:

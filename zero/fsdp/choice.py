@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zero._torch.modules import parameters_of
 from zero._torch.tensors import wraps_others
 from zero.fsdp.units import Policy, params_by_unit, unit_modules
 from zero.shards.arguments import on_two_devices
@@ -97,7 +98,7 @@ class UnitChoice:
 
     def mark_half_sharded(self) -> None:
         """Makes every later FSDP of these parameters raise ValueError: the construction was not undone."""
-        _half_sharded.update((param, True) for param in self.module.parameters() if param not in self._left_out)
+        _half_sharded.update((param, True) for param in parameters_of(self.module) if param not in self._left_out)
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -107,7 +108,7 @@ class UnitChoice:
 
     def devices(self) -> list[torch.device]:
         """Returns the devices of the parameters that will be sharded, without the meta device."""
-        devices = {param.device: None for param in self.module.parameters() if param not in self._left_out}
+        devices = {param.device: None for param in parameters_of(self.module) if param not in self._left_out}
         return [device for device in devices if device.type != "meta"]
 
     def signature(self) -> list[str]:

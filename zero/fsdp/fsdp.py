@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from zero._torch.compiling import named_as_compiled, never_traced
-from zero._torch.modules import children_of
+from zero._torch.modules import children_of, parameters_of
 from zero.fsdp import full_weights, optimizer_state
 from zero.fsdp.build import restore_module
 from zero.fsdp.compile import BETWEEN_UNITS, Compiling
@@ -272,7 +272,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         """Collective. Calls fn with every module, as nn.Module.apply, on full parameters; keeps rank 0's results."""
         with self.summon_full_params():
             super().apply(fn)
-            params = [parts.of(param) for param in self.module.parameters()]
+            params = [parts.of(param) for param in parameters_of(self.module)]
             self._model.placement.broadcast([*params, *self.module.buffers()])
         return self
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch.compiling import name_without_compile
-from zero._torch.modules import children_of, loads_by_itself, saved_of, saves_by_itself
+from zero._torch.modules import children_of, loads_by_itself, parameters_of, saved_of, saves_by_itself
 from zero._torch.tensors import wraps_others
 from zero.comm import Comm
 from zero.fsdp.build import refuse_busy
@@ -91,8 +91,8 @@ def gathered(module: nn.Module, comm: Comm, recipient: Recipient) -> Iterator[di
             held |= unit.params
             yield from _of_unit(unit, model.placement, recipient)
     casts = {cast.tensor: cast.dtype for model, _ in sharded for cast in model.cast_buffers}
-    in_parts = parts.ranks(module.parameters()) is not None
-    others = [*dict.fromkeys(one for one in (*module.parameters(), *module.buffers()) if one not in held)]
+    in_parts = parts.ranks(parameters_of(module)) is not None
+    others = [*dict.fromkeys(one for one in (*parameters_of(module), *module.buffers()) if one not in held)]
     for run in runs([one.nbytes for one in others], AT_ONCE):
         members = [others[index] for index in run] if receives else []
         yield {one: recipient.copy(parts.whole(one, one) if in_parts else one, casts.get(one)) for one in members}
@@ -169,7 +169,7 @@ def _by_the_module(module: nn.Module, sharded: Sharded, comm: Comm, recipient: R
     for model, _ in sharded:
         model.refuse_moved()
     found: dict[str, Any] = state_dict(module, sharded, recipient, receives=receives)
-    in_parts = receives and parts.ranks(module.parameters()) is not None
+    in_parts = receives and parts.ranks(parameters_of(module)) is not None
     for name, value in found.items() if in_parts else ():
         if isinstance(value, Tensor):
             found[name] = parts.whole(value, value)
@@ -300,5 +300,5 @@ def _needs_full(unit: Unit, *, frozen: bool) -> bool:
     at_rest = (param for group in unit.groups if group.at_rest for param in group.params)
     if any(param in loaded and not isinstance(param, AtRest) for param in at_rest):
         return True
-    holders = (one for one in unit.module.modules() if not loaded.isdisjoint(one.parameters(recurse=False)))
+    holders = (one for one in unit.module.modules() if not loaded.isdisjoint(parameters_of(one, recurse=False)))
     return any(map(loads_by_itself, holders))

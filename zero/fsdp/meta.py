@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from zero._torch.modules import buffers_of
+from zero._torch.modules import buffers_of, parameters_of
 
 
 class Materialiser:
@@ -37,7 +37,7 @@ class Materialiser:
         self._materialised: list[tuple[nn.Parameter, nn.Parameter]] = []
         self._materialised_buffers: list[tuple[nn.Module, dict[str, Tensor]]] = []
         for prefix, module in root.named_modules():
-            own = [*module.parameters(recurse=False)]
+            own = [*parameters_of(module, recurse=False)]
             for param in own:
                 if param.is_meta:
                     self._holders.setdefault(param, []).append(module)
@@ -57,7 +57,7 @@ class Materialiser:
             for key, buffer in meta.items():
                 # Not empty_like: a buffer that reset_parameters() does not write would hold whatever lay in its memory.
                 buffers_of(module)[key] = torch.zeros_like(buffer, device=self._device)
-            params = [*module.parameters(recurse=False)]
+            params = [*parameters_of(module, recurse=False)]
             if not params:
                 self._initialise(module, name)
             elif not any(param.is_meta for param in params):
@@ -74,7 +74,7 @@ class Materialiser:
         for param in params:
             holders = [module for module in self._holders.get(param, []) if module in self._uninitialised]
             for module in holders:
-                for own in module.parameters(recurse=False):
+                for own in parameters_of(module, recurse=False):
                     self._give_memory(own)
             for module in reversed(holders):
                 self._initialise(module, self._uninitialised[module])

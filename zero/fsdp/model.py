@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero._torch.autograd import transformed
-from zero._torch.modules import params_of
+from zero._torch.modules import parameters_of, params_of
 from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm, fail_together
 from zero.comm.streams import streams_in
@@ -116,7 +116,7 @@ class Model:
         """Returns the units that hold parameters of the module; without `recurse` only the module's own unit."""
         if not recurse:
             return [unit for unit in self.units if unit.exists and unit.module is module]
-        params = {*module.parameters()}
+        params = {*parameters_of(module)}
         return [unit for unit in self.units if not params.isdisjoint(unit.params)]
 
     def replaced_problem(self) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from zero._torch.modules import parameters_of
 from zero.comm import Comm
 from zero.fsdp.precision import MixedPrecision
 from zero.shards.offload import Offload
@@ -157,7 +158,7 @@ class GivenOptions:
     @property
     def ignored(self) -> list[nn.Parameter]:
         """All ignored parameters, including those of ignored modules."""
-        of_modules = (param for module in self.ignored_modules for param in module.parameters())
+        of_modules = (param for module in self.ignored_modules for param in parameters_of(module))
         return [*dict.fromkeys([*of_modules, *self.ignored_parameters])]
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch.autograd import in_a_backward
+from zero._torch.modules import parameters_of
 from zero.comm import Comm
 from zero.comm.streams import HostStreams
 from zero.comm.together import Together
@@ -147,7 +148,7 @@ class Schedule:
         padding depends on their class."""
         first = module.layers[0]
         if not first.training:  # else it never does
-            for unit in self._index.units_of(param for param in first.parameters() if param in self._index):
+            for unit in self._index.units_of(param for param in parameters_of(first) if param in self._index):
                 if not unit.readable:
                     self._order.gather(unit, for_backward=self._backward.active)
 
@@ -253,7 +254,7 @@ class Schedule:
 def _holders(unit: Unit) -> Iterator[nn.Module]:
     """Yields the modules inside the unit's module that hold parameters of the unit."""
     for module in unit.module.modules():
-        if module is not unit.module and any(param in unit.params for param in module.parameters(recurse=False)):
+        if module is not unit.module and any(param in unit.params for param in parameters_of(module, recurse=False)):
             yield module
 
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from zero._torch.modules import OwnHook
+from zero._torch.modules import OwnHook, parameters_of
 from zero.shards.group_state import GroupState
 from zero.shards.partition import Place
 from zero.shards.shard_group import ShardGroup
@@ -30,7 +30,7 @@ class StateDictGuard:
     def __init__(self, root: nn.Module, index: Mapping[nn.Parameter, Place], keeps: object) -> None:
         self._hooks = []
         for module in root.modules():
-            groups = [index[param].group for param in module.parameters(recurse=False) if param in index]
+            groups = [index[param].group for param in parameters_of(module, recurse=False) if param in index]
             if groups:
                 self._hooks.append(module.register_state_dict_pre_hook(Refusal(groups, keeps)))
                 self._hooks.append(module.register_load_state_dict_pre_hook(LoadRefusal()))

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero._torch.modules import params_of_each
+from zero._torch.modules import parameters_of, params_of_each
 from zero.fsdp.model import Model
 from zero.fsdp.optimizer_state import problem_of_state
 from zero.fsdp.unit import Need
@@ -39,7 +39,7 @@ class StepChecks:
 
     def __init__(self, model: Model) -> None:
         self.model, self._index = model, model.index
-        self._module_params = {*model.module.parameters()}
+        self._module_params = {*parameters_of(model.module)}
         self._findings: WeakKeyDictionary[Optimizer, _Measured] = WeakKeyDictionary()
 
     def problems(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> Iterator[str | None]:
@@ -90,7 +90,7 @@ class StepChecks:
         new = {param for param in params_of_each(module) if param not in known and param.grad is not None}
         for name, param in module.named_parameters() if new else ():
             if param in new:
-                if any(param is ignored for module in self.model.ignored for ignored in module.parameters()):
+                if any(param is ignored for module in self.model.ignored for ignored in parameters_of(module)):
                     continue
                 yield (
                     f"{name!r} is in no unit of FSDP: it was replaced (by load_state_dict with assign=True, say) or "

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero._torch.modules import buffers_of, classes_to_ignore
+from zero._torch.modules import buffers_of, classes_to_ignore, parameters_of
 from zero.fsdp.options import GivenOptions
 from zero.fsdp.precision import DTYPES, MixedPrecision
 
@@ -82,7 +82,7 @@ def from_torch(given: dict[str, Any], asked: GivenOptions) -> None:
 
 def _move(device: torch.device, module: nn.Module) -> None:
     """Moves parameters and buffers that have values to the device. Parameters remain the same objects."""
-    for param in module.parameters():
+    for param in parameters_of(module):
         if not param.is_meta and param.device != device:
             param.data = param.data.to(device)
     for holder in module.modules():

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from zero._torch.modules import children_of, chosen_by_policy
+from zero._torch.modules import children_of, chosen_by_policy, parameters_of
 from zero.fsdp.unit import Unit
 
 Policy = Any
@@ -68,7 +68,7 @@ def _by_policy(root: nn.Module, policy: Policy) -> set[nn.Module] | None:
 
 def _ask(policy: Callable[..., bool], module: nn.Module, chosen: set[nn.Module], *, is_root: bool = True) -> int:
     """Calls a policy function from the inside out, as PyTorch does. Returns the number of elements in chosen units."""
-    numel = sum(param.numel() for param in module.parameters())
+    numel = sum(param.numel() for param in parameters_of(module))
     if not policy(module=module, recurse=True, nonwrapped_numel=numel):
         return 0
     wrapped = sum(_ask(policy, child, chosen, is_root=False) for child in module.children())
@@ -126,7 +126,7 @@ def blocks(root: nn.Module, *, excluded: Sequence[nn.Module] = (), leaves_from: 
     excluded: modules in which none are chosen. leaves_from: chooses also modules without children, as embeddings and
     output layers, that have so many times the largest block's bytes or more; None: no others.
     """
-    left_out = {param for module in excluded for param in module.parameters()}
+    left_out = {param for module in excluded for param in parameters_of(module)}
     chosen = repeated_blocks(root, left_out)
     return chosen if leaves_from is None else chosen | _large_leaves(root, chosen, leaves_from, left_out)
 
@@ -156,12 +156,12 @@ def _large_leaves(
     """Returns childless modules outside the blocks with so many times the largest block's bytes or more, untied ones,
     and with 1 MiB or more, unless the least memory is wanted. left_out: see `_nbytes`."""
     inside = {module for block in blocks for module in block.modules()}
-    holders = Counter(param for module in root.modules() for param in module.parameters(recurse=False))
-    largest = max((_nbytes(block.parameters(), left_out) for block in blocks), default=0)
+    holders = Counter(param for module in root.modules() for param in parameters_of(module, recurse=False))
+    largest = max((_nbytes(parameters_of(block), left_out) for block in blocks), default=0)
     least = max(leaves_from * largest, _SMALL if leaves_from >= 1 else 0)
     chosen = set()
     for module in root.modules():
-        own = [*module.parameters(recurse=False)]
+        own = [*parameters_of(module, recurse=False)]
         calls = module not in inside and module is not root and not only_holds(module)
         leaf = calls and own and not [*module.children()]
         if leaf and all(holders[param] == 1 for param in own) and _nbytes(own, left_out) >= least:
@@ -185,9 +185,9 @@ def repeated_blocks(root: nn.Module, left_out: Collection[nn.Parameter] = ()) ->
     seen: set[nn.Module] = set()
 
     def large(modules: Collection[nn.Module]) -> set[nn.Module]:
-        return {module for module in modules if _nbytes(module.parameters(), left_out) >= _SMALL}
+        return {module for module in modules if _nbytes(parameters_of(module), left_out) >= _SMALL}
 
-    much = _nbytes(root.parameters(), left_out) // 4
+    much = _nbytes(parameters_of(root), left_out) // 4
     # Modules to look into, each with the innermost block around it.
     left: list[tuple[nn.Module, nn.Module | None]] = [(root, None)]
     while left:
@@ -202,7 +202,7 @@ def repeated_blocks(root: nn.Module, left_out: Collection[nn.Parameter] = ()) ->
                 if around is None:
                     blocks |= large(_repeated(members, with_submodules=False))
                 else:
-                    blocks = large(blocks) if _nbytes(around.parameters(), left_out) > much else set()
+                    blocks = large(blocks) if _nbytes(parameters_of(around), left_out) > much else set()
             found |= blocks
         # Reversed, as a stack: a module that occurs twice is to be looked at where it occurs first.
         left += [(child, child if child in found else around) for child in module.children()][::-1]
@@ -227,7 +227,7 @@ def _repeated(modules: Sequence[nn.Module], *, with_submodules: bool) -> set[nn.
     kept = [
         module
         for module in modules
-        if bool([*module.children()]) == with_submodules and next(module.parameters(), None) is not None
+        if bool([*module.children()]) == with_submodules and next(parameters_of(module), None) is not None
     ]
     counts = Counter(map(type, kept))
     return {module for module in kept if counts[type(module)] > 1}

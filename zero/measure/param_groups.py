@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from zero._torch.modules import parameters_of
+
 SHARD_MARK = "zero_shard"
 """Key that marks one rank's shard, in a state_dict or its groups."""
 
@@ -24,7 +26,7 @@ def params_of(optimizer: Grouped) -> list[nn.Parameter]:
 
 def steps(optimizer: Grouped, module: nn.Module) -> bool:
     """Whether the optimizer holds any of the module's parameters."""
-    return not {*params_of(optimizer)}.isdisjoint(module.parameters())
+    return not {*params_of(optimizer)}.isdisjoint(parameters_of(module))
 
 
 NO_OPTIONS = ("params", "param_names", SHARD_MARK)

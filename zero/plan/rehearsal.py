@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero._torch.modules import parameters_of
 from zero._torch.recording import VALUE_OF
 from zero._torch.tensors import NEEDS_VALUES, copying_without_values, let_move, with_values, without_values
 from zero.comm import Comm, Work
@@ -112,7 +113,7 @@ def cast(module: nn.Module, precision: MixedPrecision) -> None:
     """Casts parameters and buffers to the dtypes that they are computed with, as FSDP gathers them."""
     for holder in module.modules():
         dtype = precision.dtype_of(holder)
-        for param in holder.parameters(recurse=False):
+        for param in parameters_of(holder, recurse=False):
             if dtype is not None and param.is_floating_point():
                 param.data = param.data.to(dtype)
     precision.prepare(module.modules())

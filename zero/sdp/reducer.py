@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch.autograd import at_end_of_backward, in_a_backward, writes_into
+from zero._torch.modules import parameters_of
 from zero._torch.tensors import call_last
 from zero.comm import Comm
 from zero.comm.streams import streams_in
@@ -190,7 +191,7 @@ class Reducer:
             for group, owner in owners.items()
         ]
         # A bucket waits for its first parameter in the module, which a backward reaches last.
-        place = {param: number for number, param in enumerate(self._module.parameters())}
+        place = {param: number for number, param in enumerate(parameters_of(self._module))}
         # 0, so last: add_param_group may have brought a parameter that the module does not have.
         first = [min(place.get(param, 0) for param in bucket.group.params) for bucket in buckets]
         in_order = sorted(zip(buckets, owners.values(), first, strict=True), key=lambda one: -one[2])

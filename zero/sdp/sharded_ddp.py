@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zero._torch.compiling import named_as_compiled
-from zero._torch.modules import children_of
+from zero._torch.modules import children_of, parameters_of
 from zero.comm import Comm
 from zero.comm.together import told_by_comparing
 from zero.oss.optimizer import OSS, set_bucket_size
@@ -116,10 +116,10 @@ class ShardedDDP(Wrapper):
             lines = [options.signature(), *describe(module)]
         self._comm.compare(_GIVEN, lines, problem)
         held = {param for optimizer in self._optimizers for param in optimizer.shards.places}
-        put_into(module, {param for param in module.parameters() if parts.of(param) not in held})
+        put_into(module, {param for param in parameters_of(module) if parts.of(param) not in held})
         show_everywhere(module)
         if sync_models_at_startup:
-            self._comm.broadcast([*module.parameters(), *module.buffers()])
+            self._comm.broadcast([*parameters_of(module), *module.buffers()])
         self.broadcast_buffers = broadcast_buffers
         self._buffer_sync = BufferSync(module, [self._comm]) if broadcast_buffers else None
         for optimizer in self._optimizers:
@@ -128,7 +128,7 @@ class ShardedDDP(Wrapper):
                 set_bucket_size(optimizer, reduce_buffer_size)
             optimizer.shards.rename(optimizer.param_groups, names)
         self._reducer = Reducer(module, self._optimizers, self._comm, options.sent_as)
-        claim(module.parameters(), self, _AVERAGES)
+        claim(parameters_of(module), self, _AVERAGES)
         self._announce(names)
 
     def _misfit(self, names: dict[nn.Parameter, str]) -> str | None:
@@ -224,9 +224,12 @@ class ShardedDDP(Wrapper):
 
     def unwrap(self) -> nn.Module:
         """Collective. Returns the plain module, without gradients and hooks; see zero.unwrap."""
-        self.zero_grad()
+        for param in parameters_of(self.module):
+            param.grad = None
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
         self._reducer.retire(UNWRAPPED)
-        release(self.module.parameters(), self)
+        release(parameters_of(self.module), self)
         take_out_of(self.module)
         refuse_steps(self._optimizers)
         return self.module

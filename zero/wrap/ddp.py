@@ -21,7 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from zero._torch.modules import averaged_by, join_mark
+from zero._torch.modules import averaged_by, join_mark, parameters_of
 from zero.comm import Comm
 from zero.shards.claimed import claimed
 from zero.wrap.refused import refuse_sparse
@@ -55,7 +55,7 @@ def replaced_problem(params: Mapping[nn.Parameter, object]) -> str | None:
     and has none now."""
     own = params.keys()
     for ddp in _alive:
-        if not own.isdisjoint(averaged_by(ddp)) and own.isdisjoint(ddp.parameters()):
+        if not own.isdisjoint(averaged_by(ddp)) and own.isdisjoint(parameters_of(ddp)):
             return NO_GRADIENT
     return None
 
@@ -114,7 +114,7 @@ def _registered(module: nn.Module, name: str, submodule: nn.Module | None) -> No
             raise RuntimeError(f"DistributedDataParallel wraps {named!r}, {why}")
     _alive.add(module)
     for before in _frozen.values():  # of an earlier one, which may still exist
-        for param in submodule.parameters():
+        for param in parameters_of(submodule):
             before.pop(param, None)
     _frozen[module] = {
         param: name
@@ -128,7 +128,7 @@ def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
 
     On two ranks the results are the same bit for bit.
     """
-    if not comm.reads(next(model.parameters()).device):
+    if not comm.reads(next(parameters_of(model)).device):
         return
     channel, module = comm.channel("the averaging of DistributedDataParallel"), proxy(model.module)
 
