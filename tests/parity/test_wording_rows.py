@@ -90,6 +90,23 @@ row.of(
     same={2, 3},
     ddp={"find_unused_parameters": True},
 )
+
+
+def returned(what):
+    """A hook after the gradients of a weight returns what(the weight)."""
+
+    def program(t, i):
+        if i == 0:
+            t.n.first.weight.register_post_accumulate_grad_hook(what)
+        trains(t, i)
+
+    return program
+
+
+NONE = {"same": (), "refused": dict.fromkeys(range(4), r"(?i)return None")}
+row.of("a hook after a gradient returns the parameter", returned(lambda param: param))
+row.of("a hook after a gradient returns the gradient", returned(lambda param: param.grad), **NONE)
+row.of("a hook after a gradient returns a copy", returned(lambda param: param.detach().clone()), **NONE)
 test_words = row.tests()
 
 ENDS = {

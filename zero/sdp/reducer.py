@@ -271,6 +271,11 @@ class Reducer:
                 raise
 
     def _take(self, param: nn.Parameter) -> None:
+        if param not in self._places:
+            raise RuntimeError(
+                f"a hook of register_post_accumulate_grad_hook has returned a tensor, of shape {list(param.shape)}, "
+                "which torch gives to the next hook in place of the parameter. Return None from it."
+            )
         self._begin()
         group, index = self._places[param]
         for streams in self._streams:
