@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from zero._torch.tensors import has_values, wraps_others
 from zero.measure.shapes import shard_shape
@@ -107,10 +108,21 @@ def alike(params: Sequence[nn.Parameter]) -> list[list[int]]:
     return list(kinds.values())
 
 
+def refuse_lazy(named: Iterable[tuple[str, object]]) -> None:
+    """Raises ValueError for a tensor of a lazy module, which has no shape yet."""
+    for name, tensor in named:
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
+            raise ValueError(
+                f"{name} is of a lazy module and has no shape yet. Call the plain model once on a batch, on every "
+                "rank, and wrap it then."
+            )
+
+
 def unusable(param: object, name: str) -> str | None:
     """The error message if a parameter cannot be sharded; None if it can."""
     if not isinstance(param, Tensor):
         return f"{name} is a {type(param).__name__}, not a torch.Tensor. Pass model.parameters()."
+    refuse_lazy([(name, param)])
     if param.grad_fn is not None or not (param.is_leaf):
         return f"{name} is not a leaf tensor: it was computed from others. Pass the nn.Parameter itself."
     if wraps_others(param) and not parts.takes(param):

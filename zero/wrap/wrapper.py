@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from zero.shards.shapes import refuse_lazy
+
 
 class Wrapper(nn.Module):
     """A wrapper of one module, `module`. Names of parameters and buffers are those of the module's state_dict()."""
@@ -90,7 +92,9 @@ NOT_SCRIPTED = (
 
 
 def scripted(module: nn.Module, *, inside: bool) -> str | None:
-    """Returns an error message if the module, or with `inside` one inside it, is of TorchScript; else None."""
+    """Returns an error message if the module, or with `inside` one inside it, is of TorchScript; else None. Raises
+    ValueError for a lazy module inside it."""
+    refuse_lazy((repr(name), one) for name, one in (*module.named_parameters(), *module.named_buffers()))
     for name, one in module.named_modules() if inside else [("", module)]:
         if isinstance(one, torch.jit.ScriptModule):
             which = f"the module {name!r}" if name else "the model"
