@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -210,6 +212,55 @@ for at in range(4):
         lambda model, stage=at: zero.setup(model, Adam, stage=stage, params=[]),
         "zero.setup was given no parameters",
     )
+    for title, call, words in (
+        ("no optimizer", lambda m, at: zero.setup(m, None, stage=at), r"no optimizer \(None\).* or its class"),
+        ("a name for an optimizer", lambda m, at: zero.setup(m, "adam", stage=at), "a str as the optimizer"),
+        ("parameters", lambda m, at: zero.setup(m, m.parameters(), stage=at), "a generator as the optimizer"),
+        ("another order", lambda m, at: zero.setup(Adam(m.parameters()), m, stage=at), r"setup\(model, optimizer"),
+        ("two models", lambda m, at: zero.setup([m, m], Adam, stage=at), "a list as the model.*nn.ModuleList"),
+        ("a text for a stage", lambda m, at: zero.setup(m, Adam, stage=f"{at}"), r"stage='.' is no stage.*an int"),
+        ("a fraction for a stage", lambda m, at: zero.setup(m, Adam, stage=float(at)), r"stage=.\.0 is no stage"),
+        ("a flag for a stage", lambda m, at: zero.setup(m, Adam, stage=bool(at)), "stage=(True|False) is no stage"),
+        ("a misspelt option", lambda m, at: zero.setup(m, Adam, stage=at, precison="bf16"), "you mean precision=?"),
+        (
+            "a misspelt option beside a built one",
+            lambda m, at: zero.setup(m, Adam(m.parameters()), stage=at, precison="bf16"),
+            "you mean precision=?",
+        ),
+        (
+            "a dtype for a precision",
+            lambda m, at: zero.setup(m, Adam, stage=at, precision=torch.bfloat16),
+            "Write precision='bf16'",
+        ),
+        (
+            "another word for a precision",
+            lambda m, at: zero.setup(m, Adam, stage=at, precision="16-mixed"),
+            "Choose 'fp32', 'bf16', 'fp16'",
+        ),
+        (
+            "an option of buckets",
+            lambda m, at: zero.setup(m, Adam, stage=at, bucket_cap_mb=25),
+            "bucket_cap_mb= is an option of DistributedDataParallel",
+        ),
+        (
+            "a lazy module",
+            lambda m, at: zero.setup(nn.Sequential(m, nn.LazyLinear(2)), Adam, stage=at),
+            r"'1\.weight' is of a lazy module.*Call the plain model once",
+        ),
+        (
+            "a lazy buffer",
+            lambda m, at: zero.setup(nn.Sequential(m, nn.LazyBatchNorm1d(affine=False)), Adam, stage=at),
+            r"'1\.running_mean' is of a lazy module",
+        ),
+    ):
+        UNUSABLE[f"{title} at stage {at}"] = partial(call, at=at), words
+LAZY = lambda: nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))  # noqa: E731
+UNUSABLE["a lazy module in an OSS"] = lambda _: zero.OSS(LAZY().parameters(), Adam), "parameter 2 .* a lazy module"
+UNUSABLE["a lazy module in an FSDP"] = lambda _: zero.FSDP(LAZY()), r"'1\.weight' is of a lazy module"
+UNUSABLE["a lazy module in a ShardedDDP"] = (
+    lambda model: zero.ShardedDDP(LAZY(), zero.OSS(model.parameters(), Adam)),
+    r"'1\.weight' is of a lazy module",
+)
 UNUSABLE["a ShardedDDP in a ShardedDDP"] = (
     lambda model: zero.ShardedDDP(zero.setup(model, Adam, stage=2)[0], zero.OSS(model.parameters(), Adam)),
     r"a ShardedDDP already.*zero\.unwrap\(model\)",
@@ -220,7 +271,7 @@ UNUSABLE["an option of DistributedDataParallel"] = (
 )
 UNUSABLE["an option that the optimizer does not have"] = (
     lambda model: zero.setup(model, Adam, stage=2, rate=0.1),
-    r"zero\.setup\(model, Adam, stage=2\): .* keyword argument 'rate'",
+    r"Adam has no option rate=\. It takes lr, betas",
 )
 
 
@@ -249,6 +300,11 @@ def test_a_cell_that_runs_again_is_told_of_unwrap_and_runs_after_it(rank, world,
     model, optimizer = zero.setup(zero.unwrap(model), Adam, stage=stage, lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
+
+
+@ranks.on(2)
+def test_a_stage_may_stand_third(rank, world):
+    assert isinstance(zero.setup(nn.Linear(4, 4), Adam, 3)[0], zero.FSDP)
 
 
 @ranks.on(2)
@@ -288,3 +344,92 @@ def test_options_reach_what_is_wrapped(rank, world, stage, tmp_path):
     assert (tmp_path / "shards").is_dir()
     state = zero.full_optimizer_state_dict(model, optimizer)["state"]
     assert {value.dtype for of in state.values() for value in of.values() if value.dim()} == {torch.float32}
+
+
+# ------------------------------------------------------------------- what setup raises leaves all as it was
+
+
+class Picky(SGD):
+    """Is built of full parameters only, or of small tensors only, as it is told."""
+
+    def __init__(self, params: Any, lr: float = 0.1, *, fail: bool = False) -> None:
+        super().__init__(params, lr=lr)
+        if fail and any(one.numel() > 6 for group in self.param_groups for one in group["params"]):
+            raise ValueError("no room here")
+
+
+def failing(*_: Any, **__: Any) -> bool:
+    raise KeyError("a policy of the user's")
+
+
+def mlp() -> nn.Sequential:
+    torch.manual_seed(dist.get_rank())  # all ranks are to have the first one's
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+
+
+WRONG: dict[str, tuple[Any, dict[str, Any]]] = {
+    "an option that nobody has": (Adam, {"lrr": 0.1}),
+    "an option that nobody has, of a partial": (partial(Adam, lrr=0.1), {}),
+    "a wrong rate": (Adam, {"lr": -1.0}),
+    "a wrong rate of a partial": (partial(Adam, lr=-1.0), {}),
+    "wrong betas": (Adam, {"betas": (0.9, 2.0)}),
+    "options that exclude one another": (Adam, {"fused": True, "foreach": True}),
+    "an optimizer whose constructor raises": (Picky, {"fail": True, "partition": "even"}),
+    "a factory that raises": (failing, {"partition": "even"}),
+    "a wrong partition": (Adam, {"partition": "odd"}),
+    "a wrong policy": (Adam, {"auto_wrap_policy": "Linear"}),
+    "a policy that raises": (Adam, {"auto_wrap_policy": failing}),
+    "a wrong precision": (Adam, {"precision": "bf61"}),
+    "a precision that has no hash": (Adam, {"precision": []}),
+    "a wrong offload": (Adam, {"offload": "cpu"}),
+    "parameters left out": (Adam, {"params": lambda net: [net[0].weight]}),
+    "a rate of another on one rank": (Adam, {"lr": 0.2}),
+}
+RIGHT = {  # what means nothing there
+    "a wrong policy": {(0, None), (0, "bf16"), (1, None), (2, None)},
+    "a policy that raises": {(0, None), (0, "bf16"), (1, None), (2, None)},
+    "parameters left out": {(stage, precision) for stage in (0, 1, 3) for precision in (None, "bf16")},
+}
+
+
+def numbers(net: nn.Module, stage: int, precision: str | None) -> dict[str, torch.Tensor]:
+    model, optimizer = zero.setup(net, Adam, stage=stage, precision=precision, lr=0.1)
+    for step in range(2):
+        torch.manual_seed(10 * step + dist.get_rank())
+        model(torch.randn(3, 4)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return zero.full_state_dict(model)
+
+
+def after_each_error(rank: int, world: int, stage: int, precision: str | None, names: list[str]) -> list[str]:
+    fresh, told = numbers(mlp(), stage, precision), []
+    for name in names:
+        optim, options = WRONG[name]
+        for on in ((0, 1), (1,)) if name != "a rate of another on one rank" else ((1,),):
+            net = mlp()
+            held = {key: value.clone() for key, value in net.state_dict().items()}
+            given: dict[str, Any] = {"precision": precision, "lr": 0.1}
+            if rank in on:
+                given |= {key: value(net) if key == "params" else value for key, value in options.items()}
+            if rank in on and not isinstance(optim, type):
+                given.pop("lr")
+            raised = ranks.refusal(
+                lambda: zero.setup(net, optim if rank in on else Adam, stage=stage, **given)  # noqa: B023
+            )
+            if not raised and (stage, precision) in RIGHT.get(name, ()):
+                continue
+            told.append(f"{name} {on}: {raised}")
+            if raised:
+                assert all(value.dtype == held[key].dtype for key, value in net.state_dict().items()), told[-1]
+                found = numbers(net, stage, precision)
+                assert all(torch.equal(found[key], fresh[key]) for key in fresh), told[-1]
+    return told
+
+
+@pytest.mark.parametrize("precision", [None, "bf16"])
+@pytest.mark.parametrize("stage", range(4))
+def test_the_corrected_call_has_the_numbers_of_a_first_one(stage, precision):
+    for told in ranks.run(after_each_error, args=(stage, precision, [*WRONG]), timeout=60):
+        for line in told:
+            assert re.search(r"\): [ -~]*Error: .{20,}", line) and "out of step" not in line, line

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from inspect import signature
-from typing import Any
+from typing import Any, SupportsIndex
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero._torch.compiling import uncompiled
@@ -18,9 +19,9 @@ from zero._torch.modules import parameters_of
 from zero.comm import Comm
 from zero.comm.together import told_by_comparing
 from zero.fsdp import FSDP
-from zero.measure.built import finding_of_built
+from zero.measure.built import finding_of_built, refuse_arguments, refuse_unbuilt, small
 from zero.measure.kinds import Finding, finding_of, known, title
-from zero.measure.param_groups import called, options, params_of
+from zero.measure.param_groups import called, described_options, nearest, options, params_of
 from zero.oss import OSS
 from zero.oss.from_optimizer import problem_of, states_of, uncut_state
 from zero.precision import precision_problem
@@ -43,6 +44,7 @@ class Arguments:
     """Arguments of zero.setup. options: those that mean something at some stages, by name. defaults: the optimizer's.
 
     `optims`: the optimizers, or the class, in a list. `is_one`: whether it was not given in a list.
+    `names`: of all options that zero.setup has.
     `groups`: after `agree`, the parameters that `params` asks for, in groups. `found`: what each optimizer is known, or
     was measured, to need.
     """
@@ -54,27 +56,37 @@ class Arguments:
     partition: Partition
     options: dict[str, Any]
     defaults: dict[str, Any]
+    names: Sequence[str] = ()
     groups: list[dict[str, Any]] = field(default_factory=list)
     found: list[Finding | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.is_one = not isinstance(self.optim, Sequence)
-        self.optims: list[Any] = [*self.optim] if isinstance(self.optim, Sequence) else [self.optim]
+        self.is_one = not isinstance(self.optim, Sequence) or isinstance(self.optim, str)
+        self.optims: list[Any] = [self.optim] if self.is_one else [*self.optim]  # type: ignore[misc]
 
     def agree(self, comm: Comm, problem: str | None) -> None:
         """Collective. Raises ValueError on every rank for what cannot be used on any. problem: one found before."""
         with told_by_comparing(partial(comm.compare, _GIVEN, [])):
-            problem = problem or self._problem()
+            problem = problem or self._problem(comm)
             for optim in self.optims if self.stage and not problem else ():
                 found, unfit = self._measured(optim, comm)
                 self.found.append(found)
                 problem = problem or unfit
             whole = {} if problem or not self.found else self.whole
         lines = [f"stage {self.stage}, precision {self.options.get('precision')}", *map(_described, self.optims)]
+        lines += [
+            f"optimizer options {_plain(self.defaults)}",
+            *(f"group options {_plain(one)}" for one in self._groups),
+        ]
         lines.append(f"whole {[*whole.values()]}")
         if "precision" in self.options:  # before stages 1 and 2 are built, values are sent
             lines += describe(self.model)
         comm.compare(_GIVEN, lines, problem)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        built = [group for one in self.optims if isinstance(one, Optimizer) for group in one.param_groups]
+        return [options(group) for group in built or self.groups]
 
     @property
     def call(self) -> str:
@@ -101,17 +113,66 @@ class Arguments:
                 whole |= whole_among(cut_for(self.partition, found), named)
         return whole
 
-    def _problem(self) -> str | None:
-        problem = _unusable(self.stage, self.options, self.model) or _of_wrappers(self.defaults)
-        problem = problem or scripted(self.model, inside=False)
+    def _problem(self, comm: Comm) -> str | None:
+        self._refuse_other_kinds()
+        problem = scripted(self.model, inside=False) or _unusable(self.stage, self.options, self.model)
+        problem = problem or _of_wrappers(self.defaults) or parts.problem(self.model.named_parameters(), [comm])
+        for optim in () if problem else self.optims:
+            self._refuse_unknown(optim)
         if problem is None and self.params is not None:
             self.groups, problem = as_groups(self.params, call="zero.setup")
         problem = problem or partition_problem(self.partition)
         problem = problem or _foreign("zero.setup(params=) was given", self.model, self.groups)
+        if problem is None and self.groups and self.stage == 2:
+            own = {param for _, param in named_params(self.groups)}
+            left = [name for name, one in self.model.named_parameters() if one.requires_grad and one not in own]
+            if left:
+                raise ValueError(
+                    f"zero.setup(params=) lacks {len(left)} trained parameters, such as {left[0]!r}, whose gradients "
+                    "stage 2 would not average. Add them, or freeze them by requires_grad_(False)."
+                )
         if problem is None and (not self.is_one or isinstance(self.optim, Optimizer)):
             beside = [*([] if self.params is None else ["params"]), *self.defaults]
             problem = _unfit(self.optims, self.model, self.stage, beside)
+        elif problem is None:
+            self._refuse_unbuilt(self.optim)
         return problem
+
+    def _refuse_other_kinds(self) -> None:
+        """Raises ValueError for a model and optimizers that are none, or that stand in one another's place."""
+        if isinstance(self.model, Optimizer) and isinstance(self.optim, nn.Module):
+            raise ValueError("the optimizer stands before the model. Call zero.setup(model, optimizer, stage=...).")
+        if not isinstance(self.model, nn.Module):
+            raise ValueError(
+                f"zero.setup was given a {type(self.model).__name__} as the model. Pass an nn.Module; of several "
+                "models, set up each, or pass an nn.ModuleList of them."
+            )
+        one = self.optim
+        if self.is_one and not isinstance(one, Optimizer) and (not callable(one) or isinstance(one, nn.Module)):
+            given = "no optimizer (None)" if one is None else f"a {type(one).__name__} as the optimizer"
+            raise ValueError(
+                f"zero.setup was given {given}. Pass one that is built, or its class and its arguments: "
+                "zero.setup(model, torch.optim.AdamW, stage=2, lr=1e-3)."
+            )
+
+    def _refuse_unknown(self, optim: Any) -> None:
+        """Raises ValueError for options that neither zero.setup has nor the optimizer."""
+        if not isinstance(optim, Optimizer):
+            refuse_arguments(optim, self.defaults, self.names)
+            return
+        for name in self.defaults:
+            if near := nearest(name, self.names):
+                raise ValueError(f"zero.setup has no option {name}=.{near}")
+
+    def _refuse_unbuilt(self, optim: Any) -> None:
+        """Raises ValueError for the class of an optimizer that cannot be built with these arguments, while the model is
+        as it was. Others than torch's may look for the parameters themselves, and are built of them once the model is
+        sharded, which is undone where they raise, but for what was rounded."""
+        given = self.groups or [{"params": [*self.model.named_parameters()]}]
+        if known(optim) is not None:
+            refuse_unbuilt(optim, small(given), self.defaults)
+        elif self.stage in (1, 2) and self.options.get("precision", "fp32") != "fp32":
+            refuse_unbuilt(optim, [{**group} for group in given], self.defaults)
 
     def _measured(self, optim: Any, comm: Comm) -> tuple[Finding | None, str | None]:
         """Returns what is known or measured of an optimizer, and an error message if it cannot be sharded so."""
@@ -143,7 +204,7 @@ def _of_wrappers(defaults: Iterable[str]) -> str | None:
             f"{option}= is an option of FSDP that zero.setup does not take. Wrap the model by zero.FSDP(model, "
             f"{option}=...), and build the optimizer of the parameters() of what that returns."
         )
-    for option in sorted({"find_unused_parameters", "static_graph"} & {*defaults}):
+    for option in sorted(signature(DistributedDataParallel).parameters.keys() & {*defaults}):
         return (
             f"{option}= is an option of DistributedDataParallel. Leave it out at stages 2 and 3. At stage 1 build "
             f"zero.OSS.from_optimizer(optimizer) and DistributedDataParallel(model, {option}=..., "
@@ -214,7 +275,13 @@ def _described(optim: Any) -> str:
     return f"a built {called(optim)} with state of {len(states_of(optim))} parameters"
 
 
-def ranks_of(group: Any, mesh: DeviceMesh | None, model: nn.Module) -> tuple[Comm, str | None]:
+def _plain(given: Mapping[str, Any]) -> str:
+    """Those options that are the same text in every process: others may have an address in theirs."""
+    kinds = bool, int, float, str, type(None), tuple
+    return described_options({name: value for name, value in given.items() if isinstance(value, kinds)})
+
+
+def ranks_of(group: Any, mesh: DeviceMesh | None) -> tuple[Comm, str | None]:
     """Returns the ranks that train the model together, and an error message if they cannot."""
     problem = None
     if mesh is not None and mesh.ndim > 1:
@@ -226,8 +293,7 @@ def ranks_of(group: Any, mesh: DeviceMesh | None, model: nn.Module) -> tuple[Com
         if group is not None:
             problem = "process_group and device_mesh both say which ranks train the model. Pass one of them."
         group = mesh.get_group()
-    comm = Comm(group)
-    return comm, problem or parts.problem(model.named_parameters(), [comm])
+    return Comm(group), problem
 
 
 # The stages at which an option means something.
@@ -246,8 +312,8 @@ _INSTEAD = {
 
 def _unusable(stage: object, given: Mapping[str, Any], model: nn.Module) -> str | None:
     """Returns an error message for a stage that is unknown, a model, or options that mean nothing at the stage."""
-    if stage not in (0, 1, 2, 3):
-        return f"stage={stage!r} is unknown. Choose 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP)."
+    if isinstance(stage, bool) or not isinstance(stage, SupportsIndex) or stage not in (0, 1, 2, 3):
+        return f"stage={stage!r} is no stage. Pass an int: 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP)."
     wrapped = next(((name, one) for name, one in model.named_modules() if isinstance(one, Wrapped)), None)
     if wrapped is not None and (stage < 3 or isinstance(uncompiled(model), Wrapped)):
         where = f", as {wrapped[0]!r}," if wrapped[0] else ""

@@ -11,6 +11,7 @@ Stages 1 to 3 cast in the same places: the inputs of what stage 3 makes units, a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 from weakref import finalize
@@ -31,8 +32,16 @@ from zero.tensor_parallel import parts
 def precision_problem(precision: object, model: nn.Module, stage: object, beside: Sequence[str]) -> str | None:
     """Returns an error message for a precision that a model cannot have at a stage, else None. beside: the names of
     other options that say in which dtypes it trains."""
-    if precision not in DTYPES:
-        return f"precision={precision!r} is unknown. Choose {', '.join(map(repr, DTYPES))}."
+    if not isinstance(precision, str) or precision not in DTYPES:
+        names = [str(name) for name in DTYPES]
+        near = [
+            name for name, dtype in zip(names, DTYPES.values(), strict=True) if (dtype or torch.float32) == precision
+        ]
+        near = near or get_close_matches(str(precision), names, n=1, cutoff=0.5)
+        if isinstance(precision, MixedPrecision):
+            return f"precision={precision!r} is no name. At stage 3 pass it as mixed_precision=."
+        asked = f"Write precision={near[0]!r}." if near else f"Choose {', '.join(map(repr, names))}."
+        return f"precision={precision!r} is unknown. {asked}"
     if beside:
         return f"precision={precision!r} and {beside[0]} both say in which dtypes the model trains. Pass one of them."
     for name, param in model.named_parameters():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -16,6 +18,7 @@ from zero._torch.modules import parameters_of
 from zero.arguments import Arguments, One, Optim, ranks_of
 from zero.averaging import refuse_gradients_not_averaged
 from zero.comm import Comm
+from zero.comm.together import Together, told_by_comparing
 from zero.fsdp import FSDP
 from zero.fsdp.precision import DTYPES, MixedPrecision
 from zero.measure.param_groups import params_of
@@ -34,22 +37,24 @@ from zero.wrap.ddp import average_by_reading, average_in_float32
 if TYPE_CHECKING:
     from zero.fsdp.precision import GivenPrecision
 
+_POLICIES = "the policies given to zero.setup"
+
 
 @overload
-def setup(model: nn.Module, optim: One, *, stage: Literal[3], **options: Any) -> tuple[FSDP, Optimizer]: ...
+def setup(model: nn.Module, optim: One, stage: Literal[3], **options: Any) -> tuple[FSDP, Optimizer]: ...
 @overload
-def setup(model: nn.Module, optim: One, *, stage: Literal[2], **options: Any) -> tuple[ShardedDDP, OSS]: ...
+def setup(model: nn.Module, optim: One, stage: Literal[2], **options: Any) -> tuple[ShardedDDP, OSS]: ...
 @overload
-def setup(model: nn.Module, optim: One, *, stage: Literal[1], **options: Any) -> tuple[nn.Module, OSS]: ...
+def setup(model: nn.Module, optim: One, stage: Literal[1], **options: Any) -> tuple[nn.Module, OSS]: ...
 @overload
-def setup(model: nn.Module, optim: One, *, stage: int, **options: Any) -> tuple[nn.Module, Optimizer]: ...
+def setup(model: nn.Module, optim: One, stage: int, **options: Any) -> tuple[nn.Module, Optimizer]: ...
 @overload
-def setup(model: nn.Module, optim: Sequence[Optimizer], *, stage: int, **options: Any) -> tuple[nn.Module, Any]: ...
+def setup(model: nn.Module, optim: Sequence[Optimizer], stage: int, **options: Any) -> tuple[nn.Module, Any]: ...
 def setup(
     model: nn.Module,
     optim: Optim,
-    *,
     stage: int,
+    *,
     params: Iterable[Any] | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
@@ -85,15 +90,24 @@ def setup(
     """
     dtypes = {"precision": precision, "mixed_precision": mixed_precision, "master_dtype": master_dtype}
     given = {name: value for name, value in {"offload": offload, **dtypes}.items() if value is not None}
-    comm, problem = ranks_of(process_group, device_mesh, model)
-    asked = Arguments(model, optim, stage, params, partition, given, defaults)
+    comm, problem = ranks_of(process_group, device_mesh)
+    asked = Arguments(model, optim, stage, params, partition, given, defaults, [*signature(setup).parameters])
     asked.agree(comm, problem)
     with _telling(asked.call):
         if stage in (1, 2):
             wrapped, optimizers = _with_oss(asked, comm, auto_wrap_policy)
         else:
-            wrapped = _fsdp(asked, comm, auto_wrap_policy) if stage else _ddp(model, comm, DTYPES.get(precision))
-            optimizers = [_optimizer(asked, one, wrapped) for one in asked.optims]
+            wrapped = _fsdp(asked, comm, auto_wrap_policy) if stage else _ddp(model, comm)
+            try:
+                with Together([comm], "the optimizers of zero.setup") as together:
+                    optimizers = [_optimizer(asked, one, wrapped) for one in asked.optims]
+                    together.agree()
+            except Exception:
+                if isinstance(wrapped, FSDP):
+                    wrapped.unwrap()  # what was corrected finds the model as it was
+                raise
+            if not stage and (dtype := DTYPES.get(precision)) is not None:
+                compute_under_autocast(wrapped, dtype)
         return wrapped, optimizers[0] if asked.is_one else optimizers
 
 
@@ -105,12 +119,9 @@ def _fsdp(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> nn.Module:
     return FSDP(asked.model, comm, **options)
 
 
-def _ddp(model: nn.Module, comm: Comm, dtype: torch.dtype | None) -> nn.Module:
+def _ddp(model: nn.Module, comm: Comm) -> nn.Module:
     """Stage 0."""
-    wrapped = model if comm.group is None else DistributedDataParallel(model, process_group=comm.group)
-    if dtype is not None:
-        compute_under_autocast(wrapped, dtype)
-    return wrapped
+    return model if comm.group is None else DistributedDataParallel(model, process_group=comm.group)
 
 
 def _optimizer(asked: Arguments, optim: Any, wrapped: nn.Module) -> Optimizer:
@@ -135,7 +146,9 @@ def _with_oss(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> tuple[nn.M
         sharding = made(asked, comm, options)
         wrapped = averaged or ShardedDDP(model, sharding)
     else:
-        rounding = Rounding(MixedPrecision(dtype), model, auto_wrap_policy, comm)
+        with told_by_comparing(partial(comm.compare, _POLICIES, [])):
+            rounding = Rounding(MixedPrecision(dtype), model, auto_wrap_policy, comm)
+        comm.compare(_POLICIES, [])
         rounding.start_alike()
         sharding = made(asked, comm, {**options, "master_dtype": torch.float32, "rounded": rounding.dtypes})
         rounding.round_rest(sharding)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.measure.kinds import Finding, is_assumed, known, measured, narrow_among
-from zero.measure.param_groups import described_options, options, params_of
+from zero.measure.param_groups import called, described_options, nearest, options, params_of
 from zero.measure.single_step import single_step
+from zero.measure.undisturbed import undisturbed
 
 
 def finding_of_built(optimizer: Optimizer, group: dict[str, Any] | None = None) -> Finding:
@@ -55,6 +57,48 @@ def _arguments(optimizer: Optimizer) -> dict[str, Any]:
         name: partial(type(value), **_arguments(value)) if isinstance(value, Optimizer) else deepcopy(value)
         for name, value in given.items()
     }
+
+
+def refuse_arguments(optim: Any, given: Iterable[str], own: Iterable[str]) -> None:
+    """Raises ValueError for an option that an optimizer does not take. own: what the caller takes beside it."""
+    while isinstance(optim, partial):
+        optim, given = optim.func, [*given, *optim.keywords]
+    try:
+        known = [*argument_names(optim)] if isinstance(optim, type) else [*inspect.signature(optim).parameters][1:]
+        inspect.signature(optim).bind(None, **dict.fromkeys(given))
+    except TypeError:
+        unknown = next((name for name in given if name not in known), None)
+    except ValueError:  # it has no signature
+        return
+    else:
+        return
+    if unknown is not None:
+        near = nearest(unknown, [*own, *known]) or f" It takes {', '.join(known)}."
+        raise ValueError(f"{called(optim)} has no option {unknown}=.{near}")
+
+
+def refuse_unbuilt(optim: Callable[..., Optimizer], groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
+    """Raises ValueError if an optimizer cannot be built of these groups, of which it keeps nothing."""
+    with undisturbed() as collectives:
+        try:
+            optim(groups, **defaults)
+        except Exception as error:
+            if not collectives.called:
+                problem = f"{called(optim)} could not be built: {type(error).__name__}: {error}"
+                raise ValueError(problem) from None
+
+
+def small(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups with parameters of one element in place of these, alike in all else that torch's optimizers look at."""
+
+    def of_one(param: Tensor) -> nn.Parameter:
+        kept = torch.empty((1,) * param.dim(), dtype=param.dtype, device="cpu" if param.is_meta else param.device)
+        return nn.Parameter(kept, param.requires_grad)
+
+    def entry(given: Any) -> Any:
+        return (given[0], of_one(given[1])) if isinstance(given, tuple) else of_one(given)
+
+    return [{**group, "params": [*map(entry, group["params"])]} for group in groups]
 
 
 def argument_names(kind: type[Optimizer]) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -51,3 +53,9 @@ def called(optim: object) -> str:
     have an address in it."""
     optim = getattr(optim, "func", optim)
     return getattr(optim, "__name__", type(optim).__name__)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence that asks for the known option most like a misspelt one, after a space; empty if none is."""
+    near = get_close_matches(name, [*known], n=1, cutoff=0.7)
+    return f" Did you mean {near[0]}=?" if near else ""
