@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -270,6 +272,38 @@ def test_one_process_without_a_group_does_the_same(rank, world):
     for one in (model, zero.unwrap(model)):
         assert list(zero.full_state_dict(one, to=0)) == list(net().state_dict())
         assert zero.count_parameters(one).all == sum(param.numel() for param in net().parameters())
+
+
+CLIPS = r"write zero\.clip_grad_norm_\(model, optimizer, max_norm\)|: zero\.clip_grad_norm_\(model, optimizer, max_norm"
+WRONG_CALLS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
+    "torch's arguments": (lambda m, o: zero.clip_grad_norm_(m.parameters(), 1.0), CLIPS),
+    "torch's arguments by name": (lambda m, o: zero.clip_grad_norm_(m.parameters(), max_norm=1.0), CLIPS),
+    "all of torch's arguments": (lambda m, o: zero.clip_grad_norm_(m.parameters(), 1.0, 2.0), CLIPS),
+    "FSDP's arguments": (lambda m, o: zero.clip_grad_norm_(m, 1.0), CLIPS),
+    "no optimizer": (lambda m, o: zero.clip_grad_norm_(m, None, 1.0), CLIPS),
+    "clipping in another order": (lambda m, o: zero.clip_grad_norm_(o, m, 1.0), CLIPS),
+    "clipping a list": (lambda m, o: zero.clip_grad_norm_([m, m], [o, o], 1.0), "a list .* call it for each"),
+    "a norm of parameters": (lambda m, o: zero.grad_norm(m.parameters()), r"write zero\.grad_norm\(model, optimizer\)"),
+    "no_sync of a list": (lambda m, o: zero.no_sync([m]), "a list .* call it for each"),
+    "unwrapping a list": (lambda m, o: zero.unwrap([m]), "a list .* call it for each"),
+    "counting a list": (lambda m, o: zero.count_parameters([m]), "a list .* call it for each"),
+    "weights of a list": (lambda m, o: zero.full_state_dict([m]), "a list .* call it for each"),
+    "weights of an optimizer": (lambda m, o: zero.full_state_dict(o), "stands where the model belongs"),
+    "loading in another order": (lambda m, o: zero.load_full_state_dict({}, m), "a dict stands where the model"),
+    "state of a list": (lambda m, o: zero.full_optimizer_state_dict(m, [o]), "a list .* call it for each"),
+    "joining in another order": (lambda m, o: next(zero.join(m, [])), "a list stands where the model belongs"),
+}
+
+
+@ranks.on(2)
+def test_what_is_no_model_or_optimizer_is_told_the_call(rank, world):
+    for stage in STAGES:
+        model, optimizer = at_stage(stage, net())
+        model(data(8, 6, rank=rank, step=0)).square().mean().backward()
+        for name, (call, words) in WRONG_CALLS.items():
+            told = ranks.refusal(lambda: call(model, optimizer))  # noqa: B023
+            assert re.search(f"^TypeError: .*({words})", told), f"{name} at stage {stage}: {told}"
+        optimizer.step()
 
 
 # ------------------------------------------------------------------------ several optimizers, or several models

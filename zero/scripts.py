@@ -3,9 +3,11 @@ parameters, and the plain module. full_state.py has weights and optimizer state 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from functools import wraps
+from inspect import signature
+from typing import NamedTuple, ParamSpec
 
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_ as clip_plain
@@ -22,7 +24,7 @@ from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import take_out_of
-from zero.wrappers import Wrapped, params_in, prepared, unwrapped
+from zero.wrappers import Wrapped, params_in, prepared, refuse_other, unwrapped
 
 
 class ParameterCount(NamedTuple):
@@ -39,6 +41,7 @@ def count_parameters(model: nn.Module) -> ParameterCount:
     all, trained: elements of the full model, of all parameters and of those that require a gradient. here: of this
     rank's shards. Tied parameters count once. Sends nothing.
     """
+    refuse_other(model)
     inner = model.module if isinstance(model, FSDP) else model
     counts = {param: (parts.numel(param, param.numel()), param.numel()) for param in parameters_of(inner)}
     for group in (group for _, units in models_of(inner) for unit in units for group in unit.groups):
@@ -53,6 +56,30 @@ def count_parameters(model: nn.Module) -> ParameterCount:
     )
 
 
+P = ParamSpec("P")
+
+
+def _of_gradients(write: str) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
+    """Around a function whose namesake in torch takes parameters: tells who calls it so what to write."""
+
+    def around(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+        @wraps(function)
+        def call(*args: P.args, **given: P.kwargs) -> Tensor:
+            try:
+                model, optimizer, *_ = signature(function).bind(*args, **given).args
+            except TypeError as error:
+                raise TypeError(f"{error}: write {write}, with the model and its optimizer.") from None
+            refuse_other(model, f", and its optimizer: {write}")
+            if not isinstance(optimizer, Optimizer | Iterable):
+                raise TypeError(f"a {type(optimizer).__name__} stands where the optimizer belongs: write {write}.")
+            return function(*args, **given)
+
+        return call
+
+    return around
+
+
+@_of_gradients("zero.grad_norm(model, optimizer)")
 @calling("zero.grad_norm")
 def grad_norm(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], norm_type: float = 2.0) -> Tensor:
     """Collective at stages 1 to 3. The norm of all gradients that the optimizer steps, as one vector, 0-dim, the same
@@ -72,6 +99,7 @@ def grad_norm(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], norm
     return get_total_norm(gradients, norm_type)
 
 
+@_of_gradients("zero.clip_grad_norm_(model, optimizer, max_norm)")
 @calling("zero.clip_grad_norm_")
 def clip_grad_norm_(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], max_norm: float, norm_type: float = 2.0
@@ -107,6 +135,7 @@ def _norm(sharding: Sequence[OSS], norm_type: float) -> Tensor:
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Returns a context in which backward accumulates gradients without sending them, at any stage; the first backward
     outside sends all. Run forward and backward inside. Without other ranks nothing is sent anyway."""
+    refuse_other(model)
     wrapped = uncompiled(model)
     return wrapped.no_sync() if isinstance(wrapped, Wrapped) else nullcontext()
 

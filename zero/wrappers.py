@@ -28,13 +28,18 @@ from zero.state.stepped import SteppedShards, of_user
 Wrapped = DistributedDataParallel | ShardedDDP | FSDP
 
 
-def unwrapped(model: nn.Module) -> tuple[nn.Module, list[Wrapped]]:
-    """The user's own module, and what wraps it, from the outside in. torch.compile is not among the wrappers.
-
-    Raises TypeError for what is no module."""
+def refuse_other(model: object, beside: str = "") -> None:
+    """Raises TypeError for what is no model. beside: what the call takes, too."""
     if not isinstance(model, nn.Module):
-        call = running_call() or "this function"
-        raise TypeError(f"{call} was given a {type(model).__name__} for the model. Pass the module that was wrapped.")
+        raise TypeError(
+            f"a {type(model).__name__} stands where the model belongs. Pass the model that zero.setup or a wrapper "
+            f"returned{beside}; of several models call it for each."
+        )
+
+
+def unwrapped(model: nn.Module) -> tuple[nn.Module, list[Wrapped]]:
+    """The user's own module, and what wraps it, from the outside in. torch.compile is not among the wrappers."""
+    refuse_other(model)
     wrappers: list[Wrapped] = []
     while True:
         if isinstance(model, Wrapped):
@@ -61,6 +66,8 @@ def comms_of(wrappers: Sequence[nn.Module]) -> list[Comm]:
 def prepared(optimizer: Optimizer) -> Optimizer:
     """The optimizer that Accelerate or Lightning has wrapped in one of theirs, which shows its state and passes calls
     on. An optimizer with state of its own beside another's is returned as it is, unless the other is an OSS."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"a {type(optimizer).__name__} stands where an optimizer belongs; of several call it for each.")
     inside = getattr(optimizer, "optimizer", None)
     while isinstance(inside, OSS) or (isinstance(inside, Optimizer) and inside.state is optimizer.state):
         optimizer, inside = inside, getattr(inside, "optimizer", None)

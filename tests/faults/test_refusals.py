@@ -132,6 +132,10 @@ of_options("stage 3", "a stage of 4", "stage=4", "3 .FSDP.", stage=4)
 of_options("FSDP", "a name for a policy", "auto_wrap_policy is a str", "ModuleWrapPolicy", auto_wrap_policy="Linear")
 of_options("OSS", "a factory that fails", "no room here", optim=factory)
 
+of_options("OSS", "a misspelt option", r"SGD has no option partitoin=\. Did you mean partition=\?", partitoin="even")
+of_options("OSS", "no class", "a NoneType as its optimizer", optim=None)
+of_options("OSS", "an optimizer that is built", r"a SGD as its.*OSS\.from_optimizer", optim=sgd(good()))
+
 of_options("OSS", "optimizer", "Adam", optim=Adam, differs=True)
 of_options("OSS", "rate", "lr", lr=0.2, differs=True)
 of_options("FSDP", "partition", "partition", "whole", partition="whole", differs=True)

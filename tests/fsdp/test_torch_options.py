@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from typing import Any
 
@@ -195,8 +196,10 @@ def test_what_is_none_of_them_is_refused_on_every_rank(rank, world, words, optio
 
 
 def test_a_name_that_neither_has_is_refused():
-    with pytest.raises(TypeError, match=r"unexpected argument 'shard'.*cpu_offload"):
+    with pytest.raises(TypeError, match=r"no option shard=\..*cpu_offload"):
         zero.FSDP(Net(), shard=True)
+    with pytest.raises(TypeError, match=r"no option auto_wrap_polcy=\. Did you mean auto_wrap_policy=\?"):
+        zero.FSDP(Net(), auto_wrap_polcy=None)
 
 
 @pytest.mark.parametrize(
@@ -208,3 +211,14 @@ def test_methods_of_fsdp1_say_what_to_call(name, remedy):
         getattr(zero.FSDP, name)
     with pytest.raises(AttributeError, match=remedy):
         getattr(zero.FSDP(nn.Linear(2, 2)), name)
+
+
+@ranks.on(2)
+def test_methods_of_pytorchs_fsdp_exist_or_are_refused_with_what_to_call(rank, world):
+    """Those of FSDP1 and FSDP2, of this version of torch."""
+    model = zero.FSDP(nn.Linear(4, 4))
+    for kind in (fsdp.FullyShardedDataParallel, fsdp.FSDPModule):
+        for name in (name for name in dir(kind) if not name.startswith("_") and not hasattr(nn.Module, name)):
+            told = ranks.refusal(lambda name=name: getattr(model, name))
+            assert not told or re.match(f"AttributeError: zero's FSDP has no {name}: .{{20,}}", told), told or name
+    assert "zero.no_sync(model)" in ranks.refusal(lambda: model.set_requires_gradient_sync(False))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -126,7 +126,8 @@ def _understand(given: Arguments, asked: GivenOptions, strategy: ShardingStrateg
     """Raises ValueError or TypeError for what FSDP does not take."""
     refuse_number_of_ranks(given.reshard_after_forward)
     more = {**given.more}
-    refuse_unknown(more, known=(*OFFLOAD, *NAMES))
+    own = [*(one.name for one in fields(Arguments)), "broadcast_buffers"]
+    refuse_unknown(more, known=(*OFFLOAD, *NAMES), own=own)
     offload, wrong = take_offload(more)
     if wrong is not None:
         raise ValueError(wrong)

@@ -14,6 +14,7 @@ from torch import nn
 from zero._torch.modules import parameters_of
 from zero.comm import Comm
 from zero.fsdp.precision import MixedPrecision
+from zero.measure.param_groups import nearest
 from zero.shards.offload import Offload
 from zero.shards.partition import Partition, described, partition_problem
 from zero.shards.placement import Placement
@@ -162,12 +163,11 @@ class GivenOptions:
         return [*dict.fromkeys([*of_modules, *self.ignored_parameters])]
 
 
-def refuse_unknown(given: dict[str, Any], known: Iterable[str]) -> None:
-    """Raises TypeError for options that nobody knows. known: names beside FSDP's own."""
-    unknown = sorted(given.keys() - {*known})
-    if unknown:
-        names = ", ".join(sorted(known))
-        raise TypeError(f"FSDP got an unexpected argument {unknown[0]!r}. Besides its own names it takes {names}.")
+def refuse_unknown(given: dict[str, Any], known: Iterable[str], own: Iterable[str]) -> None:
+    """Raises TypeError for options that nobody knows. own: FSDP's; known: names beside these."""
+    for unknown in sorted(given.keys() - {*known}):
+        near = nearest(unknown, [*own, *known]) or f" Besides its own names it takes {', '.join(sorted(known))}."
+        raise TypeError(f"FSDP has no option {unknown}=.{near}")
 
 
 def refuse_number_of_ranks(reshard_after_forward: Any) -> None:

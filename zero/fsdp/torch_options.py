@@ -1,5 +1,5 @@
-"""Options of PyTorch's FSDP1 that have another name in zero, its mixed precision, and its methods, which say what to
-call."""
+"""Options of PyTorch's FSDP1 that have another name in zero, its mixed precision, and the methods of FSDP1 and FSDP2,
+which say what to call."""
 
 from __future__ import annotations
 
@@ -35,11 +35,39 @@ _METHODS = {
         _LOAD,
     ),
     "fsdp_modules": "one FSDP has all units, and modules inside it are the plain ones: model.module",
+    "check_is_root": "one FSDP has all units, and is the root",
+    # of FSDP2
+    **dict.fromkeys(
+        ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"),
+        "run forward and backward of all micro-batches but the last in `with zero.no_sync(model):`",
+    ),
+    "unshard": "forward and backward unshard by themselves, and `with model.summon_full_params():` outside of them",
+    **dict.fromkeys(
+        ("set_reshard_after_forward", "set_reshard_after_backward", "set_unshard_in_backward"),
+        "pass zero.FSDP(model, reshard_after_forward=...); backward unshards what it needs, and reshards it",
+    ),
+    **dict.fromkeys(
+        ("set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch"),
+        "pass zero.FSDP(model, prefetch=...), how many units are in flight",
+    ),
+    **dict.fromkeys(
+        ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor"),
+        "gradients are averaged over the ranks; multiply the loss by a factor of your own",
+    ),
+    **dict.fromkeys(
+        (
+            *("register_comm_hook", "set_all_reduce_hook", "set_custom_all_gather", "set_custom_reduce_scatter"),
+            *("set_allocate_memory_from_process_group_for_comm", "set_force_sum_reduction_for_comms"),
+            *("set_post_optim_event", "set_reduce_scatter_max_input_buffers", "set_reduce_scatter_unused_params"),
+            *("set_separate_reduce_scatter_group", "set_symm_mem_for_comm", "reset_iter_state"),
+        ),
+        "zero sends by itself; leave the call out. zero.MixedPrecision(reduce_dtype=...) sends gradients in 16 bits",
+    ),
 }
 
 
 class _Elsewhere:
-    """In the place of a method of PyTorch's FSDP1. Raises AttributeError with what to call."""
+    """In the place of a method of PyTorch's FSDP1 or FSDP2. Raises AttributeError with what to call."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -49,7 +77,7 @@ class _Elsewhere:
 
 
 def refuse_method(name: str) -> None:
-    """Raises AttributeError for a method that PyTorch's FSDP1 has, with what to call."""
+    """Raises AttributeError for a method that PyTorch's FSDP1 or FSDP2 has, with what to call."""
     if name in _METHODS:
         raise AttributeError(f"zero's FSDP has no {name}: {_METHODS[name]}.")
 

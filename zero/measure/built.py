@@ -67,7 +67,7 @@ def refuse_arguments(optim: Any, given: Iterable[str], own: Iterable[str]) -> No
         known = [*argument_names(optim)] if isinstance(optim, type) else [*inspect.signature(optim).parameters][1:]
         inspect.signature(optim).bind(None, **dict.fromkeys(given))
     except TypeError:
-        unknown = next((name for name in given if name not in known), None)
+        unknown = next((name for name in sorted(given) if name not in known), None)
     except ValueError:  # it has no signature
         return
     else:

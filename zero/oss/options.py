@@ -14,8 +14,10 @@ from torch.optim import Optimizer
 
 from zero.comm import Comm
 from zero.comm.together import told_by_comparing
+from zero.measure.built import refuse_arguments
 from zero.measure.kinds import Finding, Kind, finding_of, known, narrow_among, title
 from zero.measure.param_groups import called, described_options, options
+from zero.offload import NAMES as OFFLOAD
 from zero.offload import take_offload
 from zero.shards.arguments import (
     as_groups,
@@ -101,6 +103,12 @@ class Arguments:
         self._comm, self._optim, self._defaults = comm, optim, defaults
         self._whole: set[nn.Parameter] = set()
         with told_by_comparing(partial(comm.compare, _GIVEN, [])):
+            if not callable(optim):
+                raise ValueError(
+                    f"OSS was given a {type(optim).__name__} as its optimizer. Pass the class, and its arguments by "
+                    "name: zero.OSS(params, torch.optim.AdamW, lr=1e-3); of one that is built OSS.from_optimizer."
+                )
+            refuse_arguments(optim, defaults.keys() - {*OFFLOAD}, [*given, *OFFLOAD, "group"])
             self.groups, problem = as_groups(params)
             signature, problem = self._understand(given, problem)
         comm.compare(_GIVEN, signature, problem)
