@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as recomputed_in_backward
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import Adam, AdamW
 
@@ -130,19 +132,33 @@ def whole(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend="eager")
 
 
-def by_block(model: Any) -> nn.Module:
+def by_block(wrap: Callable[[nn.Module], nn.Module], model: Any) -> nn.Module:
     """The first block's weight is the head's."""
     for number, block in enumerate(model.blocks):
-        model.blocks[number] = torch.compile(block, backend="eager")
+        model.blocks[number] = wrap(block)
     return model
 
 
-COMPILED = {"around": (None, whole), "inside": (whole, None), "blocks": (by_block, None)}
+def recomputed(model: nn.Module) -> nn.Module:
+    """In a wrapper whose hooks take its own name off those of the state_dict()."""
+    return recomputed_in_backward(whole(model))
+
+
+COMPILED = {
+    "around": (None, whole),
+    "inside": (whole, None),
+    "blocks": (partial(by_block, whole), None),
+    "blocks, recomputed": (partial(by_block, recomputed_in_backward), None),
+    "blocks, compiled and recomputed": (partial(by_block, recomputed), None),
+    "inside, recomputed": (recomputed, None),
+    "around, recomputed": (None, recomputed),
+    "around, recomputed and compiled": (None, lambda model: whole(recomputed_in_backward(model))),
+}
 """The module, and then its wrapper."""
 
 
 @pytest.mark.slow
-@matrix.combined("stage, compiled", [0, 2, 3], COMPILED)
+@matrix.combined("compiled, stage", COMPILED, [0, 2, 3])
 @ranks.on(2)
 def test_names_are_the_modules_own_whatever_is_compiled(rank, world, stage, compiled):
     inside, around = COMPILED[compiled]
@@ -155,9 +171,17 @@ def test_names_are_the_modules_own_whatever_is_compiled(rank, world, stage, comp
     for to in (0, None):
         found = zero.full_state_dict(model, to=to)
         assert list(found) == (list(net().state_dict()) if to in (rank, None) else [])
-    assert all(torch.equal(found[name], value) for name, value in weights.items())
+    once = dict(net().named_parameters()) if "recomputed" in compiled else weights  # but for running averages
+    assert all(torch.equal(found[name], weights[name]) for name in once)
     assert found["head.weight"] is found["blocks.0.0.weight"]
     net().load_state_dict(found)
+    given = {name: 2 * value if value.is_floating_point() else value for name, value in found.items()}
+    for one in (given, iter(found.items())):
+        missing, unexpected = zero.load_full_state_dict(model, one)
+        assert not missing and not unexpected
+        loaded, expected = zero.full_state_dict(model), given if one is given else found
+        assert all(torch.equal(value, expected[name]) for name, value in loaded.items())
+    assert {name.partition("/")[0] for name, _ in zero.full_tensors(model, optimizer)} <= found.keys()
     if stage > 1 and not around:
         for given in (weights, {name: 2 * value for name, value in model.state_dict().items()}):
             model.load_state_dict(given)

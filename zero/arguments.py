@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero._torch.compiling import uncompiled
+from zero._torch.compiling import unwrapped_of_torchs
 from zero._torch.modules import parameters_of
 from zero.comm import Comm
 from zero.comm.together import told_by_comparing
@@ -315,7 +315,7 @@ def _unusable(stage: object, given: Mapping[str, Any], model: nn.Module) -> str 
     if isinstance(stage, bool) or not isinstance(stage, SupportsIndex) or stage not in (0, 1, 2, 3):
         return f"stage={stage!r} is no stage. Pass an int: 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP)."
     wrapped = next(((name, one) for name, one in model.named_modules() if isinstance(one, Wrapped)), None)
-    if wrapped is not None and (stage < 3 or isinstance(uncompiled(model), Wrapped)):
+    if wrapped is not None and (stage < 3 or isinstance(unwrapped_of_torchs(model), Wrapped)):
         where = f", as {wrapped[0]!r}," if wrapped[0] else ""
         return (
             f"zero.setup was given a model that is wrapped already{where} in a {type(wrapped[1]).__name__}, as in a "

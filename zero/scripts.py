@@ -14,7 +14,7 @@ from torch.nn.utils import clip_grad_norm_ as clip_plain
 from torch.nn.utils import get_total_norm
 from torch.optim import Optimizer
 
-from zero._torch.compiling import uncompiled
+from zero._torch.compiling import unwrapped_of_torchs
 from zero._torch.modules import children_of, parameters_of
 from zero.comm.waiting import calling
 from zero.fsdp import FSDP
@@ -90,7 +90,7 @@ def grad_norm(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], norm
 
     model, optimizer: those that train, also several optimizers. norm_type: 1, 2, any p > 0, or inf.
     """
-    wrapped, optimizers = uncompiled(model), _each(optimizer)
+    wrapped, optimizers = unwrapped_of_torchs(model), _each(optimizer)
     if isinstance(wrapped, FSDP):
         return wrapped.grad_norm(norm_type, params=[param for one in optimizers for param in params_in(wrapped, one)])
     if sharding := [one for one in optimizers if isinstance(one, OSS)]:
@@ -110,7 +110,7 @@ def clip_grad_norm_(
     Returns the norm before, 0-dim, the same on every rank. Call it on every rank between backward and step, in place of
     torch's function of this name, at any stage. Arguments are those of `grad_norm`.
     """
-    wrapped, optimizers = uncompiled(model), _each(optimizer)
+    wrapped, optimizers = unwrapped_of_torchs(model), _each(optimizer)
     if isinstance(wrapped, FSDP):
         params = [param for one in optimizers for param in params_in(wrapped, one)]
         return wrapped.clip_grad_norm_(max_norm, norm_type, params=params)
@@ -136,7 +136,7 @@ def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Returns a context in which backward accumulates gradients without sending them, at any stage; the first backward
     outside sends all. Run forward and backward inside. Without other ranks nothing is sent anyway."""
     refuse_other(model)
-    wrapped = uncompiled(model)
+    wrapped = unwrapped_of_torchs(model)
     return wrapped.no_sync() if isinstance(wrapped, Wrapped) else nullcontext()
 
 

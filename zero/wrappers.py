@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero._torch.compiling import uncompiled
+from zero._torch.compiling import unwrapped_of_torchs
 from zero._torch.modules import parameters_of
 from zero.comm import Comm
 from zero.comm.waiting import running_call
@@ -38,14 +38,15 @@ def refuse_other(model: object, beside: str = "") -> None:
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, list[Wrapped]]:
-    """The user's own module, and what wraps it, from the outside in. torch.compile is not among the wrappers."""
+    """The user's own module, and what wraps it, from the outside in. torch.compile and
+    checkpoint_wrapper are not among the wrappers."""
     refuse_other(model)
     wrappers: list[Wrapped] = []
     while True:
         if isinstance(model, Wrapped):
             wrappers.append(model)
             model = model.module
-        elif (inside := uncompiled(model)) is not model:
+        elif (inside := unwrapped_of_torchs(model)) is not model:
             model = inside
         else:
             return model, wrappers

@@ -16,6 +16,7 @@ from torch import nn
 from zero._torch.modules import children_of
 
 _WRAPPED = "_orig_mod"
+_RECOMPUTED = "_checkpoint_wrapped_module"
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -30,14 +31,25 @@ def uncompiled(module: nn.Module) -> nn.Module:
     return module if inside is None else inside
 
 
+def unwrapped_of_torchs(module: nn.Module) -> nn.Module:
+    """The module inside of torch.compile and checkpoint_wrapper, one in the other; otherwise this one."""
+    while (inside := children_of(module).get(_WRAPPED, children_of(module).get(_RECOMPUTED))) is not None:
+        module = inside
+    return module
+
+
 def name_without_compile(name: str) -> str:
-    """A name in a model as it is without torch.compile, which wraps modules in one of its own."""
-    return ".".join(atom for atom in name.split(".") if atom != _WRAPPED)
+    """A name in a model as it is without torch.compile and checkpoint_wrapper, which wrap modules in ones of their
+    own."""
+    return ".".join(atom for atom in name.split(".") if atom not in (_WRAPPED, _RECOMPUTED))
 
 
 def named_as_compiled(module: nn.Module, weights: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """Weights by the names of a module without torch.compile, under the names that it has with it. Others stay."""
-    paths = {name_without_compile(path): path for path, _ in module.named_modules(remove_duplicate=False)}
+    paths = {  # without checkpoint_wrapper's atoms: its hook on load_state_dict() brings them in
+        name_without_compile(path): ".".join(atom for atom in path.split(".") if atom != _RECOMPUTED)
+        for path, _ in module.named_modules(remove_duplicate=False)
+    }
     return renamed(weights, lambda path: paths.get(name_without_compile(path), path))
 
 
