@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 from functools import partial
 
+import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+import ranks
 import zero
-from rows import Rows, adam, momentum
+from rows import Net, Rows, adam, momentum, sgd
+from zoo import WIDTH, data
 
 edited = Rows("B3: what is done to gradients under no_sync counts, or raises", __name__)
 
@@ -133,3 +137,46 @@ frozen("the model is frozen in evaluation mode", pass_in_evaluation)
 frozen("the module inside is frozen and called", lambda t, i: passed(t, t.n, through=t.n, sends=True), tolerance=1e-6)
 
 test_kept = kept.tests()
+
+# ------------------------------------------------------------------------------------ the forward alone under no_sync
+
+
+def alone(model, x):
+    with model.no_sync():
+        loss = model(x).square().mean()
+    loss.backward()
+
+
+def both(model, x):
+    with model.no_sync():
+        model(x).square().mean().backward()
+
+
+def together(model, x):
+    """DistributedDataParallel, which goes by the last forward, reduces as well."""
+    with model.no_sync():
+        loss = model(x).square().mean()
+    (loss + model(x).mean()).backward()
+
+
+def of_inputs(model, x):
+    with model.no_sync():
+        loss = model(x.requires_grad_()).square().mean()
+    torch.autograd.grad(loss, x)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2)
+def test_a_forward_alone_under_no_sync_is_told_once(rank, world, stage):
+    model, optimizer = zero.setup(Net(), sgd, stage=stage)
+    told = []
+    for accumulate in (both, together, of_inputs, alone, alone):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accumulate(model, data(4, WIDTH, rank=rank, step=0))
+            model(data(4, WIDTH, rank=rank, step=1)).square().mean().backward()
+        told.append([str(one.message) for one in caught if one.filename == __file__])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert told[:3] == [[], [], []] and told[4] == []
+    assert len(told[3]) == 1 and "Run both under zero.no_sync(model)" in told[3][0]

@@ -32,7 +32,13 @@ from zero.wrap.bucket import EndOfBackward
 
 
 class Graph(list[tuple[Unit, Call]]):
-    """The calls of one forward of the model, which a backward through its graph passes. Hooks on the graph keep it."""
+    """The calls of one forward of the model, which a backward through its graph passes. Hooks on the graph keep it.
+
+    reduces: whether gradients were to be reduced then, or accumulated under no_sync."""
+
+    def __init__(self, *, reduces: bool = True) -> None:
+        super().__init__()
+        self.reduces = reduces
 
     # As objects: two graphs may have equal calls.
     __hash__ = object.__hash__  # type: ignore[assignment]
@@ -111,6 +117,7 @@ class Backward:
         self._begin()
         if graph not in self._graphs:
             self._graphs.add(graph)
+            self._end.forwards.append(graph.reduces)
             for caller, of_graph in graph:
                 self._expect(caller, of_graph)
         self._expect(unit, call)  # once more if a backward within the forward has passed it
@@ -176,6 +183,7 @@ class Backward:
             self.abandon()
         if not self.active:
             self.active = True
+            self._end.forwards.clear()
             for streams in self._streams:
                 streams.begin()
             self._compare_trained()
@@ -266,7 +274,8 @@ class Backward:
         for unit in self._index.units if not within else ():
             unit.post_backward()  # before gradients of what this rank has not used, which are the shards'
         with as_plain_tensors():
-            self._end.reach([bucket for unit in self._index.units for bucket in unit.buckets])
+            buckets = [bucket for unit in self._index.units for bucket in unit.buckets]
+            self._end.reach(buckets, reduces=self.reduces)
             # The user reads gradients once backward() has returned; copies to the CPU may still be on their way.
             for group in self._index.groups:
                 group.synchronize()

@@ -181,7 +181,7 @@ class Schedule:
         """No unit is running: the forward of the model begins, or that of one unit by itself."""
         if self._backward.active:
             return
-        self._graph = Graph()
+        self._graph = Graph(reduces=self._backward.reduces)
         for streams in self._streams:
             streams.begin()
         for comm in self._comms:

@@ -230,6 +230,7 @@ class Reducer:
         """
         if (was_active or self.active) and (leaf is None or writes_into(leaf)):
             self._begin()
+            self._end.forwards.append(was_active)
 
     def _register_hooks(self) -> None:
         # A weak reference: the garbage collector does not find cycles through hooks of autograd.
@@ -289,6 +290,7 @@ class Reducer:
             self._abandon()
         self._update_trained()
         self._in_backward = True
+        self._end.forwards.clear()
         for streams in self._streams:
             streams.compute_here()
         # autograd alone holds what it is to call, and drops it uncalled once a backward has failed. A backward within
@@ -308,7 +310,7 @@ class Reducer:
         self._queue.finish()
         for written in filter(None, (optimizer.shards.written_between_steps() for optimizer in self._optimizers)):
             raise RuntimeError(written)
-        self._end.reach(self._queue.buckets)
+        self._end.reach(self._queue.buckets, reduces=self.active)
         for optimizer in self._optimizers:
             # The user reads gradients once backward() has returned; copies to the CPU may still be on their way.
             optimizer.gradients.wait_for_copies()

@@ -15,6 +15,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from zero._torch.telling import warn_user
 from zero._torch.tensors import as_plain_tensors, foreach
 from zero.comm import Comm, Work
 from zero.comm.packing import summed_as
@@ -174,19 +175,32 @@ class GradBucket:
         self._undecided, self._addends, self.used, self.missing = [], [], set(), False
 
 
+_FORWARD_ALONE = (
+    "a forward ran under no_sync() and its backward outside, which has sent the gradients now. "
+    "DistributedDataParallel, which decides in forward, would have kept them. Run both under zero.no_sync(model): sums "
+    "of gradients that are sent one after another round differently."
+)
+
+
 class EndOfBackward:
     """The end of the backwards of one model, where ranks compare their operations and exchange which parameters they
-    have used. comms: the process groups to compare, one after another. `together`: around it."""
+    have used. comms: the process groups to compare, one after another. `together`: around it. `forwards`: of those that
+    the backward has come to so far, whether their gradients were to be reduced then, or accumulated under no_sync."""
 
     def __init__(self, comms: Sequence[Comm], name: str) -> None:
         self._comms, self.together = comms, Together(comms, name)
+        self.forwards, self._has_warned = list[bool](), False
 
-    def reach(self, buckets: Sequence[GradBucket]) -> None:
+    def reach(self, buckets: Sequence[GradBucket], *, reduces: bool = True) -> None:
         """Collective. Raises RuntimeError on every rank unless all ranks have done the same operations.
 
         Adds the gradients of parameters that only other ranks have used. For this, ranks exchange one byte for each
         trained parameter, but only if some rank has sent zeros.
         """
+        used_here = reduces and any(bucket.used for bucket in buckets)  # torch.autograd.grad writes into none
+        if used_here and self.forwards and not any(self.forwards) and not self._has_warned:
+            self._has_warned = True
+            warn_user(_FORWARD_ALONE)
         some_sent_zeros = self.together.agree(int(any(bucket.missing for bucket in buckets)))
         used = self._used_anywhere(buckets) if some_sent_zeros else [{} for _ in buckets]
         for bucket, anywhere in zip(buckets, used, strict=True):
