@@ -302,6 +302,48 @@ def test_a_cell_that_runs_again_is_told_of_unwrap_and_runs_after_it(rank, world,
     optimizer.step()
 
 
+CELLS: dict[str, Callable[[nn.Module, Any, int], Any]] = {
+    "a class": lambda net, _, stage: zero.setup(net, Adam, stage=stage),
+    "an optimizer that is built there": lambda net, _, stage: zero.setup(net, Adam(net.parameters()), stage=stage),
+    "an optimizer that was built before": lambda net, built, stage: zero.setup(net, built, stage=stage),
+}
+
+
+@pytest.mark.parametrize("stage", range(4))
+@ranks.on(2)
+def test_a_cell_that_runs_again_on_the_module_inside_trains_or_is_told_the_remedy(rank, world, stage):
+    """Before a backward, with its gradients, and after a step."""
+    for name, cell in CELLS.items():
+        for until in range(3):
+            net = nn.Linear(4, 4)
+            built = Adam(net.parameters())
+            model, optimizer = cell(net, built, stage)
+            if until:
+                model(torch.ones(2, 4)).sum().backward()
+            if until == 2:
+                optimizer.step()
+            told = ranks.refusal(lambda: cell(net, built, stage))  # noqa: B023
+            assert (stage in (2, 3) and until > 0) or stage == 3 or name[-6:] == "before" or not told, told
+            if told:
+                assert "notebook whose cell runs again" in told and re.search("zero.unwrap|Build it again", told)
+                net = zero.unwrap(model)
+                model, optimizer = zero.setup(net, Adam(net.parameters()), stage=stage)
+                model(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+
+
+@ranks.on(2)
+def test_what_a_rank_cannot_send_leaves_a_built_optimizer_as_it_was(rank, world):
+    net = nn.Linear(4, 4)
+    net.register_buffer("mask", torch.eye(4).to_sparse())
+    optimizer = Adam(net.parameters())
+    assert "'mask' has layout torch.sparse_coo" in ranks.refusal(lambda: zero.setup(net, optimizer, stage=2))
+    del net.mask
+    model, optimizer = zero.setup(net, optimizer, stage=2)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+
+
 @ranks.on(2)
 def test_a_stage_may_stand_third(rank, world):
     assert isinstance(zero.setup(nn.Linear(4, 4), Adam, 3)[0], zero.FSDP)

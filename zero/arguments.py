@@ -24,10 +24,11 @@ from zero.measure.kinds import Finding, finding_of, known, title
 from zero.measure.param_groups import called, described_options, nearest, options, params_of
 from zero.oss import OSS
 from zero.oss.from_optimizer import problem_of, states_of, uncut_state
+from zero.oss.gradients import refuse_left
 from zero.precision import precision_problem
-from zero.shards.arguments import as_groups, named_params
+from zero.shards.arguments import as_groups, named_params, on_two_devices
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem, whole_among
-from zero.shards.shapes import shared_memory
+from zero.shards.shapes import shared_memory, unsendable
 from zero.tensor_parallel import parts
 from zero.wrap.wrapper import describe, scripted
 from zero.wrappers import Wrapped
@@ -321,6 +322,7 @@ def _unusable(stage: object, given: Mapping[str, Any], model: nn.Module) -> str 
             f"zero.setup was given a model that is wrapped already{where} in a {type(wrapped[1]).__name__}, as in a "
             "notebook whose cell runs again. Pass what zero.unwrap(model) returns."
         )
+    refuse_left(model.named_parameters())
     for name, param in model.named_parameters() if stage < 3 else ():
         if param.is_meta:
             return (
@@ -337,5 +339,7 @@ def _unusable(stage: object, given: Mapping[str, Any], model: nn.Module) -> str 
     wrong = next((name for name in given if stage not in _STAGES[name]), None)
     if wrong is not None:
         return f"{wrong}={given[wrong]!r} means nothing at stage {stage}. {_INSTEAD[wrong]}"
+    if stage == 2 and (problem := on_two_devices(model.named_parameters()) or unsendable(model.named_buffers())):
+        return problem
     named = ((repr(name), param) for name, param in model.named_parameters())
     return shared_memory(named, model.named_buffers()) if stage else None

@@ -77,7 +77,10 @@ class UnitChoice:
                     "sharded. Build the model again."
                 )
             if param in sharded:
-                return f"{name!r} is sharded by another FSDP already. Wrap a module once, or wrap the FSDP around it."
+                return (
+                    f"{name!r} is sharded by another FSDP already. Wrap a module once, or wrap the FSDP around it; in "
+                    "a notebook whose cell runs again wrap what zero.unwrap(model) of that FSDP returns."
+                )
             problem = None if param.is_meta and synced else unusable(param, repr(name))
             if problem is not None:
                 return problem

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from zero.measure.built import argument_names
 from zero.measure.param_groups import called, params_of
 from zero.state import leaves
 from zero.state import optimizer_state as state
+
+_given: WeakSet[Optimizer] = WeakSet()
+"""Those that were made an OSS of."""
 
 
 def from_optimizer(
@@ -63,6 +67,11 @@ def problem_of(optimizer: object, sharded: Any, *, rebuilds: bool = True) -> str
     that the optimizer stores."""
     if not isinstance(optimizer, Optimizer):
         return f"OSS.from_optimizer was given a {type(optimizer).__name__}. Pass a torch.optim.Optimizer."
+    if optimizer in _given:
+        return (
+            f"the {type(optimizer).__name__} was given to OSS.from_optimizer, or to zero.setup, before, as in a "
+            "notebook whose cell runs again, and has no state any more. Build it again, of the module's parameters."
+        )
     if isinstance(optimizer, sharded):
         return "OSS.from_optimizer was given an OSS, which shards its state already. Use it as it is."
     missing = arguments(optimizer)[1] if rebuilds else []
@@ -105,6 +114,7 @@ def uncut_state(optimizer: Optimizer) -> str | None:
 
 def refuse_use(optimizer: Optimizer) -> None:
     """Has an optimizer that was given to an OSS raise where it would step or save by itself."""
+    _given.add(optimizer)
     call_stepped(optimizer)  # its schedulers look for it
     optimizer.register_step_pre_hook(partial(_refuse, "would step full parameters on each rank by itself", "Step"))
     optimizer.register_state_dict_pre_hook(partial(_refuse, "has no state any more", "Save the state of"))

@@ -125,6 +125,17 @@ class OwnedGradient(WithoutMemory):
         return f"OwnedGradient({self.title}, {list(self.shape)}, {self.dtype}, sharded by ShardedDDP)"
 
 
+def refuse_left(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises ValueError for a parameter with a gradient that an earlier ShardedDDP has left there."""
+    for name, param in named:
+        if isinstance(param.grad, OwnedGradient):
+            raise ValueError(
+                f"{name!r} has a gradient of a ShardedDDP that has the model already, as in a notebook whose cell runs "
+                "again. Wrap what zero.unwrap(model) of that one returns, or clear the gradients first: "
+                "module.zero_grad()."
+            )
+
+
 class OwnedGradients:
     """The gradients of the shards that one OSS steps.
 

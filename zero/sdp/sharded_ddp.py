@@ -21,6 +21,7 @@ from zero._torch.compiling import named_as_compiled
 from zero._torch.modules import children_of, parameters_of
 from zero.comm import Comm
 from zero.comm.together import told_by_comparing
+from zero.oss.gradients import refuse_left
 from zero.oss.optimizer import OSS, set_bucket_size
 from zero.sdp.reducer import Reducer
 from zero.shards.announce import announce
@@ -140,6 +141,7 @@ class ShardedDDP(Wrapper):
             )
         if problem := scripted(self.module, inside=False):
             return problem
+        refuse_left(self.module.named_parameters())
         if not self._optimizers:
             return "ShardedDDP was given no optimizer. Pass the zero.OSS that holds the module's parameters."
         for optimizer in self._optimizers:
