@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from zero._torch.compiling import unwrapped_of_torchs
 from zero._torch.modules import parameters_of
 from zero.comm import Comm
-from zero.comm.waiting import running_call
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
 from zero.fsdp.full_weights import named_tensors

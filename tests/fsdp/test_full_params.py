@@ -165,7 +165,9 @@ def test_a_state_dict_is_made_of_copies_each_by_itself_but_for_tied_ones(rank, w
     assert storages["head.weight"] == storages["tokens.weight"]
     assert len(set(storages.values())) == len(storages) - 1
     for value in weights.values():
-        value.zero_()
+        value.clone().zero_()
+        with pytest.raises(RuntimeError, match="`zero_` writes into a copy"):
+            value.zero_()
     assert all(bool(value.any()) for name, value in model.state_dict().items() if "bias" not in name)
 
 

@@ -212,5 +212,5 @@ def test_what_is_no_model_is_named():
         (zero.load_full_state_dict, [model.state_dict(), model]),
         (zero.load_full_optimizer_state_dict, [optimizer, model, optimizer.state_dict()]),
     ]:
-        with pytest.raises(TypeError, match=r"was given a (dict|list|SGD|OrderedDict) for the model"):
+        with pytest.raises(TypeError, match=r"a (dict|list|SGD|OrderedDict) stands where the model belongs"):
             call(*given)

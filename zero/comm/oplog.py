@@ -34,8 +34,8 @@ class Log:
 
     digest: a digest of the operations since the ranks last compared their logs.
     comparisons: the number of times that they compared them.
-    each: whether every operation is compared, and every forward is searched for writes (ZERO_CHECK=each): on all ranks
-        if one says so, from their first operation on.
+    each: whether every operation is compared (ZERO_CHECK=each): on all ranks if one says so, from their first
+        operation on.
     channels: the kinds of its operations. failure: why nothing more can be sent.
     sections: the number of sections (together.py) that run, one within another; sections_entered: of those that ran
         within no other, so far.

@@ -19,12 +19,13 @@ from zero.fsdp.build import restore_module
 from zero.fsdp.compile import BETWEEN_UNITS, Compiling
 from zero.fsdp.construct import Arguments, Inside, construct
 from zero.fsdp.model import Model
-from zero.fsdp.state_dict_guard import NO_COPIES, StateDictGuard
+from zero.fsdp.state_dict_guard import StateDictGuard
 from zero.fsdp.step import Steps
 from zero.fsdp.summon import summon
 from zero.fsdp.torch_options import TorchMethods, refuse_method
 from zero.fsdp.units import Policy
 from zero.shards.partition import Partition
+from zero.shards.sharded_parameter import NO_COPIES
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import take_out_of
 from zero.wrap.buffers import BufferSync

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero._torch.autograd import transformed
 from zero._torch.modules import parameters_of, params_of
 from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm, fail_together
@@ -28,6 +27,7 @@ from zero.shards.claimed import claim, release
 from zero.shards.group_state import GroupState
 from zero.shards.offload import DEVICE, Offload
 from zero.shards.placement import Placement
+from zero.shards.sharded_parameter import NOT_EXPORTED
 from zero.tensor_parallel.parts import others_of
 from zero.wrap.wrapper import NOT_SCRIPTED
 
@@ -135,13 +135,9 @@ class Model:
 
     def begin_forward(self) -> None:
         """Collective where it raises. Raises RuntimeError if parameters were moved, cast, replaced or given other data,
-        and within a transform of torch.func."""
-        if transformed():
-            raise RuntimeError(
-                "torch.func.grad, vjp, jvp or jacrev runs the forward of FSDP, which gathers parameters into memory "
-                "that the function captures. Differentiate by backward() or torch.autograd.grad, or at stage 2, with "
-                "ShardedDDP."
-            )
+        and within torch.export."""
+        if torch.compiler.is_exporting():
+            raise RuntimeError(NOT_EXPORTED)
         if torch.jit.is_tracing():
             raise RuntimeError(NOT_SCRIPTED.format("FSDP"))
         self.refuse_moved()
@@ -172,7 +168,7 @@ class Model:
             with self.together:
                 raise RuntimeError(
                     f"{name} has a gradient that was not averaged: the last backward ran under no_sync(). Run the "
-                    "last backward of a step outside it; the norm is known after that."
+                    "last backward of a step outside it."
                 )
 
     # ------------------------------------------------------------------------------------- norms of gradients

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch.autograd import in_a_backward
+from zero._torch.autograd import in_a_backward, transformed
 from zero._torch.modules import parameters_of
 from zero.comm import Comm
 from zero.comm.streams import HostStreams
@@ -26,6 +26,7 @@ from zero.fsdp.edges import Kept, watch_inputs, watch_inside, watch_outputs
 from zero.fsdp.in_flight import Order
 from zero.fsdp.reads import refuse_read
 from zero.fsdp.unit import Call, Index, Need, Unit
+from zero.shards.sharded_parameter import NO_COPIES
 
 
 class Schedule:
@@ -94,6 +95,9 @@ class Schedule:
                 before = hidden(root, module, partial(self._together_with, self._before_encoder))
                 self._hooks.setdefault(module, []).append(module.register_forward_pre_hook(before))
 
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(NO_COPIES)  # hooks on modules refer to it
+
     def _together_with(self, hook: Callable[..., Any], *args: Any) -> Any:
         try:  # not a context, which costs two calls in each hook
             return hook(*args)
@@ -161,6 +165,12 @@ class Schedule:
         in_backward = self._backward.active
         if unit is self._root:
             self._note_mode(training, whole=unit.entry_module is None and not in_backward)
+        if transformed():
+            raise RuntimeError(
+                f"torch.func.grad, vjp, jvp or jacrev runs {unit.title} of FSDP, which gathers parameters into memory "
+                "that the function captures. Differentiate by backward() or torch.autograd.grad, or at stage 2, with "
+                "ShardedDDP."
+            )
         for each in (unit, *self._index.reads[unit]):
             if each is not unit and not in_backward:
                 refuse_read(each)

@@ -12,13 +12,7 @@ from zero._torch.modules import OwnHook, parameters_of
 from zero.shards.group_state import GroupState
 from zero.shards.partition import Place
 from zero.shards.shard_group import ShardGroup
-from zero.shards.sharded_parameter import AtRest, reads_full
-
-NO_COPIES = (
-    "an FSDP cannot be copied or pickled: its parameters are spread over the ranks. Save full_state_dict(), or copy "
-    "the module before wrapping it. For averages build AveragedModel(module) before, and then wrap the copy, "
-    "too: average.module = zero.FSDP(average.module)."
-)
+from zero.shards.sharded_parameter import NO_COPIES, AtRest, reads_full
 
 
 class StateDictGuard:

@@ -40,9 +40,10 @@ class Asked(Protocol):
 class Owner(Protocol):
     """What is read here of the shard group that has a parameter. reads: None while no model has the group.
     data_was_read: the memory of one of its full parameters, since they were gathered. lends: whether that is full now.
-    """
+    stand_ins: on the CPU, a byte for each parameter, by whose address a shard without elements is told apart."""
 
     data_was_read: bool
+    stand_ins: Tensor
     layout: Layout
     shapes: Shapes
     reads: Callable[[], Asked | None]
@@ -69,6 +70,13 @@ class Cut:
         if one is None or two is None or one.shapes.full[self.position] != two.shapes.full[other.position]:
             return False
         return [*one.layout.owners(self.position)] == [*two.layout.owners(other.position)]
+
+    @property
+    def has_single(self) -> bool:
+        """Whether a rank has a single element of several, which is alike on all ranks."""
+        owner = self.owner()
+        owners = [] if owner is None else [*owner.layout.owners(self.position)]
+        return len(owners) > 1 and any(stop - start == 1 for _, start, stop in owners)
 
     def described(self) -> str:
         owner = self.owner()

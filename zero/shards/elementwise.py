@@ -39,11 +39,13 @@ LIKE_ANOTHER = {"to", "type_as"}
 # Those that ask about the tensor: they are answered for the shard, and for the full tensor within a forward.
 ABOUT = _names(
     """
-    __dir__ __format__ __hash__ __repr__ _has_compatible_shallow_copy_type _is_view data_ptr detach_ dim_order
-    is_distributed is_inference is_pinned is_same_size is_set_to is_shared storage
-    storage_type untyped_storage
+    __dir__ __format__ __hash__ __repr__ _has_compatible_shallow_copy_type _is_view dim_order is_distributed
+    is_inference is_pinned is_same_size is_set_to is_shared storage_type
     """
 )
+
+# Those by which programs tell tensors apart, or find which are tied.
+TELLS_APART = {"data_ptr", "storage", "untyped_storage", "_typed_storage"}
 
 # Functions and attributes that shape, strides and dtype answer.
 OF_SHAPE = _names(

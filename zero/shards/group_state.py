@@ -26,16 +26,15 @@ class GroupState(enum.Enum):
     __hash__ = object.__hash__  # enum's own is Python, and takes as long as all else of `_become`
 
 
-_AFTER_GATHERING = {GroupState.GATHERING: {GroupState.UNSHARDED, GroupState.LOST}}
 NEXT_WITH_OWN_SHARD = {
-    **_AFTER_GATHERING,
+    GroupState.GATHERING: {GroupState.UNSHARDED, GroupState.SHARDED, GroupState.LOST},
     GroupState.SHARDED: {GroupState.GATHERING, GroupState.SUMMONED},
     GroupState.UNSHARDED: {GroupState.SHARDED},
     GroupState.SUMMONED: {GroupState.SHARDED},
     GroupState.LOST: set(),
 }
 NEXT_IN_PLACE = {
-    **_AFTER_GATHERING,
+    GroupState.GATHERING: {GroupState.UNSHARDED, GroupState.LOST},
     GroupState.UNSHARDED: {GroupState.GATHERING},
     GroupState.LOST: {GroupState.GATHERING},  # which raises the cause of the failure
 }

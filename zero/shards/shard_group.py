@@ -76,6 +76,7 @@ class ShardGroup:
         self.copies: list[Any] = []
         self._summoned: Tensor | None = None
         self.data_was_read = False
+        self.stand_ins = torch.empty(len(params), dtype=torch.uint8, device="cpu")
         self._lay_out(placement, options, computed_as)
 
     def _lay_out(self, placement: Placement, options: GroupOptions, computed_as: torch.dtype) -> None:
@@ -210,7 +211,11 @@ class ShardGroup:
                 if self.offload.active:
                     self.offload.used(self.shard)
         except BaseException:
-            self._become(GroupState.LOST)
+            # Without a failure of a transfer nothing was sent, as where torch.export traces: `full` is freed again.
+            broken = any(comm.log.failure.broken for comm in self.exchange.comms())
+            self._become(GroupState.LOST if broken or not self.frees else GroupState.SHARDED)
+            if not broken and self.frees:
+                self._free()
             raise
 
     def finish_unshard(self) -> None:

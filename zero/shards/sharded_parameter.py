@@ -27,7 +27,7 @@ from torch import Tensor, accelerator, nn
 from torch.optim import Optimizer
 
 from zero._torch.tensors import FakeTensor as Fake
-from zero._torch.tensors import Rebound, as_plain_tensors, shares_memory
+from zero._torch.tensors import Rebound, as_plain_tensors, has_values, shares_memory
 from zero.shards.cut import Asked, Cut, find, of_param
 from zero.shards.elementwise import (
     ABOUT,
@@ -38,8 +38,10 @@ from zero.shards.elementwise import (
     LIKE_ANOTHER,
     OF_SHAPE,
     SILENT,
+    TELLS_APART,
     VIEWS,
 )
+from zero.shards.shapes import with_own_storage
 
 
 def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
@@ -53,6 +55,8 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         return _plainly(func, args, kwargs)
     if (attribute or name) in OF_SHAPE or (name == "detach" and _without_values(args[0])):
         return _plainly(func, [_in_the_shape_of(args[0]), *args[1:]] if args else args, kwargs)
+    if name == "detach_":
+        return args[0]  # torch refuses views, as these are, and none has a graph
     if name == "copy_" and _load(*args[:2]):
         return args[0]
     # Behind what shapes answer, as this gathers. Those parameters are plain now: torch takes them as they are.
@@ -60,6 +64,8 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         if (attribute or name) in ("data", "detach"):  # of the class that the parameter has now
             return args[0].data if attribute else args[0].detach()
         return func(*args, **kwargs)
+    if name in TELLS_APART:
+        return _own_storage(name, args[0]) if has_values(args[0]) else _plainly(func, args, kwargs)
     if name in ABOUT or attribute in ABOUT_ATTRIBUTES:
         return _plainly(func, args, kwargs)
     first = next(_shards_in((*args, *kwargs.values())))
@@ -78,6 +84,20 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     if word == FINITE_CHECK:
         _spread_overflow(*args[:2])
     return _as_shards(result, given)
+
+
+def _own_storage(name: str, shard: Tensor) -> Any:
+    """What tells a shard apart from others: its memory as a storage of its own, of its own bytes. One without elements
+    has a byte that stands for it, so that no rank takes two parameters for one."""
+    if torch.compiler.is_exporting():
+        raise RuntimeError(NOT_EXPORTED)
+    with as_plain_tensors():
+        cut = cut_of(shard)
+        owner = cut.owner()
+        own = shard.detach().as_subclass(Tensor)
+        if not own.numel() and owner is not None:
+            own = owner.stand_ins[cut.position : cut.position + 1]
+        return own.data_ptr() if name == "data_ptr" else getattr(with_own_storage(own), name)()
 
 
 def _plainly(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -169,8 +189,9 @@ def _refuse_others(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> No
         shards = [*_shards_in(values)]
         for tensor in _tensors_in(values) if shards else ():
             if not isinstance(tensor, AtRest):
-                # A single number fits each shard alike; one of two dimensions would add one to the shape of the result.
-                if tensor.numel() != 1 or tensor.dim() > 1:
+                # A single number fits each shard alike; one of two dimensions would add one to the shape of the result,
+                # and one of one dimension may be what a rank has made in the shape of a shard of one element.
+                if tensor.numel() != 1 or tensor.dim() > (0 if cut_of(shards[0]).has_single else 1):
                     plain = (
                         f"a plain tensor of shape {list(tensor.shape)}, of which nobody knows whether it is full or a"
                     )
@@ -195,14 +216,16 @@ def _as_shards(result: Any, like: Any) -> Any:
 
 def _refuse(what: str, shard: Tensor) -> NoReturn:
     raise RuntimeError(
-        f"{what} needs the full tensor, but was called outside of forward and backward on a shard of "
-        f"{cut_of(shard).described()}: each rank would have another result. Between steps a sharded parameter and its "
-        "gradient are shards, on which element-wise work runs. A loss that reads it, as a fused one reads the head's "
-        "weight, belongs into the model's forward. Run anything else inside `with "
-        "model.summon_full_params():` (with_grads=True for gradients); for norms and clipping call "
-        "zero.grad_norm(model, optimizer) and zero.clip_grad_norm_(model, optimizer, max_norm); for full weights "
-        "zero.full_state_dict(model). param.as_subclass(torch.Tensor) is this rank's shard as a plain tensor."
+        f"{what} needs the full tensor, and was given a shard of {cut_of(shard).described()}, as between steps. Read "
+        "it in the model's forward, or inside `with model.summon_full_params():`; clip by zero.clip_grad_norm_(model, "
+        "optimizer, max_norm), and take norms from zero.grad_norm(model, optimizer). See docs/when_it_fails.md."
     )
+
+
+NOT_EXPORTED = (
+    "torch.export traces a model of FSDP, which gathers and releases parameters. Export the plain module, which "
+    "zero.unwrap(model) returns, or a copy into which zero.full_state_dict(model) is loaded."
+)
 
 
 class AtRest:
