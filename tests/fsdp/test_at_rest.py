@@ -352,6 +352,46 @@ TAKEN: dict[str, Callable[[nn.Parameter], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@ranks.on(2)
+def test_shards_are_told_apart_by_their_storages_and_addresses_on_every_rank(rank, world, partition):
+    model = zero.FSDP(Stack(), partition=partition)
+    params = [*model.parameters()]
+    for tell in (lambda p: p.untyped_storage().data_ptr(), lambda p: p.data_ptr()):
+        assert len({tell(param) for param in params}) == len(params)
+    held = sum(param.untyped_storage().nbytes() for param in params if param.numel())
+    assert held == sum(param.numel() * param.element_size() for param in params)
+
+
+@ranks.on(2)
+def test_a_plain_tensor_in_the_shape_of_a_shard_of_one_element_is_refused_on_every_rank(rank, world):
+    model = zero.FSDP(nn.LayerNorm(17, bias=False), partition="even")
+    weight = model.module.weight
+    assert weight.numel() == (16, 1)[rank]
+    with torch.no_grad():
+        for plain in (torch.ones(weight.shape), torch.ones(1)):
+            with pytest.raises(RuntimeError, match="a plain tensor of shape"):
+                weight.add_(plain)
+        weight.add_(torch.ones(()))
+
+
+@ranks.on(2)
+def test_gradients_are_detached_in_place(rank, world):
+    model, optimizer = zero.setup(Stack(), sgd, stage=3)
+    for i in range(2):
+        loss_on(rank, i)(model).backward()
+        for param in model.parameters():
+            param.grad.detach_().mul_(0.5)
+        optimizer.step()
+
+
+@ranks.on(2)
+def test_a_unit_is_not_copied_within_summon_full_params_and_the_error_says_what_to_do(rank, world):
+    model = zero.FSDP(Stack())
+    with pytest.raises(TypeError, match="full_state_dict"), model.summon_full_params():
+        copy.deepcopy(model.module.blocks[0])
+
+
 @ranks.on(2)
 def test_what_takes_its_dtype_and_device_alone_is_a_plain_tensor(rank, world):
     """As the first hidden state of a recurrent net."""

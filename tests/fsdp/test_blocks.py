@@ -50,8 +50,17 @@ def resnet() -> nn.Module:
 
 
 LARGE = ["", "0", "1", *(f"1.blocks.{n}" for n in range(9)), "2", "2.blocks.0", "2.blocks.1"]
+
+
+def in_a_dictionary() -> nn.Module:
+    net = nn.Module()
+    net.layers = nn.ModuleDict({"first": Block(8, 8), "second": Block(8, 8), "norm": nn.LayerNorm(8)})
+    return net
+
+
 UNITS: dict[str, tuple[Callable[[], nn.Module], list[str]]] = {
     "a sequence of blocks": (lambda: nn.Sequential(nn.Linear(8, 8), *decoders(2)), ["", "1", "2"]),
+    "blocks in a dictionary": (in_a_dictionary, ["", "layers.first", "layers.second"]),
     "layers in a block are not divided": (resnet, ["", *(f"layers.{n}" for n in range(3))]),
     "two sequences": (lambda: nn.Sequential(conv(), conv()), ["", "0", "1"]),
     "a stage that holds much of a large model": (

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+from torch import Tensor, nn
 
 import gpus
 import zero
 from rows import Net, Rows, momentum
+from zoo import WIDTH, Block
 
 row = Rows("autocast", __name__, optim=momentum)
 
@@ -37,10 +41,38 @@ def in_order(order):
 
 
 # In float16 DistributedDataParallel rounds sums of an averaged and a local gradient, where others add up averages.
+UNUSED = {"find_unused_parameters": True}
 HALF = {"net": lambda: Net().half(), "tolerance": 2e-3}
 row.of("backwards in turn", in_order("in turn"), tolerance=1e-5)
 row.of("one backward of two forwards", in_order("together"))
 row.of("backwards after one another", in_order("after one another"), tolerance=1e-5)
 row.of("backwards in turn in float16", in_order("in turn"), **HALF)
 row.of("backwards after one another in float16", in_order("after one another"), **HALF)
+
+
+class Deep(nn.Module):
+    """A block that runs without gradients, and then with them."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.blocks, self.last, self.first = nn.ModuleList([Block(WIDTH), Block(WIDTH)]), nn.Linear(WIDTH, 3), first
+
+    def forward(self, x: Tensor) -> Tensor:
+        for times in (2, 1):
+            with torch.set_grad_enabled(times == 1 and torch.is_grad_enabled()):
+                for _ in range(times):
+                    for block in self.blocks[: 1 if self.first else 2]:
+                        x = block(x)
+        return self.last(x)
+
+
+def trained_under_it(t, i):
+    with torch.autocast(gpus.DEVICE, torch.bfloat16):
+        loss = t.loss(i)
+    t.update(loss)
+
+
+for first in (True, False):
+    words = "the first block runs" if first else "all blocks run"
+    row.of(f"{words} without gradients and then with them", trained_under_it, net=partial(Deep, first), ddp=UNUSED)
 test_rows = row.tests()

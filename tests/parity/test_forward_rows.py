@@ -198,6 +198,63 @@ PLACES = {
     "in a dictionary": lambda kept: {"one": kept},
     "in an object": lambda kept: SimpleNamespace(value=kept),
 }
+
+
+class Through(nn.Module):
+    """Its block is run by `run`, before a layer."""
+
+    def __init__(self, run) -> None:
+        super().__init__()
+        self.body, self.head, self.run = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH), run
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.run(self.body, x)))
+
+
+class Adjoint(torch.autograd.Function):
+    """Computes the block again in backward, and its gradients by hand, as torchdiffeq's adjoint does."""
+
+    @staticmethod
+    def forward(ctx, block, x, *params):
+        ctx.block = block
+        ctx.save_for_backward(x, *params)
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.block(x), (x, *params), gradient)
+
+
+def inner_gradient(block, x):
+    """Of a part of the units, as forces from an energy."""
+    x = x if x.requires_grad else x.requires_grad_()
+    y = block(x)
+    return y + torch.autograd.grad(y.square().sum(), x, retain_graph=True)[0]
+
+
+def evaluated_and_halved(t, i):
+    """Written between two forwards of which none is followed by a backward."""
+    t.note(t.m(t.batch(i)))
+    for param in t.n.parameters():
+        param.data.mul_(0.5)
+    t.note(t.m(t.batch(10 + i)))
+    t.note(t.m(t.batch(20 + i)))
+
+
+row = Rows("a forward runs a block by another function", __name__, options=UNITS)
+row.of("vmap", net=partial(Through, lambda block, x: func.vmap(block)(x)))
+row.of("jvp", net=partial(Through, lambda block, x: func.jvp(block, (x,), (x,))[1]), **WORDS)
+row.of("vjp", net=partial(Through, lambda block, x: func.vjp(block, x)[1](x)[0]), **WORDS)
+row.of("grad", net=partial(Through, lambda block, x: func.grad(lambda y: block(y).sum())(x)), **WORDS)
+row.of("an adjoint", net=partial(Through, lambda block, x: Adjoint.apply(block, x, *block.parameters())))
+row.of("a gradient of its input", net=partial(Through, inner_gradient))
+row.of("a gradient of its input, evaluated", evaluated_and_halved, net=partial(Through, inner_gradient))
+test_by_functions = row.tests()
+
+
 row = Rows("a forward keeps a parameter's memory", __name__, options=UNITS, or_refused="clone", same={3})
 for words, form in FORMS.items():
     row.of(f"{words} is an attribute", read_then, net=partial(OfKept, form))

@@ -37,8 +37,12 @@ def test_a_module_that_is_wrapped_again_is_trained_by_the_new_one(rank, world):
     model, other = Stack(), Stack()
     first = sharded(model)
     train(*first, rank)
+    with pytest.raises(ValueError, match=r"module\.zero_grad"):
+        sharded(model, Adam)
+    model.zero_grad()
     again = sharded(model, Adam)
     train(*sharded(other), rank)
+    other.zero_grad()
     expected = sharded(other, Adam)
     train(*again, rank)
     train(*expected, rank)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.join import Joinable
+from torch.nn.modules import module as everywhere
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -45,6 +46,23 @@ def params_of_each(root: nn.Module) -> Iterator[nn.Parameter]:
         inside = {child for child in vars(module)["_modules"].values() if child is not None} - found
         found |= inside
         left += inside
+
+
+_registered = 0
+
+
+def registrations() -> int:
+    """How many modules and parameters torch has registered in modules of this process since this was first asked."""
+    if not _registered:
+        _count()
+        everywhere.register_module_module_registration_hook(_count)
+        everywhere.register_module_parameter_registration_hook(_count)
+    return _registered
+
+
+def _count(*_: Any) -> None:
+    global _registered
+    _registered += 1
 
 
 def saved_of(module: nn.Module) -> dict[str, Tensor]:

@@ -27,7 +27,6 @@ from zero.shards.claimed import claim, release
 from zero.shards.group_state import GroupState
 from zero.shards.offload import DEVICE, Offload
 from zero.shards.placement import Placement
-from zero.shards.sharded_parameter import NOT_EXPORTED
 from zero.tensor_parallel.parts import others_of
 from zero.wrap.wrapper import NOT_SCRIPTED
 
@@ -134,10 +133,7 @@ class Model:
         return None
 
     def begin_forward(self) -> None:
-        """Collective where it raises. Raises RuntimeError if parameters were moved, cast, replaced or given other data,
-        and within torch.export."""
-        if torch.compiler.is_exporting():
-            raise RuntimeError(NOT_EXPORTED)
+        """Collective where it raises: RuntimeError if parameters were moved, cast, replaced or given other data."""
         if torch.jit.is_tracing():
             raise RuntimeError(NOT_SCRIPTED.format("FSDP"))
         self.refuse_moved()

@@ -26,7 +26,7 @@ from zero.fsdp.edges import Kept, watch_inputs, watch_inside, watch_outputs
 from zero.fsdp.in_flight import Order
 from zero.fsdp.reads import refuse_read
 from zero.fsdp.unit import Call, Index, Need, Unit
-from zero.shards.sharded_parameter import NO_COPIES
+from zero.shards.sharded_parameter import NO_COPIES, NOT_EXPORTED
 
 
 class Schedule:
@@ -189,6 +189,8 @@ class Schedule:
 
     def _begin_forward(self) -> None:
         """No unit is running: the forward of the model begins, or that of one unit by itself."""
+        if torch.compiler.is_exporting():
+            raise RuntimeError(NOT_EXPORTED)
         if self._backward.active:
             return
         self._graph = Graph(reduces=self._backward.reduces)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch.autograd import at_end_of_backward, in_a_backward, writes_into
-from zero._torch.modules import parameters_of
+from zero._torch.modules import parameters_of, registrations
 from zero._torch.tensors import call_last
 from zero.comm import Comm
 from zero.comm.streams import streams_in
@@ -171,6 +171,8 @@ class Reducer:
         # The error message of a forward, after `retire`.
         self._retired: str | None = None
         self._in_backward = False
+        # When the module was last looked through for parameters that nobody reduces.
+        self._registrations = registrations()
         # What autograd calls at the end of the backward, while it may still do so.
         self._awaits_end: Callable[[], object | None] = _nothing
         self._update_buckets()
@@ -305,8 +307,9 @@ class Reducer:
             self._end_backward()
 
     def _end_backward(self) -> None:
-        if not self._queue.all_launched:
+        if not self._queue.all_launched or self._registrations != registrations():
             self._refuse_replaced()
+            self._registrations = registrations()
         self._queue.finish()
         for written in filter(None, (optimizer.shards.written_between_steps() for optimizer in self._optimizers)):
             raise RuntimeError(written)
@@ -328,7 +331,7 @@ class Reducer:
         self._finish()
 
     def _refuse_replaced(self) -> None:
-        """Raises RuntimeError if a gradient is missing because its parameter was replaced in the module."""
+        """Raises RuntimeError if the module has a trained parameter that was added or replaced."""
         for name, param in self._module.named_parameters():
             if param.requires_grad and param not in self._places:
                 raise RuntimeError(
