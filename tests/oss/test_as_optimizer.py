@@ -57,6 +57,39 @@ class DecayingAll(ByParameter):
         param.data.add_(param.grad, alpha=-group["lr"])
 
 
+class Hessian(ByParameter):
+    """Takes gradients of a backward of its own, as Sophia does, and divides later ones by them."""
+
+    def estimate(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["estimate"] = param.grad.square()
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.data.addcdiv_(param.grad, 1 + state["estimate"], value=-group["lr"])
+
+
+class ByStep(Hessian):
+    """As the error of OSS says to write it."""
+
+    def step(self, closure: Any = None, *, own: bool = False) -> Any:
+        return self.estimate() if own else super().step(closure)
+
+
+@row(optim=lambda params, **how: ByStep(params, lr=0.1, **how), **EVEN)
+def an_optimizer_has_a_method_of_its_own(t: Any, i: int) -> None:
+    t.loss(10 + i).backward()
+    if t.stage:
+        with pytest.raises(AttributeError, match=r"step\(closure=None, \*, own=False\) returns self.estimate\(\)"):
+            t.o.estimate()
+        t.o.step(own=True)
+    else:
+        t.o.estimate()
+    t.o.zero_grad()
+    trains(t, i)
+
+
 # ----------------------------------------------------------------------------------- what the inner optimizer can do
 
 
@@ -96,7 +129,7 @@ def weights_are_switched(t: Any, i: int) -> None:
         t.loss(7)
     [t.note(param) for param in t.n.parameters()]
     if t.stage:
-        assert not hasattr(t.o, "reset") and "shards alone" in refusal(lambda: t.o.reset())
+        assert not hasattr(t.o, "reset") and "this rank's shards" in refusal(lambda: t.o.reset())
     getattr(t.o, "optim", t.o).train()
 
 

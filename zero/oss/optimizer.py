@@ -167,7 +167,9 @@ class OSS(Optimizer):
             problem = f"'{type(self).__name__}' object has no attribute '{name}'."
             if value is not None:
                 problem += (
-                    f" {type(inner).__name__}'s sees this rank's shards alone: call it on `.optim` if that will do."
+                    f" {type(inner).__name__}'s would see this rank's shards, which have gradients in a step alone. "
+                    f"Pass OSS a subclass whose step(closure=None, *, own=False) returns self.{name}() for own=True, "
+                    "and call optimizer.step(own=True)."
                 )
             raise AttributeError(problem, name=name, obj=self)
         return value
