@@ -29,7 +29,7 @@ ZERO = sorted(ROOT.glob("zero/**/*.py"))
 COMMUNICATING = "zero/comm/"
 KNOWS_TORCH = "zero/_torch/"
 PICKLES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
-PYTHONS_OWN = {"_getframe", "_fields", "_replace", "_asdict"}
+PYTHONS_OWN = {"_getframe", "_current_frames", "_fields", "_replace", "_asdict"}
 OTHER_LIBRARIES = {"_no_split_modules", "_is_fsdp_managed_module", "_average_model", "_device"}
 """Private names of what zero/integrations/ knows."""
 FACTORIES = re.compile(

@@ -54,8 +54,8 @@ def first_operations_not_compared(append, self, channel, nbytes, compare):
     append(self, channel, nbytes, lambda channel: None)
 
 
-@mutant("Watchdog._learn")
-def dead_rank_not_noticed(_, self, reason):
+@mutant("Watchdog._break")
+def dead_rank_not_noticed(_, self, reason, **how):
     """Nobody ends the waiting for a rank that has ended."""
 
 

@@ -28,6 +28,11 @@ def transformed() -> bool:
     return levels is not None and any(one.key() != torch._C._functorch.TransformType.Vmap for one in levels)
 
 
+def saves_copies() -> bool:
+    """Whether torch.autograd.graph.allow_mutation_on_saved_tensors() is on. Nothing public says so."""
+    return bool(torch.autograd.graph._allow_mutation_on_saved_tensors_enabled)
+
+
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Has autograd call the function when the backward that is running now is complete."""
     # Only from torch 2.15 on has this a public name.

@@ -117,7 +117,7 @@ def _records_cuda_graphs(context: object) -> bool:
 def _compiled_by(module: nn.Module) -> object:
     """torch.compile's context for a compiled module; None where a version keeps it elsewhere."""
     if module._compiled_call_impl is None:
-        return module.dynamo_ctx
+        return getattr(module, "dynamo_ctx", None)  # a module of the user's may have a child of this name
     # The module's method compile() sets a function, and only the closure of a function in it refers to the context.
     config = getattr(module._compiled_call_impl, "get_compiler_config", None)
     return None if config is None else getclosurevars(config).nonlocals.get("self")

@@ -35,7 +35,7 @@ from zero.comm.streams import STEP_GRAPH
 from zero.fsdp.model import sharded_params
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.unit import Index, Unit
-from zero.shards.sharded_parameter import GRADIENT
+from zero.shards.sharded_parameter import GRADIENT, begin_tracing
 
 BETWEEN_UNITS = (
     "FSDP gathers and releases parameters between its units, which cannot be traced. Compile the model without "
@@ -96,6 +96,9 @@ class Compiling:
 
     def tracing_begins(self) -> None:
         """Removes or hides hooks inside units: modules may have been compiled since the first forwards."""
+        for group in (group for unit in self._units for group in unit.groups):
+            begin_tracing(group.params)
+            group.data_was_read = True
         if not self._root.exists:
             return
         self.search_begins()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
+from operator import is_
 from typing import Any
 from weakref import ref
 
@@ -115,33 +116,41 @@ class Kept:
     def __init__(self, unit: Unit, inside: Collection[nn.Module]) -> None:
         self._groups, self._title = unit.groups, unit.title
         # The modules, which a unit does not keep, nor their dictionaries, in which there are hooks that keep this. With
-        # each how many attributes it has, and which of them are not those of every module.
-        self._held: list[Any] = [[ref(module), 0, ()] for module in unit.module.modules() if module not in inside]
+        # each how many attributes it has, which of them are not those of every module, and their values, if none of
+        # them can change or be a tensor: while they are the same objects nothing was kept.
+        self._held: list[Any] = [[ref(module), 0, (), ()] for module in unit.module.modules() if module not in inside]
 
     def refuse(self) -> None:
         """Raises RuntimeError if such memory was kept."""
         full = [group.full for group in self._groups if group.frees]
         for entry in self._held if full else ():
             module = entry[0]()
-            attributes = {} if module is None else vars(module)
-            if len(attributes) != entry[1]:
-                entry[1:] = len(attributes), tuple(name for name in attributes if name not in _OF_EVERY_MODULE)
-            found: list[tuple[str, Any]] = [(name, attributes.get(name)) for name in entry[2]]
-            for name, value in found if module is None else (*found, *buffers_of(module).items()):
+            if module is None:
+                continue
+            attributes, buffers = vars(module), buffers_of(module)
+            if not buffers and len(attributes) == entry[1]:
+                if entry[3] and all(map(is_, map(attributes.get, entry[2]), entry[3])):
+                    continue
+            elif len(attributes) != entry[1]:
+                entry[1:] = len(attributes), tuple(name for name in attributes if name not in _OF_EVERY_MODULE), ()
+            found = [(name, attributes.get(name)) for name in entry[2]]
+            entry[3] = tuple(value for _, value in found)
+            for name, value in (*found, *buffers.items()):
                 if type(value) in _NO_TENSORS:
                     continue
-                among = value.values() if isinstance(value, dict) else value
+                if not (isinstance(value, tuple) and _NO_TENSORS.issuperset(map(type, value))):
+                    entry[3] = ()
+                among: Any = value.values() if isinstance(value, dict) else value
                 for one in among if isinstance(among, Collection) and not isinstance(among, Tensor) else (value,):
                     told = not isinstance(one, Tensor) or isinstance(one, (nn.Parameter, Lent))  # by themselves
-                    if told or not _in_memory_of(full, one):
-                        continue
-                    if one is value:
-                        setattr(module, name, one.clone())  # for whoever reads it after this error
-                    raise RuntimeError(
-                        f"{self._title} keeps its parameters' memory as `{name}` of a {type(module).__name__}, and "
-                        "FSDP releases that when the forward ends. Keep a copy: param.detach().clone(), or "
-                        "param.clone() for what a loss reads."
-                    )
+                    if not told and _in_memory_of(full, one):
+                        if one is value:
+                            setattr(module, name, one.clone())  # for whoever reads it after this error
+                        raise RuntimeError(
+                            f"{self._title} keeps its parameters' memory as `{name}` of a {type(module).__name__}, and "
+                            "FSDP releases that when the forward ends. Keep a copy: param.detach().clone(), or "
+                            "param.clone() for what a loss reads."
+                        )
 
 
 _OF_EVERY_MODULE = {*vars(nn.Module())}

@@ -298,6 +298,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
                     if kwargs.get("keep_vars", len(args) > 2 and args[2]) and name in trained:
                         value.requires_grad_(trained[name].requires_grad)
                     read_only(value)
+            self._model.together.agree()  # hooks of the user's may have raised on one rank
             return as_weights(weights) if destination is None else weights
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *of_torch: Any) -> None:

@@ -8,6 +8,7 @@ tensor parallelism read DTensors in place of the plain parameters.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from threading import get_ident
 from weakref import proxy
 
 import torch
@@ -50,7 +51,8 @@ class Reads:
     @property
     def _are_full(self) -> bool:
         """Whether parameters are full for who reads them now: within forward and backward."""
-        return bool(self._index.running) or in_a_backward()
+        # Not for a thread beside it, such as a logger's: what that reads is a shard.
+        return (bool(self._index.running) and self._index.thread == get_ident()) or in_a_backward()
 
     @property
     def without_values(self) -> bool:

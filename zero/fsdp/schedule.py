@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakMethod
 
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch.autograd import in_a_backward, transformed
+from zero._torch.autograd import in_a_backward, saves_copies, transformed
 from zero._torch.modules import parameters_of
 from zero.comm import Comm
 from zero.comm.streams import HostStreams
@@ -191,6 +192,12 @@ class Schedule:
         """No unit is running: the forward of the model begins, or that of one unit by itself."""
         if torch.compiler.is_exporting():
             raise RuntimeError(NOT_EXPORTED)
+        if saves_copies():
+            raise RuntimeError(
+                "a forward of FSDP runs within torch.autograd.graph.allow_mutation_on_saved_tensors(), which copies "
+                "what a graph has saved when it is written, as FSDP writes parameters. Leave it out, or take stage 2."
+            )
+        self._index.thread = get_ident()
         if self._backward.active:
             return
         self._graph = Graph(reduces=self._backward.reduces)

@@ -15,6 +15,7 @@ left hidden is restored when its frame ends, which holds its arguments.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cache, partial
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -191,9 +192,11 @@ class StepHook:
 
         def call_and_check() -> Any:
             self.restore(optimizer)  # what the closure's last call has hidden
-            for steps, params in held:
-                steps.rest(params)
-            loss = closure()
+            with ExitStack() as together:  # what it raises on one rank the others raise in their check
+                for steps, params in held:
+                    steps.rest(params)
+                    together.enter_context(steps.together)
+                loss = closure()
             self._hide(optimizer, held, closure=True)
             return loss
 

@@ -270,13 +270,14 @@ class Unit:
 class Index(dict[nn.Parameter, Place]):
     """Maps each parameter to its shard group and position. `units`: the `root` first; `groups`: those of all units.
 
-    `running`: units whose forward is running, from the outside in. `reads`: the units whose parameters the forward of
-    another one was seen to read.
+    `running`: units whose forward is running, from the outside in, in the thread `thread`. `reads`: the units whose
+    parameters the forward of another one was seen to read.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units, self.root = units, units[0]
         self.running: list[Unit] = []
+        self.thread = 0
         self.reads: dict[Unit, list[Unit]] = {unit: [] for unit in units}
         self.groups: list[ShardGroup] = [group for unit in units for group in unit.groups]
         self._units = {group: unit for unit in units for group in unit.groups}

@@ -7,8 +7,8 @@ import torch
 from zero._torch.autograd import writes_so_far
 from zero.shards.shard_group import ShardGroup
 
-# Elements that are compared at a time, so that temporaries are small.
-_CHUNK = 2**18
+# Elements that are compared at a time, so that temporaries are small; on GPUs so that launches are few.
+_CHUNK, _ON_GPU = 2**18, 2**24
 
 
 class Writes:
@@ -28,6 +28,7 @@ class Writes:
         if group.shard_in_full or not (group.data_was_read or writes_so_far(group.params) != self.when_gathered):
             return
         with torch.no_grad():
-            for now, own in zip(group.own_of_full.split(_CHUNK), group.shard.split(_CHUNK), strict=True):
+            chunk = _CHUNK if group.full.device.type == "cpu" else _ON_GPU
+            for now, own in zip(group.own_of_full.split(chunk), group.shard.split(chunk), strict=True):
                 same = (now == own.to(now)).to(own.device)
                 own.copy_(torch.where(same, own, now.to(own)))

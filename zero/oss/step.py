@@ -86,6 +86,7 @@ class Step:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
+                self.together.agree()  # before any rank steps: what it raises on one, all raise
             self.refuse_changes(outer)
             self.collect(outer)
             self._hand_options(outer)
@@ -189,6 +190,7 @@ class Step:
             called = True
             with torch.enable_grad():
                 loss = closure()
+            self.together.agree()
             self.refuse_changes(outer)
             self.collect(outer)
             self._gradients.wait_for_copies()

@@ -163,6 +163,8 @@ class Reducer:
         self._places: dict[nn.Parameter, Place] = {}
         name = f"the end of a backward of ShardedDDP({type(module).__name__})"
         self._end = EndOfBackward([comm], name)
+        name = "a comparison of which parameters are trained, as that has changed there"
+        self._trained = comm.channel(name, "Freeze and unfreeze parameters on every rank.")
         self._hooks: dict[Tensor, RemovableHandle] = {}
         finalize(self, _remove, self._hooks)  # whoever trains the module without the wrapper has plain parameters
         self._hooks_on_leaves: list[RemovableHandle] = []
@@ -251,7 +253,7 @@ class Reducer:
         if any(changed):
             self._queue.forget_order()
             trained = [bucket.group.names[index] for bucket in self._queue.buckets for index in bucket.trained]
-            self._comm.compare("the parameters that are trained", trained)
+            self._comm.compare("the parameters that are trained", trained, channel=self._trained)
 
     def retire(self, reason: str) -> None:
         """Removes all hooks: the wrapper no longer owns the parameters. reason: the error message of later forwards."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -94,10 +95,20 @@ _cuts: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def register(params: Sequence[nn.Parameter], owner: Owner) -> list[Cut]:
     """Notes that parameters are sharded by a shard group from now on. Returns the cut of each."""
+    global _process
+    _process = os.getpid()
     # Weak: a gradient that the user keeps has a cut, which would keep the model's buffers.
     cuts = [Cut(ref(owner), index) for index in range(len(params))]
     _cuts.update(zip(params, cuts, strict=True))
     return cuts
+
+
+_process = 0
+
+
+def process_of_shards() -> int:
+    """The process that has sharded parameters: one that is forked from it has copies, and no other ranks."""
+    return _process
 
 
 def of_param(param: Tensor) -> Cut:

@@ -44,6 +44,15 @@ ABOUT = _names(
     """
 )
 
+# Methods and attributes of a tensor that return views of it.
+VIEWING = _names(
+    """
+    T __getitem__ as_strided chunk diagonal expand expand_as flatten mT movedim narrow permute
+    reshape reshape_as select split squeeze swapaxes t tensor_split transpose unbind unflatten unfold unsqueeze view
+    view_as
+    """
+)
+
 # Those by which programs tell tensors apart, or find which are tied.
 TELLS_APART = {"data_ptr", "storage", "untyped_storage", "_typed_storage"}
 

@@ -31,7 +31,7 @@ from zero.shards.layout import Layout
 from zero.shards.log import logger
 from zero.shards.placement import Exchange, Placement
 from zero.shards.shapes import Shapes, with_own_storage
-from zero.shards.sharded_parameter import note_data
+from zero.shards.sharded_parameter import note_data, traced
 
 ACTS = ("unshard", "wait_for_unshard", "reshard", "reduce", "wait_for_reduce")
 """What is done to a group, in the profiler and the log."""
@@ -238,7 +238,7 @@ class ShardGroup:
             moved = self.bound.moved() if self.frees else None
             self.bound.bind(self._full_views, sharded=False)
         if self.frees:
-            self.data_was_read = False
+            self.data_was_read = traced()
             note_data(self.params)
         if self.streams is not HOST:
             self.bound.forget_leaves()

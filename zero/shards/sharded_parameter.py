@@ -19,6 +19,7 @@ and on how parameters are cut, never on values, so that every rank raises at the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -28,7 +29,7 @@ from torch.optim import Optimizer
 
 from zero._torch.tensors import FakeTensor as Fake
 from zero._torch.tensors import Rebound, as_plain_tensors, has_values, shares_memory
-from zero.shards.cut import Asked, Cut, find, of_param
+from zero.shards.cut import Asked, Cut, find, of_param, process_of_shards
 from zero.shards.elementwise import (
     ABOUT,
     ABOUT_ATTRIBUTES,
@@ -39,6 +40,7 @@ from zero.shards.elementwise import (
     OF_SHAPE,
     SILENT,
     TELLS_APART,
+    VIEWING,
     VIEWS,
 )
 from zero.shards.shapes import with_own_storage
@@ -69,6 +71,16 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     if name in ABOUT or attribute in ABOUT_ATTRIBUTES:
         return _plainly(func, args, kwargs)
     first = next(_shards_in((*args, *kwargs.values())))
+    if os.getpid() != process_of_shards():
+        raise RuntimeError(
+            f"a forked process, such as a worker of a DataLoader, reads {cut_of(first).described()}: a shard of which "
+            "no other rank's elements reach it. Read parameters in the process that trains."
+        )
+    if name in ("backward", "grad"):
+        raise RuntimeError(
+            f"`{name}` was given the parameter {cut_of(first).described()}, as between steps. Leave `inputs` out, and "
+            "drop gradients that are not wanted (param.grad = None), or freeze parameters; or take stage 2."
+        )
     word = attribute or name.removeprefix("_foreach_").strip("_")
     # where(condition) alone returns positions: how many depends on the values of each rank.
     if word not in (ELEMENTWISE_VIEWS if attribute else ELEMENTWISE) or (word == "where" and len(args) == 1):
@@ -320,7 +332,7 @@ class Lent(Tensor):
         kwargs = kwargs or {}
         if func.__name__ in ("__dlpack__", "to_dlpack"):
             raise RuntimeError(_FREED.format("a full parameter is handed to another library, which may keep it"))
-        if func.__name__ not in ABOUT | OF_SHAPE and getattr(func, "__self__", None) not in _ABOUT_LENT:
+        if func.__name__ not in _SAFE and getattr(func, "__self__", None) not in _ABOUT_LENT:
             refuse_freed((*args, *kwargs.values()))
         lent = next(one for one in _tensors_in((*args, *kwargs.values())) if isinstance(one, Lent))
         result = _plainly(func, args, kwargs)
@@ -337,6 +349,7 @@ class Lent(Tensor):
         return plainly(self).__deepcopy__(memo)
 
 
+_SAFE = (ABOUT | OF_SHAPE) - {"__repr__", "__format__"}  # which print values
 _ABOUT_LENT = [Tensor.shape, Tensor.ndim, Tensor.dtype, Tensor.device, Tensor.requires_grad]
 
 
@@ -365,29 +378,58 @@ _FREED = (
 
 
 class FullParameter(nn.Parameter):
-    """A parameter whose data is full until its unit is resharded."""
+    """A parameter whose data is full until its unit is resharded. What shares its memory is Lent."""
 
     @property
     def data(self) -> Tensor:
-        return self._lend(_DATA.__get__(self))
+        cut = find(self)  # None for a copy, which torch makes of this class
+        owner = None if cut is None else cut.owner()
+        if owner is not None:
+            owner.data_was_read = True
+        return self._lend(_DATA.__get__(self))  # type: ignore[no-any-return]
 
     @data.setter
     def data(self, data: Tensor) -> None:
         _DATA.__set__(self, data)
 
     def detach(self) -> Tensor:
-        return self._lend(super().detach())
+        return self.data  # a write into it is not counted either
 
-    def _lend(self, own: Tensor) -> Tensor:
-        cut = find(self)  # None for a copy, which torch makes of this class
-        owner = None if cut is None else cut.owner()
-        if cut is None or owner is None:
-            return own
-        owner.data_was_read = True
-        if not torch.compiler.is_compiling():
-            own.__class__ = Lent
-            vars(own)["cut"] = cut
+    def _lend(self, own: Any) -> Any:
+        cut = find(self)
+        for one in () if cut is None else own if isinstance(own, (list, tuple)) else (own,):
+            if type(one) is Tensor and shares_memory(one, self):
+                one.__class__ = Lent
+                vars(one)["cut"] = cut
         return own
+
+
+def _lending(name: str) -> Any:
+    own = getattr(nn.Parameter, name)
+    if not callable(own):
+        return property(lambda param: param._lend(own.__get__(param)))
+    return lambda param, *args, **how: param._lend(own(param, *args, **how))
+
+
+for _name in VIEWING:
+    setattr(FullParameter, _name, _lending(_name))
+
+_traced = False
+
+
+def traced() -> bool:
+    """Whether torch.compile has traced anything. It cannot trace such a class, so full parameters are plain from then
+    on, and all that they hold is compared when they are released."""
+    return _traced
+
+
+def begin_tracing(params: Iterable[nn.Parameter]) -> None:
+    """Called where torch.compile begins to trace. params: of which some may be full."""
+    global _traced
+    _traced = True
+    for param in params:
+        if type(param) is FullParameter:
+            wake([param])
 
 
 AT_REST: dict[type, type] = {nn.Parameter: ShardedParameter, Fake: _ShardedFake, Rebound: _ShardedRebound}
@@ -421,7 +463,7 @@ def wake(params: Iterable[nn.Parameter]) -> None:
 
 def note_data(params: Iterable[nn.Parameter]) -> None:
     """Notes from here on where the data of full parameters is read, and perhaps written."""
-    for param in params:
+    for param in () if _traced else params:
         if type(param) is nn.Parameter:
             param.__class__ = FullParameter
 

@@ -17,10 +17,17 @@ from zero._torch.tensors import as_plain_tensors, shares_memory
 class Weights(OrderedDict[str, Any]):
     """A state dict. Pickled and copied it is torch's own, which needs no `zero` to be loaded."""
 
-    def __missing__(self, name: str) -> Any:
-        if isinstance(name, str) and name.startswith("module."):
+    def __missing__(self, name: Any) -> Any:
+        if name in self:
             return self[name.removeprefix("module.")]
         raise KeyError(name)
+
+    def __contains__(self, name: object) -> bool:
+        own = super().__contains__
+        return own(name) or (isinstance(name, str) and name.startswith("module.") and own(name.removeprefix("module.")))
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        return self[name] if name in self else default  # noqa: SIM401 (which would call this)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return with_versions(OrderedDict(self), versions_in(self)).__reduce_ex__(protocol)
