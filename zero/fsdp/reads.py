@@ -51,8 +51,12 @@ class Reads:
     @property
     def _are_full(self) -> bool:
         """Whether parameters are full for who reads them now: within forward and backward."""
-        # Not for a thread beside it, such as a logger's: what that reads is a shard.
         return (bool(self._index.running) and self._index.thread == get_ident()) or in_a_backward()
+
+    @property
+    def beside(self) -> bool:
+        runs = bool(self._index.running) or self._backward.active
+        return runs and self._index.thread != get_ident() and not in_a_backward()
 
     @property
     def without_values(self) -> bool:

@@ -24,6 +24,10 @@ class Asked(Protocol):
     @property
     def without_values(self) -> bool: ...
 
+    @property
+    def beside(self) -> bool:
+        """Whether this thread is none of those in which the model runs now."""
+
     def like(self, param: nn.Parameter) -> Tensor | None:
         """A tensor without memory like the one as which a parameter is read now, if that is not the shard: within
         forward and backward, and while `without_values`."""

@@ -71,6 +71,8 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     if name in ABOUT or attribute in ABOUT_ATTRIBUTES:
         return _plainly(func, args, kwargs)
     first = next(_shards_in((*args, *kwargs.values())))
+    if (reads := _reads_of(first)) is not None and reads.beside:
+        _refuse_beside(first)
     if os.getpid() != process_of_shards():
         raise RuntimeError(
             f"a forked process, such as a worker of a DataLoader, reads {cut_of(first).described()}: a shard of which "
@@ -110,6 +112,13 @@ def _own_storage(name: str, shard: Tensor) -> Any:
         if not own.numel() and owner is not None:
             own = owner.stand_ins[cut.position : cut.position + 1]
         return own.data_ptr() if name == "data_ptr" else getattr(with_own_storage(own), name)()
+
+
+def _refuse_beside(param: Tensor) -> NoReturn:
+    raise RuntimeError(
+        f"a thread beside the one that runs the model reads {cut_of(param).described()}, which FSDP gathers and releases "
+        "meanwhile. Read parameters in the thread that trains, between steps."
+    )
 
 
 def _plainly(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -368,7 +377,7 @@ def refuse_freed(values: Iterable[Any]) -> None:
             owner = one.cut.owner()
             if owner is None or not owner.lends:
                 name = one.cut.described().partition(",")[0]
-                raise RuntimeError(_FREED.format(f"{name} was kept by `.data` or `.detach()`, and is read afterwards"))
+                raise RuntimeError(_FREED.format(f"{name} was kept, by a view or `.detach()`, and is read afterwards"))
 
 
 _FREED = (
@@ -397,6 +406,10 @@ class FullParameter(nn.Parameter):
 
     def _lend(self, own: Any) -> Any:
         cut = find(self)
+        owner = None if cut is None else cut.owner()
+        reads = None if owner is None else owner.reads()
+        if reads is not None and reads.beside:
+            _refuse_beside(self)
         for one in () if cut is None else own if isinstance(own, (list, tuple)) else (own,):
             if type(one) is Tensor and shares_memory(one, self):
                 one.__class__ = Lent
