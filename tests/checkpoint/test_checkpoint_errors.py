@@ -97,6 +97,10 @@ DAMAGE = {
     "an index that no memory holds": (named("index.json", os.truncate, 1 << 40), "268435456"),  # takes no room on disk
     "later version": (index(lambda told: told.update(version=9)), "index.json .*version"),
     "index without a shard": (index(lambda told: told["tensors"][FROZEN]["shards"].pop()), f"{FROZEN} lacks elements"),
+    "index that leaves out what it does not describe": (
+        index(lambda told: told.update(left_out={"frozen.weight": 3})),
+        r"index\.json has an entry that this zero cannot read",
+    ),
     "index to elsewhere": (index(elsewhere), "none of its files"),
     "no latest": (named("latest", Path.unlink), "has the checkpoints 00000001"),
     "latest elsewhere": (named("latest", Path.write_text, "../../etc"), "no checkpoint"),

@@ -68,6 +68,9 @@ def _inspect(path: Place, *, tensors: bool, check: bool) -> None:
             of_kind = [entry.geometry for entry in under(f"{kind}/", index.tensors).values()]
             elements, nbytes = sum(one.numel for one in of_kind), sum(one.numel * one.dtype.itemsize for one in of_kind)
             print(f"  {kind}: {len(of_kind)} tensors, {elements:,} elements, {nbytes:,} bytes")
+        if index.left_out:
+            elements = sum(one.numel for one in index.left_out.values())
+            print(f"  left out: {len(index.left_out)} frozen parameters, {elements:,} elements")
         for name, stored_as in index.tied.items():
             print(f"  tied: {name} is {stored_as}")
         for optimizer in index.optimizers:
@@ -78,6 +81,8 @@ def _inspect(path: Place, *, tensors: bool, check: bool) -> None:
         print(f"  extra: {', '.join(extra) or 'none'}")
         for path_in, entry in index.tensors.items() if tensors else ():
             print(f"  {path_in}: {entry.geometry}, {len(entry.shards)} shards")
+        for name, full in index.left_out.items() if tensors else ():
+            print(f"  model/{name}: {full}, left out")
         if check:
             source.check(((entry, all_of(entry.geometry)) for entry in index.tensors.values()), shown=True)
             print("  every byte is as it was written")

@@ -54,6 +54,11 @@ def export(
     if not target.mounted:
         raise ValueError(f"{target} is a URL: export to a mounted file system, and copy the files from there.")
     with Source(directory.resolve(place(path))) as source:
+        if without := [*source.index.left_out]:
+            raise ValueError(
+                f"{source.directory} was saved by frozen=False, without {listed(without)}. Load it beside these by "
+                "zero.checkpoint.load, and write what zero.full_tensors(model, to=0) yields, or save once with all."
+            )
         patterns = ("model*.safetensors*", *(name for name in CONFIGS if name in source.index.configs))
         if present := [one.name for pattern in patterns for one in Path(target.path).glob(pattern)]:
             raise ValueError(f"{target} has {present[0]} already. Choose another directory, or remove what it has.")

@@ -237,6 +237,7 @@ class Index:
     stage, world: the stage and the number of ranks at saving.
     tensors, values: by path; values, which are what else modules and optimizers hold, as JSON.
     tied: for each further name of a tensor that several names share, the name that it is stored under.
+    left_out: the frozen parameters that were not stored, by name.
     optimizers: of each its class, "kind", and "groups", {"params": [name, ...], "options": {name: value, as JSON}}.
     files: by name, of each the size, "bytes", and a checksum of every 4 MiB, "crc32".
     extra, extra_by_rank: the user's values, as JSON: those that were the same on all ranks, and the others, by rank.
@@ -248,6 +249,7 @@ class Index:
     world: int
     tensors: dict[str, Entry] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, Geometry] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     optimizers: list[dict[str, Any]] = field(default_factory=list)
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -257,8 +259,13 @@ class Index:
     saved: dict[str, str] = field(default_factory=dict)
 
     def stored_as(self) -> dict[str, str]:
-        """For every name of the model's parameters and buffers, also further ones, the name that it is stored under."""
-        return {name: name for name in under("model/", self.tensors)} | self.tied
+        """For every name of the model's parameters and buffers, also further ones, the name that it is stored under, or
+        would be if it were not left out."""
+        return {name: name for name in [*self.left_out, *under("model/", self.tensors)]} | self.tied
+
+    def geometry(self, name: str) -> Geometry:
+        """Of a parameter or buffer, also of one that was left out."""
+        return self.left_out[name] if name in self.left_out else self.tensors[f"model/{name}"].geometry
 
     def weight(self, name: str, dtype: torch.dtype) -> Entry:
         """What a parameter or buffer is read from that shall have a dtype: if it is stored in another, its master."""
@@ -286,6 +293,9 @@ class Index:
             "version": VERSION,
             **vars(self),
             "tensors": {path: entry.to_json() for path, entry in self.tensors.items()},
+            "left_out": {
+                name: {"dtype": NAMES[full.dtype], "shape": full.shape} for name, full in self.left_out.items()
+            },
         }
         return json.dumps({**entries, "sha256": _digest(entries)})
 
@@ -308,6 +318,10 @@ class Index:
             raise ValueError("does not have the checksum that it was written with: it was altered")
         try:
             given["tensors"] = {path: Entry.from_json(entry) for path, entry in given["tensors"].items()}
+            given["left_out"] = {
+                name: Geometry(tuple(entry["shape"]), DTYPES[entry["dtype"]])
+                for name, entry in given.get("left_out", {}).items()
+            }
             index = Index(**{one.name: given[one.name] for one in fields(Index) if one.name in given})
             if not all(isinstance(told, str) for told in index.saved.values()):
                 raise ValueError(f"says that it was saved {index.saved!r}")

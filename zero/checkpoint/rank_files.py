@@ -53,14 +53,23 @@ class SavePlan:
     release: Callable[[], None] = lambda: None
 
 
-def plan_save(training: Training) -> SavePlan:
-    """Raises ValueError, with a message for the user, for what cannot be stored or mapped to full parameters."""
+def plan_save(training: Training, *, frozen: bool = True) -> SavePlan:
+    """Raises ValueError, with a message for the user, for what cannot be stored or mapped to full parameters.
+
+    frozen: whether frozen parameters are stored that no optimizer has state of."""
     plan = SavePlan(Index(training.stage, training.ranks.world, tied=training.tied))
     if training.ranks.rank == 0:
         plan.index.values = {f"model/{name}": encode(value, name) for name, value in training.values.items()}
     if training.ranks.first:
         plan.index.configs = _configs(training.module)
+    left_out = set[str]() if frozen else set(training.frozen)
+    for shards in training.shards:  # what has state was trained before it was frozen, and its values are nowhere else
+        left_out -= {one.name for one in training.stepped(shards) if shards.optim.state.get(one.tensor)}
+    # Only the owners of a parameter's shards know of its state: `seal` takes from these what they have written.
+    plan.index.left_out = {name: training.parts[name].full for name in sorted(left_out)}
     for name, tensor in training.tensors.items():
+        if name in left_out:
+            continue
         held = training.owned(name) if training.in_shard_group(name) else training.resident(name)
         if held is None or training.repeats(name):
             continue
@@ -68,7 +77,9 @@ def plan_save(training: Training) -> SavePlan:
             plan.common.append(held)
         elif training.ranks.rank == 0 or not held.shared:
             plan.held.append(held)
-    plan.held += (one for one in training.masters() if not training.repeats(one.name[len("master/") :]))
+    for one in training.masters():
+        if (name := one.name.removeprefix("master/")) not in left_out and not training.repeats(name):
+            plan.held.append(one)
     for shards in training.shards:
         _plan_optimizer(plan, training, shards)
     if not training.ranks.writes:
@@ -213,6 +224,7 @@ def seal(checkpoint: Place, index: Index, *, keep: int | None) -> None:
     for path, entries in sorted(found.items()):
         shards = sorted((shard for one in entries for shard in one.shards), key=lambda one: (one.start, one.stop))
         index.tensors[path] = Entry(entries[0].geometry, tuple(shards))
+        index.left_out.pop(path.removeprefix("model/"), None)
         if problem := index.tensors[path].problem():
             raise ValueError(f"{path}, as the ranks wrote it, {problem}: they do not hold the same model")
     # The version from where it is, because no room imports the package that holds all of them.

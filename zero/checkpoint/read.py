@@ -36,6 +36,7 @@ from zero.checkpoint.values import decode
 from zero.checkpoint.write import finish
 from zero.comm.waiting import calling
 from zero.load_full import load_shards
+from zero.shards.log import logger
 from zero.state.stepped import SteppedShards
 
 _PARTLY_LOADED = (
@@ -63,6 +64,9 @@ def load(
     resume: the objects that were saved, in the same order. They, and the random generators, go on as they were then.
         Without it all of them stay as they are.
     process_group: of a plain model; a wrapped one knows its own.
+
+    Frozen parameters that were left out (`frozen=False` of `save`) keep the values that they have, and the logger
+    `zero` says which: build the model with its base, and freeze it as it was.
 
     Floating-point tensors are converted to the model's dtypes. Where masters were stored, a parameter whose dtype is
     not the stored one takes its master's values. Optimizer state keeps the dtype in which the optimizer makes it. What
@@ -110,6 +114,9 @@ def _load(path: str | os.PathLike[str], training: Training, resume: Any, *, weig
         with ranks.together(after=_PARTLY_LOADED):
             plan.take(source)
             resumed.take(extra)
+    if weights and ranks.first and (kept := [*source.index.left_out]):
+        text = "%s was saved without %d frozen parameters, which keep their values: %s"
+        logger.info(text, source.directory, len(kept), listed(kept))
     return {key: value for key, value in extra.items() if not key.startswith(PREFIX)}
 
 
@@ -138,6 +145,12 @@ class LoadPlan:
     def __init__(self, training: Training, index: Index, weights: bool) -> None:
         self._training, self._index = training, index
         self._stored_as = training.names_in(index)
+        left_out = [name for name, stored_as in self._stored_as.items() if stored_as in index.left_out]
+        if weights and (trained := [name for name in left_out if name not in training.frozen]):
+            raise ValueError(
+                f"it was saved by frozen=False, without parameters that were frozen then and are trained here: "
+                f"{listed(trained)}. Freeze them while you load, and they keep the values that they have"
+            )
         self.tensors: list[tuple[Entry, Held]] = [*self._of_model(weights)]
         here, stored = len(training.optimizers), len(index.optimizers)
         if here and here != stored:
@@ -177,7 +190,8 @@ class LoadPlan:
         ]:
             if held is not None:
                 stored_as = self._stored_as[held.name.partition("/")[2]]
-                yield self._index.weight(stored_as, held.full.dtype), replace(held, written=None)
+                if stored_as not in self._index.left_out:
+                    yield self._index.weight(stored_as, held.full.dtype), replace(held, written=None)
 
     def _of_optimizer(self, number: int, optimizer: Optimizer, shards: SteppedShards) -> Callable[[], None]:
         """Returns what loads the state once its tensors are read."""

@@ -111,6 +111,7 @@ class Training:
     parts: by these names the full tensors, buffers in their own dtype also where the model has another; and which of
         the elements the ranks of the shard group have.
     tied: for each further name of a tensor the name that it is stored under.
+    frozen: the names of frozen parameters.
     values: the entries of the state_dict that are no tensors, by name; holders: the modules that they come from.
     """
 
@@ -143,9 +144,11 @@ class Training:
                 except RuntimeError as error:
                     raise CheckpointError(str(error)) from None
 
-    def look(self) -> None:
-        """Names the tensors and finds their shards. Raises ValueError for what cannot be saved or loaded."""
-        self._name_tensors(self.module)
+    def look(self, *, stores_frozen: bool = False) -> None:
+        """Names the tensors and finds their shards. Raises ValueError for what cannot be saved or loaded.
+
+        stores_frozen: whether frozen modules are stored, with all that is in their state_dict."""
+        self._name_tensors(self.module, stores_frozen)
         groups = [group for one in self._sharding for group in one.shards.shard_groups]
         dtypes: dict[Tensor, torch.dtype] = {}
         for one in self._wrappers:
@@ -163,7 +166,7 @@ class Training:
             else:
                 self.parts[name] = all_of(replace(geometry_of(tensor), dtype=dtypes.get(tensor, tensor.dtype)))
 
-    def _name_tensors(self, module: nn.Module) -> None:
+    def _name_tensors(self, module: nn.Module, stores_frozen: bool) -> None:
         self.tensors, self.tied, self._names = dict[str, Tensor](), dict[str, str](), dict[Tensor, str]()
         self.values, self.holders = dict[str, Any](), dict[str, nn.Module]()
         known = {*parameters_of(module), *module.buffers()}
@@ -183,11 +186,14 @@ class Training:
             elif name.rpartition(".")[2] == "_extra_state":
                 self.values[name] = value
                 self.holders[name] = module.get_submodule(given.rpartition(".")[0])
-            else:
+            elif not (of_frozen := _is_of_frozen(module, given)) or stores_frozen:  # scales of quantised weights
+                remedy = "; what belongs to frozen modules is left out by frozen=False of save" if of_frozen else ""
                 raise ValueError(
                     f"{name!r} of the module's state_dict is none of its parameters and buffers, but was made by a "
-                    "hook. zero.checkpoint stores parameters, buffers, and what get_extra_state() returns"
+                    f"hook. zero.checkpoint stores parameters, buffers, and what get_extra_state() returns{remedy}"
                 )
+        params = {name: one for name, one in self.tensors.items() if isinstance(one, nn.Parameter)}
+        self.frozen = {name for name, one in params.items() if not one.requires_grad}
 
     def _refuse_misfits(self, groups: Sequence[ShardGroup]) -> None:
         for number, optimizer in enumerate(self.optimizers):
@@ -224,7 +230,7 @@ class Training:
                 found.setdefault(name, there[alias])
         differing = []
         for name, stored_as in found.items():
-            stored, full = index.tensors[f"model/{stored_as}"].geometry, self.parts[name].full
+            stored, full = index.geometry(stored_as), self.parts[name].full
             convertible = stored.dtype.is_floating_point and full.dtype.is_floating_point
             if stored.shape != full.shape or not (convertible or stored.dtype == full.dtype):
                 differing.append(f"{name} (saved {stored}, here {full})")
@@ -295,6 +301,15 @@ class Training:
 
     def group_names(self, shards: SteppedShards) -> list[list[str]]:
         return [[self._names[param] for param in group["params"]] for group in shards.param_groups]
+
+
+def _is_of_frozen(module: nn.Module, name: str) -> bool:
+    """Whether an entry of the state_dict was made by a module whose own parameters are all frozen."""
+    modules = dict(module.named_modules(remove_duplicate=False))
+    while name not in modules:
+        name = name.rpartition(".")[0]
+    own = [*modules[name].parameters(recurse=False)]
+    return bool(own) and not any(param.requires_grad for param in own)
 
 
 def _of_full(place: Place) -> Part:

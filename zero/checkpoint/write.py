@@ -60,6 +60,7 @@ def save(
     extra: dict[str, Any] | None = None,
     resume: Any = None,
     keep: int | None = None,
+    frozen: bool = True,
     wait: bool = True,
     process_group: torch.distributed.ProcessGroup | None = None,
 ) -> Saving:
@@ -77,6 +78,9 @@ def save(
         a torch.Generator; one, or a list, which may be empty. With it the random generators of random, numpy.random and
         torch, on the CPU and on the current device, are saved, each rank's own.
     keep: how many checkpoints of the run to keep; the oldest are removed. None keeps all.
+    frozen: False leaves frozen parameters out (requires_grad=False), such as the base of adapters: `load` then keeps
+        those that the model has. One that was trained before is stored where an optimizer still has state of it, which
+        SGD without momentum never has.
     wait: False copies what this rank owns, and a thread writes the copy while training goes on. The next such save
         reuses the copy's memory. `wait()` of the returned Saving is collective; the run's next save or load calls it
         first. If the program ends without it and the save has failed, standard error says so, and the status is 120.
@@ -90,7 +94,7 @@ def save(
     parameters that no wrapper synchronises (a plain module's, or those that FSDP ignores) differ between ranks: make
     them the same, or save a plain module of each rank by a `process_group` of that rank alone, to a path of its own.
     """
-    return _save(path, Training(model, optimizer, process_group), extra, resume, keep, wait=wait)
+    return _save(path, Training(model, optimizer, process_group), extra, resume, keep, frozen=frozen, wait=wait)
 
 
 @calling("zero.checkpoint.save")
@@ -109,14 +113,15 @@ def _save(
     resume: Any,
     keep: int | None,
     *,
+    frozen: bool = True,
     wait: bool = True,
     in_place: bool = False,
 ) -> Saving:
     ranks = training.ranks
     with ranks.together("the arguments of zero.checkpoint.save", writing=path) as lines:
-        training.look()
-        run, plan = place(path), _plan(training, extra, resume, keep)
-        lines += [f"keep {keep}, wait {wait}", f"path {run}", *_compared(training, plan)]
+        training.look(stores_frozen=frozen)
+        run, plan = place(path), _plan(training, extra, resume, keep, frozen)
+        lines += [f"keep {keep}, frozen {frozen}, wait {wait}", f"path {run}", *_compared(training, plan, frozen)]
     finish(run, ranks)
     with ranks.together(writing=run):
         if ranks.first and not in_place:
@@ -306,17 +311,18 @@ def _tell_failures() -> None:
         sys.stderr.flush = fail_at_last  # type: ignore[method-assign]
 
 
-def _compared(training: Training, plan: SavePlan) -> Iterator[str]:
+def _compared(training: Training, plan: SavePlan, frozen: bool) -> Iterator[str]:
     """What ranks must have the same to save together."""
     yield f"stage {training.stage}"
     yield from (name for name in plan.index.extra if name.startswith(PREFIX))
     yield from (f"optimizer {one.kind}" for one in training.shards)
-    yield from (f"{name}: {training.parts[name].full!r}" for name in training.tensors)
+    left_out = set[str]() if frozen else training.frozen
+    yield from (f"{name}{', frozen' * (name in left_out)}: {training.parts[name].full!r}" for name in training.tensors)
     for held in () if training.synchronised else plan.common:
         yield f"{held.name}, which no wrapper keeps the same, with checksum {checksum(held.flat()):08x}"
 
 
-def _plan(training: Training, extra: dict[str, Any] | None, resume: Any, keep: int | None) -> SavePlan:
+def _plan(training: Training, extra: dict[str, Any] | None, resume: Any, keep: int | None, frozen: bool) -> SavePlan:
     """What this rank writes, with its own extra. Raises ValueError, with a message for the user."""
     extra = {} if extra is None else extra
     if keep is not None and (not isinstance(keep, int) or keep < 1):
@@ -325,7 +331,7 @@ def _plan(training: Training, extra: dict[str, Any] | None, resume: Any, keep: i
         raise ValueError(f"extra={extra!r}: it is a dictionary with strings for keys, such as {{'step': 100}}")
     if any(key.startswith(PREFIX) for key in extra):
         raise ValueError(f"extra={extra!r}: names that begin with {PREFIX} are those of resume. Choose others")
-    plan = plan_save(training)
+    plan = plan_save(training, frozen=frozen)
     values = {**extra, **Resumed(resume).states()}
     plan.index.extra = {key: encode(value, label(key)) for key, value in values.items()}
     return plan
