@@ -198,6 +198,8 @@ def test_what_is_no_checkpoint_is_named_with_the_call_for_it(scheme, tmp_path, c
         ]:
             assert re.search(f"^CheckpointError: .*{words}", told), f"{name}: {told}"
             assert len(told) < 300 + 2 * len(str(path)), f"{name}: {told}"
+        afresh = ranks.refusal(lambda: zero.checkpoint.load(f"{scheme}{path}", tiny(), missing_ok=True))  # noqa: B023
+        assert re.search(f"^CheckpointError: .*{words}", afresh) or (name, afresh) == ("empty", ""), f"{name}: {afresh}"
 
 
 @ranks.on(2)

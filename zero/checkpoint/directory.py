@@ -16,6 +16,9 @@ from zero.checkpoint.storage import Place, reading
 
 LATEST = "latest"
 _NAME = re.compile(r"\d{8}")
+_PART = re.compile(r"rank-\d+\.safetensors\.json")
+# What other libraries save, and what is in a checkpoint itself; not what a script logs before its first save.
+_OF_OTHERS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|distcp|metadata)|(checkpoint-|global_step)\d+")
 _UNFINISHED = re.compile(r"rank-\d+\.safetensors(\.json)?(\.partial)?|index\.json\.partial")
 
 
@@ -56,17 +59,24 @@ def _numbered(run: Place) -> list[Place]:
     return [one for one in run.inside() if _NAME.fullmatch(one.name)]
 
 
+class NothingSaved(ValueError):
+    """Nothing was saved at a path yet, or its first save was interrupted."""
+
+
 def resolve(path: Place) -> Place:
-    """The checkpoint at a path: itself, or the latest of the run. Raises ValueError where there is none."""
+    """The checkpoint at a path: itself, or the latest of the run. Raises NothingSaved where a run may begin, and
+    ValueError where one is damaged, or where something else was saved."""
     with reading(path):
         if (path / INDEX).exists():
             return path
     try:
-        name = (path / LATEST).read(64).decode().strip()  # however long it may be
-    except (FileNotFoundError, NotADirectoryError, UnicodeDecodeError):
-        name = ""
-    if not name:
-        raise ValueError(f"{path} {_description(path)}")
+        name = (path / LATEST).read(64).decode(errors="replace").strip()  # however long it may be
+    except (FileNotFoundError, NotADirectoryError):
+        found_all = checkpoints(path)
+        if len(found_all) == 1 and any(_PART.fullmatch(one.name) for one in found_all[0].inside()):
+            return found_all[0]  # the run's first, whose save was killed when all of it was there but `latest`
+        others = found_all or path.is_file() or any(_OF_OTHERS.fullmatch(one.name) for one in path.inside())
+        raise (ValueError if others else NothingSaved)(f"{path} {_description(path)}") from None
     found = path / name
     if re.fullmatch(r"global_step\d+", name):
         raise ValueError(f"{path} is a checkpoint of DeepSpeed: convert it by the zero_to_fp32.py in it, and {_PLAIN}")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,30 @@ _PARTLY_LOADED = (
 )
 
 
+@overload
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    resume: Any = None,
+    missing_ok: Literal[False] = False,
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> dict[str, Any]: ...
+
+
+@overload
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    *,
+    resume: Any = None,
+    missing_ok: bool,
+    process_group: torch.distributed.ProcessGroup | None = None,
+) -> dict[str, Any] | None: ...
+
+
 @calling("zero.checkpoint.load")
 def load(
     path: str | os.PathLike[str],
@@ -52,8 +76,9 @@ def load(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     resume: Any = None,
+    missing_ok: bool = False,
     process_group: torch.distributed.ProcessGroup | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Collective. Loads a checkpoint that was saved at any stage, on any number of ranks. Returns its `extra`.
 
         extra = zero.checkpoint.load("run", model, optimizer, resume=schedule)
@@ -63,6 +88,9 @@ def load(
     model, optimizer: built as for training, at any stage. Without an optimizer only parameters and buffers are loaded.
     resume: the objects that were saved, in the same order. They, and the random generators, go on as they were then.
         Without it all of them stay as they are.
+    missing_ok: True returns None, and leaves all as it is, where nothing was saved yet: the path is not there, has no
+        checkpoint and no file of weights, or its first save was interrupted. What is damaged, or was saved by another
+        library, raises all the same. The first rank alone looks what is there.
     process_group: of a plain model; a wrapped one knows its own.
 
     Frozen parameters that were left out (`frozen=False` of `save`) keep the values that they have, and the logger
@@ -82,7 +110,7 @@ def load(
     that fails after it was read once, and an optimizer or object of `resume` that refuses what its class has saved,
     leave the model partly loaded; the error, on every rank, says so, and another load repairs it.
     """
-    return _load(path, Training(model, optimizer, process_group), resume)
+    return _load(path, Training(model, optimizer, process_group), resume, missing_ok=missing_ok)
 
 
 @calling("zero.checkpoint.load")
@@ -91,16 +119,30 @@ def load_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Sequen
     _load(path, Training(model, optimizer, None), None, weights=False)
 
 
-def _load(path: str | os.PathLike[str], training: Training, resume: Any, *, weights: bool = True) -> dict[str, Any]:
+def _load(
+    path: str | os.PathLike[str], training: Training, resume: Any, *, missing_ok: bool = False, weights: bool = True
+) -> dict[str, Any] | None:
     ranks = training.ranks
     with ranks.together("the arguments of zero.checkpoint.load") as lines:
         training.look()
         given, resumed = place(path), Resumed(resume)
-        lines += [f"path {given}", *resumed.names]
+        lines += [f"path {given}, missing_ok {missing_ok}", *resumed.names]
     finish(given, ranks)
+    found: str | None = ""
+    with ranks.together():
+        try:  # by one rank: network file systems do not show all of them the same at once
+            if ranks.first and (checkpoint := directory.resolve(given)) != given:
+                found = checkpoint.name
+        except directory.NothingSaved as error:
+            if not missing_ok:
+                raise
+            logger.info("%s: training starts afresh", error)
+            found = None
+    if (found := ranks.gather(found)[0]) is None:
+        return None
     with ranks.together("the checkpoints found") as lines:
-        source = Source(directory.resolve(given))
-        lines += [str(source.directory), source.digest]
+        source = Source(given / found if found else given)
+        lines.append(source.digest)
     with source:
         with ranks.together(before=f"{source.directory} does not fit: "):
             plan = LoadPlan(training, source.index, weights)
