@@ -1,4 +1,4 @@
-"""Trains a LoRA adapter over a sharded base, saves the adapter alone, and loads it.
+"""Trains a LoRA adapter over a sharded base, saves the run and the adapter without it, and loads the adapter.
 
 torchrun --nproc-per-node 2 docs/examples/lora.py
 """
@@ -31,6 +31,8 @@ for _ in range(20):
     loss.backward()
     zero.clip_grad_norm_(model, optimizer, max_norm=1.0)
     optimizer.step()
+
+zero.checkpoint.save("run", model, optimizer, frozen=False)
 
 weights = zero.full_tensors(model, to=0)  # pairs of name and tensor, on rank 0
 adapter = {name: value for name, value in weights if "lora_" in name}

@@ -23,9 +23,9 @@ net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
 model, optimizer = zero.setup(net, torch.optim.AdamW, stage=stage, lr=1e-2)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
 data = torch.Generator().manual_seed(1)  # alike everywhere: ranks share a batch
-step, resume = 0, [schedule, data]
-if os.path.exists(f"{run}/latest"):
-    step = zero.checkpoint.load(run, model, optimizer, resume=resume)["step"]
+resume = [schedule, data]
+saved = zero.checkpoint.load(run, model, optimizer, resume=resume, missing_ok=True)
+step = saved["step"] if saved else 0
 while step < steps:
     inputs = torch.randn(12, 32, generator=data)[rank::world]
     (model(inputs) - inputs.sin()).square().mean().backward()

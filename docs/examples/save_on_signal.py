@@ -3,7 +3,6 @@
 torchrun --nproc-per-node 2 docs/examples/save_on_signal.py run
 """
 
-import os
 import signal
 import sys
 
@@ -24,9 +23,8 @@ net = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(), nn.Linear(64, 32
 model, optimizer = zero.setup(net, torch.optim.AdamW, stage=3, lr=1e-2)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
 torch.manual_seed(1 + dist.get_rank())  # of this rank's data and dropout
-step, told = 0, torch.tensor(0)
-if os.path.exists(f"{run}/latest"):
-    step = zero.checkpoint.load(run, model, optimizer, resume=schedule)["step"]
+saved = zero.checkpoint.load(run, model, optimizer, resume=schedule, missing_ok=True)
+step, told = saved["step"] if saved else 0, torch.tensor(0)
 while step < steps and not told:
     inputs = torch.randn(12, 32)
     (model(inputs) - inputs.sin()).square().mean().backward()

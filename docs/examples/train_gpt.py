@@ -154,14 +154,14 @@ def train(options: argparse.Namespace, device: torch.device, rank: int, world: i
     start = 0
     losses: Losses = {}
     evaluated_at: Losses = {}
-    if os.path.exists(f"{options.output}/latest"):
-        extra = zero.checkpoint.load(options.output, model, [optimizer, average])
-        start = extra["step"]
-        scheduler.load_state_dict(extra["scheduler"])
+    saved = zero.checkpoint.load(options.output, model, [optimizer, average], missing_ok=True)
+    if saved is not None:
+        start = saved["step"]
+        scheduler.load_state_dict(saved["scheduler"])
     elif options.start:  # a file of full weights and optimizer state, as is written below
-        saved = torch.load(options.start, map_location="cpu") if rank == 0 else {}
-        zero.load_full_state_dict(model, saved.get("weights"))
-        zero.load_full_optimizer_state_dict(model, optimizer, saved.get("optimizer"))
+        full = torch.load(options.start, map_location="cpu") if rank == 0 else {}
+        zero.load_full_state_dict(model, full.get("weights"))
+        zero.load_full_optimizer_state_dict(model, optimizer, full.get("optimizer"))
     data = batches(loader, sampler, done=start * options.accumulate)
     for step in bar(range(start + 1, options.steps + 1), shown=rank == 0):
         losses[step] = 0.0

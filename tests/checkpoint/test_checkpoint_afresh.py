@@ -40,6 +40,7 @@ def starts(rank, world, path, stage):
 ROWS = [(0, TRANSPORTS[0], ""), (1, TRANSPORTS[-1], ""), (2, TRANSPORTS[0], "objects://"), (3, TRANSPORTS[-1], "")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "transport", "scheme"), [*ROWS, (3, TRANSPORTS[0], "objects://")])
 def test_a_script_starts_afresh_once_and_then_goes_on(stage, transport, scheme, tmp_path):
     path = f"{scheme}{tmp_path / 'run'}"

@@ -108,6 +108,7 @@ ROWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:resume/.* differed:UserWarning")  # on another number of ranks
 @pytest.mark.parametrize(("at", "to", "transport", "scheme", "wait"), ROWS)
 def test_what_is_trained_is_stored_and_loads_beside_the_base(at, to, transport, scheme, wait, tmp_path):
@@ -135,6 +136,7 @@ def of_sixteen_bits(rank, world, path, stage):
     assert not differences(saved, whole(model, optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
 def test_masters_of_what_is_frozen_are_left_out(stage, tmp_path):
     ranks.run(of_sixteen_bits, 2, (str(tmp_path), stage))
@@ -166,6 +168,7 @@ def unfrozen_later(rank, world, path, stage):
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_is_trained_here_and_was_left_out_is_refused_with_its_names(stage, tmp_path):
     words = r"^CheckpointError: .*00000001 does not fit: .*frozen=False.*trained here: base\.\w+, base\..*Freeze"
@@ -186,6 +189,7 @@ def frozen_later(rank, world, path, stage):
     assert not differences(saved, whole(model, optimizer))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_was_trained_before_it_was_frozen_is_stored(stage, tmp_path):
     """Its values are nowhere else. Not every rank has state of it."""
@@ -223,6 +227,7 @@ def said(rank, world, path):
     return [line for line in lines if "00000001" in line]
 
 
+@pytest.mark.slow
 def test_load_says_once_what_was_left_out(tmp_path):
     first, second = ranks.run(said, 2, (str(tmp_path),))
     assert len(first) == 1 and not second
@@ -249,6 +254,7 @@ class Quantised(nn.Linear):
         destination[f"{prefix}weight.absmax"] = torch.ones(3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_quantised_base_is_left_out_with_its_scales(stage, tmp_path):
     def model():

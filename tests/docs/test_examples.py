@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
+import json
+import math
 import re
 from importlib.util import find_spec
 from pathlib import Path
@@ -116,6 +118,11 @@ def test_the_adapter_alone_is_saved_and_loads(world: int, tmp_path: Path) -> Non
         found.append(load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
     assert {name.split(".")[-2] for name in found[0]} == {"lora_A", "lora_B"}
     assert any(value.any() for name, value in found[0].items() if "lora_B" in name)
+    # As the page says: weights and two moments.
+    index = json.loads((tmp_path / "run" / "00000002" / "index.json").read_text())
+    stored = sum(4 * math.prod(entry["shape"]) for entry in index["tensors"].values())
+    assert stored == 12 * sum(value.numel() for value in found[0].values()) == 12_288
+    assert stored + 4 * sum(math.prod(entry["shape"]) for entry in index["left_out"].values()) == 278_016
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
