@@ -252,7 +252,7 @@ def _unfit(optims: Sequence[Any], model: nn.Module, stage: int, beside: Iterable
     missing = [own for own, param in named.items() if param.requires_grad and param not in counts]
     if missing and not counts.keys() & {*named.values()}:
         return (
-            f"the {names} given to zero.setup has none of the model's parameters: those of another model, or of a copy, "
+            f"the {names} given to zero.setup has none of the model's parameters: those of another one, of a copy, "
             "or from before the model was moved or loaded with assign=True. Build it of model.parameters()."
         )
     if missing:

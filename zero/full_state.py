@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from zero.state import leaves
 from zero.state.optimizer_state import Leaf
 from zero.state.stepped import SteppedShards
 from zero.tensor_parallel.parts import is_first
-from zero.wrappers import comms_of, names_of, prepared, stepped_for, unwrapped
+from zero.wrappers import comms_of, each, names_of, stepped_for, taken_out, unwrapped
 
 Device = torch.device | str | None
 WITHIN = "/"
@@ -35,10 +35,10 @@ WITHIN = "/"
 def full_state_dict(model: nn.Module, to: int | None = None, device: Device = "cpu") -> dict[str, Any]:
     """Collective. The full weights as copies, under the module's own names, whatever wraps it.
 
-    Takes FSDP, ShardedDDP, DistributedDataParallel, plain modules, and modules inside of these, compiled or not. Tied
-    parameters share one copy. Shards are gathered unit by unit: besides the result, a rank that gets it holds at most
-    one unit, and other ranks hold nothing. Where the module has hooks of the user's on its state_dict(), or a
-    state_dict() of its own, the recipient holds all full parameters at once, on `device`.
+    Takes FSDP, ShardedDDP, DistributedDataParallel, modules that contain them, plain ones, and modules inside of these,
+    compiled or not. Tied parameters share one copy. Shards are gathered unit by unit: besides the result, a rank that
+    gets it holds at most one unit, and other ranks hold nothing. Where the module has hooks of the user's on its
+    state_dict(), or a state_dict() of its own, the recipient holds all full parameters at once, on `device`.
 
     to: the rank of the model's process group that gets the weights; others send theirs and get an empty dictionary. In
         hybrid strategies ranks are numbered through the first replica first. By default every rank gets the weights.
@@ -50,24 +50,36 @@ def full_state_dict(model: nn.Module, to: int | None = None, device: Device = "c
     """
     inner, wrappers = unwrapped(model)
     receives = to is None or is_first(parameters_of(inner))
-    full = full_weights(inner, comms_of(wrappers)[0], Recipient(to, device))
+    with taken_out(inner):
+        full = full_weights(inner, comms_of(wrappers)[0], Recipient(to, device))
     return renamed(full, name_without_compile) if receives else {}
 
 
-@calling("zero.full_optimizer_state_dict")
+@overload
 def full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer, to: int | None = None, device: Device = "cpu"
-) -> dict[str, Any]:
+) -> dict[str, Any]: ...
+@overload
+def full_optimizer_state_dict(
+    model: nn.Module, optimizer: Sequence[Optimizer], to: int | None = None, device: Device = "cpu"
+) -> list[dict[str, Any]]: ...
+@calling("zero.full_optimizer_state_dict")
+def full_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], to: int | None = None, device: Device = "cpu"
+) -> Any:
     """Collective. The full state of the optimizer in the plain optimizer's own format, at any stage, as copies.
 
     It loads by `load_full_optimizer_state_dict` at any other stage and number of ranks, and into the plain optimizer.
     It is gathered shard group by shard group: besides the result, a rank that gets it holds as much as one unit.
 
-    model, optimizer: those that train. to, device: as of `full_state_dict`.
+    model, optimizer: those that train; of several optimizers it returns a list. to, device: as of `full_state_dict`.
 
     Raises ValueError on every rank for state that cannot be made whole, and where `to` is no rank of the group.
     """
-    (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
+    (inner, wrappers), optimizers = unwrapped(model), each(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        return [full_optimizer_state_dict(model, one, to, device) for one in optimizers]
+    optimizer = optimizers[0]
     stepped, to, takes_part = stepped_for(inner, wrappers, optimizer, to)
     receives = takes_part and states.receives(stepped, to)
     if not stepped.shard_groups:
@@ -88,7 +100,10 @@ def full_optimizer_state_dict(
 
 
 def full_tensors(
-    model: nn.Module, optimizer: Optimizer | None = None, to: int | None = None, device: Device = "cpu"
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    to: int | None = None,
+    device: Device = "cpu",
 ) -> Iterator[tuple[str, Tensor]]:
     """Collective while it is iterated, on every rank. Yields the full weights and then, of an optimizer, its state, as
     pairs of name and tensor, at any stage: for a file, or for an inference engine that takes weights from a trainer.
@@ -100,16 +115,16 @@ def full_tensors(
     can be used; where every rank gets tensors, one that goes on raises RuntimeError. An iterator that is kept after it
     was broken off, as a traceback keeps it, has to be closed by its `close()`. Extra state of modules is not in it.
 
-    optimizer: that trains the model. Its state has names such as "layers.0.weight/exp_avg", and numbers are tensors
-        without dimensions. to, device: as of `full_state_dict`.
+    optimizer: that trains the model, or several as a list. Its state has names such as "layers.0.weight/exp_avg", and
+        numbers are tensors without dimensions. to, device: as of `full_state_dict`.
 
     Raises as `full_state_dict` and `full_optimizer_state_dict`; ValueError for state in other containers than dicts.
     """
     inner, wrappers = unwrapped(model)
     comms = comms_of(wrappers)
     batches = _weights(inner, comms[0], Recipient(to, device))
-    if optimizer is not None:
-        batches = chain(batches, _state(inner, device, *stepped_for(inner, wrappers, prepared(optimizer), to)))
+    of_optimizers = [stepped_for(inner, wrappers, one, to) for one in (() if optimizer is None else each(optimizer))]
+    batches = chain(batches, *(_state(inner, device, *one) for one in of_optimizers))
     return _in_step(comms, batches, receives_some=to is None)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -42,8 +43,7 @@ from zero.state.optimizer_state import (
 from zero.state.own_dtypes import keep_dtypes
 from zero.state.shard_mark import marks_of
 from zero.state.stepped import SteppedShards
-from zero.wrap.wrapper import Wrapper
-from zero.wrappers import comms_of, names_of, prepared, stepped_by, unwrapped
+from zero.wrappers import comms_of, each, names_of, stepped_by, taken_out, unwrapped
 
 Taken = dict[nn.Parameter, dict[str, Any]]
 
@@ -83,7 +83,8 @@ def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) 
             comms[0].compare(what, sorted(shapes))
         with loading(sharded):
             try:
-                result = _load(inner, weights, strict)
+                with taken_out(inner):
+                    result = _load(inner, weights, strict)
             except RuntimeError:
                 if alone and sent.failed is not None:
                     raise sent.failed from None
@@ -162,7 +163,7 @@ def _without_module(expected: Iterable[str], pairs: Iterable[tuple[str, Any]]) -
 
 def _loaded_by_themselves(inner: nn.Module) -> tuple[str, ...]:
     """The beginnings of names that belong to modules which the user's code loads in another way than by copying."""
-    found = (path for path, one in inner.named_modules() if not isinstance(one, Wrapper) and loads_by_itself(one))
+    found = (path for path, one in inner.named_modules() if loads_by_itself(one))
     return tuple(name_without_compile(f"{path}." if path else "") for path in found)
 
 
@@ -175,35 +176,49 @@ def _named(inner: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @calling("zero.load_full_optimizer_state_dict")
-def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state_dict: Given) -> None:
+def load_full_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state_dict: Given | Sequence[Mapping[str, Any]]
+) -> None:
     """Collective. Loads full optimizer state at any stage: what `full_optimizer_state_dict` returns, the state of the
     plain optimizer, or pairs of name and tensor as `full_tensors` yields them.
 
+    model, optimizer: those that train. Several optimizers, as a list, take a list of states, or the pairs of all, and
+        load one after another.
     state_dict: the same on every rank, or on rank 0 alone, with None or {} on all others. Those then receive the state
         tensor by tensor, and hold one beside their shards. An iterator has no options: the optimizer keeps its own.
 
     Raises ValueError, and changes nothing, if it does not fit, or an iterator ended early: on every rank if rank 0
     alone has it, or if neither rank 0 nor every rank has it.
     """
-    (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
+    (inner, wrappers), optimizers = unwrapped(model), each(optimizer)
+    given: Any = state_dict
+    if not isinstance(optimizer, Optimizer):
+        with Together(comms_of(wrappers), AGREEMENT) as together:
+            names = [{*names_of(inner, stepped_by(inner, wrappers, one)).values()} for one in optimizers]
+            of_each = _of_each(names, given)
+            together.agree()
+        for one, state in zip(optimizers, of_each, strict=True):
+            load_full_optimizer_state_dict(model, one, state)
+        return
+    optimizer = optimizers[0]
     stepped = stepped_by(inner, wrappers, optimizer)
     comms = [optimizer.comm] if isinstance(optimizer, OSS) else comms_of(wrappers)
     what = "the state given to zero.load_full_optimizer_state_dict"
-    alone = first_alone(comms, what, state_dict, params_of(optimizer))
+    alone = first_alone(comms, what, given, params_of(optimizer))
     for unit in (unit for one, _ in models_of(inner) for unit in one.units):
         unit.reshard()  # a forward without backward may have left it unsharded
-    if not alone and isinstance(state_dict, Mapping):
+    if not alone and isinstance(given, Mapping):
         with told_by_comparing(lambda problem: compare(comms, what, [], problem)):
-            refuse_other_shard(stepped, marks_of(state_dict), "Load what zero.full_optimizer_state_dict returns.")
-            refuse_other_options(stepped, state_dict["param_groups"])
+            refuse_other_shard(stepped, marks_of(given), "Load what zero.full_optimizer_state_dict returns.")
+            refuse_other_options(stepped, given["param_groups"])
         compare(comms, what, [], None)
         with Together(comms, AGREEMENT) as together:
-            _load_state(stepped, optimizer, dict(state_dict))
+            _load_state(stepped, optimizer, dict(given))
             together.agree()
         return
     groups: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
     with Together(comms, AGREEMENT) as together:
-        items = _items(stepped, names_of(inner, stepped), state_dict)
+        items = _items(stepped, names_of(inner, stepped), given)
         if alone:
             device = next((group.full.device for group in stepped.shard_groups), torch.device("cpu"))
             items = FromFirst(comms, device).passed_on(items)
@@ -214,6 +229,30 @@ def load_full_optimizer_state_dict(model: nn.Module, optimizer: Optimizer, state
         together.agree()  # nothing has changed so far
         load_shards(stepped, optimizer, taken, given if any(given) else numbered_groups(stepped))
         together.agree()  # of the user's hooks
+
+
+def _of_each(names: Sequence[set[str]], given: Any) -> list[Any]:
+    """The state of each of several optimizers. names: of their parameters."""
+    if not given:
+        return [None] * len(names)
+    if isinstance(given, Mapping) or (isinstance(given, Sequence) and not isinstance(given[0], tuple)):
+        if isinstance(given, Mapping) or len(given) != len(names):
+            raise ValueError(
+                f"{len(names)} optimizers were given {1 if isinstance(given, Mapping) else len(given)} states. Pass a "
+                "list with one state of each, in the same order."
+            )
+        return [*given]
+    pairs, of_next = _without_module({*chain(*names)}, given), list[tuple[str, Tensor]]()
+
+    def of(number: int) -> Iterator[tuple[str, Tensor]]:
+        later = {*chain(*names[number + 1 :])}
+        while (pair := of_next.pop() if of_next else next(pairs, None)) is not None:
+            if _cut_label(pair[0], later)[0]:
+                of_next.append(pair)
+                return
+            yield pair
+
+    return [of(number) for number in range(len(names))]
 
 
 def load_shards(stepped: SteppedShards, optimizer: Optimizer, taken: Taken, groups: list[dict[str, Any]]) -> None:
@@ -262,9 +301,7 @@ def _items(stepped: SteppedShards, names: Mapping[int, str], given: Given) -> It
     by_number = [of_group for of_group, group in zip(made, stepped.param_groups, strict=True) for _ in group["params"]]
     entries: dict[int, set[str]] = {}
     for label, tensor in _without_module(numbers, given or ()):
-        cuts = [at for at, letter in enumerate(label) if letter == WITHIN]  # names of modules may have it, too
-        name = next((label[:at] for at in reversed(cuts) if label[:at] in numbers), "")
-        key = label[len(name) + 1 :]
+        name, key = _cut_label(label, numbers)
         if name not in numbers or not key:
             raise ValueError(
                 f"{label!r} is the state of no parameter of the {type(stepped.optim).__name__}. Names are as "
@@ -274,6 +311,13 @@ def _items(stepped: SteppedShards, names: Mapping[int, str], given: Given) -> It
         yield (STATE, numbers[name], key), _as_made(by_number[numbers[name]].get(key), tensor)
         del tensor
     _refuse_incomplete(stepped, names, entries)
+
+
+def _cut_label(label: str, names: Container[str]) -> tuple[str, str]:
+    """The name of a parameter, one of these or "", and the key of its state."""
+    cuts = [at for at, letter in enumerate(label) if letter == WITHIN]  # names of modules may have it, too
+    name = next((label[:at] for at in reversed(cuts) if label[:at] in names), "")
+    return name, label[len(name) + 1 :]
 
 
 def _as_made(made: Any, tensor: Tensor) -> Any:

@@ -3,28 +3,31 @@ parameters, and the plain module. full_state.py has weights and optimizer state 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from functools import wraps
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, wraps
 from inspect import signature
 from typing import NamedTuple, ParamSpec
 
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_ as clip_plain
-from torch.nn.utils import get_total_norm
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 
 from zero._torch.compiling import unwrapped_of_torchs
-from zero._torch.modules import children_of, parameters_of
+from zero._torch.modules import parameters_of, params_of_each
 from zero.comm.waiting import calling
 from zero.fsdp import FSDP
+from zero.fsdp.full_weights import named_tensors
 from zero.fsdp.model import models_of
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import take_out_of
-from zero.wrappers import Wrapped, params_in, prepared, refuse_other, unwrapped
+from zero.wrap.ddp import averaged_by_others
+from zero.wrappers import Wrapped, comms_of, each, params_in, refuse_other, take_out, unwrapped
 
 
 class ParameterCount(NamedTuple):
@@ -90,13 +93,7 @@ def grad_norm(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], norm
 
     model, optimizer: those that train, also several optimizers. norm_type: 1, 2, any p > 0, or inf.
     """
-    wrapped, optimizers = unwrapped_of_torchs(model), _each(optimizer)
-    if isinstance(wrapped, FSDP):
-        return wrapped.grad_norm(norm_type, params=[param for one in optimizers for param in params_in(wrapped, one)])
-    if sharding := [one for one in optimizers if isinstance(one, OSS)]:
-        return _norm(sharding, norm_type)
-    gradients = [param.grad for one in optimizers for param in params_of(one) if param.grad is not None]
-    return get_total_norm(gradients, norm_type)
+    return _norm(model, optimizer, norm_type)[0]
 
 
 @_of_gradients("zero.clip_grad_norm_(model, optimizer, max_norm)")
@@ -110,34 +107,77 @@ def clip_grad_norm_(
     Returns the norm before, 0-dim, the same on every rank. Call it on every rank between backward and step, in place of
     torch's function of this name, at any stage. Arguments are those of `grad_norm`.
     """
-    wrapped, optimizers = unwrapped_of_torchs(model), _each(optimizer)
-    if isinstance(wrapped, FSDP):
-        params = [param for one in optimizers for param in params_in(wrapped, one)]
-        return wrapped.clip_grad_norm_(max_norm, norm_type, params=params)
-    if sharding := [one for one in optimizers if isinstance(one, OSS)]:
-        norm = _norm(sharding, norm_type)
-        for one in sharding:
-            one.gradients.clip(float(max_norm), norm)
-        return norm
-    return clip_plain([param for one in optimizers for param in params_of(one)], max_norm, norm_type)
+    norm, clips = _norm(model, optimizer, norm_type)
+    for clip in clips:
+        clip(norm, float(max_norm))
+    return norm
 
 
-def _each(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    return [prepared(one) for one in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
+def _norm(
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], norm_type: float
+) -> tuple[Tensor, list[Callable[[Tensor, float], object]]]:
+    """Collective. The norm of all gradients, as one vector, and what scales them, given that norm and the largest: of
+    each FSDP, of each OSS, and of what is full on every rank."""
+    (inner, wrappers), optimizers = unwrapped(model), each(optimizer)
+    sharding = [one for one in optimizers if isinstance(one, OSS)]
+    full = dict.fromkeys(param for one in optimizers if not isinstance(one, OSS) for param in params_in(inner, one))
+    norms: list[Tensor] = []
+    clips: list[Callable[[Tensor, float], object]] = []
+    for sharded, _ in models_of(inner):
+        if own := [param for param in full if param in sharded.index]:
+            norms.append(sharded.grad_norm(float(norm_type), own))
+            clips.append(partial(sharded.clip, params=own))
+            for param in own:
+                del full[param]
+    for one in sharding:
+        norms.append(one.grad_norm(norm_type))
+        clips.append(partial(_clip_owned, one))
+    shown = [param for one in sharding if not one.gradients.are_sharded for param in params_of(one)]
+    _refuse_unaveraged(inner, wrappers, [*full, *shown])
+    if full or not norms:
+        norms.append(get_total_norm([param.grad for param in full if param.grad is not None], norm_type))
+        clips.append(lambda norm, most: clip_grads_with_norm_([*full], most, norm))
+    return norms[0] if len(norms) == 1 else get_total_norm(norms, norm_type), clips
 
 
-def _norm(sharding: Sequence[OSS], norm_type: float) -> Tensor:
-    """Collective. The norm of the gradients of all of these, as one vector."""
-    norms = [one.grad_norm(norm_type) for one in sharding]
-    return norms[0] if len(norms) == 1 else get_total_norm(norms, norm_type)
+def _clip_owned(optimizer: OSS, norm: Tensor, max_norm: float) -> None:
+    optimizer.gradients.clip(max_norm, norm)
+
+
+def _refuse_unaveraged(inner: nn.Module, wrappers: Sequence[Wrapped], params: Sequence[nn.Parameter]) -> None:
+    """Collective where some of these parameters are in no wrapper, beside others that are: raises ValueError on every
+    rank if their gradients differ between ranks. Whoever averages them by hand has the same everywhere."""
+    averaging = (one for one in wrappers if isinstance(one, DistributedDataParallel))
+    averaged = {param for one in averaging for param in params_of_each(one)} if params else set()
+    left = [param for param in params if param.requires_grad and param not in averaged] if wrappers else []
+    if not left or not (left := [param for param in left if param not in averaged_by_others(None)]):
+        return
+    names = {tensor: name for name, tensor in named_tensors(inner).items()}
+    own = [None if param.grad is None else param.grad.detach().norm().item() for param in left]
+    ranks: list[list[float | None]] = [own]
+    for comm in comms_of(wrappers):
+        ranks = [one for text in comm.all_gather_text(json.dumps(ranks)) for one in json.loads(text)]
+    for param, *found in zip(left, *ranks, strict=True):
+        if len({*map(repr, found)}) > 1:
+            raise ValueError(
+                f"{names.get(param, 'a parameter')} is in no wrapper, and nobody averages its gradient: its norm is "
+                f"{found} on the ranks. Wrap the module that holds it, too, or all of them as one model by zero.setup; "
+                "or freeze it."
+            )
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Returns a context in which backward accumulates gradients without sending them, at any stage; the first backward
     outside sends all. Run forward and backward inside. Without other ranks nothing is sent anyway."""
-    refuse_other(model)
-    wrapped = unwrapped_of_torchs(model)
-    return wrapped.no_sync() if isinstance(wrapped, Wrapped) else nullcontext()
+    return _without_sending(unwrapped(model)[1])
+
+
+@contextmanager
+def _without_sending(wrappers: Sequence[Wrapped]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for one in wrappers:
+            stack.enter_context(one.no_sync())
+        yield
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -150,16 +190,10 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     Raises RuntimeError within forward, backward and summon_full_params().
     """
-    plain = _without_wrapper(model)
-    for module in plain.modules():
-        for name, child in children_of(module).items():
-            if child is not None and (inside := _without_wrapper(child)) is not child:
-                children_of(module)[name] = inside
-    return plain
-
-
-def _without_wrapper(module: nn.Module) -> nn.Module:
-    for wrapper in unwrapped(module)[1]:
-        module = wrapper.unwrap() if isinstance(wrapper, FSDP | ShardedDDP) else wrapper.module
-        take_out_of(module)
-    return module
+    inner, wrappers = unwrapped(model)
+    for wrapper in wrappers:
+        if isinstance(wrapper, FSDP | ShardedDDP):
+            wrapper.unwrap()
+        take_out_of(wrapper.module)
+    take_out(inner)
+    return inner if isinstance(unwrapped_of_torchs(model), Wrapped) else model

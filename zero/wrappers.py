@@ -1,9 +1,11 @@
-"""What is inside of wrappers: the module of a wrapped or compiled model and the groups of its ranks, the optimizer in
+"""What is inside of wrappers, and which wrappers are inside of a module; the groups of their ranks, the optimizer in
 that of another library, and what that steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -11,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero._torch.compiling import unwrapped_of_torchs
-from zero._torch.modules import parameters_of
+from zero._torch.modules import children_of, params_of_each
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
@@ -32,13 +34,19 @@ def refuse_other(model: object, beside: str = "") -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"a {type(model).__name__} stands where the model belongs. Pass the model that zero.setup or a wrapper "
-            f"returned{beside}; of several models call it for each."
+            f"returned{beside}; several models in one module, such as nn.ModuleList."
         )
 
 
 def unwrapped(model: nn.Module) -> tuple[nn.Module, list[Wrapped]]:
-    """The user's own module, and what wraps it, from the outside in. torch.compile and
-    checkpoint_wrapper are not among the wrappers."""
+    """The user's own module, and all wrappers of the model: those around that module, from the outside in, and then
+    those of modules inside it. torch.compile and checkpoint_wrapper are not among them."""
+    inner, wrappers = around(model)
+    return inner, [*wrappers, *(one for one in inner.modules() if isinstance(one, Wrapped))]
+
+
+def around(model: nn.Module) -> tuple[nn.Module, list[Wrapped]]:
+    """As `unwrapped`, with the wrappers around the user's module alone."""
     refuse_other(model)
     wrappers: list[Wrapped] = []
     while True:
@@ -51,27 +59,76 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, list[Wrapped]]:
             return model, wrappers
 
 
+def take_out(module: nn.Module) -> list[tuple[dict[str, nn.Module | None], str, nn.Module]]:
+    """Puts the modules inside of wrappers, in a module, where these are. Returns what stood where."""
+    replaced = []
+    for holder in module.modules():
+        for name, child in children_of(holder).items():
+            inside, wrappers = (child, []) if child is None else around(child)
+            if child is not None and wrappers:
+                replaced.append((children_of(holder), name, child))
+                children_of(holder)[name] = inside
+    return replaced
+
+
+@contextmanager
+def taken_out(module: nn.Module) -> Iterator[None]:
+    """Within the context a module that contains wrappers is as the user wrote it: names of its state_dict() are alike
+    at every stage."""
+    replaced = take_out(module)
+    try:
+        yield
+    finally:
+        for children, name, child in replaced:
+            children[name] = child
+
+
 def comms_of(wrappers: Sequence[nn.Module]) -> list[Comm]:
-    """The groups of ranks over which a model is spread, one after another."""
-    for one in wrappers:
-        if isinstance(one, ShardedDDP):
-            return [sharding_of(one)[0].comm]
-        if isinstance(one, FSDP):
-            return running_model(one).comms
-        if isinstance(one, DistributedDataParallel) and dist.is_initialized():
-            return [Comm(one.process_group)]
-    return [Comm.default()]  # after destroy_process_group() a rank has its own weights
+    """The groups of ranks over which a model is spread, one after another. Raises ValueError, on every rank alike,
+    where wrappers have different ones."""
+    found = [(one, comms) for one in wrappers if (comms := _comms_of(one))]
+    if not found:
+        return [Comm.default()]  # after destroy_process_group() a rank has its own weights
+    first, expected = found[0]
+    for one, comms in found:
+        if [comm.group for comm in comms] != [comm.group for comm in expected]:
+            raise ValueError(
+                f"the model contains wrappers over different process groups: {_named(first, expected)} and "
+                f"{_named(one, comms)}. Wrap both over one process group, or call this for each."
+            )
+    return expected
+
+
+def _comms_of(wrapper: nn.Module) -> list[Comm]:
+    if isinstance(wrapper, ShardedDDP):
+        return [sharding_of(wrapper)[0].comm]
+    if isinstance(wrapper, FSDP):
+        return running_model(wrapper).comms
+    return [Comm(wrapper.process_group)] if dist.is_initialized() else []  # type: ignore[arg-type]
+
+
+def _named(wrapper: nn.Module, comms: Sequence[Comm]) -> str:
+    groups = " and ".join(str(dist.get_process_group_ranks(comm.group)) for comm in comms)
+    return f"{type(wrapper).__name__}({type(wrapper.module).__name__}) over the ranks {groups}"
 
 
 def prepared(optimizer: Optimizer) -> Optimizer:
     """The optimizer that Accelerate or Lightning has wrapped in one of theirs, which shows its state and passes calls
     on. An optimizer with state of its own beside another's is returned as it is, unless the other is an OSS."""
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"a {type(optimizer).__name__} stands where an optimizer belongs; of several call it for each.")
+        raise TypeError(f"a {type(optimizer).__name__} stands where an optimizer belongs.")
     inside = getattr(optimizer, "optimizer", None)
     while isinstance(inside, OSS) or (isinstance(inside, Optimizer) and inside.state is optimizer.state):
         optimizer, inside = inside, getattr(inside, "optimizer", None)
     return optimizer
+
+
+def each(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """`prepared`, of one or of several."""
+    several: Any = optimizer
+    if isinstance(optimizer, Optimizer | nn.Module) or not isinstance(optimizer, Iterable):
+        several = [optimizer]
+    return [prepared(one) for one in several]
 
 
 def stepped_for(
@@ -94,24 +151,23 @@ def stepped_by(inner: nn.Module, wrappers: Sequence[nn.Module], optimizer: Optim
     """What holds an optimizer's state; at stage 0 none of it is a shard."""
     if isinstance(optimizer, OSS):
         return optimizer.stepped_shards
-    if wrappers and isinstance(wrappers[0], FSDP):
-        params_in(wrappers[0], optimizer)
+    params_in(inner, optimizer)
     sharded = [model for model, _ in models_of(inner)]
     groups = [group for model in sharded for group in model.index.groups]
     return of_user(optimizer, groups, sharded[0].comm if sharded else comms_of(wrappers)[0])
 
 
-def params_in(model: FSDP, optimizer: Optimizer) -> list[nn.Parameter]:
-    """The optimizer's parameters. Raises ValueError, on every rank alike, if some are of another model that is sharded:
-    they travel with that one's."""
+def params_in(inner: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
+    """The optimizer's parameters. Raises ValueError, on every rank alike, if some are of a sharded model that is not in
+    the module: they travel with that one's."""
     params = params_of(optimizer)
-    foreign = {*params} - {*parameters_of(model)}
+    foreign = {*params} - {*params_of_each(inner)}
     others = (group for one in models() for group in one.index.groups if not foreign.isdisjoint(group.params))
     for group in others if foreign else ():
         name = next(name for param, name in zip(group.params, group.names, strict=True) if param in foreign)
         raise ValueError(
-            f"the {type(optimizer).__name__} also steps {name} of another FSDP than this one of "
-            f"{type(model.module).__name__}. Build one optimizer for each model, or pass the module that holds both."
+            f"the {type(optimizer).__name__} also steps {name} of another FSDP than is given, in "
+            f"{type(inner).__name__}. Build one optimizer for each model, or pass the module that holds both."
         )
     return params
 

@@ -147,7 +147,7 @@ def _state_held(path: str, one: Held, value: Tensor) -> Held:
             f"{list(one.tensor.shape)}: only the optimizer knows which elements of the parameter it is for. Build the "
             "optimizer, or FSDP, with partition='whole'."
         )
-    return whole(path, value)
+    return whole(path, value, kept=one.kept)
 
 
 def _share(common: list[Held], ranks: Ranks) -> list[Held]:

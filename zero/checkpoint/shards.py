@@ -51,7 +51,7 @@ from zero.shards.partition import Place, places_in
 from zero.shards.shard_group import ShardGroup
 from zero.state.stepped import SteppedShards
 from zero.tensor_parallel import parts
-from zero.wrappers import Wrapped, comms_of, prepared, stepped_by, unwrapped
+from zero.wrappers import Wrapped, comms_of, prepared, stepped_by, taken_out, unwrapped
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,14 @@ class Held(Part):
     name: the path of a stored tensor; of what an optimizer steps, the parameter's name.
     tensor: has these elements, or all of the full tensor. Of as many dimensions as the full one, with any strides; or
         flat, such as a shard, with its elements in the order of `full`.
-    shared: whether all ranks have the same elements.
+    shared: whether all ranks have the same elements. kept: whether a wrapper keeps them so.
     written: of masters, the parameter's elements, which replace those that were written since.
     """
 
     name: str
     tensor: Tensor
     shared: bool = False
+    kept: bool = False
     written: Tensor | None = None
 
     @property
@@ -91,16 +92,15 @@ class Held(Part):
             return flat if self.written is None else settled(flat, self.written)
 
 
-def whole(name: str, tensor: Tensor) -> Held:
+def whole(name: str, tensor: Tensor, *, kept: bool) -> Held:
     """All of a tensor that this rank has full, and so have the others."""
-    return Held(**vars(all_of(geometry_of(tensor))), name=name, tensor=tensor, shared=True)
+    return Held(**vars(all_of(geometry_of(tensor))), name=name, tensor=tensor, shared=True, kept=kept)
 
 
 class Training:
     """A model and its optimizers, seen from this rank.
 
-    module: the user's own, inside of all wrappers.
-    synchronised: whether a wrapper keeps all parameters the same on all ranks, or there is one rank.
+    module: the user's own, inside of the wrappers around it; it may contain others.
 
     Raises CheckpointError within forward, backward and summon_full_params() of stage 3, on every rank.
 
@@ -133,9 +133,11 @@ class Training:
         self.module, self._wrappers = module, wrappers = unwrapped(model)
         self.stage = _stage(wrappers, self._sharding)
         self._tensor_parallel = parts.ranks(parameters_of(module))
-        self.ranks = Ranks(_comms(wrappers, self._sharding, process_group), self._tensor_parallel)
-        synchronising = (one for one in wrappers if isinstance(one, DistributedDataParallel | ShardedDDP))
-        self.synchronised = self.ranks.all == 1 or any(synchronising)
+        try:
+            comms = _comms(wrappers, self._sharding, process_group)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+        self.ranks = Ranks(comms, self._tensor_parallel)
         # Not with what ranks compare: those that have not called may be in operations of forward or backward.
         for running in (running_model(one) for one in wrappers if isinstance(one, FSDP)):
             with running.together:
@@ -148,13 +150,19 @@ class Training:
         """Names the tensors and finds their shards. Raises ValueError for what cannot be saved or loaded.
 
         stores_frozen: whether frozen modules are stored, with all that is in their state_dict."""
-        self._name_tensors(self.module, stores_frozen)
+        with taken_out(self.module):
+            self._name_tensors(self.module, stores_frozen)
+        synchronising = [one for one in self._wrappers if isinstance(one, DistributedDataParallel | ShardedDDP)]
+        known = [self.module] if self.ranks.all == 1 else synchronising
+        self._kept = {param for one in known for param in parameters_of(one)}
         groups = [group for one in self._sharding for group in one.shards.shard_groups]
         dtypes: dict[Tensor, torch.dtype] = {}
+        self._in_shards = set[Any]()
         for one in self._wrappers:
             if isinstance(one, FSDP):
                 one.reshard()
                 groups += running_model(one).index.groups
+                self._in_shards |= running_model(one).index.keys()
                 dtypes |= {cast.tensor: cast.dtype for cast in running_model(one).cast_buffers}
         self._places = dict[Any, Place](places_in(groups))
         self._refuse_misfits(groups)
@@ -268,9 +276,11 @@ class Training:
 
     def resident(self, name: str) -> Held | None:
         """What this rank keeps of a parameter or buffer: all of it, or its shard (stage 3; None without one)."""
-        if self.stage == 3 and self.in_shard_group(name):
+        tensor = self.tensors[name]
+        if tensor in self._in_shards:
             return self.owned(name)
-        return Held(**vars(self.parts[name]), name=f"model/{name}", tensor=self.tensors[name], shared=True)
+        kept = tensor in self._kept
+        return Held(**vars(self.parts[name]), name=f"model/{name}", tensor=tensor, shared=True, kept=kept)
 
     def masters(self) -> Iterator[Held]:
         """This rank's shards of masters, as the next step uses them."""
@@ -295,7 +305,7 @@ class Training:
             # An optimizer without shard groups holds the full parameters, perhaps of another's OSS.
             place = self._places.get(param) if shards.shard_groups else None
             if place is None:
-                yield whole(self._names[param], param)
+                yield whole(self._names[param], param, kept=param in self._kept)
             elif place.span is not None:
                 yield replace(self._shard("", place, place.group.shard), tensor=shards.part(param))
 

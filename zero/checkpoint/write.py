@@ -318,8 +318,9 @@ def _compared(training: Training, plan: SavePlan, frozen: bool) -> Iterator[str]
     yield from (f"optimizer {one.kind}" for one in training.shards)
     left_out = set[str]() if frozen else training.frozen
     yield from (f"{name}{', frozen' * (name in left_out)}: {training.parts[name].full!r}" for name in training.tensors)
-    for held in () if training.synchronised else plan.common:
-        yield f"{held.name}, which no wrapper keeps the same, with checksum {checksum(held.flat()):08x}"
+    for held in plan.common:
+        if not held.kept:
+            yield f"{held.name}, which no wrapper keeps the same, with checksum {checksum(held.flat()):08x}"
 
 
 def _plan(training: Training, extra: dict[str, Any] | None, resume: Any, keep: int | None, frozen: bool) -> SavePlan:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from zero._torch.compiling import name_without_compile
 from zero._torch.modules import children_of, loads_by_itself, parameters_of, saved_of, saves_by_itself
@@ -228,7 +229,7 @@ def _refuse_unreadable(units: Sequence[Unit]) -> None:
 
 def named_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     """Returns parameters and buffers by the names of state_dict(), without those of wrappers and of torch.compile."""
-    if isinstance(module, Wrapper):
+    if isinstance(module, Wrapper | DistributedDataParallel):
         return named_tensors(module.module, prefix)
     named: dict[str, Tensor] = {prefix + name: one for name, one in saved_of(module).items()}
     for name, child in children_of(module).items():
@@ -239,8 +240,8 @@ def named_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
 
 def _named(module: nn.Module) -> dict[str, Any] | None:
     """Returns parameters and buffers by the names of state_dict(). Returns None if a module saves in a way of its own
-    or has hooks of the user's, which must see full parameters, or is a wrapper, which has full parameters."""
-    if any(isinstance(child, Wrapper) or saves_by_itself(child) for child in module.modules()):
+    or has hooks of the user's, which must see full parameters."""
+    if any(map(saves_by_itself, module.modules())):
         return None
     named: dict[str, Any] = module.state_dict(keep_vars=True)
     return named

@@ -16,7 +16,7 @@ from zero.fsdp.unit import Unit
 from zero.oss import OSS
 from zero.plan.result import TITLES, Plan
 from zero.plan.stages import resident
-from zero.wrappers import prepared, unwrapped
+from zero.wrappers import each, unwrapped
 
 
 @dataclass(frozen=True)
@@ -70,12 +70,12 @@ def report(
         ...  # a step
         print(zero.report(model, optimizer, since=before))
 
-    model: at any stage, or the module inside its wrapper. optimizer: the one that trains it, or several; also as
-        Accelerate has prepared them.
+    model: at any stage, the module inside its wrapper, or one that contains wrapped ones. optimizer: the one that
+        trains it, or several; also as Accelerate has prepared them.
     since: a reading of zero.traffic(); `sent` counts from there. plan: of zero.plan, whose peak is told beside; raises
         KeyError if it has none for this stage and number of ranks.
     """
-    optimizers = [prepared(one) for one in ([optimizer] if isinstance(optimizer, Optimizer) else optimizer)]
+    optimizers = each(optimizer)
     inner = unwrapped(model)[0]
     units = [unit for _, of_one in models_of(inner) for unit in of_one]
     sharding = [one for one in optimizers if isinstance(one, OSS)]

@@ -116,7 +116,7 @@ def _own_storage(name: str, shard: Tensor) -> Any:
 
 def _refuse_beside(param: Tensor) -> NoReturn:
     raise RuntimeError(
-        f"a thread beside the one that runs the model reads {cut_of(param).described()}, which FSDP gathers and releases "
+        f"a thread beside the one that runs the model reads {cut_of(param).described()}, which FSDP gathers and frees "
         "meanwhile. Read parameters in the thread that trains, between steps."
     )
 
