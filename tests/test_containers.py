@@ -101,7 +101,14 @@ def beside_ddp(stage: int) -> Run:
     return Run(both, [optimizer, SGD(other.parameters(), lr=0.1, momentum=0.9)], lambda x: [both(x).square().mean()])
 
 
-CONTAINERS = [adversaries, hand_wrapped, distilled, averaged, at_two_stages, beside_ddp]
+def compiled(stage: int) -> Run:
+    """The wrapper is inside of torch.compile, and one wrapper is there twice."""
+    model, optimizer = wrap(net(), stage)
+    both = nn.ModuleDict({"model": model if stage < 0 else torch.compile(model, backend="eager"), "again": model})
+    return Run(both, [optimizer], lambda x: [model(x).square().mean()])
+
+
+CONTAINERS = [adversaries, hand_wrapped, distilled, averaged, at_two_stages, beside_ddp, compiled]
 
 
 def built(container: Callable[[int], Run], stage: int, seed: int = 0) -> Run:
@@ -161,7 +168,9 @@ def test_a_container_trains_and_is_saved_in_full_as_with_ddp(rank, world, contai
     same(states(run), state, "state")
     assert list(zero.full_state_dict(run.module, to=1)) == (names if rank else [])
     streamed = dict(zero.full_tensors(run.module, run.optimizers))
-    same({name: streamed[name] for name in names}, weights, "streamed weights")
+    once = {name: value for name, value in streamed.items() if "/" not in name}
+    same(once, {name: weights[name] for name in once}, "streamed weights")
+    assert len(once) == len({value.data_ptr() for value in weights.values()})
     assert sum("/" in name for name in streamed) == sum(len(of) for one in state for of in one.values())
 
     other = built(container, (stage + 1) % 4, seed=1)
@@ -175,6 +184,14 @@ def test_a_container_trains_and_is_saved_in_full_as_with_ddp(rank, world, contai
     pairs = [(name, value) for name, value in streamed.items() if "/" in name]
     zero.load_full_optimizer_state_dict(again.module, again.optimizers, iter(pairs) if on_first else None)
     same([zero.full_state_dict(again.module), states(again)], [weights, state], "streamed back")
+
+    torchs = copy.deepcopy(reference.module.state_dict())  # with `module.` after the names of DDPs inside
+    for given in (torchs, iter(torchs.items())):
+        for value in torchs.values():
+            value += 1
+        zero.load_full_state_dict(again.module, given)
+        same([*zero.full_state_dict(again.module).values()], [*torchs.values()], "by names of DDP")
+    zero.load_full_state_dict(again.module, weights)
 
     clipped = train(reference, rank, each_ddps_no_sync, torchs_clip, 1e-2)
     own = train(again, rank, zero.no_sync, lambda run, most: zero.clip_grad_norm_(*run[:2], most), 1e-2)

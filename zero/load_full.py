@@ -43,7 +43,7 @@ from zero.state.optimizer_state import (
 from zero.state.own_dtypes import keep_dtypes
 from zero.state.shard_mark import marks_of
 from zero.state.stepped import SteppedShards
-from zero.wrappers import comms_of, each, names_of, stepped_by, taken_out, unwrapped
+from zero.wrappers import Wrapped, comms_of, each, names_of, stepped_by, taken_out, unwrapped
 
 Taken = dict[nn.Parameter, dict[str, Any]]
 
@@ -83,6 +83,7 @@ def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) 
             comms[0].compare(what, sorted(shapes))
         with loading(sharded):
             try:
+                weights = _without_ddps(inner, weights)
                 with taken_out(inner):
                     result = _load(inner, weights, strict)
             except RuntimeError:
@@ -141,6 +142,28 @@ def _load(inner: nn.Module, weights: Given, strict: bool) -> Any:
             f"unexpected are {unexpected or 'none'}. strict=False loads what there is."
         )
     return nn.Module().load_state_dict({})._replace(missing_keys=missing, unexpected_keys=unexpected)
+
+
+def _without_ddps(inner: nn.Module, weights: Given) -> Given:
+    """Takes off the `module.` that the state_dict() of a module that contains DistributedDataParallel has for it."""
+    expected = named_tensors(inner)
+    wrapped = [path for path, one in inner.named_modules(remove_duplicate=False) if isinstance(one, Wrapped) and path]
+    within = [f"{name_without_compile(path)}.module" for path in wrapped]
+    within = [path for path in within if not any(name.startswith(f"{path}.") for name in expected)]
+
+    def own(path: str) -> str:
+        path = name_without_compile(path)
+        found = next((one for one in within if f"{path}.".startswith(f"{one}.")), None)
+        return path if found is None else found.removesuffix(".module") + path[len(found) :]
+
+    def pairs(given: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, value in given:
+            yield next(iter(renamed({name: None}, own))), value
+            del value
+
+    if not within or weights is None:
+        return weights
+    return renamed(weights, own) if isinstance(weights, Mapping) else pairs(weights)
 
 
 _OF_DDP = (

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero._torch.compiling import unwrapped_of_torchs
-from zero._torch.modules import children_of, params_of_each
+from zero._torch.modules import children_of, modules_of, params_of_each
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
@@ -42,7 +42,7 @@ def unwrapped(model: nn.Module) -> tuple[nn.Module, list[Wrapped]]:
     """The user's own module, and all wrappers of the model: those around that module, from the outside in, and then
     those of modules inside it. torch.compile and checkpoint_wrapper are not among them."""
     inner, wrappers = around(model)
-    return inner, [*wrappers, *(one for one in inner.modules() if isinstance(one, Wrapped))]
+    return inner, [*wrappers, *(one for one in modules_of(inner) if isinstance(one, Wrapped))]
 
 
 def around(model: nn.Module) -> tuple[nn.Module, list[Wrapped]]:

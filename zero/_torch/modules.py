@@ -38,14 +38,19 @@ def parameters_of(root: nn.Module, *, recurse: bool = True) -> Iterator[nn.Param
 
 def params_of_each(root: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters of all modules of `root`; one that several modules hold is there several times."""
+    return (param for module in modules_of(root) for param in module._parameters.values() if param is not None)
+
+
+def modules_of(root: nn.Module) -> Iterator[nn.Module]:
+    """The module and all inside, each once, in the same order on every rank."""
     # root.modules() also makes names of them, which takes five times as long: too long for each step.
     found, left = {root}, [root]
     while left:
         module = left.pop()
-        yield from (param for param in module._parameters.values() if param is not None)
-        inside = {child for child in vars(module)["_modules"].values() if child is not None} - found
-        found |= inside
-        left += inside
+        yield module
+        inside = [one for one in dict.fromkeys(children_of(module).values()) if one is not None and one not in found]
+        found.update(inside)
+        left += reversed(inside)
 
 
 _registered = 0
