@@ -150,19 +150,22 @@ def _refuse_unaveraged(inner: nn.Module, wrappers: Sequence[Wrapped], params: Se
     averaging = (one for one in wrappers if isinstance(one, DistributedDataParallel))
     averaged = {param for one in averaging for param in params_of_each(one)} if params else set()
     left = [param for param in params if param.requires_grad and param not in averaged] if wrappers else []
-    if not left or not (left := [param for param in left if param not in averaged_by_others(None)]):
+    elsewhere = averaged_by_others(None) if left else set()
+    left = [param for param in left if param not in elsewhere]
+    if not left:
         return
     names = {tensor: name for name, tensor in named_tensors(inner).items()}
-    own = [None if param.grad is None else param.grad.detach().norm().item() for param in left]
-    ranks: list[list[float | None]] = [own]
+    gradients = [None if param.grad is None else param.grad.detach() for param in left]
+    # Two numbers, as gradients of one element are often opposite.
+    ranks = [[one if one is None else [one.norm().item(), one.sum().item()] for one in gradients]]
     for comm in comms_of(wrappers):
         ranks = [one for text in comm.all_gather_text(json.dumps(ranks)) for one in json.loads(text)]
-    for param, *found in zip(left, *ranks, strict=True):
-        if len({*map(repr, found)}) > 1:
+    for param, first, *others in zip(left, *ranks, strict=True):
+        if other := next((rank for rank, one in enumerate(others, 1) if repr(one) != repr(first)), None):
             raise ValueError(
-                f"{names.get(param, 'a parameter')} is in no wrapper, and nobody averages its gradient: its norm is "
-                f"{found} on the ranks. Wrap the module that holds it, too, or all of them as one model by zero.setup; "
-                "or freeze it."
+                f"{names.get(param, 'a parameter')} is in no wrapper, and nobody averages its gradient: norm and sum "
+                f"are {first} on rank 0, {others[other - 1]} on rank {other}. Wrap the module that holds it, too, or "
+                "the model that holds all; or freeze it."
             )
 
 

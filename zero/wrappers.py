@@ -108,8 +108,8 @@ def _comms_of(wrapper: nn.Module) -> list[Comm]:
 
 
 def _named(wrapper: nn.Module, comms: Sequence[Comm]) -> str:
-    groups = " and ".join(str(dist.get_process_group_ranks(comm.group)) for comm in comms)
-    return f"{type(wrapper).__name__}({type(wrapper.module).__name__}) over the ranks {groups}"
+    groups = [dist.get_process_group_ranks(one.group) if one.group else "this alone" for one in comms]
+    return f"{type(wrapper).__name__}({type(wrapper.module).__name__}) over the ranks {' and '.join(map(str, groups))}"
 
 
 def prepared(optimizer: Optimizer) -> Optimizer:
