@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -69,6 +70,11 @@ def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) 
     loaded what fits.
     """
     inner, wrappers = unwrapped(model)
+    if isinstance(weights, (str, bytes, os.PathLike)):
+        raise TypeError(
+            f"weights is the path {weights!r}. Pass what is in the file: torch.load(path, weights_only=True), or the "
+            "pairs of safetensors.safe_open."
+        )
     comms, sharded = comms_of(wrappers), [one for one, _ in models_of(inner)]
     what = "the weights given to zero.load_full_state_dict"
     alone = first_alone(comms, what, weights, parameters_of(inner))

@@ -78,9 +78,9 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             f"a forked process, such as a worker of a DataLoader, reads {cut_of(first).described()}: a shard of which "
             "no other rank's elements reach it. Read parameters in the process that trains."
         )
-    if name in ("backward", "grad"):
+    if name in ("backward", "grad") and not (args and isinstance(args[0], AtRest)):
         raise RuntimeError(
-            f"`{name}` was given the parameter {cut_of(first).described()}, as between steps. Leave `inputs` out, and "
+            f"`{name}` needs the full tensor, and was given a shard of {cut_of(first).described()}. Leave `inputs` out; "
             "drop gradients that are not wanted (param.grad = None), or freeze parameters; or take stage 2."
         )
     word = attribute or name.removeprefix("_foreach_").strip("_")
