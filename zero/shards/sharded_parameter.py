@@ -80,8 +80,8 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
         )
     if name in ("backward", "grad") and not (args and isinstance(args[0], AtRest)):
         raise RuntimeError(
-            f"`{name}` needs the full tensor, and was given a shard of {cut_of(first).described()}. Leave `inputs` out; "
-            "drop gradients that are not wanted (param.grad = None), or freeze parameters; or take stage 2."
+            f"`{name}` needs the full tensor, and was given a shard of {cut_of(first).described()}. Leave `inputs` "
+            "out; drop gradients that are not wanted (param.grad = None), or freeze parameters; or take stage 2."
         )
     word = attribute or name.removeprefix("_foreach_").strip("_")
     # where(condition) alone returns positions: how many depends on the values of each rank.
