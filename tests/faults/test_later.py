@@ -1,0 +1,94 @@
+"""What does not hold yet and waits for a mechanism that makes it impossible: each an expected failure with its name."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Adam
+
+import ranks
+import zero
+from rows import Rows, sgd, trains
+from transports import by
+from zoo import WIDTH, Stack, batch
+
+SCRIPT, PLACE = (
+    "The script stays: stage 1's own reducer",
+    "One place: what a backward writes is known before it reduces",
+)
+row = Rows(SCRIPT, __name__)
+
+
+@row(fails={1})
+def gradients_are_detached_in_place(t, i):
+    t.backward(t.loss(i))
+    for param in t.n.parameters():
+        param.grad.detach_()
+    t.update(None)
+
+
+@row(optim=sgd, fails={1})
+def a_module_is_called_around_the_wrapper(t, i):
+    if t.stage:
+        t.backward(t.note(t.n(t.batch(i)).square().mean()))
+        t.update(None)
+    else:
+        trains(t, i)
+
+
+test_rows = row.tests()
+
+
+@pytest.mark.xfail(reason=SCRIPT, strict=True)
+@ranks.on(2)
+def test_the_model_of_stage_1_is_pickled_as_that_of_stage_0(rank, world):
+    pickle.dumps(zero.setup(Stack(), sgd, stage=1)[0])
+
+
+@pytest.mark.xfail(reason=PLACE, strict=True)
+@ranks.on(2)
+def test_a_gradient_of_inputs_alone_reduces_nothing(rank, world):
+    model, _ = zero.setup(Stack(), sgd, stage=3)
+    inputs = batch(rank, 0).requires_grad_()
+    torch.autograd.grad(model(inputs).sum(), inputs)
+    before = zero.traffic().reduce
+    torch.autograd.grad(model(inputs).sum(), inputs)
+    assert zero.traffic().reduce == before
+
+
+@pytest.mark.xfail(reason="The script stays: state of optimizers is of one class, which raises together", strict=True)
+@pytest.mark.slow
+@ranks.on(2)
+def test_a_foreign_shard_of_state_that_one_rank_loads_is_told_to_all(rank, world):
+    model, optimizer = zero.setup(Stack(), Adam, stage=2)
+    model(batch(rank, 0)).sum().backward()
+    optimizer.step()
+    own = [None, None]
+    dist.all_gather_object(own, optimizer.state_dict())
+
+    def load_and_train() -> None:
+        optimizer.load_state_dict(own[0])
+        optimizer.zero_grad()
+        model(batch(rank, 0)).sum().backward()
+
+    with pytest.raises((ValueError, RuntimeError), match="shard"):
+        load_and_train()
+
+
+@pytest.mark.xfail(reason="One place: host memory has no watchdog that knows who stands in a barrier", strict=True)
+@pytest.mark.slow
+@ranks.on(2, timeout=60)
+def test_ranks_that_never_meet_in_a_barrier_are_told_over_host_memory(rank, world):
+    with by("host memory"):
+        group = dist.new_group(timeout=timedelta(seconds=20))
+        model = zero.FSDP(nn.Linear(WIDTH, WIDTH), group)
+        begun = time.monotonic()
+        with pytest.raises(RuntimeError):
+            model.state_dict() if rank == 0 else dist.barrier(group)
+        assert time.monotonic() - begun < 15
