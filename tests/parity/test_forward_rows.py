@@ -200,6 +200,38 @@ PLACES = {
 }
 
 
+class Mine(Tensor):
+    """A class of the user's, whose results are of it."""
+
+
+class Views(Net):
+    """Computes with views of the root's parameter beside `other`."""
+
+    def __init__(self, other) -> None:
+        super().__init__(inside=False)
+        self.other = other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.other(self, torch.tanh(self.body(x)))))
+
+
+def of_a_class(net, x):
+    y = x.as_subclass(Mine) @ net.gain.t()
+    assert type(y) is Mine
+    return y.as_subclass(Tensor) * net.gain[0]
+
+
+row = Rows("views of a full parameter", __name__, options=UNITS)
+row.of("beside another unit's weight", net=partial(Views, lambda net, x: x @ (net.gain.t() + net.head.weight)))
+row.of("in a list with it", net=partial(Views, lambda net, x: x @ torch.stack([net.gain.t(), net.head.weight]).sum(0)))
+row.of("beside a tensor of the user's class", net=partial(Views, of_a_class))
+row.of("written in forward", net=partial(Views, lambda net, x: x @ net.gain.detach().mul_(0.99).t() @ net.gain))
+row.of(
+    "of several kinds", net=partial(Views, lambda net, x: x * net.gain.view(-1)[:WIDTH] + net.gain.chunk(2)[1].mean(0))
+)
+test_views = row.tests()
+
+
 class Through(nn.Module):
     """Its block is run by `run`, before a layer."""
 

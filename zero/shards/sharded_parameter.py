@@ -339,10 +339,20 @@ class Lent(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if any(issubclass(kind, AtRest) for kind in types):
+            return _dispatched(func, args, kwargs)  # which gathers that, and calls it once more
         if func.__name__ in ("__dlpack__", "to_dlpack"):
             raise RuntimeError(_FREED.format("a full parameter is handed to another library, which may keep it"))
         if func.__name__ not in _SAFE and getattr(func, "__self__", None) not in _ABOUT_LENT:
             refuse_freed((*args, *kwargs.values()))
+        if not all(issubclass(kind, (Lent, nn.Parameter)) for kind in types):  # classes of the user's do what they do
+
+            def plain(value: Any) -> Any:
+                if isinstance(value, (list, tuple)):
+                    return type(value)(map(plain, value))
+                return plainly(value) if isinstance(value, Lent) else value
+
+            return func(*map(plain, args), **{name: plain(value) for name, value in kwargs.items()})
         lent = next(one for one in _tensors_in((*args, *kwargs.values())) if isinstance(one, Lent))
         result = _plainly(func, args, kwargs)
         for one in result if isinstance(result, (list, tuple)) else [result]:
