@@ -189,3 +189,13 @@ def test_a_plain_module_around_it_loads_what_it_saves_and_what_is_plain(rank, wo
         model.load_state_dict({**weights, "first.weight": first[1:]})
     with pytest.raises(RuntimeError, match="assign=False"):
         model.load_state_dict({**weights, "first.weight": first}, assign=True)
+
+
+@ranks.on(2, timeout=20)
+def test_rank_0_alone_takes_the_state_dict_of_what_it_alone_has_summoned(rank, world):
+    model, plain = zero.FSDP(Root()), Root()
+    zero.load_full_state_dict(model, plain.state_dict())
+    with model.summon_full_params(rank0_only=True, writeback=False):
+        if rank == 0:
+            same({**model.state_dict()}, {**plain.state_dict()})
+    assert len(model.state_dict()) == len(plain.state_dict())

@@ -291,14 +291,18 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
             destination = kwargs.get("destination", args[0] if args else None)
             before = {} if destination is None else dict(destination)
             weights = full_weights.state_dict(self.module, own, full_weights.Recipient(), *args, **kwargs)
-            prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-            trained = dict(self.named_parameters(prefix.rstrip("."), remove_duplicate=False))
+            trained: dict[str, nn.Parameter] = {}
+            if kwargs.get("keep_vars", len(args) > 2 and args[2]):
+                prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+                trained = dict(self.named_parameters(prefix.rstrip("."), remove_duplicate=False))
             for name, value in weights.items():
                 if isinstance(value, Tensor) and before.get(name) is not value:
-                    if kwargs.get("keep_vars", len(args) > 2 and args[2]) and name in trained:
+                    if name in trained:
                         value.requires_grad_(trained[name].requires_grad)
                     read_only(value)
-            self._model.together.agree()  # hooks of the user's may have raised on one rank
+            # Hooks of the user's may have raised on one rank. Within summon_full_params() one may call it alone.
+            if not all(unit.summoned for unit in self._model.units if unit.groups):
+                self._model.together.agree()
             return as_weights(weights) if destination is None else weights
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *of_torch: Any) -> None:
