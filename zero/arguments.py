@@ -124,13 +124,13 @@ class Arguments:
             self.groups, problem = as_groups(self.params, call="zero.setup")
         problem = problem or partition_problem(self.partition)
         problem = problem or _foreign("zero.setup(params=) was given", self.model, self.groups)
-        if problem is None and self.groups and self.stage == 2:
+        if problem is None and self.groups and self.stage in (1, 2):
             own = {param for _, param in named_params(self.groups)}
             left = [name for name, one in self.model.named_parameters() if one.requires_grad and one not in own]
             if left:
                 raise ValueError(
                     f"zero.setup(params=) lacks {len(left)} trained parameters, such as {left[0]!r}, whose gradients "
-                    "stage 2 would not average. Add them, or freeze them by requires_grad_(False)."
+                    f"stage {self.stage} would not average. Add them, or freeze them by requires_grad_(False)."
                 )
         if problem is None and (not self.is_one or isinstance(self.optim, Optimizer)):
             beside = [*([] if self.params is None else ["params"]), *self.defaults]
@@ -207,9 +207,9 @@ def _of_wrappers(defaults: Iterable[str]) -> str | None:
         )
     for option in sorted(signature(DistributedDataParallel).parameters.keys() & {*defaults}):
         return (
-            f"{option}= is an option of DistributedDataParallel. Leave it out at stages 2 and 3. At stage 1 build "
-            f"zero.OSS.from_optimizer(optimizer) and DistributedDataParallel(model, {option}=..., "
-            "gradient_as_bucket_view=True) yourself."
+            f"{option}= is an option of DistributedDataParallel. Leave it out: stages 1 to 3 average gradients "
+            "themselves. Or build zero.OSS.from_optimizer(optimizer) and DistributedDataParallel(model, "
+            f"{option}=..., gradient_as_bucket_view=True) yourself, which is stage 1."
         )
     return None
 
@@ -344,7 +344,7 @@ def _unusable(stage: object, given: Mapping[str, Any], model: nn.Module) -> str 
     wrong = next((name for name in given if stage not in _STAGES[name]), None)
     if wrong is not None:
         return f"{wrong}={given[wrong]!r} means nothing at stage {stage}. {_INSTEAD[wrong]}"
-    if stage == 2 and (problem := on_two_devices(model.named_parameters()) or unsendable(model.named_buffers())):
+    if stage in (1, 2) and (problem := on_two_devices(model.named_parameters()) or unsendable(model.named_buffers())):
         return problem
     named = ((repr(name), param) for name, param in model.named_parameters())
     return shared_memory(named, model.named_buffers()) if stage else None

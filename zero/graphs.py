@@ -24,7 +24,7 @@ from zero.wrappers import Wrapped, comms_of, prepared, stepped_by, unwrapped
 T = TypeVar("T")
 
 WARM_UP = 11
-"""Steps by the host before one is recorded: as many as DistributedDataParallel asks for (stage 1). No forward after
+"""Steps by the host before one is recorded: as many as DistributedDataParallel asks for (stage 0). No forward after
 them looks for writes in the one that is recorded, and optimizers have their state."""
 
 COMPARED = 100

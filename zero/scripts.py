@@ -147,7 +147,7 @@ def _clip_owned(optimizer: OSS, norm: Tensor, max_norm: float) -> None:
 def _refuse_unaveraged(inner: nn.Module, wrappers: Sequence[Wrapped], params: Sequence[nn.Parameter]) -> None:
     """Collective where some of these parameters are in no wrapper, beside others that are: raises ValueError on every
     rank if their gradients differ between ranks. Whoever averages them by hand has the same everywhere."""
-    averaging = (one for one in wrappers if isinstance(one, DistributedDataParallel))
+    averaging = (one for one in wrappers if isinstance(one, DistributedDataParallel | ShardedDDP))
     averaged = {param for one in averaging for param in params_of_each(one)} if params else set()
     left = [param for param in params if param.requires_grad and param not in averaged] if wrappers else []
     elsewhere = averaged_by_others(None) if left else set()

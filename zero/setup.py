@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from zero._torch.modules import parameters_of
 from zero.arguments import Arguments, One, Optim, ranks_of
-from zero.averaging import refuse_gradients_not_averaged
 from zero.comm import Comm
 from zero.comm.together import Together, told_by_comparing
 from zero.fsdp import FSDP
@@ -24,15 +23,13 @@ from zero.fsdp.precision import DTYPES, MixedPrecision
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.precision import Rounding, compute_under_autocast
-from zero.sdp import ShardedDDP
+from zero.sdp import AveragingDDP, ShardedDDP
 from zero.shards.announce import without_announcing
 from zero.shards.arguments import parts_of
 from zero.shards.partition import Partition
 from zero.shards.shares import Shares
 from zero.state.shard_mark import refuse_shards
 from zero.tensor_parallel import parts
-from zero.tensor_parallel.shown import put_into, show_everywhere
-from zero.wrap.ddp import average_by_reading, average_in_float32
 
 if TYPE_CHECKING:
     from zero.fsdp.precision import GivenPrecision
@@ -83,10 +80,10 @@ def setup(
     mixed_precision: at stage 3, as in FSDP. master_dtype: at stages 1 and 2, as in OSS. Both for other choices of
         dtypes, in place of precision.
 
-    At stage 1 DistributedDataParallel averages gradients, by a communication hook if all ranks run on one host, or in
-    16 bits; for one of your own construct DistributedDataParallel yourself. Without torch.distributed, stages 0 and 1
-    return the model as it is. Raises ValueError on every rank for stages, options, parameters and optimizers that
-    cannot be used, and RuntimeError if a launcher has started several ranks, but torch.distributed is not initialised.
+    Stage 1 averages gradients as stage 2 does, and leaves them full in `param.grad`; to use DistributedDataParallel and
+    its options build that and an OSS yourself. Without torch.distributed, stages 0 and 1 return the model as it is.
+    Raises ValueError on every rank for stages, options, parameters and optimizers that cannot be used, and RuntimeError
+    if a launcher has started several ranks, but torch.distributed is not initialised.
     """
     dtypes = {"precision": precision, "mixed_precision": mixed_precision, "master_dtype": master_dtype}
     given = {name: value for name, value in {"offload": offload, **dtypes}.items() if value is not None}
@@ -138,13 +135,15 @@ def _optimizer(asked: Arguments, optim: Any, wrapped: nn.Module) -> Optimizer:
 
 def _with_oss(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> tuple[nn.Module, Sequence[Optimizer]]:
     """Stages 1 and 2."""
-    model, options, ddp = asked.model, {**asked.options}, asked.stage == 1
+    model, options = asked.model, {**asked.options}
+    kind: Any = AveragingDDP if asked.stage == 1 else ShardedDDP
+    made = without_announcing()(_oss)  # the wrapper says what both do
+    if asked.stage == 1 and comm.group is None:
+        kind, made = lambda model, _: model, _oss
     dtype = DTYPES.get(options.pop("precision", None))
-    made = _oss if ddp else without_announcing()(_oss)  # ShardedDDP says what both do
     if dtype is None:
-        averaged = _averaged(model, comm) if ddp else None  # all ranks' masters then start from the first one's weights
         sharding = made(asked, comm, options)
-        wrapped = averaged or ShardedDDP(model, sharding)
+        wrapped = kind(model, sharding)
     else:
         with told_by_comparing(partial(comm.compare, _POLICIES, [])):
             rounding = Rounding(MixedPrecision(dtype), model, auto_wrap_policy, comm)
@@ -152,10 +151,8 @@ def _with_oss(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> tuple[nn.M
         rounding.start_alike()
         sharding = made(asked, comm, {**options, "master_dtype": torch.float32, "rounded": rounding.dtypes})
         rounding.round_rest(sharding)
-        wrapped = _averaged(model, comm, rounded_of=sharding) if ddp else ShardedDDP(model, sharding)
+        wrapped = kind(model, sharding)
         rounding.cast_inputs(wrapped)
-    if isinstance(wrapped, DistributedDataParallel):
-        refuse_gradients_not_averaged(wrapped, sharding, "zero.setup")
     return wrapped, sharding
 
 
@@ -188,19 +185,3 @@ def _telling(call: str) -> Iterator[None]:
     except (ValueError, TypeError, RuntimeError) as error:
         error.args = (f"{call}: {error}",)
         raise
-
-
-def _averaged(model: nn.Module, comm: Comm, rounded_of: Sequence[OSS] = ()) -> nn.Module:
-    """Stage 1's DistributedDataParallel. Without views it would hold every gradient twice, more than stage 1 saves.
-
-    rounded_of: what step parameters of 16 bits, whose gradients are averaged in float32."""
-    if comm.group is None:
-        return model
-    put_into(model)
-    show_everywhere(model)
-    wrapped = DistributedDataParallel(model, process_group=comm.group, gradient_as_bucket_view=True)
-    if rounded_of:
-        average_in_float32(wrapped, comm, [one.gradients.keep_average for one in rounded_of])
-    else:
-        average_by_reading(wrapped, comm)
-    return wrapped

@@ -22,7 +22,7 @@ from zero.fsdp.model import models, models_of
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
-from zero.sdp.sharded_ddp import sharding_of
+from zero.sdp.sharded_ddp import comm_of
 from zero.state.gathered import refuse_no_rank
 from zero.state.stepped import SteppedShards, of_user
 
@@ -101,7 +101,7 @@ def comms_of(wrappers: Sequence[nn.Module]) -> list[Comm]:
 
 def _comms_of(wrapper: nn.Module) -> list[Comm]:
     if isinstance(wrapper, ShardedDDP):
-        return [sharding_of(wrapper)[0].comm]
+        return [comm_of(wrapper)]
     if isinstance(wrapper, FSDP):
         return running_model(wrapper).comms
     return [Comm(wrapper.process_group)] if dist.is_initialized() else []  # type: ignore[arg-type]

@@ -81,18 +81,8 @@ def at_a_moment(rank, world, transport, stage, moment, steps, call, path):
         return all_told, one_told
 
 
-# Ranks whose averages are DistributedDataParallel's wait in them until the time-out: one place for these ends it.
-BY_DDP = pytest.mark.xfail(run=False, reason="One place: stage 1's averages are DistributedDataParallel's")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("moment", "stage", "transport"),
-    [
-        pytest.param(*row, marks=BY_DDP if row[0] != "before the step" and row[1:] == (1, "gloo") else ())
-        for row in product(MOMENTS, (1, 2, 3), TRANSPORTS)
-    ],
-)
+@pytest.mark.parametrize(("moment", "stage", "transport"), product(MOMENTS, (1, 2, 3), TRANSPORTS))
 def test_a_save_in_a_step_is_right_or_refused_on_every_rank(moment, stage, transport, tmp_path):
     for steps in (0, 4) if stage == 3 else (2,):
         args = (transport, stage, moment, steps, zero.checkpoint.save, str(tmp_path / str(steps)))

@@ -47,7 +47,7 @@ def evaluate(model: nn.Module, rank: int, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "trains", "most", "check"), [(1, True, 1, ""), (2, True, 2, ""), (3, True, 2, "each"), (3, False, 1, "")]
+    ("stage", "trains", "most", "check"), [(1, True, 2, ""), (2, True, 2, ""), (3, True, 2, "each"), (3, False, 1, "")]
 )
 @ranks.on(2)
 def test_what_is_settled_has_few_comparisons_whatever_the_number_of_units(rank, world, stage, trains, most, check):

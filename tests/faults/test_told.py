@@ -78,7 +78,6 @@ PLACES: dict[str, Callable[..., Any] | None] = {
     "in backward": in_backward,
 }
 ALONE = {("in backward", stage, transport) for stage in (2, 3) for transport in TRANSPORTS}
-ALONE |= {("after a step", 1, "gloo")}  # the others are in DistributedDataParallel's own reduction
 OUTSIDE = pytest.mark.xfail(reason="torch calls it outside of what ranks do together: others learn by the time-out")
 CELLS = [
     pytest.param(place, stage, sent, marks=[pytest.mark.slow, OUTSIDE] if (place, stage, sent) in ALONE else [])

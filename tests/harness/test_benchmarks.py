@@ -33,8 +33,8 @@ def wires(rank: int, world: int) -> tuple[int, dict[str, float]]:
     return sum(param.numel() for param in task.build("meta").parameters()), found
 
 
-SENT = {"zero1": 8 + 2, "zero2": 4 + 2, "zero3kept": 4 + 2, "fsdp2": 4 + 2 * 2}
-"""Bytes an element that each link carries: gradients in float32, around twice in an all-reduce, and parameters in 16
+SENT = {"zero1": 4 + 2 + 2, "zero2": 4 + 2, "zero3kept": 4 + 2, "fsdp2": 4 + 2 * 2}
+"""Bytes an element that each link carries: gradients in float32, their averages at stage 1 and parameters in 16
 bits, once, or before forward and backward."""
 
 

@@ -199,13 +199,12 @@ def alone(rank: int, world: int, stage: int) -> None:
     fabric_at(rank, world, stage).setup_module(Module())
 
 
-def not_averaged(rank: int, world: int, stage: int, *, unsent: bool) -> None:
-    """All backwards of a step are under no_backward_sync, or around the model that was set up."""
+def not_averaged(rank: int, world: int, stage: int) -> None:
+    """All backwards of a step are under no_backward_sync."""
     fabric = fabric_at(rank, world, stage)
     model, optimizer, _ = set_up(fabric)
-    with fabric.no_backward_sync(model, enabled=unsent):
-        run = model if unsent else model.module
-        fabric.backward(run(data(4, WIDTH, rank=rank)).square().mean())
+    with fabric.no_backward_sync(model):
+        fabric.backward(model(data(4, WIDTH, rank=rank)).square().mean())
     optimizer.step()
 
 
@@ -213,12 +212,7 @@ def refusals(rank: int, world: int) -> None:
     for call, stage, words in [
         (by_value, 2, ["RuntimeError", "clip_grad_value_"]),
         (alone, 2, ["RuntimeError", "fabric.setup(model, optimizer)"]),
-        (partial(not_averaged, unsent=True), 1, ["RuntimeError", "ran under no_sync()"]),
-        (
-            partial(not_averaged, unsent=False),
-            1,
-            ["RuntimeError", "DistributedDataParallel of fabric.setup"],
-        ),
+        (not_averaged, 1, ["RuntimeError", "ran under no_sync()"]),
     ]:
         told = ranks.refusal(partial(call, rank, world, stage))
         assert all(word in told for word in words), (words, told)

@@ -441,10 +441,6 @@ class OwnBackward(Manual):
 
 REFUSED: list[tuple[Callable[[int, int], Any], list[str]]] = [
     (partial(by_value, stage=2), ["RuntimeError", "clip_grad_value_"]),
-    (
-        lambda rank, world: trainer(rank, world, strategy(1)).fit(OwnBackward()),
-        ["RuntimeError", "around the DistributedDataParallel of ZeroStrategy", "manual_backward"],
-    ),
     (lambda *of: strategy(4), ["ValueError", "stage=4"]),
     (
         lambda *of: averaging(*of, pl.callbacks.EMAWeightAveraging(), 2, checkpoint="sharded"),

@@ -20,10 +20,11 @@ def late_gradient_is_not_reduced(_, self, unit):
     """A gradient that comes after backward has passed its unit does not enter the unit again."""
 
 
-@mutant("Comm.all_reduce")
-def sum_in_place_of_the_mean_at_stage_1(all_reduce, self, tensor, *, times=1, **more):
-    """At stage 1 gradients are summed over the ranks that read one another, and not averaged."""
-    all_reduce(self, tensor, **more)
+@mutant("FullBucket.__init__")
+def sum_in_place_of_the_mean_at_stage_1(init, self, *given, **more):
+    """At stage 1 gradients are summed over the ranks, and not averaged."""
+    init(self, *given, **more)
+    self._before = self._after = 1.0
 
 
 @mutant("ShardGroup.to_main")
@@ -181,6 +182,8 @@ def gathered_by_what_requires_gradients(_, self):
     self._trained |= {flat for flat in self.shard_groups if any(param.requires_grad for param in flat.params)}
 
 
-@mutant("Averaging.problem")
-def gradients_of_any_backward_taken_for_averages(_, self, *given):
-    """At stage 1 a step takes what no_sync or a forward around the wrapper has left."""
+@mutant("FullBucket.take")
+def gradients_of_any_backward_taken_for_averages(take, self, index, gradient):
+    """At stage 1 a step takes what a backward under no_sync() has left."""
+    self.unreduced.clear()
+    take(self, index, gradient)

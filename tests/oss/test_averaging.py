@@ -1,4 +1,4 @@
-"""Stage 1 by zero.setup, where DistributedDataParallel averages by reading; sparse gradients are refused everywhere."""
+"""Stage 1 by zero.setup, which averages by reading on one host; sparse gradients are refused at every stage."""
 
 from __future__ import annotations
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-import io
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import ranks
 import zero
@@ -80,18 +79,6 @@ def frozen():
 
 
 row.of("the last backward is under no_sync", unsent, same=(), refused={1: r"no_sync\(\)", 2: r"no_sync\(\)"})
-row.of("the inner module is called", around, same=(), refused={1: "around the DistributedDataParallel"})
-row.of("modules inside are called", around_parts, same=(), refused={1: "around the DistributedDataParallel"})
-row.of("two losses, one after the other", twice, same=(), refused={1: "in the first alone"})
-row.of("a graph is gone through twice", again, same=(), refused={1: "in the first alone"})
-row.of(
-    "a layer is unfrozen after wrapping",
-    unfrozen,
-    net=frozen,
-    same=(),
-    refused={1: r"first\.(weight|bias) was frozen when.*Wrap the model again"},
-)
-
 
 # ---------------------------------------------------------------------------------------------------- what is right
 
@@ -121,96 +108,86 @@ row.of("gradients that were not averaged are dropped", dropped, same={1})
 test_rows = row.tests()
 
 
-@pytest.mark.filterwarnings("ignore:.*weights_only:FutureWarning")
-@ranks.on(2)
-def test_copies_and_files_of_the_module_are_watched_no_more(rank, world):
-    model, optimizer = zero.setup(Net(), momentum, stage=1)
-    file = io.BytesIO()
-    torch.save(model.module, file)
-    file.seek(0)
-    model(data(4, WIDTH, rank=rank)).square().mean().backward()
-    for other in (copy.deepcopy(model.module), torch.load(file, weights_only=False)):
-        other(data(4, WIDTH, rank=rank)).square().mean().backward()
-    optimizer.step()
-    zero.unwrap(model)(data(4, WIDTH, rank=rank)).square().mean().backward()
-    assert "around" in ranks.refusal(optimizer.step)
+# --------------------------------------------------------------------- what DistributedDataParallel would not average
 
 
-@ranks.on(2)
-def test_a_layer_that_was_added_is_averaged_once_the_model_is_wrapped_again(rank, world):
-    net = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    model, optimizer = zero.setup(net, momentum(net.parameters()), stage=1)
-    net.append(nn.Linear(WIDTH, WIDTH))
-    optimizer.add_param_group({"params": net[1].parameters()})
-    model(data(4, WIDTH, rank=rank)).square().mean().backward()
-    assert "1.weight was added to the optimizer" in ranks.refusal(optimizer.step)
-    optimizer.zero_grad()
-    again = DistributedDataParallel(zero.unwrap(model))
-    again(data(4, WIDTH, rank=rank)).square().mean().backward()
-    optimizer.step()
+def unused(t, i):
+    """A layer that no rank uses in one step, and one rank alone in another."""
+    x = t.n.first(t.batch(i))
+    t.update((x if i == 0 or (i == 1 and t.rank == 0) else t.n.last(x)).square().mean())
 
 
-@ranks.on(2)
-def test_a_wrapper_that_is_compiled_averages(rank, world):
-    model, optimizer = zero.setup(Net(), momentum, stage=1)
-    compiled = torch.compile(model, backend="eager")
-    for _ in range(3):
-        optimizer.zero_grad()
-        compiled(data(4, WIDTH, rank=rank)).square().mean().backward()
-        optimizer.step()
+def accumulated(t, i):
+    """Averages of before count on, whether or not a backward reaches them again."""
+    t.loss(i).backward()
+    t.m(t.batch(10 + i)).square().mean().backward()
+    t.update(t.n.first(t.batch(20 + i)).square().mean())
 
 
-class Two(nn.Module):
-    """Of two nets that have no parameter in common."""
+class Whole:
+    """The same calls in one process on the batches of all ranks, whose losses it averages."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.one, self.other = nn.Linear(WIDTH, 3), nn.Linear(WIDTH, 3)
+    def __init__(self, net: nn.Module, world: int) -> None:
+        self.n, self.world, self.rank = net, world, 0
+        self.o = momentum(net.parameters())
 
-    def forward(self, x):
-        return self.one(x), self.other(x)
+    def run(self, act: Callable[[Any, int], None], step: int) -> None:
+        gradients: dict[str, torch.Tensor] = {}
+        for rank in range(self.world):
+            self.rank = rank
+            self.n.zero_grad()
+            act(self, step)
+            for name, param in self.n.named_parameters():
+                if param.grad is not None:
+                    gradients[name] = gradients.get(name, 0) + param.grad / self.world
+        for name, param in self.n.named_parameters():
+            param.grad = gradients.get(name)
+        self.o.step()
+        self.n.zero_grad()
 
+    def m(self, x):
+        return self.n(x)
 
-@ranks.on(2)
-def test_losses_of_different_parameters_may_have_a_backward_each(rank, world):
-    """DistributedDataParallel averages each parameter's first gradient after a forward."""
-    model, optimizer = zero.setup(Two(), momentum, stage=1)
-    expected = Two()
-    reference = momentum(expected.parameters())
-    for step in range(3):
-        for loss in model(data(4, WIDTH, rank=rank, step=step)):
-            loss.square().mean().backward()
-        reference.zero_grad()
-        for one in range(2):
-            for loss in expected(data(4, WIDTH, rank=one, step=step)):
-                (loss.square().mean() / 2).backward()
-        for each in (optimizer, reference):
-            each.step()
-        optimizer.zero_grad()
-    for name, value in model.module.state_dict().items():
-        assert torch.allclose(value, expected.state_dict()[name], atol=1e-6), name
+    def batch(self, i):
+        return data(4, WIDTH, rank=self.rank, step=i)
 
+    def loss(self, i):
+        return self.m(self.batch(i)).square().mean()
 
-def nothing_reached_the_other(model, optimizer, x):
-    model(x)[0].sum().backward()
-
-
-def the_forward_has_raised(model, optimizer, x):
-    sum(model(x)).sum().backward()
-    with pytest.raises(TypeError):
-        model(x, x)
-    optimizer.zero_grad()
-    sum(model.module(x)).sum().backward()
+    def update(self, loss):
+        if loss is not None:
+            loss.backward()
 
 
-@pytest.mark.parametrize("act", [nothing_reached_the_other, the_forward_has_raised])
-@ranks.on(2)
-def test_averages_that_are_not_complete_are_refused(rank, world, act):
-    """DistributedDataParallel averages once all have gradients, and after a forward that has ended."""
-    model, optimizer = zero.setup(Two(), momentum, stage=1)
-    act(model, optimizer, data(4, WIDTH, rank=rank))
-    assert "averaged over the ranks" in ranks.refusal(optimizer.step)
+class Sharded(Whole):
+    def __init__(self, net: nn.Module, stage: int) -> None:
+        self.n, self.rank = net, torch.distributed.get_rank()
+        self.m, self.o = zero.setup(net, momentum(net.parameters()), stage=stage)
+
+    def run(self, act: Callable[[Any, int], None], step: int) -> None:
+        act(self, step)
+        self.o.step()
+        self.o.zero_grad()
+
+
+ACTS = around, around_parts, twice, again, unfrozen, unused, accumulated
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_mean_over_the_ranks_is_stepped(stage, world, act):
+    ranks.run(as_one_process, world, args=(stage, act))
+
+
+def as_one_process(rank: int, world: int, stage: int, act: Callable[[Any, int], None]) -> None:
+    build = frozen if act is unfrozen else Net
+    sharded, whole = Sharded(build(), stage), Whole(build(), world)
+    for step in range(4):
+        sharded.run(act, step)
+        whole.run(act, step)
+    for name, value in whole.n.state_dict().items():
+        assert torch.allclose(sharded.n.state_dict()[name], value, atol=1e-6), (name, act)
 
 
 @ranks.on(2)

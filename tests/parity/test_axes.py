@@ -255,11 +255,9 @@ class Known(NamedTuple):
 
 INSIDE = "hooks of every optimizer are called for the one inside of an OSS, too"
 OUTSIDE = "autograd calls a hook outside of zero, and forgets it: the others are told once this rank does more, or ends"
-DDP = "the others are in DistributedDataParallel's own reduction, which hears nobody"
 GLOO = "Gloo is out of step and does not know it"
 KNOWN: list[Known] = [
-    Known(DDP, {1}, "after .* step raises alone", "", "gloo|overlapping"),
-    Known(GLOO, {2, 3}, "after .* step raises alone", "", "overlapping"),
+    Known(GLOO, {1, 2, 3}, "after .* step raises alone", "", "overlapping"),
     Known(OUTSIDE, {2, 3}, "(backward of|on each|on any) .* raises alone"),
     Known(OUTSIDE, {2}, "on all gradients of a block raises alone"),
     Known(OUTSIDE, {3}, "on all gradients of a block raises alone, registered early"),

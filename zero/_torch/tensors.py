@@ -101,8 +101,16 @@ def let_move(param: Tensor) -> None:
 as_plain_tensors: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
 
-def foreach(method: str, *lists: Sequence[Tensor]) -> None:
-    """Calls a method of each tensor of a list with those of the others, in a few kernels however many there are."""
+def part_of(flat: Tensor, shape: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
+    """A tensor on some of the memory of a flat one, which autograd does not know as a view: `detach_()` refuses views.
+    One without values is a view."""
+    if not has_values(flat):
+        return flat.as_strided(shape, stride, offset)
+    return flat.new_empty(0).set_(flat.untyped_storage(), offset, shape, stride)
+
+
+def foreach(method: str, *lists: Sequence[Any]) -> None:
+    """Calls a method of each tensor of a list with what others have in its place, in a few kernels however many."""
     if all(map(has_values, lists[0])):
         getattr(torch, f"_foreach_{method}")(*map(list, lists))  # as torch's own optimizers do
     else:  # these operators would allocate copies that a real device does not need

@@ -280,7 +280,12 @@ class Comm:
         if self.world > 1:
             # What a ring sends, by a reduce-scatter and an all-gather, whichever way the transport takes.
             sent["other"] += 2 * tensor.nbytes * (self.world - 1) // self.world
-            self._transports[tensor.device.type].all_reduce(tensor, channel, times, maximum=maximum)
+            self._transports[tensor.device.type].all_reduce(tensor, channel, times, maximum=maximum).wait()
+
+    def launch_all_reduce(self, flat: Tensor, *, channel: int) -> Work:
+        """Collective. Launches a sum of gradients, which must not change until `wait` has returned."""
+        sent["reduce"] += 2 * flat.nbytes * (self.world - 1) // self.world
+        return self._transports[flat.device.type].all_reduce(flat, channel, 1, maximum=False)
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
         """Collective. Sends flat tensors from their owners to rank `to` of the group, or (None) to all ranks.

@@ -94,10 +94,10 @@ class ProcessGroupTransport(Transport):
             before = work
         before.wait()
 
-    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
+    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> Work:
         given = [real(tensor)], _MAXIMUM if maximum else _SUM
         self.log.append(channel, tensor.nbytes, self.compare)
-        self._launch(channel, tensor, self._group.allreduce, *given, result=tensor, times=times).wait()
+        return self._launch(channel, tensor, self._group.allreduce, *given, result=tensor, times=times)
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
         self.compare(COLLECTION)

@@ -59,8 +59,9 @@ class Transport(ABC):
         parts of one rank. A part is made while the one before it is on its way, and not earlier."""
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
-        """Overwrites the contiguous tensor with `times` the sum, or with the maximum, over the ranks."""
+    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> Work:
+        """Overwrites the contiguous tensor with `times` the sum, or with the maximum, over the ranks. `wait` returns
+        its elements."""
 
     @abstractmethod
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
@@ -91,7 +92,8 @@ class Local(Transport):
 
     def scatter(self, parts: Iterator[Scattered], nbytes: int) -> None: ...
 
-    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None: ...
+    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> Work:
+        return Work(tensor)
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None: ...
 

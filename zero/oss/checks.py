@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 from zero._torch.telling import warn_user
@@ -24,12 +23,10 @@ class StepChecks:
     """Checks the steps of one OSS. Error messages that it returns raise RuntimeError on every rank.
 
     inner: the optimizer of the shards. finding: what that was measured to need; None for torch's own.
-    `unaveraged`: returns an error message if there are gradients that ranks do not have alike, as far as it knows.
     """
 
     def __init__(self, comm: Comm, inner: Optimizer, shards: OwnedShards, finding: Finding | None) -> None:
         self._comm, self._inner, self._shards, self._finding = comm, inner, shards, finding
-        self.unaveraged: Callable[[Collection[nn.Parameter]], str | None] = lambda _: None
         self._steps_without = 0
         self._dtensors = DTensorCheck()
 
@@ -54,7 +51,7 @@ class StepChecks:
             return ddp.replaced_problem(self._shards)
         if are_sharded or self._comm.world == 1:
             return None
-        return self.unaveraged(self._shards) or ddp.unfrozen_problem(self._shards)
+        return ddp.unfrozen_problem(self._shards)
 
     @contextmanager
     def around_hook(self) -> Iterator[None]:

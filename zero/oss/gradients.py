@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from zero.comm import Comm
 from zero.shards import norm
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.shard_group import ShardGroup
+from zero.wrap.bucket import FullBucket
 from zero.wrap.refused import CREATE_GRAPH, refuse_sparse
 
 # Operators that leave it as it is, and those that clear the shard.
@@ -145,10 +147,16 @@ class OwnedGradients:
     def __init__(self, shards: OwnedShards, comm: Comm) -> None:
         self.are_sharded = False
         self._shards, self._comm = shards, comm
+        # By module: what brings full averages into `param.grad`.
+        self._filled_by: WeakKeyDictionary[nn.Module, Sequence[FullBucket]] = WeakKeyDictionary()
         # Without ShardedDDP, by parameter: this rank's slice of an average that `param.grad` has rounded.
         self._averages: dict[nn.Parameter, Tensor] = {}
         # What stood in `param.grad` when it was looked at last.
         self._standing: dict[nn.Parameter, OwnedGradient] = {}
+
+    def filled_by(self, buckets: Sequence[FullBucket], module: nn.Module) -> None:
+        """These buckets bring full averages of the module's gradients from here on."""
+        self._filled_by[module] = buckets
 
     def wait_for_copies(self) -> None:
         """Makes the host wait for gradients that are on their way to it."""
@@ -189,6 +197,13 @@ class OwnedGradients:
             self._standing[param] = held
         return None
 
+    def cleared(self) -> None:
+        """The user has cleared all gradients."""
+        self.drop_cleared()
+        for buckets in self._filled_by.values():
+            for bucket in buckets:
+                bucket.unreduced.clear()
+
     def drop_cleared(self) -> None:
         """Drops the gradients of shards whose parameters' gradients were cleared by `param.grad = None`."""
         for param in [param for param in self._standing if param.grad is None]:
@@ -209,6 +224,16 @@ class OwnedGradients:
     def problem(self) -> str | None:
         """Gives all shards the gradients for which `param.grad` stands. Returns an error message for what stands for
         none, or for what nothing stands: a gradient that was not reduced, or assigned."""
+        for bucket in (bucket for buckets in self._filled_by.values() for bucket in buckets):
+            for index in bucket.unreduced:
+                if bucket.params[index].grad is not None:
+                    return (
+                        f"{bucket.names[index]} has a gradient that was not averaged over the ranks: the "
+                        "last backward ran under no_sync(), or failed. Run the last backward before step() outside "
+                        "no_sync(), or call reduce(). To average gradients by hand build zero.OSS without zero.setup."
+                    )
+        if not self.are_sharded:
+            return None
         for param, name in _named(self._shards.shard_groups):
             problem, held = self.follow(param, name), param.grad
             if problem is not None:
@@ -242,8 +267,9 @@ class OwnedGradients:
     def collect(self) -> tuple[bool, str | None]:
         """Puts gradients where the inner optimizer finds them. Returns whether there are any (True if ShardedDDP sets
         them), and an error message for those that cannot be stepped. Raises RuntimeError for sparse ones."""
-        if self.are_sharded:
-            return True, self.problem()
+        problem = self.problem()
+        if self.are_sharded or problem is not None:
+            return True, problem
         shards = self._shards
         for shard in shards.values():
             shard.grad = None
@@ -255,9 +281,9 @@ class OwnedGradients:
 
     def norm(self, norm_type: float) -> Tensor:
         """Collective. Returns the norm of all gradients, 0-dim."""
+        self.refuse()
         shards = self._shards
         if self.are_sharded:
-            self.refuse()
             owned = [(param, shard.grad) for param, shard in shards.items()]
         else:
             shares = {group.params[index]: share for group, index, share in self._shares()}
@@ -283,14 +309,11 @@ class OwnedGradients:
 
     # ------------------------------------------------------------------------------ averages that were rounded
 
-    def keep_average(self, param: nn.Parameter, average: Tensor) -> None:
+    def keep_average(self, param: nn.Parameter, own: Tensor) -> None:
         """Keeps this rank's slice of a gradient that was averaged in a wider dtype than that of the parameter. It is
         stepped in place of the elements of `param.grad` that are it, rounded: not of those that the user has written.
         """
-        place = self._shards.places.get(param)
-        if place is not None and place.span is not None:
-            # A copy: the slice is a view, and would keep the full average until the step.
-            self._averages[param] = place.group.own_slice(place.position, average).clone()
+        self._averages[param] = own
 
     def scale_averages(self, factor: Tensor) -> None:
         """Scales what `keep_average` has kept; called where `param.grad` was scaled."""

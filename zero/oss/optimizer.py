@@ -5,7 +5,7 @@ It holds its shards (zero/shards/owned_shards.py), its step (step.py) and its sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, cast, overload
@@ -192,7 +192,7 @@ class OSS(Optimizer):
         """Clears the gradients of the parameters and of this rank's shards."""
         super().zero_grad(set_to_none)
         # First: it moves each shard's gradient to what stood in `param.grad`, which may be put back with it.
-        self.gradients.drop_cleared()
+        self.gradients.cleared()
         if set_to_none:
             self.shards.drop_gradients()
 
@@ -335,12 +335,6 @@ def _switch(of: ReferenceType[OSS], name: str, *args: Any, **kwargs: Any) -> Any
     assert outer is not None, f"the OSS does not exist any more whose inner optimizer's {name}() is called"
     # From the class: the instance has this function under the same name, which would call itself.
     return outer.stepper.call(outer, partial(getattr(type(outer.optim), name), outer.optim), args, kwargs)
-
-
-def refuse_unaveraged(optimizer: OSS, problem: Callable[[Collection[nn.Parameter]], str | None]) -> None:
-    """Has each step raise RuntimeError on every rank where `problem`, of its parameters, returns an error message for
-    gradients."""
-    optimizer._checks.unaveraged = problem
 
 
 def set_bucket_size(optimizer: OSS, numel: int) -> None:

@@ -39,7 +39,7 @@ from zero.plan.rehearsal import (
 )
 from zero.plan.result import Cost
 from zero.plan.transport import Rehearsed, rehearsed
-from zero.sdp import ShardedDDP
+from zero.sdp import AveragingDDP, ShardedDDP
 from zero.shards.partition import Partition, cut_for
 from zero.shards.shard_group import ShardGroup
 from zero.state import leaves
@@ -94,13 +94,13 @@ def _built(job: Job, stage: str, rank: int) -> tuple[nn.Module, Optimizer]:
     if stage.startswith("3"):
         return _sharded_parameters(job, rank, kept=stage == "3 kept")
     cast(job.module, job.precision)
-    if stage == "2":
+    if stage in ("1", "2"):
         optimizer = _oss(job, rank, job.world)
-        return ShardedDDP(job.module, optimizer, reduce_fp16=job.reduce_dtype or False), optimizer
+        sent = job.reduce_dtype if stage == "2" else None
+        kind = ShardedDDP if stage == "2" else AveragingDDP
+        return kind(job.module, optimizer, reduce_fp16=sent or False), optimizer
     if job.world > 1:
-        _give_buckets(job.module, as_views=stage == "1")
-    if stage == "1":
-        return job.module, _oss(job, rank, job.world)
+        _give_buckets(job.module)
     return job.module, _oss(job, 0, 1) if job.master_dtype else job.optimizer()(job.module.parameters())
 
 
@@ -145,20 +145,19 @@ def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> tuple[nn.Module, 
     return model, job.optimizer()(model.parameters())
 
 
-def _give_buckets(module: nn.Module, *, as_views: bool) -> None:
-    """Gives gradients the buckets of DistributedDataParallel, which needs a process group: they are never freed.
-    as_views: whether gradients become views of them (gradient_as_bucket_view), instead of being copied there."""
+def _give_buckets(module: nn.Module) -> None:
+    """Has gradients be copied into the buckets of DistributedDataParallel, which needs a process group: they are never
+    freed."""
     for param in module.parameters():
         if param.requires_grad:
             place = torch.zeros_like(param, requires_grad=False)
-            param.register_post_accumulate_grad_hook(partial(_take, place, as_views))
+            param.register_post_accumulate_grad_hook(partial(_take, place))
 
 
-def _take(place: Tensor, as_view: bool, param: Tensor) -> None:
+def _take(place: Tensor, param: Tensor) -> None:
     """place: in a bucket, for the parameter's gradient."""
     assert param.grad is not None
     place.copy_(param.grad)
-    param.grad = place if as_view else param.grad
 
 
 def cost_of(job: Job, stage: str) -> Cost:
@@ -252,7 +251,7 @@ def resident(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, int
 
 def _sent_by_ddp(job: Job, stage: str, gradients: int) -> int:
     """Bytes that DistributedDataParallel sends: gradients by all ranks, buffers by the first."""
-    if stage not in ("0", "1"):
+    if stage != "0":
         return 0
     buffers = sum(buffer.nbytes for batch in batches([*job.module.buffers()]) for buffer in batch)
     return (job.world - 1) * buffers + 2 * (job.world - 1) * gradients // job.world

@@ -70,13 +70,14 @@ class Rehearsal(Transport):
 
     def scatter(self, parts: Iterator[Scattered], nbytes: int) -> None: ...
 
-    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
+    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> Work:
         if self.reads:
             if tensor.nbytes <= CHUNK:
                 tensor.new_empty(self._world, tensor.numel())
             else:  # of each rank's share, and a chunk of sums, as they go where what is summed lies
                 share = -(-tensor.numel() // self._world)
                 tensor.new_empty(self._world + 1, min(CHUNK // tensor.element_size(), share))
+        return self._transfer([tensor], lambda: tensor)
 
     def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None: ...
 

@@ -1,5 +1,5 @@
-"""Stage 2: optimizer state and gradients are sharded."""
+"""Stage 2: optimizer state and gradients are sharded; and stage 1 of zero.setup, where gradients stay full."""
 
-from zero.sdp.sharded_ddp import ShardedDDP
+from zero.sdp.sharded_ddp import AveragingDDP, ShardedDDP
 
-__all__ = ["ShardedDDP"]
+__all__ = ["AveragingDDP", "ShardedDDP"]

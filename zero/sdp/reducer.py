@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import finalize, proxy, ref
@@ -17,11 +17,12 @@ from zero._torch.autograd import at_end_of_backward, in_a_backward, writes_into
 from zero._torch.modules import parameters_of, registrations
 from zero._torch.tensors import call_last
 from zero.comm import Comm
+from zero.comm.packing import summed_as
 from zero.comm.streams import streams_in
+from zero.oss.gradients import OwnedGradients
 from zero.oss.optimizer import OSS
-from zero.shards.partition import Place
 from zero.shards.shard_group import ShardGroup
-from zero.wrap.bucket import EndOfBackward, GradBucket
+from zero.wrap.bucket import EndOfBackward, FullBucket, GradBucket
 from zero.wrap.tensors import nearest_leaf, tensors_in
 
 
@@ -36,7 +37,7 @@ class Queue:
         self._comm = comm
         self.buckets: list[GradBucket] = []
         self.owners: list[OSS] = []
-        self._numbers: dict[ShardGroup, int] = {}
+        self._numbers: dict[GradBucket, int] = {}
         self._launched = 0
         self._in_flight: list[GradBucket] = []
         # How many are in flight at most. Over Gloo another message that waits costs its memory alone, and none of the
@@ -55,7 +56,7 @@ class Queue:
 
     def _put_in_order(self, buckets: Sequence[tuple[GradBucket, OSS]]) -> None:
         self.buckets, self.owners = [bucket for bucket, _ in buckets], [owner for _, owner in buckets]
-        self._numbers = {bucket.group: number for number, bucket in enumerate(self.buckets)}
+        self._numbers = {bucket: number for number, bucket in enumerate(self.buckets)}
 
     def forget_order(self) -> None:
         """The next backward finds it again."""
@@ -65,7 +66,7 @@ class Queue:
         """The backward ends. Collective after the first: from then on buckets are launched in the order in which the
         first rank's became complete in it. One that waits for a gradient keeps those of all later ones. Those that did
         not come are last."""
-        self._launched = 0
+        self._begin_again()
         if self._arrived is None:
             return
         told = [*map(int, self._comm.all_gather_text(" ".join(map(str, self._arrived)))[0].split())]
@@ -73,18 +74,11 @@ class Queue:
         order = [*told, *sorted({*range(len(self.buckets))} - {*told})]
         self._put_in_order([(self.buckets[number], self.owners[number]) for number in order])
 
-    def take(self, param: nn.Parameter, group: ShardGroup, index: int) -> None:
-        """Moves a gradient from `param.grad` into its bucket. Launches the bucket once it is complete, and all before
-        it are."""
-        number = self._numbers[group]
-        bucket = self.buckets[number]
-        if number < self._launched:
-            bucket.refuse_late(index)
-        bucket.take(index, self.owners[number].gradients.take(param, group.bound.names[index]))
-        if bucket.complete:
-            if self._arrived is not None:
-                self._arrived.append(number)
-            self._launch()
+    def launch(self, complete: GradBucket) -> None:
+        """Launches a bucket that has become complete, once all before it are."""
+        if self._arrived is not None:
+            self._arrived.append(self._numbers[complete])
+        self._launch()
 
     @property
     def all_launched(self) -> bool:
@@ -99,7 +93,7 @@ class Queue:
             bucket = self.buckets[self._launched]
             if incomplete:
                 self._take_rest(self._launched)
-            elif not bucket.complete:
+            elif len(bucket.taken) < len(bucket.trained):
                 return
             left = self._free_wire()
             if bucket.trained:
@@ -107,7 +101,7 @@ class Queue:
                 self._in_flight.append(bucket)
             for one in left:
                 one.finish()
-            self._launched += 1
+            self._launched, bucket.launched = self._launched + 1, True
 
     def _free_wire(self) -> list[GradBucket]:
         """Waits until another bucket may be sent. Returns those whose sums are still to be computed, during which the
@@ -126,7 +120,7 @@ class Queue:
         bucket, gradients = self.buckets[number], self.owners[number].gradients
         for index in bucket.trained:
             if index not in bucket.taken:
-                bucket.take(index, gradients.take(bucket.group.params[index], bucket.group.bound.names[index]))
+                bucket.take(index, written(bucket, gradients, index))
 
     def finish(self) -> None:
         """Collective. Launches what is left, and waits for all."""
@@ -140,13 +134,48 @@ class Queue:
             bucket.abandon()
         # None stays None: the order is known, and finding it again is a collective of one more backward.
         self._arrived = self._arrived and []
-        self._launched = 0
+        self._begin_again()
         self._in_flight = []
+
+    def _begin_again(self) -> None:
+        self._launched = 0
+        for bucket in self.buckets:
+            bucket.launched = False
+
+
+# Bytes of a bucket at stage 1, as of DistributedDataParallel.
+_BUCKET = 25 << 20
+
+
+def _together(owners: Mapping[ShardGroup, OSS]) -> list[list[ShardGroup]]:
+    """Groups for buckets of full gradients: of several small ones, which take no more memory and fewer messages. Beside
+    the computing groups are large already, and 16 bits are summed in a copy."""
+    found: list[list[ShardGroup]] = []
+    kind, size = None, 0
+    for group, owner in owners.items():
+        now = owner, group.full.dtype, group.full.device, any(param.requires_grad for param in group.params)
+        alone = group.overlaps or summed_as(group.full.dtype) != group.full.dtype
+        if alone or now != kind or size + group.full.nbytes > _BUCKET:
+            found.append([])
+            kind, size = now, 0
+        found[-1].append(group)
+        size += group.full.nbytes
+    return found
+
+
+def written(bucket: GradBucket, gradients: OwnedGradients, index: int) -> Tensor | None:
+    """The full gradient of a parameter that this rank has written and not reduced, which leaves `param.grad` unless all
+    ranks get the average there; None if there is none."""
+    param = bucket.params[index]
+    if isinstance(bucket, FullBucket):
+        return param.grad if index in bucket.unreduced else None
+    return gradients.take(param, bucket.names[index])
 
 
 class Reducer:
     """Takes gradients during backward into buckets, which are reduced meanwhile.
 
+    wrapper: the name of the wrapper's class. full: whether all ranks get the averages, in `param.grad`.
     `active`: whether gradients are reduced, or accumulated in `param.grad` (no_sync).
     """
 
@@ -155,21 +184,21 @@ class Reducer:
         module: nn.Module,
         optimizers: Sequence[OSS],
         comm: Comm,
+        wrapper: str,
+        *,
+        full: bool,
         sent_as: torch.dtype | None = None,
     ) -> None:
-        self.active = True
+        self.active, self._wrapper, self._full = True, wrapper, full
         self._module, self._optimizers, self._comm, self._sent_as = module, optimizers, comm, sent_as
         self._queue = Queue(comm)
-        self._places: dict[nn.Parameter, Place] = {}
-        name = f"the end of a backward of ShardedDDP({type(module).__name__})"
+        name = f"the end of a backward of {wrapper}({type(module).__name__})"
         self._end = EndOfBackward([comm], name)
         name = "a comparison of which parameters are trained, as that has changed there"
         self._trained = comm.channel(name, "Freeze and unfreeze parameters on every rank.")
         self._hooks: dict[Tensor, RemovableHandle] = {}
         finalize(self, _remove, self._hooks)  # whoever trains the module without the wrapper has plain parameters
         self._hooks_on_leaves: list[RemovableHandle] = []
-        # Parameters that required gradients in a forward since the last backward; they may be frozen by now.
-        self._trained_in_forward: set[Tensor] = set()
         # The error message of a forward, after `retire`.
         self._retired: str | None = None
         self._in_backward = False
@@ -178,7 +207,7 @@ class Reducer:
         # What autograd calls at the end of the backward, while it may still do so.
         self._awaits_end: Callable[[], object | None] = _nothing
         self._update_buckets()
-        for param in self._places:
+        for param in self._params():
             before = _reducers[param]() if param in _reducers else None
             if before is not None:
                 before.retire(_REPLACED)
@@ -188,24 +217,35 @@ class Reducer:
     def _update_buckets(self) -> None:
         """Makes a bucket for each shard group, if the groups have changed (add_param_group, set_bucket_size)."""
         owners = {group: optimizer for optimizer in self._optimizers for group in optimizer.shards.shard_groups}
-        if {bucket.group for bucket in self._queue.buckets} == owners.keys():
+        if {group for bucket in self._queue.buckets for group in bucket.groups} == owners.keys():
             return
-        buckets = [
-            GradBucket(group, [owner.part(param) for param in group.params], sent_as=self._sent_as)
-            for group, owner in owners.items()
-        ]
         # A bucket waits for its first parameter in the module, which a backward reaches last.
         place = {param: number for number, param in enumerate(parameters_of(self._module))}
+        buckets: list[GradBucket]
+        if self._full:
+            buckets = [FullBucket(alike, place) for alike in _together(owners)]
+        else:
+            buckets = [
+                GradBucket(group, [owner.part(param) for param in group.params], sent_as=self._sent_as, of=place)
+                for group, owner in owners.items()
+            ]
         # 0, so last: add_param_group may have brought a parameter that the module does not have.
-        first = [min(place.get(param, 0) for param in bucket.group.params) for bucket in buckets]
-        in_order = sorted(zip(buckets, owners.values(), first, strict=True), key=lambda one: -one[2])
-        self._queue.fill([(bucket, owner) for bucket, owner, _ in in_order])
-        self._places = {param: place for one in self._optimizers for param, place in one.shards.places.items()}
+        buckets.sort(key=lambda bucket: -min(place.get(param, 0) for param in bucket.params))
+        self._queue.fill([(bucket, owners[bucket.group]) for bucket in buckets])
+        for owner in self._optimizers:
+            own = [bucket for bucket in buckets if isinstance(bucket, FullBucket) and owners[bucket.group] is owner]
+            owner.gradients.filled_by(own, self._module)
+        _remove(self._hooks)  # of the buckets of before
+        self._hooks.clear()
         self._streams = streams_in(group.streams for group in owners)
+
+    def _params(self) -> set[nn.Parameter]:
+        """Those of which gradients are reduced."""
+        return {bucket.params[index] for bucket in self._queue.buckets for index in bucket.own}
 
     def before_forward(self) -> None:
         if self._retired is not None:
-            raise RuntimeError(self._retired.format("ShardedDDP"))
+            raise RuntimeError(self._retired.format(self._wrapper))
         if torch.is_grad_enabled():
             for optimizer in self._optimizers:
                 optimizer.gradients.drop_cleared()
@@ -215,8 +255,12 @@ class Reducer:
             self._comm.log.begin_schedule()
             while self._hooks_on_leaves:
                 self._hooks_on_leaves.pop().remove()
-            self._update_buckets()
-            self._register_hooks()
+            self.take_groups()
+
+    def take_groups(self) -> None:
+        """Takes gradients of all shard groups of its optimizers, from here on."""
+        self._update_buckets()
+        self._register_hooks()
 
     def after_forward(self, output: Any) -> None:
         """Registers hooks on the outputs, where backward begins: so its end is known, also in a re-entrant backward."""
@@ -237,22 +281,21 @@ class Reducer:
             self._end.forwards.append(was_active)
 
     def _register_hooks(self) -> None:
-        # A weak reference: the garbage collector does not find cycles through hooks of autograd.
-        gradient_ready = partial(Reducer.gradient_ready, proxy(self))
-        trained = {param for param in self._places if param.requires_grad}
-        self._trained_in_forward |= trained
-        for param in trained - self._hooks.keys():
-            self._hooks[param] = param.register_post_accumulate_grad_hook(gradient_ready)
+        for bucket, owner in zip(self._queue.buckets, self._queue.owners, strict=True):
+            for index in bucket.notice_forward():
+                param = bucket.params[index]
+                # A weak reference: the garbage collector does not find cycles through hooks of autograd.
+                ready = partial(Reducer.gradient_ready, proxy(self), bucket, owner.gradients, index)
+                self._hooks[param] = param.register_post_accumulate_grad_hook(ready)
         call_last(self._hooks)  # they take gradients away, which hooks of the user's are to see
 
     def _update_trained(self) -> None:
         """Tells the buckets which parameters are trained. Collective if these have changed since the last backward."""
         # A list: `any` of a generator would stop at the first change, and the other buckets would not notice theirs.
-        changed = [bucket.notice_trained(self._trained_in_forward) for bucket in self._queue.buckets]
-        self._trained_in_forward.clear()
+        changed = [bucket.notice_trained() for bucket in self._queue.buckets]
         if any(changed):
             self._queue.forget_order()
-            trained = [bucket.group.names[index] for bucket in self._queue.buckets for index in bucket.trained]
+            trained = [bucket.names[index] for bucket in self._queue.buckets for index in bucket.trained]
             self._comm.compare("the parameters that are trained", trained, channel=self._trained)
 
     def retire(self, reason: str) -> None:
@@ -266,29 +309,32 @@ class Reducer:
         """Collective. Called before this rank raises an error of the module's forward: other ranks raise it, too."""
         self._end.together.tell(error)
 
-    def gradient_ready(self, param: nn.Parameter) -> None:
+    def gradient_ready(self, bucket: GradBucket, gradients: OwnedGradients, index: int, param: nn.Parameter) -> None:
         """Moves the gradient, which autograd has accumulated, from `param.grad` into its bucket."""
-        if self.active:
-            try:  # not a context, which costs two calls for each gradient
-                self._take(param)
-            except Exception as error:
-                self._end.together.tell(error)
-                raise
-
-    def _take(self, param: nn.Parameter) -> None:
-        if param not in self._places:
-            raise RuntimeError(
-                f"a hook of register_post_accumulate_grad_hook has returned a tensor, of shape {list(param.shape)}, "
-                "which torch gives to the next hook in place of the parameter. Return None from it."
-            )
-        self._begin()
-        group, index = self._places[param]
-        for streams in self._streams:
-            streams.expect_computing("the gradient of {} is ready", group.bound.names[index])
-        self._queue.take(param, group, index)
+        if isinstance(bucket, FullBucket):
+            bucket.unreduced.add(index)
+        if not self.active:
+            return
+        try:  # not a context, which costs two calls for each gradient
+            if param is not bucket.params[index]:
+                raise RuntimeError(
+                    "a hook of register_post_accumulate_grad_hook has returned a tensor, of shape "
+                    f"{list(param.shape)}, which torch gives to the next hook in place of the parameter. Return None "
+                    "from it."
+                )
+            if not self._in_backward or self._awaits_end() is None:
+                self._begin()
+            for streams in self._streams:
+                streams.expect_computing("the gradient of {} is ready", bucket.names[index])
+            bucket.take(index, written(bucket, gradients, index))
+            if len(bucket.taken) == len(bucket.trained):
+                self._queue.launch(bucket)
+        except Exception as error:
+            self._end.together.tell(error)
+            raise
 
     def _begin(self) -> None:
-        if self._in_backward and self._awaits_end():
+        if self._in_backward and self._awaits_end() is not None:
             return
         if self._in_backward:  # the one that began last has failed, and this is another, of a graph that was kept
             self._abandon()
@@ -309,7 +355,7 @@ class Reducer:
             self._end_backward()
 
     def _end_backward(self) -> None:
-        if not self._queue.all_launched or self._registrations != registrations():
+        if not self._queue.buckets or not self._queue.all_launched or self._registrations != registrations():
             self._refuse_replaced()
             self._registrations = registrations()
         self._queue.finish()
@@ -320,8 +366,14 @@ class Reducer:
             # The user reads gradients once backward() has returned; copies to the CPU may still be on their way.
             optimizer.gradients.wait_for_copies()
         for bucket, owner in zip(self._queue.buckets, self._queue.owners, strict=True):
-            params, names = bucket.group.params, bucket.group.bound.names
-            owner.gradients.show((params[index], names[index]) for index in bucket.reduced)
+            params, names = bucket.params, bucket.names
+            if isinstance(bucket, FullBucket):
+                bucket.unreduced.difference_update(bucket.trained)
+                wide, bucket.wide = bucket.wide, {}
+                for index in bucket.reduced & wide.keys():
+                    owner.gradients.keep_average(params[index], wide[index])
+            else:
+                owner.gradients.show((params[index], names[index]) for index in bucket.reduced)
         self._queue.end()
         # Last: if anything before raises, the next forward finds it set and drops what is left of this backward.
         self._in_backward = False
@@ -334,10 +386,11 @@ class Reducer:
 
     def _refuse_replaced(self) -> None:
         """Raises RuntimeError if the module has a trained parameter that was added or replaced."""
+        reduced = self._params()
         for name, param in self._module.named_parameters():
-            if param.requires_grad and param not in self._places:
+            if param.requires_grad and param not in reduced:
                 raise RuntimeError(
-                    f"{name!r} is in no optimizer of this ShardedDDP: it was added or replaced (for example by "
+                    f"{name!r} is in no optimizer of this {self._wrapper}: it was added or replaced (for example by "
                     "load_state_dict with assign=True) after wrapping, so its gradient would not be reduced. Wrap the "
                     "model again, with an OSS built from its present parameters, or add it by add_param_group."
                 )

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -91,6 +91,8 @@ class ShardedDDP(Wrapper):
     Raises ValueError, on every rank, if module and optimizer do not belong together, or if they differ between ranks.
     """
 
+    _full = False
+
     def __init__(
         self,
         module: nn.Module,
@@ -124,11 +126,12 @@ class ShardedDDP(Wrapper):
         self.broadcast_buffers = broadcast_buffers
         self._buffer_sync = BufferSync(module, [self._comm]) if broadcast_buffers else None
         for optimizer in self._optimizers:
-            optimizer.gradients.are_sharded = True
+            optimizer.gradients.are_sharded = not self._full
             if reduce_buffer_size is not None:
                 set_bucket_size(optimizer, reduce_buffer_size)
             optimizer.shards.rename(optimizer.param_groups, names)
-        self._reducer = Reducer(module, self._optimizers, self._comm, options.sent_as)
+        kind = type(self).__name__
+        self._reducer = Reducer(module, self._optimizers, self._comm, kind, full=self._full, sent_as=options.sent_as)
         claim(parameters_of(module), self, _AVERAGES)
         self._announce(names)
 
@@ -142,7 +145,7 @@ class ShardedDDP(Wrapper):
         if problem := scripted(self.module, inside=False):
             return problem
         refuse_left(self.module.named_parameters())
-        if not self._optimizers:
+        if not self._optimizers and not self._full:
             return "ShardedDDP was given no optimizer. Pass the zero.OSS that holds the module's parameters."
         for optimizer in self._optimizers:
             if not isinstance(optimizer, OSS):
@@ -155,7 +158,7 @@ class ShardedDDP(Wrapper):
             if optimizer.gradients.are_sharded:
                 return "this OSS already belongs to another ShardedDDP. Build one OSS for each ShardedDDP."
             foreign = [place.name for param, place in optimizer.shards.places.items() if param not in names]
-            if foreign:
+            if foreign and not self._full:
                 return (
                     f"the optimizer has {len(foreign)} parameters that are not in the module, such as {foreign[0]}. "
                     "Build OSS from the parameters of the same module object that is wrapped."
@@ -165,7 +168,7 @@ class ShardedDDP(Wrapper):
             return problem
         held = {param for optimizer in self._optimizers for param in optimizer.shards.places}
         missing = [name for param, name in names.items() if param.requires_grad and param not in held]
-        if missing:
+        if missing and self._optimizers:
             return (
                 f"{len(missing)} trained parameters are in no optimizer, such as {missing[0]!r}: their gradients would "
                 "not be averaged. Add them to OSS, or freeze them with requires_grad_(False)."
@@ -176,8 +179,8 @@ class ShardedDDP(Wrapper):
         groups = [group for optimizer in self._optimizers for group in optimizer.shards.shard_groups]
         frozen = len(names) - sum(len(group.params) for group in groups)
         left_out = f"{frozen} parameters that are frozen and in no optimizer" if frozen else ""
-        title = f"ShardedDDP({type(self.module).__name__})"
-        announce(title, self._comm, groups, left_out, stage=2)
+        title = f"{type(self).__name__}({type(self.module).__name__})"
+        announce(title, self._comm, groups, left_out, stage=1 if self._full else 2)
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -233,7 +236,8 @@ class ShardedDDP(Wrapper):
         self._reducer.retire(UNWRAPPED)
         release(parameters_of(self.module), self)
         take_out_of(self.module)
-        refuse_steps(self._optimizers)
+        if not self._full:
+            refuse_steps(self._optimizers)
         return self.module
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -250,10 +254,10 @@ class ShardedDDP(Wrapper):
         weights = self.module.state_dict(*args, **kwargs)
         return weights if args or "destination" in kwargs else as_weights(weights)
 
-    def __getstate__(self) -> NoReturn:
+    def __getstate__(self) -> Any:
         raise TypeError(
-            "a ShardedDDP cannot be copied or pickled. Copy or pickle its .module, and wrap the copy. For averages of "
-            "weights pass the module: AveragedModel(model.module)."
+            f"a {type(self).__name__} cannot be copied or pickled. Copy or pickle its .module, and wrap the copy. For "
+            "averages of weights pass the module: AveragedModel(model.module)."
         )
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -266,6 +270,37 @@ class ShardedDDP(Wrapper):
         return self.module.load_state_dict(named_as_compiled(self.module, state_dict), strict)
 
 
-def sharding_of(model: ShardedDDP) -> Sequence[OSS]:
-    """Returns the optimizers of a model."""
-    return model._optimizers
+class AveragingDDP(ShardedDDP):
+    """Stage 1 of zero.setup: data parallelism in which every rank gets the averages of all gradients, in `param.grad`,
+    while the optimizer's state is sharded. Without optimizers it waits for those that `adopt` is called with.
+
+    It is a ShardedDDP whose gradients stay full: what is said of that one's arguments, methods and calls holds. Between
+    `zero_grad()` and the next backward gradients take no memory, unlike DistributedDataParallel's.
+    """
+
+    _full = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, or of a file, which has the module alone: as with DistributedDataParallel it may be made on one
+        rank, and nothing of it is a shard."""
+        return {**vars(self), "_optimizers": [], "_reducer": None, "_buffer_sync": None, "_comm": None}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._reducer is not None:
+            return super().forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a copy of what zero.setup(stage=1) returned has no optimizer, and averages no gradients. Evaluate it "
+                "under torch.no_grad(); to train it call zero.setup(copy.module, ...)."
+            )
+        return self.module(*args, **kwargs)
+
+    def adopt(self, optimizer: OSS) -> None:
+        """Averages from here on what this one steps, too. Call it on every rank at the same point."""
+        self._optimizers.append(optimizer)
+        self._reducer.take_groups()
+
+
+def comm_of(model: ShardedDDP) -> Comm:
+    """The ranks that train a model."""
+    return model._comm

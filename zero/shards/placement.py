@@ -94,6 +94,13 @@ class Exchange:
             work = self.gathered_by.gather(full, self._layout.bounds, channel, sent_as)
             return work if streams is HOST else streams.arriving(work, self.gathered_by, (full, self))
 
+    def average(self, full: Tensor, streams: HostStreams) -> Work:
+        """Collective, without replicas. Launches the all-reduce of a full buffer of gradients, each a share of it."""
+        comm = self.gathered_by
+        with _HERE if streams is HOST else streams.reductions():
+            work = comm.launch_all_reduce(full, channel=self._reduction)
+            return work if streams is HOST else streams.arriving(work, comm, full)
+
     def reduce(self, messages: Sequence[Message], streams: HostStreams) -> Work:
         """Collective. Launches a reduction. `wait` returns the averages for this rank's shard, flat, one message after
         another."""

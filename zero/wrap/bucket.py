@@ -9,19 +9,21 @@ this rank did not use a parameter, it learns only at the end of the backward whe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from zero._torch.telling import warn_user
-from zero._torch.tensors import as_plain_tensors, foreach
+from zero._torch.tensors import as_plain_tensors, foreach, part_of, shares_memory
 from zero.comm import Comm, Work
-from zero.comm.packing import summed_as
+from zero.comm.packing import lengths, summed_as
 from zero.comm.together import Together
 from zero.shards.shard_group import ShardGroup
-from zero.wrap.messages import messages_of
+from zero.wrap.messages import ByOwner, InOneMessage, messages_of
 from zero.wrap.refused import CREATE_GRAPH, refuse_sparse
 
 
@@ -31,20 +33,34 @@ class GradBucket:
     shards: by position of the parameter, what is stepped for it: its `grad` is the gradient of this rank's shard.
     sent_as: the dtype in which gradients are sent, by default that of the full parameters; where transfers overlap
         computing, that of the sums.
+    of: the parameters that the model has; the optimizer may step more. By default all.
+    with_groups: further groups of a bucket of several (FullBucket). `params`: of all its groups, by position.
+    `own`: positions of the parameters that the model has.
     `trained`: positions of the parameters that have gradients.
     `taken`: flat gradients that it has taken and not sent, by position.
     `used`: positions of the parameters that this rank sent gradients of since the last `decide`.
     `missing`: whether this rank has sent zeros for some parameter since then.
+    `launched`: whether the running backward has launched it.
     `reduced`: positions of the parameters that got a gradient on any rank in the last backward that `decide` has ended.
     """
 
-    def __init__(self, group: ShardGroup, shards: Sequence[Tensor], *, sent_as: torch.dtype | None = None) -> None:
-        self.group, self._shards = group, shards
+    def __init__(
+        self,
+        group: ShardGroup,
+        shards: Sequence[Tensor],
+        *,
+        sent_as: torch.dtype | None = None,
+        of: Collection[Tensor] | None = None,
+        with_groups: Sequence[ShardGroup] = (),
+    ) -> None:
+        self.group, self._shards, self.groups = group, shards, [group, *with_groups]
+        self.params = [param for one in self.groups for param in one.params]
+        self.own = [index for index, param in enumerate(self.params) if of is None or param in of]
         # Rings send each byte of float32 to another host once, and an all-to-all of 16 bits more than that.
         self._sent_as = sent_as or (summed_as(group.full.dtype) if group.overlaps else group.full.dtype)
         self.taken: dict[int, Tensor] = {}
         self.used: set[int] = set()
-        self.missing = False
+        self.missing = self.launched = False
         self.reduced: set[int] = set()
         # Positions of the parameters that this rank sent gradients of in the reduce in flight.
         self._sent: frozenset[int] = frozenset()
@@ -54,57 +70,75 @@ class GradBucket:
         self._addends: list[tuple[Tensor, Tensor]] = []
         self._handle: Work | None = None
         self.trained: tuple[int, ...] = ()
-        self._messages = messages_of(group, (), self._sent_as)
+        # Positions of parameters that required gradients in a forward since the last backward, and in any.
+        self._trained_in_forward, self._seen = set[int](), set[int]()
         self.notice_trained()
 
-    def notice_trained(self, also: Collection[Tensor] = ()) -> bool:
-        """Updates which parameters are trained, and returns whether they have changed. Only between backwards.
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters, by position."""
+        return [name for one in self.groups for name in one.bound.names]
 
-        also: parameters that count as trained even if they do not require gradients now.
-        """
+    def notice_forward(self) -> set[int]:
+        """Notices which parameters require gradients in a forward: they may be frozen by the time of its backward.
+        Returns those that did so for the first time."""
+        now = {index for index in self.own if self.params[index].requires_grad}
+        self._trained_in_forward |= now
+        new = now - self._seen
+        self._seen |= new
+        return new
+
+    def notice_trained(self) -> bool:
+        """Updates which parameters are trained, and returns whether they have changed. Only between backwards."""
         with as_plain_tensors():
-            params = enumerate(self.group.params)
-            trained = tuple([index for index, param in params if param.requires_grad or param in also])
+            params, also = self.params, self._trained_in_forward
+            trained = tuple([index for index in self.own if params[index].requires_grad or index in also])
+        also.clear()
         if trained == self.trained:
             return False
         assert not self.taken and self._handle is None
-        self.trained, self._messages = trained, messages_of(self.group, trained, self._sent_as)
+        self.trained = trained
+        self.__dict__.pop("_messages", None)
         return True
 
-    @property
-    def complete(self) -> bool:
-        """Whether the bucket has taken the gradients of all trained parameters."""
-        return len(self.taken) == len(self.trained)
+    @cached_property
+    def _messages(self) -> InOneMessage | ByOwner:
+        return messages_of(self.group, self.trained, self._sent_as)
 
     def take(self, index: int, gradient: Tensor | None) -> None:
         """Takes the full gradient of a parameter, if it is not None. The caller should keep no reference to it."""
-        if gradient is None:
-            return
-        if self._handle is not None or index in self.taken:
+        if gradient is not None:
+            self._refuse(index, gradient)
+            self.taken[index] = self.group.shapes.in_memory_order(index, gradient)
+
+    def _refuse(self, index: int, gradient: Tensor) -> None:
+        """Raises RuntimeError for a gradient that cannot be taken."""
+        if self.launched or self._handle is not None or index in self.taken:
             self.refuse_late(index)
         if gradient.is_sparse:
-            refuse_sparse(self.group.names[index])
+            refuse_sparse(self.names[index])
         if gradient.requires_grad:
-            raise RuntimeError(CREATE_GRAPH.format(self.group.names[index]))
-        self.taken[index] = self.group.shapes.in_memory_order(index, gradient)
+            raise RuntimeError(CREATE_GRAPH.format(self.names[index]))
 
     def refuse_late(self, index: int) -> NoReturn:
         """Raises RuntimeError for a gradient that came after the launch."""
         raise RuntimeError(
-            f"{self.group.names[index]} got a gradient after its gradients were sent to their owner, in one backward. "
+            f"{self.names[index]} got a gradient after its gradients were sent to their owner, in one backward. "
             "Re-entrant checkpointing causes this if a parameter is used twice, or if the model returns no tensor that "
             "requires a gradient: use checkpoint(..., use_reentrant=False)."
         )
 
     def launch(self) -> None:
         """Collective. Launches the reduce of all gradients to their owners; missing ones are sent as zeros."""
-        group, messages = self.group, self._messages.messages(self.taken)
+        with self.group.recorded("reduce"):
+            self._handle = self._reduce()
         self._sent = frozenset(self.taken)
         self.used |= self._sent
         self.missing = self.missing or len(self._sent) < len(self.trained)
         self.taken = {}
-        with group.recorded("reduce"):
-            self._handle = group.exchange.reduce(messages, group.streams)
+
+    def _reduce(self) -> Work:
+        return self.group.exchange.reduce(self._messages.messages(self.taken), self.group.streams)
 
     def wait_for_sent(self) -> bool:
         """Waits for what the reduce in flight has sent. Returns whether sums or averages over replicas are left; if not
@@ -173,6 +207,139 @@ class GradBucket:
 
     def _forget_usage(self) -> None:
         self._undecided, self._addends, self.used, self.missing = [], [], set(), False
+
+
+# Elements of gradients that are copied by one call.
+_SMALL = 1 << 16
+
+
+class FullBucket(GradBucket):
+    """At stage 1: every rank gets the averages of all gradients of some groups, in `param.grad`.
+
+    A gradient is copied into a buffer in the layouts of the groups, one after another, and `param.grad` becomes a view
+    of it; one all-reduce averages the buffer. What the next backward adds to such views is averaged where it lies. All
+    this is as in DistributedDataParallel, except that the buffer is freed with the gradients. Owners sum those of 16
+    bits in float32, keep these averages for their steps, and all ranks gather them rounded: such a bucket is of one
+    group.
+
+    `unreduced`: positions of the parameters whose gradients this rank has written since they were averaged last.
+    `wide`: by position, this rank's averages where they are wider than the parameters, in the shapes of its shards.
+    """
+
+    def __init__(self, groups: Sequence[ShardGroup], of: Collection[Tensor]) -> None:
+        super().__init__(groups[0], (), of=of, with_groups=groups[1:])
+        group = groups[0]
+        self._is_wide = summed_as(group.full.dtype) != group.full.dtype
+        # Divided as they are copied, which costs no pass over the buffer; those of 16 bits are by Exchange.reduce.
+        self._before = 1.0 if self._is_wide else 1 / group.comm.world
+        self._channel = group.comm.channel(f"the gathering of the averages of {group.label}")
+        self._gather: Work | None = None
+        self._buffer: Tensor | None = None
+        self._views: list[Tensor] = []
+        # Small gradients that are still to be put there, by position, and how many elements they have.
+        self._pending, self._pending_numel = dict[int, Tensor](), 0
+        # Those of the last backward, while they are gradients.
+        self._last: list[Callable[[], Tensor | None]] = []
+        self.unreduced, self.wide = set[int](), dict[int, Tensor]()
+
+    def _begin(self, index: int | None = None, gradient: Tensor | None = None) -> list[Tensor]:
+        """The views of the buffer of this backward, which is the last one's if its first gradient lies there."""
+        if self._buffer is None:
+            numel, begin = sum(one.layout.numel for one in self.groups), 0
+            if gradient is not None and index is not None and self._last and self._last[index]() is gradient:
+                self._buffer = part_of(gradient, (numel,), (1,), 0)
+            else:
+                self._buffer = self.group.full.new_empty(numel)
+            self._views = []
+            for one in self.groups:
+                geometry = zip(one.shapes.full, one.shapes.strides, one.layout.offsets, strict=True)
+                self._views += [part_of(self._buffer, shape, stride, begin + at) for shape, stride, at in geometry]
+                begin += one.layout.numel
+            self._last = [ref(view) for view in self._views]
+        return self._views
+
+    def take(self, index: int, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
+        self._refuse(index, gradient)
+        if self._buffer is None:
+            self._begin(index, gradient)
+        self.taken[index] = view = self._views[index]
+        numel = gradient.numel()
+        if numel < _SMALL:
+            self._pending[index] = gradient
+            self._pending_numel += numel
+            if self._pending_numel >= _SMALL:
+                self._put_pending()
+        elif self._is_there(gradient, view):
+            view.mul_(self._before)
+        else:
+            self.params[index].grad = torch.mul(gradient, self._before, out=view)
+
+    def _is_there(self, gradient: Tensor, view: Tensor) -> bool:
+        return shares_memory(gradient, view) and gradient.storage_offset() == view.storage_offset()
+
+    def _put_pending(self, *, into_params: bool = True) -> None:
+        """All at once: a call for each costs more than the copy."""
+        views = [self._views[index] for index in self._pending]
+        copied = [
+            both for both in zip(views, self._pending.values(), strict=True) if not self._is_there(both[1], both[0])
+        ]
+        if copied:
+            foreach("copy_", *map(list, zip(*copied, strict=True)))
+        if self._before != 1 and views:
+            foreach("mul_", views, [self._before] * len(views))
+        for index, view in zip(self._pending, views, strict=True) if into_params else ():
+            self.params[index].grad = view
+        self._pending, self._pending_numel = {}, 0
+
+    def _reduce(self) -> Work:
+        group, views = self.group, self._begin()
+        self._put_pending()
+        for index in self.trained:
+            if index not in self.taken:
+                gradient = self.params[index].grad
+                if gradient is None:
+                    views[index].zero_()
+                else:  # an average of before counts on, if another rank adds to it
+                    self._pending[index] = gradient
+        self._put_pending(into_params=False)
+        assert self._buffer is not None
+        if not self._is_wide:
+            return group.exchange.average(self._buffer, group.streams)
+        message = self._buffer.to(self._sent_as), lengths(group.layout.bounds)
+        return group.exchange.reduce([message], group.streams)
+
+    def finish(self) -> None:
+        """Waits for the averages, if they are on their way; of 16 bits for those of this rank's shards."""
+        handle, self._handle, group, buffer = self._handle, None, self.group, self._buffer
+        if handle is None or buffer is None:
+            return
+        with group.recorded("wait_for_reduce"):
+            averages: Tensor = handle.wait()
+        if self._is_wide:
+            own = group.shapes.views_of_shard(averages)
+            self.wide = {index: own[index] for index in group.shapes.spans}
+            buffer[group.layout.segment(group.comm.rank)] = averages
+            self._gather = group.exchange.gather(buffer, None, group.streams, channel=self._channel)
+
+    def decide(self, used: Mapping[int, bool]) -> None:
+        """Sets the gradients of what other ranks alone have used."""
+        here, gather, self._gather = self.used, self._gather, None
+        super().decide(used)
+        if gather is not None:
+            gather.wait()
+        for index in self.reduced - here:
+            self.params[index].grad = self._views[index]
+        self._buffer, self._views = None, []
+
+    def abandon(self) -> None:
+        super().abandon()
+        gather, self._gather = self._gather, None
+        if gather is not None:
+            gather.wait()
+        self._buffer, self._views, self.wide = None, [], {}
+        self._pending, self._pending_numel = {}, 0
 
 
 _FORWARD_ALONE = (

@@ -1,30 +1,21 @@
-"""DistributedDataParallel: its instances in this process, the modules that none may wrap, and gradient averaging for
-ranks of one host that can read one another's memory.
+"""DistributedDataParallel, as users build it beside an OSS: its instances in this process, and the modules that none
+may wrap.
 
 torch calls a hook when a module becomes a submodule. The constructor of DistributedDataParallel registers its module
 before it communicates, so all ranks can still refuse there.
-
-To average by `Comm.all_reduce` over host memory, where each rank reads its share from all others, takes a fraction of
-the CPU time of Gloo's all-reduce, which copies every byte through the kernel twice.
 """
 
-# No `from __future__ import annotations`: DistributedDataParallel compares the annotations of its hooks with types.
+from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet, proxy
+from collections.abc import Collection, Mapping
+from weakref import WeakKeyDictionary, WeakSet
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from zero._torch.modules import averaged_by, join_mark, parameters_of
-from zero.comm import Comm
 from zero.shards.claimed import claimed
-from zero.wrap.refused import refuse_sparse
 
 _alive: WeakSet[DistributedDataParallel] = WeakSet()
 
@@ -121,57 +112,6 @@ def _registered(module: nn.Module, name: str, submodule: nn.Module | None) -> No
         for name, param in submodule.named_parameters()
         if not param.requires_grad and name not in module.parameters_to_ignore
     }
-
-
-def average_by_reading(model: DistributedDataParallel, comm: Comm) -> None:
-    """Collective. Registers a communication hook that averages by reading, if the ranks can read one another.
-
-    On two ranks the results are the same bit for bit.
-    """
-    if not comm.reads(next(parameters_of(model)).device):
-        return
-    channel, module = comm.channel("the averaging of DistributedDataParallel"), proxy(model.module)
-
-    def average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        buffer = bucket.buffer()
-        if buffer.is_sparse:
-            names = {param: name for name, param in module.named_parameters()}
-            refuse_sparse(", ".join(names[param] for param in bucket.parameters()))
-        comm.all_reduce(buffer, times=1 / comm.world, channel=channel)
-        done: torch.futures.Future[Tensor] = torch.futures.Future()
-        done.set_result(buffer)
-        return done
-
-    model.register_comm_hook(None, average)
-
-
-def average_in_float32(
-    model: DistributedDataParallel, comm: Comm, keep: Sequence[Callable[[Any, Tensor], object]]
-) -> None:
-    """Registers a communication hook that averages gradients of 16 bits in float32. DistributedDataParallel rounds the
-    averages to the parameters' dtype; `keep` are called with each parameter and its average before that."""
-
-    def average(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        buffer, params, first = bucket.buffer(), bucket.parameters(), bucket.buffer().storage_offset()
-        wide = buffer.float()
-        # In the order that each parameter has in memory: so DistributedDataParallel lays gradients out, of which
-        # bucket.gradients() are views row by row.
-        starts = [of.storage_offset() - first for of in bucket.gradients()]
-        places = zip(params, starts, strict=True)
-        views = [wide.as_strided(param.shape, param.stride(), start) for param, start in places]
-        bucket.set_buffer(wide)
-
-        def rounded(_: Any) -> Tensor:
-            if wide is not buffer:
-                buffer.copy_(wide)
-                for param, view in zip(params, views, strict=True):
-                    for one in keep:
-                        one(param, view)
-            return buffer
-
-        return allreduce_hook(comm.group, bucket).then(rounded)  # type: ignore[arg-type]
-
-    model.register_comm_hook(None, average)
 
 
 register_module_module_registration_hook(_registered)

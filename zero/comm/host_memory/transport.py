@@ -64,6 +64,18 @@ class QueuedWork(Work):
         return result
 
 
+class TwoWorks(Work):
+    """A transfer, and a second one that is launched once the first has ended. `wait` returns `result`."""
+
+    def __init__(self, first: Work, then: Callable[[], Work], result: Any) -> None:
+        self._first, self._then, self._result = first, then, result
+
+    def wait(self) -> Any:
+        self._first.wait()
+        self._then().wait()
+        return self._result
+
+
 class HostMemory(Transport):
     """The transport for tensors on the CPU, within one host."""
 
@@ -180,17 +192,16 @@ class HostMemory(Transport):
                 done += length
         return total
 
-    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> None:
+    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> Work:
         flat = tensor.view(-1)
         # In shares: a rank then reads 2 (W - 1) / W of the bytes instead of W - 1 times them.
         if flat.nbytes > CHUNK and not maximum:
             bounds = [len(flat) * rank // self._world for rank in range(self._world + 1)]
             low, high = bounds[self._rank : self._rank + 2]
-            self._reduce([(flat, lengths(bounds))], times, flat[low:high], channel).wait()
-            self.gather(flat, bounds, channel).wait()
-            return
+            shares = self._reduce([(flat, lengths(bounds))], times, flat[low:high], channel)
+            return TwoWorks(shares, partial(self.gather, flat, bounds, channel), flat)
         rows = self._rows(flat, channel)
-        flat.copy_(rows.amax(0) if maximum else sum_in_rank_order([rows], times))
+        return Work(flat.copy_(rows.amax(0) if maximum else sum_in_rank_order([rows], times)))
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         # A copy: torch warns of memory that cannot be written, as that of `bytes`.

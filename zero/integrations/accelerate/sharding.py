@@ -15,13 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero._torch.modules import children_of, recomputed_in_backward
 from zero._torch.tensors import wraps_others
-from zero.averaging import refuse_gradients_not_averaged
-from zero.comm import Comm
 from zero.fsdp import FSDP, MixedPrecision
 from zero.fsdp.options import as_strategy
 from zero.fsdp.units import unit_modules
@@ -29,9 +26,8 @@ from zero.integrations.accelerate.sections import WRAPPING
 from zero.measure.built import finding_of_built
 from zero.measure.param_groups import params_of, steps
 from zero.oss import OSS
-from zero.sdp import ShardedDDP
+from zero.sdp import AveragingDDP, ShardedDDP
 from zero.shards.partition import cut_for
-from zero.wrap.ddp import average_by_reading
 
 WRAPPERS = (FSDP, ShardedDDP)
 _TOGETHER = (
@@ -118,13 +114,14 @@ class Sharding:
         """Collective at stages 1 and 2. The optimizer that this stage steps."""
         if self.stage in (1, 2) and not isinstance(optimizer, OSS):
             optimizer = OSS.from_optimizer(optimizer, master_dtype=self._masters, **self._rest)
-            refuse_gradients_not_averaged(None, [optimizer])
         self._optimizers[optimizer] = None
         for holder in self.wrapped:  # prepared before, not in one call
             if steps(optimizer, holder):
                 self._refuse_shared(optimizer, holder)
                 if isinstance(holder, FSDP):
                     holder.register_optimizer(optimizer)
+                elif isinstance(holder, AveragingDDP) and isinstance(optimizer, OSS):
+                    holder.adopt(optimizer)
         return optimizer
 
     def _refuse_shared(self, optimizer: Optimizer, model: nn.Module) -> None:
@@ -144,9 +141,8 @@ class Sharding:
                 self._refuse_shared(one, model)
         options = handler.to_kwargs() if handler is not None else {}
         hook = getattr(handler, "comm_hook", "no")
-        hooked = getattr(hook, "value", hook) != "no"
-        if hooked and self.stage > 1:
-            raise ValueError("comm_hook is for stage 1. At stages 2 and 3 set reduce_dtype of the ZeroPlugin.")
+        if getattr(hook, "value", hook) != "no":
+            raise ValueError("comm_hook is for stage 0. At stages 2 and 3 set reduce_dtype of the ZeroPlugin.")
         if self.narrow and self.stage < 3 and self._precision is not None:
             self._precision.prepare(model.modules())
             cast = self._precision.cast_inputs
@@ -154,30 +150,21 @@ class Sharding:
         synced = options.get("broadcast_buffers", True)
         if self.stage == 3:
             wrapped: nn.Module = self._fsdp(model, broadcast_buffers=synced)
-        elif not any(param.requires_grad for param in model.parameters()):
-            return model
-        elif self.stage == 2:
-            wrapped = self._sharded_ddp(model, options.get("bucket_cap_mb"), broadcast_buffers=synced)
-        elif not dist.is_initialized():
+        elif not any(param.requires_grad for param in model.parameters()) or (
+            self.stage == 1 and not dist.is_initialized()
+        ):
             return model
         else:
-            ids = None if self._device.type == "cpu" else [self._device.index]
-            # Without views it would hold every gradient twice.
-            options = {"gradient_as_bucket_view": True, "init_sync": self._synced, "device_ids": ids, **options}
-            ddp = wrapped = DistributedDataParallel(model, **options)
-            if hooked:
-                handler.register_comm_hook(ddp)
-            else:
-                average_by_reading(ddp, Comm(None))
-            refuse_gradients_not_averaged(ddp, (), "accelerator.prepare")
+            wrapped = self._with_oss(model, options.get("bucket_cap_mb"), broadcast_buffers=synced)
         self.wrapped[wrapped] = None
         return wrapped
 
-    def _sharded_ddp(self, model: nn.Module, cap_mb: float | None, *, broadcast_buffers: bool) -> ShardedDDP:
+    def _with_oss(self, model: nn.Module, cap_mb: float | None, *, broadcast_buffers: bool) -> ShardedDDP:
         own = [one for one in self._optimizers if isinstance(one, OSS) and steps(one, model)]
-        if not own:
+        if not own and self.stage == 2:
             raise ValueError(f"a model was prepared at stage 2 without its optimizer, {_TOGETHER}")
-        return ShardedDDP(
+        kind = ShardedDDP if self.stage == 2 else AveragingDDP
+        return kind(
             model,
             own,
             broadcast_buffers=broadcast_buffers,

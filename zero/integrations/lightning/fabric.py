@@ -31,8 +31,6 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
     checkpoint="sharded", is of one model.
     """
 
-    _wrapped_by = "fabric.setup"
-
     def __init__(self, stage: int, **options: Any) -> None:
         super().__init__(stage, **options)
         self._backward_sync_control: Any = self

@@ -9,15 +9,13 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from zero.averaging import refuse_gradients_not_averaged
 from zero.checkpoint.directory import checkpoints
 from zero.checkpoint.storage import place
 from zero.checkpoint.write import save_in_place
@@ -28,7 +26,7 @@ from zero.grad_scaler import GradScaler
 from zero.measure.param_groups import steps
 from zero.oss import OSS
 from zero.scripts import no_sync, unwrap
-from zero.sdp import ShardedDDP
+from zero.sdp import AveragingDDP, ShardedDDP
 
 # In the directory of a sharded checkpoint: the file with what Lightning saves besides weights and optimizer state, and
 # its entry that names the zero.checkpoint there. Whenever a save ends, both are of one step.
@@ -57,7 +55,6 @@ class ShardedStrategy:
 
     root_device: torch.device
     is_global_zero: bool
-    _wrapped_by: str  # what the user calls, for errors
 
     def __init__(
         self, stage: int, *, oss: Any = None, checkpoint: str = "full", sync_each_batch: bool = True, **options: Any
@@ -65,7 +62,7 @@ class ShardedStrategy:
         if stage not in (1, 2, 3) or checkpoint not in ("full", "sharded"):
             raise ValueError(f"{stage=}, {checkpoint=}. Choose 1, 2 or 3, and 'full' or 'sharded'.")
         self._stage, self._in_shards, self._oss = stage, checkpoint == "sharded", dict(oss or {})
-        self._syncs_each_batch = sync_each_batch and stage > 1
+        self._syncs_each_batch, self._averaging = sync_each_batch and stage > 1, WeakSet[AveragingDDP]()
         known = inspect.signature(super().__init__).parameters
         theirs = {name: options.pop(name) for name in [*options] if name in known}
         self._options = options
@@ -82,7 +79,9 @@ class ShardedStrategy:
         if self._stage == 3 or isinstance(optimizer, OSS):
             return optimizer
         sharded = OSS.from_optimizer(optimizer, **self._oss)
-        refuse_gradients_not_averaged(None, [sharded])
+        for model in self._averaging:  # set up before, without its optimizer
+            if steps(sharded, model):
+                model.adopt(sharded)
         return sharded
 
     def _wrap(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
@@ -93,13 +92,13 @@ class ShardedStrategy:
             for one in optimizers:
                 wrapped.register_optimizer(one)
             return wrapped
+        own = [one for one in optimizers if isinstance(one, OSS)]
         if self._stage == 2:
-            return ShardedDDP(module, [one for one in optimizers if isinstance(one, OSS)], **self._options)
-        ids = None if self.root_device.type == "cpu" else [self.root_device.index]
-        # Without views it would hold every gradient twice.
-        ddp = DistributedDataParallel(module, **{"device_ids": ids, "gradient_as_bucket_view": True, **self._options})
-        refuse_gradients_not_averaged(ddp, (), self._wrapped_by)
-        return ddp
+            return ShardedDDP(module, own, **self._options)
+        averaging = AveragingDDP(module, own, **self._options)
+        if not own:
+            self._averaging.add(averaging)
+        return averaging
 
     def _accumulating(self, module: nn.Module) -> AbstractContextManager[None]:
         """A context for the forward and backward of a batch that no step follows."""

@@ -19,7 +19,6 @@ from torch.optim import Optimizer
 
 from zero import checkpoint as saved
 from zero._torch.optimizers import follow
-from zero.averaging import will_average
 from zero.checkpoint.read import load_state
 from zero.checkpoint.storage import place
 from zero.comm import Comm
@@ -49,7 +48,6 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
     accelerator: Any
     cluster_environment: Any
     lightning_module: pl.LightningModule
-    _wrapped_by = "ZeroStrategy"
     _wrapper: FSDP | None = None  # of stage 3, while `model` is the plain module
 
     def setup_environment(self) -> None:
@@ -111,12 +109,6 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
         """The context of batches that accumulate."""
         with self._accumulating(self.model):
             yield
-
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        """With manual optimization DDPStrategy prepares each backward here, which comes before a forward ends."""
-        super().pre_backward(closure_loss)
-        if self._stage == 1 and not self.lightning_module.automatic_optimization:
-            will_average(self.model)
 
     def teardown(self) -> None:
         """Leaves the model on its device, and sharded at stage 3: test() and save_checkpoint() still use it."""
