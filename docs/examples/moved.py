@@ -27,7 +27,7 @@ for _ in range(5):
         loss = (model(inputs.to(device)) - inputs.to(device)).square().mean()
         optimizer.zero_grad()
         loss.backward()
-        zero.clip_grad_norm_(model, optimizer, max_norm=1.0)
+        nn.utils.clip_grad_norm_(net.parameters(), max_norm=1.0)
         optimizer.step()
     schedule.step()
 

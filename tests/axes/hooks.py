@@ -58,9 +58,9 @@ class Hook(Axis):
             if or_refused and not early:
                 self.refused[3] = (or_refused,)
         elif act is not raises:
-            self.or_refused = "clip_grad_norm" if act is clips else or_refused
+            self.or_refused = or_refused
         if act is clips:
-            self.tolerance = gpus.ROUNDING
+            self.tolerance = max(1e-6, gpus.ROUNDING)  # a norm is summed in the order of the shards
 
     @contextmanager
     def running(self, rank: int, stage: int) -> Iterator[None]:

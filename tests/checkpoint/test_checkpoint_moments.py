@@ -82,7 +82,7 @@ def at_a_moment(rank, world, transport, stage, moment, steps, call, path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("moment", "stage", "transport"), product(MOMENTS, (1, 2, 3), TRANSPORTS))
+@pytest.mark.parametrize(("moment", "stage", "transport"), [*product(MOMENTS, (1, 2, 3), TRANSPORTS)])
 def test_a_save_in_a_step_is_right_or_refused_on_every_rank(moment, stage, transport, tmp_path):
     for steps in (0, 4) if stage == 3 else (2,):
         args = (transport, stage, moment, steps, zero.checkpoint.save, str(tmp_path / str(steps)))

@@ -1,10 +1,9 @@
-"""Between steps a sharded parameter says that it is a shard: element-wise work has the numbers of stage 0, anything
-else raises on every rank, and nothing is lost."""
+"""Between steps a sharded parameter answers as the full one: with the numbers of stage 0, and what is written is there.
+Where parts cannot, or one rank asks alone, every rank raises."""
 
 from __future__ import annotations
 
 import copy
-import inspect
 import io
 import pickle
 import re
@@ -27,7 +26,6 @@ from assertions import plain, same
 from optimizers import ByParameter
 from rows import Rows, adam, momentum, sgd
 from runs import SideBySide, average_gradients, side_by_side
-from zero._torch.tensors import as_plain_tensors
 from zoo import WIDTH, Stack, batch, loss_on
 
 # ------------------------------------------------------------------------------------- what runs on each element
@@ -246,7 +244,7 @@ row.of("weights are written after evaluating", written_after_evaluating, optim=a
 test_rows = row.tests()
 
 
-# --------------------------------------------------------------------------------------- what needs the full tensor
+# ------------------------------------------------------------------------------------- what reads the full tensor
 
 
 def row_written(p):
@@ -261,44 +259,47 @@ def grad_assigned(p):
     p.grad = torch.ones(WIDTH, WIDTH)
 
 
-NEED_FULL = {
-    "a row is written": row_written,
-    "a row is written through .data": lambda p: p.data.__setitem__(0, 0.0),
-    "rows of a gradient are written": grad_row_written,
-    "rows are normalised": lambda p: p.div_(p.norm(dim=1, keepdim=True)),
-    "a mask of the full shape is multiplied": lambda p: p.mul_(torch.ones(WIDTH, WIDTH)),
-    "one of the shard's shape is multiplied": lambda p: p.mul_(torch.ones(p.shape)),
+READ = {
     "the largest is looked for": lambda p: p.argmax(),
-    "it is decomposed": lambda p: torch.linalg.qr(p),
+    "it is decomposed": lambda p: [*torch.linalg.qr(p)],
     "it is summed": lambda p: p.square().sum(),
     "it is viewed": lambda p: p.view(-1),
     "it is transposed": lambda p: p.T,
     "it is multiplied": lambda p: torch.ones(2, WIDTH) @ p,
     "it is given to linear": lambda p: nn.functional.linear(torch.ones(2, WIDTH), p),
-    "noise is added": lambda p: p.add_(torch.randn_like(p)),
-    "it is drawn": lambda p: p.data.normal_(),
-    "it is initialised": nn.init.xavier_uniform_,
-    "it is made orthogonal": nn.init.orthogonal_,
-    "it is an array": lambda p: p.detach().numpy(),
-    "it is a list": lambda p: p.tolist(),
-    "it is a number": lambda p: float(p.detach()),
-    "it is asked where it is positive": lambda p: torch.where(p > 0),
-    "it is added to a plain tensor": lambda p: torch.zeros(1).add_(p),
+    "it is an array": lambda p: torch.tensor(p.detach().numpy()),
+    "it is a list": lambda p: torch.tensor(p.tolist()),
+    "one element is a number": lambda p: torch.tensor(float(p.detach()[1, 2])),
+    "it is asked where it is positive": lambda p: [*torch.where(p > 0)],
     "it is written into a plain tensor": lambda p: torch.mul(p.detach(), 2, out=torch.empty(0)),
-    "it is asked whether it is finite": lambda p: bool(p.isfinite().all()),
-    "it is compared": lambda p: torch.equal(p, p.clone()),
+    "it is asked whether it is finite": lambda p: p.isfinite().all(),
+    "it is compared": lambda p: torch.tensor(torch.equal(p, p.clone())),
+    "it is compared with a plain tensor": lambda p: torch.tensor(torch.equal(p, torch.ones(WIDTH, WIDTH))),
     "it is concatenated": lambda p: torch.cat([p, p]),
-    "it is given to another library": torch.from_dlpack,
-    "a gradient is assigned": grad_assigned,
-    "its gradient's norm is read": lambda p: p.grad.norm(),
-    "torch clips": lambda p: clip_grad_norm_([p], 1.0),
-    "torch clips foreach": lambda p: clip_grad_norm_([p], 1.0, foreach=True),
-    "its sum over the ranks is taken": lambda p: dist.all_reduce(p.data),
-    "it is broadcast": lambda p: dist.broadcast(p.data, 0),
-    "its gradient is averaged": lambda p: dist.all_reduce(p.grad),
-    "it is gathered": lambda p: dist.all_gather([torch.empty_like(p)] * 2, p.detach()),
-    "a backward starts there": lambda p: (2 * p).backward(),
-    "a hook waits for several gradients": lambda p: torch.autograd.graph.register_multi_grad_hook([p], print),
+    "its gradient's norm is read": lambda p: p.grad.norm().clone(),
+    "norms of rows are read": lambda p: p.grad.norm(dim=1),
+    "its size is asked for": lambda p: torch.tensor([*p.shape, *p.grad.stride(), p.numel(), p.nbytes, len(p.data)]),
+}
+
+WRITTEN = {
+    "a row": row_written,
+    "a row through .data": lambda p: p.data.__setitem__(0, 0.0),
+    "rows of a gradient": grad_row_written,
+    "rows that are normalised": lambda p: p.div_(p.norm(dim=1, keepdim=True) + 1),
+    "a product with a plain mask": lambda p: p.mul_(torch.eye(WIDTH) + 1),
+    "a product with a plain row": lambda p: p.mul_(torch.arange(1.0, WIDTH + 1)),
+    "noise": lambda p: p.add_(torch.randn_like(p)),
+    "what is drawn": lambda p: p.data.normal_(),
+    "what is initialised": nn.init.xavier_uniform_,
+    "a gradient that is assigned": grad_assigned,
+    "a gradient that torch clips": lambda p: clip_grad_norm_([p], 1e-2),
+    "one that it clips foreach": lambda p: clip_grad_norm_([p], 1e-3, foreach=True),
+}
+
+NEED_FULL = {
+    "its memory is shared": lambda p: p.share_memory_(),
+    "it is resized": lambda p: p.resize_(2, 2),
+    "a gradient is resized": lambda p: p.grad.resize_(2, 2),
 }
 
 COPIES = {
@@ -319,25 +320,85 @@ def refused(name, kind, use, param, words):
     assert re.search(words, message), f"{name}: {message}"
 
 
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@ranks.on(2)
-def test_what_each_rank_would_compute_otherwise_is_refused_on_every_rank(rank, world, partition):
+def between_backward_and_step(rank, partition):
+    """What trains, and its first weight at stage 3 and in the reference."""
     both = SideBySide(Stack(), partial(zero.setup, stage=3, partition=partition))
     both.zero_grad()
     both.backward(loss_on(rank, 0))
-    net = both.model.module
-    first = net.first.weight
+    both.give_averages()
+    return both, both.model.module.first.weight, both.plain.first.weight
+
+
+def close_to(found, expected, name):
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, msg=lambda told: f"{name}: {told}")
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@ranks.on(2)
+def test_what_is_read_is_what_the_full_tensor_answers(rank, world, partition):
+    both, first, expected = between_backward_and_step(rank, partition)
+    with torch.no_grad():
+        for name, read in READ.items():
+            close_to(as_plain(read(first)), read(expected), name)
+    both.update()
+
+
+def as_plain(value):
+    """What gathered copies answer, which are read only, as plain tensors."""
+    return [*map(as_plain, value)] if isinstance(value, list) else value.as_subclass(Tensor)
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@ranks.on(2)
+def test_what_is_written_reaches_the_shards(rank, world, partition):
+    both, first, expected = between_backward_and_step(rank, partition)
+    for name, write in WRITTEN.items():
+        for param in (first, expected):
+            torch.manual_seed(0)
+            with torch.no_grad():
+                write(param)
+        with both.model.summon_full_params(with_grads=True):
+            close_to(first.detach().clone(), expected.detach(), name)
+            close_to(first.grad.clone(), expected.grad, f"the gradient after {name}")
+    both.tolerance = 1e-6
+    both.optimizer.step()
+    both.plain_optimizer.step()
+    both.compare()
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@ranks.on(2)
+def test_what_the_parts_do_not_have_is_refused_on_every_rank(rank, world, partition):
+    both, first, _ = between_backward_and_step(rank, partition)
     for name, use in NEED_FULL.items():
-        if name == "it is broadcast" and "has_torch_function" not in inspect.getsource(dist.broadcast):
-            continue  # earlier versions of torch ask no tensor
-        if partition == "whole" and name == "it is made orthogonal":
-            continue  # torch returns at once from what is empty, and does nothing
         refused(name, RuntimeError, use, first, "needs the full tensor.*first.*summon_full_params")
     for name, use in COPIES.items():
         refused(name, TypeError, use, first, "full_state_dict")
-    with pytest.raises(RuntimeError, match="cut between the ranks in another way"), torch.no_grad():
-        first.add_(net.blocks[0].up.weight.detach())
+    refused("a view is written", RuntimeError, lambda p: p[0].zero_(), first, "writes into a copy of 'first.weight'")
+    refused("a part is written", RuntimeError, lambda p: p.data.view(-1).add_(1), first, "writes into a copy of")
+    refused("shapes differ", RuntimeError, lambda p: torch.zeros(1).add_(p), first, "output with shape")
+    wrong = torch.ones(2, WIDTH)
+    refused("a gradient is", RuntimeError, lambda p: setattr(p, "grad", wrong), first, "a gradient that is assigned")
     both.update()  # nothing of it was written
+
+
+ALONE = {
+    "a norm": lambda p: p.grad.norm().item(),
+    "a sum": lambda p: p.sum(),
+    "a row": lambda p: p.data[0],
+    "a drawn row": lambda p: p.data[0].tolist(),
+    "a row that is written": lambda p: p.data.__setitem__(0, 0.0),
+}
+
+
+@pytest.mark.parametrize("asked", ALONE)
+@ranks.raises(2, RuntimeError, "out of step", "the reading of a sharded tensor", timeout=15)
+def test_what_one_rank_reads_alone_is_refused_on_every_rank(rank, world, asked):
+    both, first, _ = between_backward_and_step(rank, "even")
+    if rank == 0:
+        ALONE[asked](first)
+    both.optimizer.step()
+    dist.barrier()
 
 
 TAKEN: dict[str, Callable[[nn.Parameter], Tensor]] = {
@@ -359,20 +420,20 @@ def test_shards_are_told_apart_by_their_storages_and_addresses_on_every_rank(ran
     params = [*model.parameters()]
     for tell in (lambda p: p.untyped_storage().data_ptr(), lambda p: p.data_ptr()):
         assert len({tell(param) for param in params}) == len(params)
-    held = sum(param.untyped_storage().nbytes() for param in params if param.numel())
-    assert held == sum(param.numel() * param.element_size() for param in params)
+    held = sum(param.untyped_storage().nbytes() for param in params if plain(param).numel())
+    assert held == sum(plain(param).nbytes for param in params)
 
 
 @ranks.on(2)
-def test_a_plain_tensor_in_the_shape_of_a_shard_of_one_element_is_refused_on_every_rank(rank, world):
+def test_a_plain_tensor_beside_a_shard_of_one_element_is_a_full_one(rank, world):
     model = zero.FSDP(nn.LayerNorm(17, bias=False), partition="even")
     weight = model.module.weight
-    assert weight.numel() == (16, 1)[rank]
+    assert plain(weight).numel() == (16, 1)[rank]
     with torch.no_grad():
-        for plain in (torch.ones(weight.shape), torch.ones(1)):
-            with pytest.raises(RuntimeError, match="a plain tensor of shape"):
-                weight.add_(plain)
-        weight.add_(torch.ones(()))
+        weight.add_(torch.arange(17.0)).add_(torch.ones(1)).add_(torch.ones(()))
+        with pytest.raises(RuntimeError, match="must match the size"):
+            weight.add_(torch.ones(16))
+    same(weight.detach().clone().tolist(), [float(3 + k) for k in range(17)])
 
 
 @ranks.on(2)
@@ -403,15 +464,24 @@ def test_what_takes_its_dtype_and_device_alone_is_a_plain_tensor(rank, world):
 
 @pytest.mark.parametrize("partition", ["even", "whole"])
 @ranks.on(2)
-def test_modules_that_are_not_unsharded_do_not_run(rank, world, partition):
-    model = zero.FSDP(Stack(), partition=partition)
-    weights = [*model.parameters()]
-    with pytest.raises(RuntimeError, match=r"needs the full tensor.*first\.weight"):
-        nn.functional.linear(batch(rank, 0), weights[0])
-    with pytest.raises(RuntimeError, match="needs the full tensor"):
-        parameters_to_vector(weights)
-    with pytest.raises(RuntimeError, match="needs the full tensor"):
-        model.module.first.reset_parameters()
+def test_modules_outside_of_the_models_forward_have_its_numbers(rank, world, partition):
+    both = SideBySide(Stack(), partial(zero.setup, stage=3, partition=partition))
+    model, expected = both.each()
+    with torch.no_grad():
+        same(model.first(batch(rank, 0)), expected.first(batch(rank, 0)))
+        same(parameters_to_vector(model.parameters()), parameters_to_vector(expected.parameters()))
+    for module in (model, expected):
+        torch.manual_seed(1)
+        module.first.reset_parameters()
+    both.compare()
+
+
+@ranks.on(2)
+def test_a_loss_that_reads_a_weight_outside_of_the_models_forward_has_no_graph(rank, world):
+    model = zero.FSDP(Stack())
+    loss = nn.functional.linear(batch(rank, 0), model.module.first.weight).sum()
+    with pytest.raises(RuntimeError, match=r"a loss reads 'first\.weight' outside of the model's forward"):
+        loss.backward()
 
 
 @ranks.on(2)
@@ -422,11 +492,11 @@ def test_questions_are_answered_and_the_plain_shard_is_there_for_who_asks(rank, 
     (param,) = model.parameters()
     assert isinstance(param, nn.Parameter)
     assert param.shape == param.detach().shape == param.grad.shape == param.data.shape
-    assert (param.numel(), param.dtype, param.requires_grad, param.is_leaf) == (64, torch.float32, True, True)
+    assert (param.numel(), param.dtype, param.requires_grad, param.is_leaf) == (128, torch.float32, True, True)
     assert "weight" in repr(param)
     assert "weight" in repr(param.grad)
     shard = plain(param)
-    assert type(shard) is torch.Tensor
+    assert type(shard) is torch.Tensor and shard.numel() == 64
     assert shard.data_ptr() == param.data_ptr()
     with model.summon_full_params(with_grads=True):
         assert type(param) is nn.Parameter
@@ -543,9 +613,12 @@ def test_state_of_an_optimizer_says_so_too(rank, world):
     weight = model.module.first.weight
     for uses in range(2):
         average = optimizer.state[weight]["exp_avg"]
-        for use in (lambda value: value.norm(), lambda value: value.__setitem__(0, 1.0)):
-            with pytest.raises(RuntimeError, match=r"needs the full tensor.*first\.weight"):
-                use(average)
+        full = zero.full_optimizer_state_dict(model, optimizer)["state"][0]["exp_avg"]
+        assert average.shape == full.shape == (WIDTH, WIDTH)
+        torch.testing.assert_close(float(average.norm()), float(full.norm()))
+        average[0] = 1.0
+        full[0] = 1.0
+        same(zero.full_optimizer_state_dict(model, optimizer)["state"][0]["exp_avg"], full)
         with torch.no_grad():
             weight.lerp_(average, 0.1)
         saved = optimizer.state_dict()["state"]
@@ -572,12 +645,11 @@ def test_a_number_of_all_ranks_is_no_shard_where_a_rank_has_one_element(rank, wo
         model(torch.ones(2, width)).sum().backward()
         optimizer.step()
         for param, state in optimizer.state.items():
-            with as_plain_tensors():
-                own = param.numel()
-            ones += own == 1
+            ones += plain(param).numel() == 1
             assert state["scale"].item() == 0.5
-            with pytest.raises(RuntimeError, match="needs the full tensor"):
-                state["momentum"].norm()
+            assert type(state["scale"]) is Tensor
+            assert state["momentum"].shape == param.shape
+            assert state["momentum"].norm() > 0
     dist.all_reduce(ones)
     assert ones > 0
 

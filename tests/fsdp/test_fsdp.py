@@ -54,9 +54,11 @@ def assert_in_parts(model: zero.FSDP, whole: nn.Module) -> None:
     """Of every parameter each rank holds a shard of as many dimensions, and nothing more of it exists."""
     for (name, param), (whole_name, expected) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
         assert name == whole_name
-        assert param.dim() == expected.dim() or (not expected.dim() and not param.numel())  # nothing has a dimension
-        assert total(param.numel()) == expected.numel()
-        assert param.grad is None or param.grad.shape == param.shape
+        assert param.shape == expected.shape
+        own = plain(param)
+        assert own.dim() == expected.dim() or (not expected.dim() and not own.numel())  # nothing has a dimension
+        assert total(own.numel()) == expected.numel()
+        assert param.grad is None or plain(param.grad).shape == own.shape
     assert not unsharded(model)
     held = {param.untyped_storage() for param in model.parameters()}
     padding = 64 * (1 + dist.get_world_size()) * sum(1 for _ in model.parameters())

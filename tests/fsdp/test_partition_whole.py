@@ -13,6 +13,7 @@ from torch.optim import Adafactor, AdamW, Muon, Optimizer
 
 import ranks
 import zero
+from assertions import plain
 from optimizers import Lamb, Shampoo
 from rows import Rows
 from zoo import WIDTH, Stack
@@ -65,7 +66,7 @@ def owned(rank: int, world: int, frozen: bool) -> tuple[list[int], list[int]]:
     trained = [param for param in model.parameters() if param.requires_grad]
     whole = [param.numel() for param in trained]
     zero.FSDP(model, partition="whole")
-    return [param.numel() for param in trained], whole
+    return [plain(param).numel() for param in trained], whole
 
 
 @pytest.mark.parametrize(("world", "frozen"), [(2, False), (3, True)])

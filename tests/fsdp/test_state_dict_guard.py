@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -109,13 +110,13 @@ def test_frozen_modules_that_load_by_themselves_stay_sharded_while_others_are_lo
 
 
 @ranks.on(2)
-def test_full_weights_do_not_load_into_a_module_inside(rank, world):
+def test_full_weights_load_into_a_module_inside(rank, world):
     model = zero.FSDP(Stack())
-    full = zero.full_state_dict(model)
-    words = r"'first\.weight' of shape \[10, 10\], of which this rank has a shard.*zero\.load_full_state_dict"
-    with pytest.raises(RuntimeError, match=words):
-        model.module.load_state_dict(full)
-    with model.summon_full_params():
-        model.module.load_state_dict(full)
-    model.load_state_dict(full)
-    same(zero.full_state_dict(model), full)
+    for step, context in enumerate((nullcontext, model.summon_full_params)):
+        full = {name: value + 1 + step for name, value in zero.full_state_dict(model).items()}
+        with context():
+            model.module.load_state_dict(full)
+        same({**zero.full_state_dict(model)}, full)
+    full = {name: value + 1 for name, value in full.items() if name.startswith("blocks.1.")}
+    model.module.blocks[1].load_state_dict({name.removeprefix("blocks.1."): value for name, value in full.items()})
+    same({name: value for name, value in zero.full_state_dict(model).items() if name in full}, full)

@@ -193,21 +193,23 @@ def clips(optimizer, *_):
 
 
 @pytest.mark.parametrize("registers", ["before a step", "after a step", "for all"])
-@ranks.raises(2, RuntimeError, "needs the full tensor", r"zero\.clip_grad_norm_")
-def test_torchs_clipping_in_a_hook_before_the_step_is_refused(rank, world, registers):
-    model = zero.FSDP(Stack())
-    optimizer = SGD(model.parameters(), lr=0.1)
+@ranks.on(2)
+def test_torch_clips_in_a_hook_before_the_step(rank, world, registers):
+    both = SideBySide(Stack(), zero_fsdp, partial(SGD, lr=0.1), tolerance=1e-6)
+    optimizers = both.optimizer, both.plain_optimizer
     if registers == "after a step":
-        model(batch(rank, 0)).sum().backward()
-        optimizer.step()
-    handle = (
-        register_optimizer_step_pre_hook(clips) if registers == "for all" else optimizer.register_step_pre_hook(clips)
+        both.step(loss_on(rank, 0))
+    handles = (
+        [register_optimizer_step_pre_hook(clips)]
+        if registers == "for all"
+        else [optimizer.register_step_pre_hook(clips) for optimizer in optimizers]
     )
     try:
-        model(batch(rank, 0)).sum().backward()
-        optimizer.step()
+        for step in range(1, 3):
+            both.step(loss_on(rank, step))
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 @pytest.mark.parametrize("offload", ["device", "disk", "cpu"])

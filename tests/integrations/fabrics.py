@@ -210,7 +210,6 @@ def not_averaged(rank: int, world: int, stage: int) -> None:
 
 def refusals(rank: int, world: int) -> None:
     for call, stage, words in [
-        (by_value, 2, ["RuntimeError", "clip_grad_value_"]),
         (alone, 2, ["RuntimeError", "fabric.setup(model, optimizer)"]),
         (not_averaged, 1, ["RuntimeError", "ran under no_sync()"]),
     ]:

@@ -440,7 +440,6 @@ class OwnBackward(Manual):
 
 
 REFUSED: list[tuple[Callable[[int, int], Any], list[str]]] = [
-    (partial(by_value, stage=2), ["RuntimeError", "clip_grad_value_"]),
     (lambda *of: strategy(4), ["ValueError", "stage=4"]),
     (
         lambda *of: averaging(*of, pl.callbacks.EMAWeightAveraging(), 2, checkpoint="sharded"),

@@ -91,10 +91,10 @@ def test_bf16_beside_an_fsdp_config_means_what_it_means_to_accelerate(
 
 @ranks.on(2)
 def test_at_stages_1_and_2_parameters_are_in_16_bits_and_masters_in_shards(rank: int, world: int) -> None:
-    for stage in (1, 2):
+    for stage, gradients in ((1, torch.bfloat16), (2, torch.float32)):
         plugin = ZeroPlugin(stage=stage, mixed_precision_policy="auto", mixed_precision="bf16")
         with launched(rank, world):
-            _, output, model, optimizer = trained(Accelerator(cpu=True, zero_plugin=plugin), gradients=torch.bfloat16)
+            _, output, model, optimizer = trained(Accelerator(cpu=True, zero_plugin=plugin), gradients=gradients)
         assert {param.dtype for param in model.parameters()} == {output.dtype} == {torch.bfloat16}
         state = zero.full_optimizer_state_dict(model, optimizer)["state"][0]
         assert {value.dtype for value in state.values()} == {torch.float32} and "master" in state

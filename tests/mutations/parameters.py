@@ -175,6 +175,7 @@ def state_between_steps_is_plain(_, optimizer):
     """Between steps state of the optimizer does not say that it is shards."""
 
 
-@mutant("sharded_parameter._refuse_others")
-def shards_combined_with_full_tensors(_, name, args, kwargs):
-    """Shards are combined with tensors that are cut otherwise, or not."""
+@mutant("answers.own_elements")
+def shards_combined_with_full_tensors(_, value, own, cut):
+    """Of a full tensor beside a shard the first elements are taken, not this rank's."""
+    return value.reshape(-1)[: own.numel()].reshape(own.shape) if value.numel() >= own.numel() else value

@@ -12,13 +12,14 @@ import torch
 
 import ranks
 import zero
-from assertions import same
+from assertions import plain, same
 from rows import Net, adam
 from zoo import WIDTH, Stack, data
 
 
-def full(model: zero.FSDP) -> int:
-    return sum(param.numel() for param in model.parameters())
+def elements(model: zero.FSDP) -> int:
+    """That this rank has now."""
+    return sum(plain(param).numel() for param in model.parameters())
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -35,11 +36,11 @@ def test_no_random_number_is_drawn(rank, world, stage):
 @ranks.on(2)
 def test_reshard_releases_what_a_dropped_loss_left_full(rank, world):
     model, _ = zero.setup(Net(), adam, stage=3)
-    at_rest = full(model)
+    at_rest = elements(model)
     model(torch.ones(2, WIDTH))
-    assert full(model) > at_rest
+    assert elements(model) > at_rest
     model.reshard()
-    assert full(model) == at_rest
+    assert elements(model) == at_rest
 
 
 @ranks.on(2)
@@ -65,10 +66,10 @@ def test_a_frozen_model_that_is_called_with_gradients_keeps_nothing_of_its_forwa
 def test_a_step_that_finds_memory_held_by_numpy_raises_on_every_rank_and_the_next_one_works(rank, world):
     net = Net()
     model, optimizer = zero.setup(net, adam, stage=3)
-    plain, other = zero.setup(copy.deepcopy(Net()), adam, stage=0)
-    zero.load_full_state_dict(plain, zero.full_state_dict(model))
+    reference, other = zero.setup(copy.deepcopy(Net()), adam, stage=0)
+    zero.load_full_state_dict(reference, zero.full_state_dict(model))
     for i in range(3):
-        for one, by in ((model, optimizer), (plain, other)):
+        for one, by in ((model, optimizer), (reference, other)):
             one(data(4, WIDTH, rank=rank, step=i)).square().mean().backward()
             if one is model:
                 one(data(4, WIDTH, rank=rank, step=i))  # leaves the root unsharded
@@ -78,7 +79,7 @@ def test_a_step_that_finds_memory_held_by_numpy_raises_on_every_rank_and_the_nex
                 del kept
             by.step()
             by.zero_grad()
-    same(zero.full_state_dict(model), zero.full_state_dict(plain))
+    same(zero.full_state_dict(model), zero.full_state_dict(reference))
 
 
 @ranks.on(2)

@@ -242,14 +242,12 @@ def each(change: Any) -> Any:
 
 
 row = Rows("gradients that are changed between backward and step", __name__, optim=momentum)
-row.of("something is added to each", each(lambda p: p.grad.add_(0.003)), same={1, 3})
+row.of("something is added to each", each(lambda p: p.grad.add_(0.003)))
 row.of(
     "each whole one has its norm",
     each(lambda p: p.grad.div_(p.grad.norm())),
-    same={1},
-    refused={3: "needs the full tensor"},
     options=WHOLE,
-    tolerance=gpus.ROUNDING,
+    tolerance=max(1e-6, gpus.ROUNDING),
 )
 test_rows = row.tests()
 

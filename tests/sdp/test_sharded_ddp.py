@@ -107,16 +107,26 @@ def unscale(_: Any, optimizer: Any) -> None:
     scaler.unscale_(optimizer)
 
 
-FACTS = ("(first|last).*has no full gradient", r"zero\.clip_grad_norm_", r"zero\.grad_norm")
-row = Rows("who computes with a gradient that is sharded is told what to call", __name__, same=(), refused={2: FACTS})
-row.of("clipping by the norm", reads(lambda params, _: nn.utils.clip_grad_norm_(params, 0.1)))
-row.of("a norm of data", reads(lambda params, _: [p.grad.data.abs().max() for p in params]))
-row.of("a histogram", reads(lambda params, _: [p.grad.detach().cpu().numpy() for p in params]))
-row.of("a list", reads(lambda params, _: [p.grad.tolist() for p in params]))
-row.of("a file", reads(lambda params, _: torch.save([p.grad for p in params], io.BytesIO())))
+def noted(read: Any) -> Any:
+    """read(a gradient) of each parameter, compared with stage 0's."""
+    return lambda t, i: t.update(t.loss(i), lambda t: [t.note(read(p.grad)) for p in t.n.parameters()])
+
+
+row = Rows("what is computed with a gradient that is sharded", __name__, same={2})
+row.of("clipping by the norm", reads(lambda params, _: nn.utils.clip_grad_norm_(params, 0.1)), tolerance=1e-6)
+row.of("a norm of data", noted(lambda grad: grad.data.abs().max()))
+row.of("an array", noted(lambda grad: torch.tensor(grad.detach().cpu().numpy())))
+row.of("a list", noted(lambda grad: torch.tensor(grad.tolist())))
 row.of("torch's scaler", reads(unscale))
 row.of("a plain optimizer", reads(lambda params, _: torch.optim.SGD(params, lr=0.1).step()))
 test_rows = row.tests()
+
+
+@ranks.raises(2, TypeError, r"the gradient of 0\.weight is spread over the ranks, and cannot be pickled")
+def test_a_file_of_gradients_is_refused_on_every_rank(rank, world):
+    model, _ = stage_2(nn.Sequential(nn.Linear(4, 3)), sgd)
+    model(torch.ones(2, 4)).sum().backward()
+    torch.save([param.grad for param in model.parameters()], io.BytesIO())
 
 
 # ------------------------------------------------------------------------------------------------------ what is sent

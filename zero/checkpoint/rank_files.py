@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch.telling import warn_user
-from zero._torch.tensors import tree_iter
+from zero._torch.tensors import as_plain_tensors, tree_iter
 from zero.checkpoint import directory
 from zero.checkpoint.files import Chunk, progress, write
 from zero.checkpoint.format import CONFIGS, LONGEST, Entry, Index, ParamShard, tensor_problem
@@ -139,7 +139,9 @@ def _state_held(path: str, one: Held, value: Tensor) -> Held:
     """A state tensor of a parameter that this rank steps: it is elements of a full tensor, or a full tensor itself."""
     if problem := tensor_problem(value):
         raise ValueError(f"{path} {problem}.")
-    if value.shape == one.tensor.shape:
+    with as_plain_tensors():
+        alike = value.shape == one.tensor.shape
+    if alike:
         return replace(one, name=path, full=replace(one.full, dtype=value.dtype), tensor=value)
     if not one.is_full:
         raise ValueError(

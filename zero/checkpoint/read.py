@@ -282,7 +282,9 @@ def _place_for(stored: Geometry, name: str, one: Held, present: Any) -> Held:
             )
         full, start, stop = stored, 0, stored.numel
     own = full if one.is_full else replace(one.own, dtype=stored.dtype)
-    if not isinstance(present, Tensor) or present.dtype != own.dtype or tuple(present.shape) != own.shape:
+    with as_plain_tensors():
+        fits = isinstance(present, Tensor) and present.dtype == own.dtype and tuple(present.shape) == own.shape
+    if not fits:
         present = torch.empty_strided(own.shape, own.strides, dtype=own.dtype, device=one.tensor.device)
     return Held(full, start, stop, name, present)
 

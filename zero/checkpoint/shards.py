@@ -74,8 +74,9 @@ class Held(Part):
     @property
     def own(self) -> Geometry:
         """Of `tensor`."""
-        order = self.full.order if self.tensor.dim() == len(self.full.shape) else None
-        return Geometry(tuple(self.tensor.shape), self.full.dtype, order)
+        with as_plain_tensors():
+            order = self.full.order if self.tensor.dim() == len(self.full.shape) else None
+            return Geometry(tuple(self.tensor.shape), self.full.dtype, order)
 
     @property
     def ordered(self) -> Tensor:

@@ -6,8 +6,16 @@ from collections.abc import Mapping
 
 from zero.comm.waiting import running_call
 
-COMPARISON, SUM, BROADCAST, SCATTER, COLLECTION, GATHER, REDUCTION, NORM, AGREEMENT = range(9)
+COMPARISON, SUM, BROADCAST, SCATTER, COLLECTION, GATHER, REDUCTION, NORM, AGREEMENT, READ = range(10)
 """Channels that every process group has."""
+
+
+_PARTS = 1 << 24
+
+
+def part_of(channel: int, position: int) -> int:
+    """The number of an operation of one of several things of a channel, which is another for each."""
+    return channel + (position + 1) * _PARTS
 
 
 class Channels:
@@ -25,6 +33,7 @@ class Channels:
             "a reduction",
             "the norm of all gradients",
             "the collection of full tensors or state",  # of Together, within which tensors are collected
+            "the reading of a sharded tensor, whose elements all ranks have together",
         ]
         self._remedies: dict[int, str] = {}
 
@@ -40,7 +49,9 @@ class Channels:
 
     def name(self, channel: int) -> str:
         """Returns the name of a channel, for errors."""
-        return self._names[channel] if channel < len(self._names) else f"operation number {channel}"
+        channel, part = channel % _PARTS, channel // _PARTS
+        name = self._names[channel] if channel < len(self._names) else f"operation number {channel}"
+        return f"{name}, its parameter {part - 1}" if part else name
 
     def differing(self, channels: Mapping[int, int]) -> str:
         """Returns this rank's error for ranks that are out of step. channels: by rank, where they differ; empty if only
@@ -50,7 +61,7 @@ class Channels:
             first, *others = channels
             operations = ", ".join(f"rank {other} in {self.name(channels[other])}" for other in others)
             difference = f"rank {first} is in {self.name(channels[first])}, but {operations}"
-        remedies = {self._remedies.get(channel, "") for channel in channels.values()}
+        remedies = {self._remedies.get(channel % _PARTS, "") for channel in channels.values()}
         alike = remedies.pop() if len(remedies) == 1 else ""
         call = running_call()
         return (

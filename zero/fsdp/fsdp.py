@@ -25,11 +25,12 @@ from zero.fsdp.summon import summon
 from zero.fsdp.torch_options import TorchMethods, refuse_method
 from zero.fsdp.units import Policy
 from zero.shards.partition import Partition
+from zero.shards.read_only import read_only
 from zero.shards.sharded_parameter import NO_COPIES
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import take_out_of
 from zero.wrap.buffers import BufferSync
-from zero.wrap.saved import as_weights, read_only
+from zero.wrap.saved import COPIED, as_weights
 from zero.wrap.wrapper import UNWRAPPED, Wrapper, refuse_steps
 
 if TYPE_CHECKING:
@@ -299,7 +300,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
                 if isinstance(value, Tensor) and before.get(name) is not value:
                     if name in trained:
                         value.requires_grad_(trained[name].requires_grad)
-                    read_only(value)
+                    read_only(value, COPIED)
             # Hooks of the user's may have raised on one rank. Within summon_full_params() one may call it alone.
             if not all(unit.summoned for unit in self._model.units if unit.groups):
                 self._model.together.agree()

@@ -31,11 +31,11 @@ from zero.fsdp.summon import summoned
 from zero.fsdp.unit import Unit
 from zero.shards.layout import runs
 from zero.shards.placement import Placement
+from zero.shards.read_only import writable
 from zero.shards.shard_group import ShardGroup
 from zero.shards.sharded_parameter import AtRest
 from zero.state.gathered import AT_ONCE, refuse_no_rank
 from zero.tensor_parallel import parts
-from zero.wrap.saved import writable
 from zero.wrap.wrapper import Wrapper
 
 Sharded = Sequence[tuple[Model, list[Unit]]]

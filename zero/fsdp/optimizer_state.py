@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from zero._torch.modules import OwnHook
 from zero._torch.optimizers import takes_state_hooks
+from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm
 from zero.fsdp.model import Model
 from zero.measure.param_groups import SHARD_MARK, params_of
@@ -65,12 +66,13 @@ def cut_full(model: Model, optimizer: Optimizer) -> None:
     """Cuts the state that an optimizer had before its parameters were cut, the same on every rank. Raises ValueError
     where it does not fit them."""
     groups, held = model.index.groups, optimizer.state
-    is_full = any(
-        isinstance(value, Tensor) and value.dim() and value.shape == full != own.shape
-        for group in groups
-        for param, own, full in zip(group.params, group.shard_views, group.shapes.full, strict=True)
-        for value in held.get(param, {}).values()
-    )
+    with as_plain_tensors():
+        is_full = any(
+            isinstance(value, Tensor) and value.dim() and value.shape == full != own.shape
+            for group in groups
+            for param, own, full in zip(group.params, group.shard_views, group.shapes.full, strict=True)
+            for value in held.get(param, {}).values()
+        )
     if is_full:
         states = {number: held[param] for number, param in enumerate(params_of(optimizer)) if held.get(param)}
         own_states = state.cut(_shards(model, optimizer), state.leaves_of(states))

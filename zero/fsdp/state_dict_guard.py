@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import nn
 
 from zero._torch.modules import OwnHook, parameters_of
 from zero.shards.group_state import GroupState
 from zero.shards.partition import Place
 from zero.shards.shard_group import ShardGroup
-from zero.shards.sharded_parameter import NO_COPIES, AtRest, reads_full
+from zero.shards.sharded_parameter import NO_COPIES
 
 
 class StateDictGuard:
@@ -27,7 +27,6 @@ class StateDictGuard:
             groups = [index[param].group for param in parameters_of(module, recurse=False) if param in index]
             if groups:
                 self._hooks.append(module.register_state_dict_pre_hook(Refusal(groups, keeps)))
-                self._hooks.append(module.register_load_state_dict_pre_hook(LoadRefusal()))
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -54,21 +53,3 @@ class Refusal(OwnHook):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(NO_COPIES)
-
-
-class LoadRefusal(OwnHook):
-    """A hook before the load_state_dict() of a module, which raises RuntimeError for full weights of its own parameters
-    while these are shards."""
-
-    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        for name, param in module.named_parameters(recurse=False):
-            given = state_dict.get(prefix + name)
-            if not isinstance(param, AtRest) or not isinstance(given, Tensor):
-                continue
-            if given.shape != param.shape and not reads_full(param):
-                raise RuntimeError(
-                    f"load_state_dict() of a module inside FSDP ({type(module).__name__} {prefix.rstrip('.')!r}) was "
-                    f"given {prefix + name!r} of shape {list(given.shape)}, of which this rank has a shard. Call "
-                    "load_state_dict() of the FSDP model, or zero.load_full_state_dict(model, weights), on every rank; "
-                    "or call this one inside summon_full_params()."
-                )

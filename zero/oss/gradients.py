@@ -11,25 +11,26 @@ there is the truth, as it is with DistributedDataParallel:
     a plain tensor                       autograd has written a full gradient that is not reduced yet
     anything else                        is refused
 
-It can be asked for its shape, and cleared. Whatever would compute with it raises an error that says what to call; with
-None there, torch's `clip_grad_norm_` would clip nothing.
+It answers as the full gradient would: torch's own clipping, loss scaling and norms are right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
 
 from zero._torch.autograd import in_a_backward
-from zero._torch.tensors import WithoutMemory
+from zero._torch.tensors import WithoutMemory, as_plain_tensors
 from zero.comm import Comm
 from zero.shards import norm
+from zero.shards.cut import Cut
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.shard_group import ShardGroup
+from zero.shards.sharded_parameter import AtRest
 from zero.wrap.bucket import FullBucket
 from zero.wrap.refused import CREATE_GRAPH, refuse_sparse
 
@@ -37,37 +38,52 @@ from zero.wrap.refused import CREATE_GRAPH, refuse_sparse
 _KEPT, _CLEARED = {"detach", "alias"}, {"zero_", "_foreach_zero_"}
 
 
-class OwnedGradient(WithoutMemory):
-    """The gradient of one parameter, of which each rank has a shard. It has no memory in its own shape.
+class OwnedGradient(AtRest, WithoutMemory):
+    """The gradient of one parameter, of which each rank has a shard; or what is computed of it element by element. It
+    has no memory in its own shape, and answers as the full gradient (zero/shards/answers.py).
 
-    `title`: the parameter's name. `of`: what the optimizer steps of it, whose `grad` this one stands for; None of a
-    copy on another device or in another dtype. `stands`: whether it does so now.
-    `kept`: this rank's shard of it while it does not stand. `unreduced`: the full gradient of backwards since; None if
-    there were none.
+    `title`: the parameter's name. `cut`: which elements of it this rank has. `of`: what the optimizer steps of it,
+    whose `grad` this one stands for; None of a copy on another device or in another dtype. `stands`: whether it does so
+    now. `kept`: this rank's shard of it while it does not stand. `unreduced`: the full gradient of backwards since;
+    None if there were none.
     """
 
     title: str
+    cut: Cut
     of: Tensor | None
     stands: bool
     kept: Tensor | None
     unreduced: Tensor | None
 
     @staticmethod
-    def __new__(cls, like: Tensor, title: str, of: Tensor | None, **cast: Any) -> OwnedGradient:
-        made = cls.like(like, **cast)
-        made.title, made.of, made.stands, made.kept, made.unreduced = title, of, False, None, None
+    def __new__(cls, like: Tensor, title: str, cut: Cut, of: Tensor | None, **cast: Any) -> OwnedGradient:
+        with as_plain_tensors():
+            made = cls.like(like, **cast)
+        made.title, made.cut, made.of = title, cut, of
+        made.stands, made.kept, made.unreduced = False, None, None
         return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _CLEARED or (name == "to" and any(isinstance(one, torch.device) for one in args[1:])):
+            with as_plain_tensors():
+                return func(*args, **(kwargs or {}))
+        if name == "__get__" and func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
+            return args[0].own().dtype  # that of the masters, where the parameter is narrower
+        return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """What torch itself does: accumulates, clears, moves and casts."""
         operator, first = func.overloadpacket.__name__, args[0]
         if operator in _KEPT:
             return first
         if operator == "_to_copy":  # the module is moved or cast: the step refuses that in its own words
             cast = {key: value for key, value in (kwargs or {}).items() if key in ("dtype", "device") and value}
-            return cls(first, first.title, None, **cast)
+            return cls(first, first.title, first.cut, None, **cast)
         if operator in _CLEARED:
             for one in first if isinstance(first, (list, tuple)) else [first]:
                 one._clear() if isinstance(one, cls) else one.zero_()
@@ -75,8 +91,10 @@ class OwnedGradient(WithoutMemory):
         if operator in ("add_", "add") and isinstance(first, cls) and in_a_backward():
             addend, alpha = args[1], (kwargs or {}).get("alpha", 1)
             return first._receive(addend if alpha == 1 else addend * alpha, in_place=operator == "add_")
-        every = [one for arg in args for one in (arg if isinstance(arg, (list, tuple)) else [arg])]
-        return next(one for one in every if isinstance(one, cls))._refuse(operator)
+        raise RuntimeError(
+            f"{operator} was called by torch itself on the gradient of {args[0].title}, of which each rank has a shard "
+            "at stage 2. Call torch's function on `param.grad`."
+        )
 
     def _receive(self, gradient: Tensor, *, in_place: bool) -> OwnedGradient:
         """Takes what autograd adds, and does not write into it: others may hold it."""
@@ -84,6 +102,24 @@ class OwnedGradient(WithoutMemory):
             raise RuntimeError(CREATE_GRAPH.format(self.title))
         self.unreduced = gradient if self.unreduced is None else self.unreduced + gradient
         return self
+
+    def own(self) -> Tensor:
+        if self.unreduced is not None:
+            raise RuntimeError(
+                f"the gradient of {self.title} was accumulated under no_sync(), and is not reduced yet. Read it after "
+                "a backward outside of no_sync(), or call reduce()."
+            )
+        shard = self.of.grad if self.stands and self.of is not None else self.kept
+        if shard is None:  # of which this rank owns nothing
+            like: Any = self if self.of is None else self.of
+            with as_plain_tensors():
+                return torch.empty(0, *like.shape[1:], dtype=like.dtype, device=like.device)
+        return shard
+
+    def with_elements(self, own: Tensor) -> OwnedGradient:
+        made = OwnedGradient(self, self.title, self.cut, self.of, dtype=own.dtype)
+        made.kept = own
+        return made
 
     def let_go(self) -> None:
         """`param.grad` is another one from now on. The user may have kept this one, and may put it back."""
@@ -101,30 +137,19 @@ class OwnedGradient(WithoutMemory):
         if shard is not None:
             shard.zero_()
 
-    def _refuse(self, operator: str) -> NoReturn:
-        raise RuntimeError(
-            f"{self.title} has no full gradient after a backward of ShardedDDP, which leaves each rank with a shard of "
-            f"it, so {operator} cannot be computed from `param.grad`. Clip by "
-            "zero.clip_grad_norm_(model, optimizer, max_norm) instead of torch's, read the norm of all gradients from "
-            "zero.grad_norm(model, optimizer), scale losses by zero.GradScaler; optimizer.part(param).grad is "
-            "this rank's shard, such as for clip_grad_value_."
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise TypeError(
+            f"the gradient of {self.title} is spread over the ranks, and cannot be pickled. Save param.grad.clone() of "
+            "stage 1, or gather it on every rank: param.grad.cpu().numpy()."
         )
 
-    # torch does not dispatch these.
-    def numpy(self, **_: Any) -> NoReturn:
-        self._refuse("numpy()")
-
-    def tolist(self) -> NoReturn:
-        self._refuse("tolist()")
-
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        self._refuse("an array")
-
-    def __reduce_ex__(self, _: Any) -> NoReturn:
-        self._refuse("what is saved or sent")
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = copy = self.with_elements(self.own().clone())
+        return copy
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"OwnedGradient({self.title}, {list(self.shape)}, {self.dtype}, sharded by ShardedDDP)"
+        with as_plain_tensors():
+            return f"OwnedGradient({self.title}, {list(self.shape)}, {self.dtype}, sharded by ShardedDDP)"
 
 
 def refuse_left(named: Iterable[tuple[str, Tensor]]) -> None:
@@ -176,7 +201,8 @@ class OwnedGradients:
             before = standing.get(param)
             if before is not None and param.grad is before:
                 continue
-            made = OwnedGradient(param, name, shards[param])
+            group, index = shards.places[param]
+            made = OwnedGradient(param, name, Cut(ref(group), index), shards[param])
             if before is not None:  # cleared while the backward ran
                 # Not `let_go`, which takes the gradient away from the shard: the new one stands for the same gradient.
                 before.kept, before.stands = shards[param].grad, False

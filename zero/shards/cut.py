@@ -11,7 +11,9 @@ from weakref import ReferenceType, ref
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zero.comm import Comm
 from zero.shards.layout import Layout
+from zero.shards.offload import Offload
 from zero.shards.shapes import Shapes
 
 
@@ -45,10 +47,15 @@ class Asked(Protocol):
 class Owner(Protocol):
     """What is read here of the shard group that has a parameter. reads: None while no model has the group.
     data_was_read: the memory of one of its full parameters, since they were gathered. lends: whether that is full now.
+    read_channel: of the reading of one of its parameters between steps.
     stand_ins: on the CPU, a byte for each parameter, by whose address a shard without elements is told apart."""
 
     data_was_read: bool
     stand_ins: Tensor
+    full: Tensor
+    read_channel: int
+    params: list[nn.Parameter]
+    offload: Offload
     layout: Layout
     shapes: Shapes
     reads: Callable[[], Asked | None]
@@ -58,6 +65,11 @@ class Owner(Protocol):
 
     @property
     def lends(self) -> bool: ...
+
+    @property
+    def comm(self) -> Comm: ...
+
+    def own_slice(self, index: int, full: Tensor) -> Tensor: ...
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from zero._torch.tensors import has_values, wraps_others
+from zero._torch.tensors import as_plain_tensors, has_values, wraps_others
 from zero.measure.shapes import shard_shape
 from zero.shards.layout import ALIGNMENT, Layout, Span
 from zero.tensor_parallel import parts
@@ -163,12 +163,13 @@ def shared_memory(named: Iterable[tuple[str, Any]], buffers: Iterable[tuple[str,
     """Returns an error message if a parameter and another one, or a buffer, lie in overlapping ranges of memory, else
     None. Parameters that lie side by side in one storage, as cuDNN's weights do, are none."""
     ranges, alone = [], {f"the buffer {name!r}": buffer for name, buffer in buffers}
-    for name, param in (*named, *alone.items()):
-        dense = isinstance(param, Tensor) and param.layout == torch.strided and not wraps_others(param)
-        if dense and has_values(param) and not param.is_meta and param.numel():
-            last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
-            begin = param.data_ptr()
-            ranges.append((str(param.device), begin, begin + (last + 1) * param.element_size(), name))
+    with as_plain_tensors():
+        for name, param in (*named, *alone.items()):
+            dense = isinstance(param, Tensor) and param.layout == torch.strided and not wraps_others(param)
+            if dense and has_values(param) and not param.is_meta and param.numel():
+                last = sum((size - 1) * stride for size, stride in zip(param.shape, param.stride(), strict=True))
+                begin = param.data_ptr()
+                ranges.append((str(param.device), begin, begin + (last + 1) * param.element_size(), name))
     # Of the parameters, and of the buffers, up to here: which one reaches furthest. Buffers may overlap one another.
     furthest: dict[tuple[str, bool], tuple[int, str]] = {}
     for device, begin, end, name in sorted(ranges):

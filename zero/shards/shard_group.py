@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch.recording import profiler_range
+from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm, Work
 from zero.comm.streams import DONE, HOST, HostStreams, streams_of
 from zero.shards.bound import MOVED, BoundParams
@@ -32,6 +33,11 @@ from zero.shards.log import logger
 from zero.shards.placement import Exchange, Placement
 from zero.shards.shapes import Shapes, with_own_storage
 from zero.shards.sharded_parameter import note_data, traced
+
+READ_BY_ALL = (
+    "Between steps ranks have a sharded tensor together: compute its number on every rank, and print it on one, as "
+    "norm = float(param.grad.norm()); if rank == 0: print(norm)."
+)
 
 ACTS = ("unshard", "wait_for_unshard", "reshard", "reduce", "wait_for_reduce")
 """What is done to a group, in the profiler and the log."""
@@ -143,6 +149,7 @@ class ShardGroup:
     def _name_channels(self) -> None:
         self._ranges = {act: profiler_range(f"zero::{act} {self.label}") for act in ACTS}
         self.full_channel = self.comm.channel(f"the full tensors of {self.label}, as for state_dict()")
+        self.read_channel = self.comm.channel(f"the reading of a sharded tensor of {self.label}", READ_BY_ALL)
 
     def recorded(self, act: str) -> AbstractContextManager[Any]:
         """A context for an operation, one of ACTS: a range of the profiler, and at DEBUG a line of the log."""
@@ -168,8 +175,9 @@ class ShardGroup:
     def as_shard(self, index: int, tensor: Tensor) -> Tensor:
         """Returns this rank's elements of a tensor that has the full shape of parameter `index`; others as they are."""
         own = self.shard_views[index]
-        if tensor.shape != self.shapes.full[index] or tensor.shape == own.shape:
-            return tensor
+        with as_plain_tensors():
+            if tensor.shape != self.shapes.full[index] or tensor.shape == own.shape:
+                return tensor
         # A copy: a view would keep the whole full tensor alive as long as the optimizer's state.
         return self.own_slice(index, tensor).clone() if index in self.shapes.spans else tensor.new_empty(own.shape)
 

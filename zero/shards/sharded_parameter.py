@@ -11,8 +11,6 @@
 torch changes the class of a parameter in the same way when it gives an UninitializedParameter its memory. An element
 is the same number whether it is computed from the full tensor or from a shard, so element-wise work runs on the shard.
 Questions about the tensor are answered for the shard. Everything else (rows, norms, views, sums, matrix products,
-random numbers, collectives) would be another result on each rank, and raises. Whether it does depends on the function
-and on how parameters are cut, never on values, so that every rank raises at the same line.
 
 `param.as_subclass(torch.Tensor)` is the plain shard, for whoever asks for it by name.
 """
@@ -21,14 +19,34 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
+import numpy
 import torch
 from torch import Tensor, accelerator, nn
 from torch.optim import Optimizer
 
+from zero._torch.autograd import writes_so_far
 from zero._torch.tensors import FakeTensor as Fake
 from zero._torch.tensors import Rebound, as_plain_tensors, has_values, shares_memory
+from zero.comm.channels import READ
+from zero.comm.waiting import calling
+from zero.shards.answers import (
+    LEFT,
+    NORMS,
+    REDUCED,
+    full_of,
+    norm_of,
+    number_of,
+    order_of,
+    own_elements,
+    owner_of,
+    ranks_of,
+    settled,
+    without_graph,
+    write_back,
+)
 from zero.shards.cut import Asked, Cut, find, of_param, process_of_shards
 from zero.shards.elementwise import (
     ABOUT,
@@ -43,6 +61,7 @@ from zero.shards.elementwise import (
     VIEWING,
     VIEWS,
 )
+from zero.shards.read_only import read_only
 from zero.shards.shapes import with_own_storage
 
 
@@ -56,7 +75,7 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     if silent or (attribute and attribute not in VIEWS and attribute not in ABOUT_ATTRIBUTES):
         return _plainly(func, args, kwargs)
     if (attribute or name) in OF_SHAPE or (name == "detach" and _without_values(args[0])):
-        return _plainly(func, [_in_the_shape_of(args[0]), *args[1:]] if args else args, kwargs)
+        return _of_shape(func, attribute or name, args, kwargs)
     if name == "detach_":
         return args[0]  # torch refuses views, as these are, and none has a graph
     if name == "copy_" and _load(*args[:2]):
@@ -78,26 +97,198 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             f"a forked process, such as a worker of a DataLoader, reads {cut_of(first).described()}: a shard of which "
             "no other rank's elements reach it. Read parameters in the process that trains."
         )
+    if name in _NEVER:
+        _refuse(f"`{name}`", first)
     if name in ("backward", "grad") and not (args and isinstance(args[0], AtRest)):
         raise RuntimeError(
             f"`{name}` needs the full tensor, and was given a shard of {cut_of(first).described()}. Leave `inputs` "
             "out; drop gradients that are not wanted (param.grad = None), or freeze parameters; or take stage 2."
         )
-    word = attribute or name.removeprefix("_foreach_").strip("_")
+    return _answer(func, attribute or name, args, kwargs, first)
+
+
+def _answer(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], first: Tensor) -> Any:
+    """What the full tensors would answer; collective unless it is computed element by element."""
+    if not args and "tensor" in kwargs:  # torch.nn.init names it
+        args, kwargs = [kwargs["tensor"]], {key: value for key, value in kwargs.items() if key != "tensor"}
+    args, kwargs = settled([*args]), {key: settled(value) for key, value in kwargs.items()}
+    if name in ("view_as", "expand_as") and args[0] is args[1] and torch.is_grad_enabled():
+        _refuse(f"`{name}` of a tensor and itself, by which hooks look for its node,", first)
+    word = name.removeprefix("_foreach_").strip("_")
+    shards, every = [*_shards_in((*args, *kwargs.values()))], [*_tensors_in((*args, *kwargs.values()))]
+    call = f"`{name}` of {cut_of(first).described().partition(',')[0]}"
+    read = next((one for one in shards if one.requires_grad), None) if torch.is_grad_enabled() else None
+    of = None if read is None else cut_of(read).described().partition(",")[0]
+    alike = len(shards) == len(every) and all(cut_of(first).alike(cut_of(one)) for one in shards)
+    if name in NORMS and args and (order := order_of(name, args, kwargs)) is not None and len(shards) == len(every):
+        if name.startswith("_"):
+            return [norm_of(own_of(one), cut_of(one), order, call, of) for one in args[0]]
+        if args[0] is first:
+            return norm_of(own_of(first), cut_of(first), order, call, of)
+    if word in REDUCED and not kwargs and alike and len(args) == len(every) and _has_number(word, shards):
+        with calling(call):
+            return without_graph(number_of(word, [*map(own_of, shards)], cut_of(first)), of)
     # where(condition) alone returns positions: how many depends on the values of each rank.
-    if word not in (ELEMENTWISE_VIEWS if attribute else ELEMENTWISE) or (word == "where" and len(args) == 1):
-        _refuse(f"`{attribute or name}`", first)
-    if not attribute:
-        _refuse_others(name, args, kwargs)
-        refuse_freed((*args, *kwargs.values()))
-    given = args[0] if args and isinstance(args[0], (list, tuple)) else first
+    if word in ELEMENTWISE and not (word == "where" and len(args) == 1):
+        given = _own_beside(name, args, kwargs)
+        if given is not None:
+            refuse_freed((*args, *kwargs.values()))
+            return _element_by_element(func, word, args, given)
+    elif word in ELEMENTWISE_VIEWS:
+        return _element_by_element(func, word, args, ([own_of(first)], kwargs))
+    if word in DRAWN and args[0] is first:
+        cut = cut_of(first)
+        owner = owner_of(cut)
+        full = torch.empty_strided(
+            owner.shapes.full[cut.position], owner.shapes.strides[cut.position], dtype=first.dtype, device=first.device
+        )
+        drawn = func(full, *args[1:], **kwargs)
+        own = own_of(first)
+        made = (
+            owner.own_slice(cut.position, drawn).clone()
+            if cut.position in owner.shapes.spans
+            else drawn.new_empty(own.shape)
+        )
+        return _as_shards(made, first)
+    return _of_gathered(func, name, args, kwargs, call, of)
+
+
+def own_of(shard: Any) -> Tensor:
+    """This rank's elements of a sharded tensor, plain and without a graph."""
+    return shard.own()  # type: ignore[no-any-return]
+
+
+def _has_number(word: str, shards: Sequence[Tensor]) -> bool:
+    with as_plain_tensors():
+        one = own_of(shards[0])
+        if one.is_complex() or (one.numel() and one.dtype in (torch.uint16, torch.uint32, torch.uint64)):
+            return False
+        if word in ("dot", "vdot"):
+            return one.dim() == 1 and one.is_floating_point() and shards[0].dtype == shards[-1].dtype
+        return len(shards) == (2 if word == "equal" else 1) and (word != "mean" or one.is_floating_point())
+
+
+def _own_beside(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
+    """The arguments with this rank's elements in place of sharded tensors, and of full ones beside them; None if the
+    function cannot be computed of these: with tensors of other shapes, or cut in another way, or into a plain one."""
+    lists = [value for value in args if isinstance(value, (list, tuple))] if "_foreach_" in name else []
+    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
+    written = args[0] if in_place and args else kwargs.get("out")
+    if isinstance(written, Tensor) and not isinstance(written, AtRest):
+        return None
+
+    def beside(values: Sequence[Any]) -> list[Any] | None:
+        first = next(_shards_in(values), None)
+        if first is None:
+            return [*values]
+        cut, found = cut_of(first), list[Any]()
+        for value in values:
+            if isinstance(value, AtRest):
+                shard: Any = value
+                if not cut.alike(cut_of(shard)):
+                    return None
+                value = _in_graph(value)
+            elif isinstance(value, Tensor) and name not in LIKE_ANOTHER:
+                with torch.no_grad() if not value.requires_grad else nullcontext():
+                    value = own_elements(value, own_of(first), cut)
+                if value is None:
+                    return None
+            found.append(value)
+        return found
+
+    if lists:
+        at_positions = [beside(values) for values in zip(*lists, strict=True)]
+        if any(values is None for values in at_positions):
+            return None
+        columns = iter(zip(*at_positions, strict=True))
+        return [list(next(columns)) if isinstance(value, (list, tuple)) else value for value in args], kwargs
+    if name.strip("_") == FINITE_CHECK:
+        return [[_in_graph(one) for one in args[0]], *args[1:]], kwargs
+    if any(isinstance(value, (list, tuple)) and [*_shards_in(value)] for value in args):
+        given = [
+            [_in_graph(one) if isinstance(one, AtRest) else one for one in value]
+            if isinstance(value, (list, tuple))
+            else value
+            for value in args
+        ]
+        return given, kwargs
+    flat = beside([*args, *kwargs.values()])
+    return None if flat is None else (flat[: len(args)], dict(zip(kwargs, flat[len(args) :], strict=True)))
+
+
+def _in_graph(shard: Any) -> Any:
+    """As own_of; a parameter stays, as what is computed of it element by element has a graph."""
+    return shard if isinstance(shard, (Shard, _Sharded)) else own_of(shard)
+
+
+def _element_by_element(
+    func: Callable[..., Any], word: str, args: Sequence[Any], given: tuple[Sequence[Any], dict[str, Any]]
+) -> Any:
     if word == FINITE_CHECK and args[2].is_pinned():
         # torch has copied the scale from a GPU without waiting, also to where the host reads it: to pinned memory.
         accelerator.current_stream().synchronize()
-    result = _plainly(func, args, kwargs)
+    result = _plainly(func, *given)
     if word == FINITE_CHECK:
         _spread_overflow(*args[:2])
-    return _as_shards(result, given)
+    first = args[0]
+    if isinstance(first, (list, tuple)):
+        return None if result is None else _as_shards(result, first)
+    if result is given[0][0] or (isinstance(first, AtRest) and result is first):
+        return first
+    return _as_shards(result, next(_shards_in([*args])))
+
+
+def _of_gathered(
+    func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], call: str, of: str | None
+) -> Any:
+    """Collective. Computes a function of the full tensors; writes what it has written into the first one."""
+    in_place = name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    target: Any = args[0] if in_place and args and isinstance(args[0], AtRest) else None
+    home = str(getattr(func, "__module__", ""))
+    tracked = torch.is_grad_enabled() and home != "torch.nn.init"  # which writes under torch.no_grad()
+    if target is not None and tracked and target.requires_grad and target.is_leaf:
+        raise RuntimeError(
+            f"{call} writes into a parameter that requires grad. Write under torch.no_grad(), as with a full parameter."
+        )
+    gathered: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def full(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(full, value))
+        if not isinstance(value, AtRest):
+            return value
+        if id(value) not in gathered:
+            gathered[id(value)] = value, full_of(own_of(value), cut_of(value))  # type: ignore[arg-type, assignment]
+        return gathered[id(value)][1]
+
+    with calling(call):
+        given, named = [full(value) for value in args], {key: full(value) for key, value in kwargs.items()}
+    versions = [writes_so_far([copy]) for _, copy in gathered.values()]
+    result = func(*given, **named)
+    # A collective of torch.distributed writes without a count.
+    always = home.startswith("torch.distributed")
+    for (shard, copy), before in zip(gathered.values(), versions, strict=True):
+        if always or writes_so_far([copy]) != before:
+            write_back(own_of(shard), cut_of(shard), copy)
+    if target is not None:
+        return target if name != "__setitem__" else result
+
+    def out(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            items = [*map(out, value)]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if isinstance(value, Tensor):
+            value = without_graph(value, of)
+            for shard, copy in gathered.values():
+                if value is copy:
+                    return shard  # written where it lies
+                if shares_memory(value, copy):
+                    return read_only(value, LEFT.format("{}", cut_of(shard).described().partition(",")[0]))
+        elif isinstance(value, numpy.ndarray):
+            value.flags.writeable = False
+        return value
+
+    return out(result)
 
 
 def _own_storage(name: str, shard: Tensor) -> Any:
@@ -108,7 +299,7 @@ def _own_storage(name: str, shard: Tensor) -> Any:
     with as_plain_tensors():
         cut = cut_of(shard)
         owner = cut.owner()
-        own = shard.detach().as_subclass(Tensor)
+        own = own_of(shard)
         if not own.numel() and owner is not None:
             own = owner.stand_ins[cut.position : cut.position + 1]
         return own.data_ptr() if name == "data_ptr" else getattr(with_own_storage(own), name)()
@@ -153,26 +344,33 @@ def _unshard_to_read(values: Iterable[Any]) -> bool:
     return unsharded
 
 
-def reads_full(param: nn.Parameter) -> bool:
-    """Whether a sharded parameter is read as the full one now: within forward, and while full weights are loaded."""
-    reads = _reads_of(param)
-    return reads is not None and reads.like(param) is not None
-
-
 def _without_values(tensor: Any) -> bool:
     """Whether a state_dict() has a tensor of the full shape in place of a parameter's shard."""
     reads = _reads_of(tensor) if isinstance(tensor, _Sharded) and isinstance(tensor, nn.Parameter) else None
     return reads is not None and reads.without_values
 
 
-def _in_the_shape_of(tensor: Any) -> Any:
-    """What a question about the shape is asked: of a parameter that is read as a full tensor one of that shape, so that
-    nobody need gather it, perhaps on one rank alone."""
-    if isinstance(tensor, _Sharded) and isinstance(tensor, nn.Parameter):
-        reads = _reads_of(tensor)
-        full = None if reads is None else reads.like(tensor)
-        return tensor if full is None else full
-    return tensor
+def _of_shape(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """What the shape of the full tensor answers."""
+    tensor = args[0]
+    if not isinstance(tensor, (Shard, _Sharded)):
+        return _plainly(func, args, kwargs)
+    own: Any = tensor
+    cut = cut_of(own)
+    owner = cut.owner()
+    if owner is None or name == "element_size":
+        return _plainly(func, args, kwargs)
+    shape, strides = owner.shapes.full[cut.position], owner.shapes.strides[cut.position]
+    if name == "shape":
+        return shape
+    if name in ("numel", "nelement"):
+        return owner.layout.numels[cut.position]
+    reads = _reads_of(tensor) if isinstance(tensor, nn.Parameter) else None
+    full = None if reads is None else reads.like(tensor)
+    if full is None:
+        with as_plain_tensors():
+            full = torch.empty_strided(shape, strides, dtype=own.dtype, device="meta")
+    return _plainly(func, [full, *args[1:]], kwargs)
 
 
 def _load(shard: Any, value: Any) -> bool:
@@ -186,43 +384,12 @@ def _load(shard: Any, value: Any) -> bool:
 
 def _spread_overflow(gradients: Sequence[Tensor], found: Tensor) -> None:
     """Collective. Tells all ranks what torch.amp.GradScaler has found in this rank's gradients."""
-    for reads in dict.fromkeys(map(_reads_of, _shards_in(gradients))):
+    shards = [*_shards_in(gradients)]
+    for reads in dict.fromkeys(map(_reads_of, shards)):
         if reads is not None:
             reads.spread_overflow(found)
-
-
-_MAKE_A_SHARD = (
-    "torch.zeros_like(param) makes a shard; a model that follows this one, as an average or a target network, is "
-    "wrapped alike: zero.FSDP(copy)"
-)
-
-
-def _refuse_others(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """Raises RuntimeError if shards are combined with tensors that are not cut in the same way, or written into plain
-    ones. Of functions on lists those at the same positions are combined."""
-    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    written = args[0] if in_place and args else kwargs.get("out")
-    if isinstance(written, Tensor) and not isinstance(written, AtRest):
-        _refuse(f"`{name}` into a plain tensor ({_MAKE_A_SHARD})", next(_shards_in((*args, *kwargs.values()))))
-    lists = [value for value in args if isinstance(value, (list, tuple))] if "_foreach_" in name else []
-    combined: Iterable[Sequence[Any]] = zip(*lists, strict=True) if lists else [(*args, *kwargs.values())]
-    for values in combined:
-        shards = [*_shards_in(values)]
-        for tensor in _tensors_in(values) if shards else ():
-            if not isinstance(tensor, AtRest):
-                # A single number fits each shard alike; one of two dimensions would add one to the shape of the result,
-                # and one of one dimension may be what a rank has made in the shape of a shard of one element.
-                if tensor.numel() != 1 or tensor.dim() > (0 if cut_of(shards[0]).has_single else 1):
-                    plain = (
-                        f"a plain tensor of shape {list(tensor.shape)}, of which nobody knows whether it is full or a"
-                    )
-                    _refuse(f"`{name}` with {plain} shard ({_MAKE_A_SHARD}),", shards[0])
-            elif not cut_of(shards[0]).alike(cut_of(tensor)):
-                _refuse(
-                    f"`{name}` with {cut_of(tensor).described()}, whose elements are cut between the ranks in another "
-                    "way (wrap both models alike, and freeze parameters after wrapping),",
-                    shards[0],
-                )
+    for comm in ranks_of([cut_of(one) for one in shards if _reads_of(one) is None]):
+        comm.all_reduce(found, maximum=True, channel=READ)
 
 
 def _as_shards(result: Any, like: Any) -> Any:
@@ -230,9 +397,14 @@ def _as_shards(result: Any, like: Any) -> Any:
     if isinstance(result, (list, tuple)):
         likes = like if isinstance(like, (list, tuple)) else [like] * len(result)
         return type(result)([_as_shards(*pair) for pair in zip(result, likes, strict=False)])
-    if type(result) is Tensor and isinstance(like, AtRest) and isinstance(like, Tensor):
-        mark(result, cut_of(like))
-    return result
+    return like.with_elements(result) if type(result) is Tensor and isinstance(like, AtRest) else result
+
+
+# Those that would change what the gathered copy lies in.
+_NEVER = {"resize_", "resize_as_", "share_memory_", "pin_memory", "module_load", "__dlpack__", "to_dlpack"}
+
+# Those that draw numbers in the shape of a tensor.
+DRAWN = {"rand_like", "randn_like", "randint_like"}
 
 
 def _refuse(what: str, shard: Tensor) -> NoReturn:
@@ -250,9 +422,21 @@ NOT_EXPORTED = (
 
 
 class AtRest:
-    """All classes below."""
+    """All classes below, and the gradients of stage 2."""
 
     __slots__ = ()  # else torch's classes could not be exchanged for these
+
+    def own(self) -> Tensor:
+        """This rank's elements, plain and without a graph."""
+        own: Any = self
+        with as_plain_tensors():
+            return own.detach().as_subclass(Tensor)  # type: ignore[no-any-return]
+
+    def with_elements(self, own: Tensor) -> Tensor:
+        """A tensor of the full shape of this one, of which this rank has other elements."""
+        of: Any = self
+        mark(own, cut_of(of))
+        return own
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -261,12 +445,18 @@ class AtRest:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(NO_COPIES)
 
-    def _number(self) -> NoReturn:
-        """In the place of what torch does not ask __torch_function__ for."""
-        own: Any = self
-        _refuse("a number", own)
+    # torch does not ask __torch_function__ for these.
+    def __float__(self) -> float:
+        return float(self.item())  # type: ignore[attr-defined]
 
-    __float__ = __int__ = __index__ = __complex__ = _number
+    def __int__(self) -> int:
+        return int(self.item())  # type: ignore[attr-defined]
+
+    def __index__(self) -> int:
+        return int(self.item())  # type: ignore[attr-defined]
+
+    def __complex__(self) -> complex:
+        return complex(self.item())  # type: ignore[attr-defined]
 
     def __repr__(self, **_: Any) -> str:
         tensor: Any = self
@@ -305,6 +495,15 @@ class _Sharded(AtRest):
     @grad.setter
     def grad(self, gradient: Tensor | None) -> None:
         own: Any = self
+        held = own.grad
+        if type(held) is Tensor and gradient is not None and gradient is not held:
+            _refuse(
+                "a gradient that is assigned in place of the full one that a backward under no_sync() has left (write "
+                "into that in place, or set it to None)",
+                own,
+            )
+        if type(gradient) is Tensor and gradient.shape == own.shape and held is not gradient:
+            gradient = _own_gradient(gradient, own)
         if gradient is not None and not (isinstance(gradient, Shard) and gradient.cut.alike(cut_of(own))):
             _refuse(
                 "a gradient that is assigned as a plain tensor, of which nobody knows whether it is full or a shard "
@@ -317,6 +516,16 @@ class _Sharded(AtRest):
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+
+def _own_gradient(gradient: Tensor, param: Any) -> Tensor:
+    """This rank's elements of a full gradient, which is assigned."""
+    with torch.no_grad():
+        own = own_elements(gradient, param.own(), cut_of(param))
+        assert own is not None
+        own = own.clone()
+    mark(own, cut_of(param))
+    return own
 
 
 class ShardedParameter(_Sharded, nn.Parameter):  # type: ignore[misc]
@@ -468,7 +677,7 @@ GRADIENT: Any = Tensor.grad
 
 def cut_of(tensor: Tensor) -> Cut:
     """Of which parameter a ShardedParameter or a Shard has this rank's elements."""
-    found: Cut = tensor.cut if isinstance(tensor, Shard) else of_param(tensor)
+    found: Cut = of_param(tensor) if isinstance(tensor, nn.Parameter) else tensor.cut  # type: ignore[attr-defined]
     return found
 
 

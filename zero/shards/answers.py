@@ -1,0 +1,346 @@
+"""What a sharded tensor answers outside of forward, backward and steps: as the full tensor, which is stored in parts.
+
+    element by element   each rank computes with its own elements (sharded_parameter.py); plain tensors beside are full
+    a number             is computed by all ranks of their elements. A norm is a Partial until somebody reads it: torch
+                         stacks the norms of all gradients to take their norm, for which one sum over the ranks does
+    all else             is computed of the gathered tensor, on every rank; what it writes there reaches the owners
+
+All but the first are collective. What one rank asks alone is an operation that the others do not have, which the log of
+operations refuses on every rank. Numbers that are computed so have no graph: a backward through them raises.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from zero._torch.telling import warn_user
+from zero._torch.tensors import as_plain_tensors
+from zero.comm import Comm
+from zero.comm.channels import READ, part_of
+from zero.comm.waiting import calling
+from zero.shards.cut import Cut, Owner
+from zero.tensor_parallel import parts
+
+NORMS = {"norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm"}
+"""torch's functions that return the norm of a tensor, or of each of a list."""
+
+REDUCED = {"sum", "mean", "max", "amax", "min", "amin", "any", "all", "count_nonzero", "dot", "vdot", "equal"}
+"""Those that return a number, if they are given tensors alone."""
+
+LEFT = (
+    "{} writes into a copy of {}, which was gathered for the call, and would not reach the model. Write into the "
+    "parameter itself (`param[0] = ...`, `param.mul_(...)`), or within model.summon_full_params()."
+)
+
+
+class _NoGraph(torch.autograd.Function):
+    """A value whose backward raises `told`."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, _: Tensor, told: str) -> Tensor:
+        ctx.told = told
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        raise RuntimeError(ctx.told)
+
+
+_NOT_OF_LOSS = (
+    "a loss reads {} outside of the model's forward, where FSDP has gathered it without a graph. Read it in forward (a "
+    "penalty of all parameters is one more output of the model), or take stage 2; numbers for a log are read under "
+    "torch.no_grad()."
+)
+
+
+def without_graph(result: Any, described: str | None) -> Any:
+    """Has a backward through the result raise, as DistributedDataParallel's would reach the parameter. described: the
+    parameter; None if it gets no gradient anyway."""
+    if described is None:
+        return result
+    if isinstance(result, (list, tuple)):
+        return type(result)([without_graph(one, described) for one in result])
+    if type(result) is Tensor and (result.is_floating_point() or result.is_complex()):
+        anchor = torch.zeros((), requires_grad=True, device="cpu")
+        return _NoGraph.apply(result, anchor, _NOT_OF_LOSS.format(described))  # type: ignore[no-untyped-call]
+    return result
+
+
+# ------------------------------------------------------------------------------------------------- the full tensor
+
+
+def owner_of(cut: Cut) -> Owner:
+    owner = cut.owner()
+    if owner is None:
+        raise RuntimeError("a shard of a model that does not exist any more is asked for values that other ranks have.")
+    return owner
+
+
+def ranks_of(cuts: Sequence[Cut]) -> list[Comm]:
+    """The groups of ranks that have elements of these tensors, one after another."""
+    owners = [(cut.owner(), cut.position) for cut in cuts]
+    found = {owner.comm.link: owner.comm for owner, _ in owners if owner is not None}
+    return [*found.values(), *parts.others_of(owner.params[index] for owner, index in owners if owner is not None)]
+
+
+class Gathered:
+    """What was gathered between steps so far: how often, and how many bytes; told once where it is much."""
+
+    OFTEN = 1000
+
+    def __init__(self) -> None:
+        self._times = self._bytes = 0
+
+    def count(self, nbytes: int) -> None:
+        self._times, self._bytes = self._times + 1, self._bytes + nbytes
+        if self._times == self.OFTEN:
+            warn_user(
+                f"Sharded tensors were gathered {self._times} times between steps, {self._bytes} bytes in all, each "
+                "for one function. Where many are read, gather all at once: with model.summon_full_params()."
+            )
+
+
+_gathered = Gathered()
+
+
+def full_of(own: Tensor, cut: Cut) -> Tensor:
+    """Collective. A copy of the full tensor of which `own`, plain, has this rank's elements, on its device."""
+    owner, index = owner_of(cut), cut.position
+    shape, comm = owner.shapes.full[index], owner.comm
+    flat = own.new_empty(owner.layout.numels[index], device=owner.full.device)
+    stops = {rank: stop for rank, _, stop in owner.layout.owners(index)}
+    bounds = [0]
+    for rank in range(comm.world):
+        bounds.append(stops.get(rank, bounds[-1]))
+    with torch.no_grad():
+        if (span := owner.shapes.spans.get(index)) is not None:
+            whole = own.shape == shape
+            flat[span.start : span.stop] = owner.shapes.in_memory_order(index, own) if whole else own.reshape(-1)
+        comm.gather(flat, bounds, part_of(owner.read_channel, index)).wait()
+        _gathered.count(flat.nbytes)
+        return flat.as_strided(shape, owner.shapes.strides[index]).to(own.device)
+
+
+def write_back(own: Tensor, cut: Cut, full: Tensor) -> None:
+    """Writes this rank's elements of a full tensor into its shard, which is plain."""
+    owner = owner_of(cut)
+    with torch.no_grad():
+        if cut.position in owner.shapes.spans:
+            own.copy_(owner.own_slice(cut.position, full))
+        else:  # so that graphs that saved it are refused on every rank
+            increment_version(own)
+
+
+def own_elements(value: Tensor, own: Tensor, cut: Cut) -> Tensor | None:
+    """This rank's elements of a plain tensor beside a shard, which stands for a full one; None if they do not fit."""
+    owner, index = owner_of(cut), cut.position
+    shape = owner.shapes.full[index]
+    if value.dim() == 0:
+        return value
+    try:
+        fits = torch.broadcast_shapes(shape, value.shape) == shape
+    except RuntimeError:
+        return None
+    if not fits:
+        return None
+    if value.numel() == 1:
+        return value.reshape(1) if own.dim() else value.reshape(())
+    if index not in owner.shapes.spans:
+        return value.new_empty(own.shape)
+    return owner.own_slice(index, value.expand(shape))
+
+
+# -------------------------------------------------------------------------------------------------------- numbers
+
+
+class Partial(Tensor):
+    """The norm of a sharded tensor that nobody has read yet, or a stack of them: sums of the powers of this rank's
+    elements, and for the infinite norm the largest, in float64.
+
+    `order`: of the norm. `comm`: the ranks that have the other elements. `kind`: the dtype of the norm. `call`: how the
+    user has asked for it. `of`: the parameter, if it gets a gradient.
+    """
+
+    order: float
+    comm: Comm
+    kind: torch.dtype
+    call: str
+    of: str | None
+    number: Tensor | None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+        first = args[0] if args else None
+        if attribute == "dtype" and isinstance(first, Partial):
+            return first.kind
+        if attribute in ("shape", "ndim", "device", "is_leaf", "layout") or name in ("dim", "size", "numel", "__len__"):
+            with as_plain_tensors():
+                return func(*args, **kwargs)
+        if name == "to" and isinstance(first, Partial) and len(args) == 2 and not kwargs:
+            with as_plain_tensors():
+                if torch.device(args[1]) == first.device if isinstance(args[1], (str, torch.device)) else False:
+                    return first
+        if name == "stack" and len(args) == 1 and not kwargs and (stacked := _stacked(first)) is not None:
+            return stacked
+        if (
+            isinstance(first, Partial)
+            and first.dim() == 1
+            and name in NORMS - {"_foreach_norm"}
+            and order_of(name, args, kwargs) == first.order
+        ):
+            return _number(_total(first), first)
+        return func(*map(settled, args), **{key: settled(value) for key, value in kwargs.items()})
+
+    def __float__(self) -> float:
+        return float(settled(self))
+
+    def __int__(self) -> int:
+        return int(settled(self))
+
+    def __bool__(self) -> bool:
+        return bool(settled(self))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return repr(settled(self))
+
+    def __format__(self, how: str) -> str:
+        return format(settled(self), how)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return settled(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return settled(self).__deepcopy__(memo)
+
+
+def _stacked(given: Any) -> Partial | None:
+    """A stack of norms that are of one order and one group of ranks."""
+    if not isinstance(given, (list, tuple)) or not all(isinstance(one, Partial) for one in given):
+        return None
+    if len({(one.order, one.comm.link) for one in given}) > 1:
+        return None
+    kind = given[0].kind
+    for one in given:
+        kind = torch.promote_types(kind, one.kind)
+    of = next((one.of for one in given if one.of is not None), None)
+    with as_plain_tensors():
+        powers = torch.stack([one.as_subclass(Tensor) for one in given])
+    return _partial(powers, given[0].order, given[0].comm, kind, "the norm of all gradients", of)
+
+
+def _partial(powers: Tensor, order: float, comm: Comm, kind: torch.dtype, call: str, of: str | None) -> Partial:
+    powers.__class__ = Partial
+    made: Any = powers
+    made.order, made.comm, made.kind, made.call, made.of, made.number = order, comm, kind, call, of, None
+    return made  # type: ignore[no-any-return]
+
+
+def _total(stack: Partial) -> Tensor:
+    with as_plain_tensors():
+        powers = stack.as_subclass(Tensor)
+        return powers.max() if math.isinf(stack.order) else powers.sum()
+
+
+def _number(powers: Tensor, of: Partial) -> Tensor:
+    """Collective. The norm whose powers of this rank's elements are given."""
+    infinite = math.isinf(of.order)
+    with calling(of.call), torch.no_grad():
+        of.comm.all_reduce(powers, maximum=infinite, channel=READ)
+        found: Tensor = without_graph((powers if infinite else powers.pow(1 / of.order)).to(of.kind), of.of)
+    if of.of is not None and torch.is_grad_enabled():
+        return without_graph(found.detach(), of.of)  # type: ignore[no-any-return]
+    return found.detach()
+
+
+def settled(value: Any) -> Any:
+    """Collective for a Partial that nobody has read yet, alone or in a list. The number."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(settled, value))
+    if not isinstance(value, Partial):
+        return value
+    if value.number is None:
+        with as_plain_tensors():
+            powers = value.as_subclass(Tensor).clone()
+        value.number = _number(powers, value)
+    return value.number
+
+
+def order_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:
+    """The order of a norm of all elements; None for another norm, which the gathered tensor has."""
+    given = {**dict(zip(("p" if name == "norm" else "ord", "dim", "keepdim"), args[1:], strict=False)), **kwargs}
+    order = given.pop("p", given.pop("ord", None))
+    if any(value is not None and value is not False for value in given.values()) or len(args) > 4:
+        return None
+    if order is not None and name == "linalg_norm":
+        return None  # of a matrix it is another one
+    if order is None or order == "fro":
+        return 2.0
+    return float(order) if isinstance(order, (int, float)) and order > 0 else None
+
+
+def norm_of(own: Tensor, cut: Cut, order: float, call: str, of: str | None) -> Partial:
+    """Local, but for parts of tensor parallelism. The norm of the full tensor, nobody having read it yet."""
+    owner = owner_of(cut)
+    kind = own.dtype.to_real() if own.is_complex() else own.dtype
+    wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else None
+    with torch.no_grad():
+        powers = torch.zeros((), dtype=torch.float64, device=owner.full.device)
+        if own.numel():
+            known = owner.offload.known_norms([own], order)
+            norm = known[0] if 0 in known else torch.linalg.vector_norm(own, order, dtype=wide)
+            powers = norm.to(owner.full.device, torch.float64)
+            if not math.isinf(order):
+                powers = powers.pow(order)
+        others = parts.others(owner.params[cut.position])
+        if others is not None:
+            others.all_reduce(powers, maximum=math.isinf(order), channel=READ)
+    return _partial(powers.to(own.device), order, owner.comm, kind, call, of)
+
+
+def number_of(word: str, own: Sequence[Tensor], cut: Cut) -> Any:
+    """Collective. A number of the full tensors of which these, plain and alike, are this rank's elements: float sums
+    are added up in float64."""
+    owner, one = owner_of(cut), own[0].detach()
+    numel, channel = owner.layout.numels[cut.position], part_of(owner.read_channel, cut.position)
+    wide = torch.float64 if one.is_floating_point() else torch.int64
+
+    def over_ranks(value: Tensor, *, maximum: bool = False) -> Tensor:
+        value = value.to(owner.full.device)
+        owner.comm.all_reduce(value, maximum=maximum, channel=channel)
+        return value.to(one.device)
+
+    with torch.no_grad():
+        if word in ("dot", "vdot"):
+            one, word = one.to(wide) * own[1].detach().to(wide), "sum"
+            return over_ranks(one.sum()).to(own[0].dtype)
+        if word == "equal":
+            differ = over_ranks((one != own[1].detach()).sum())
+            return not int(differ)
+        if word in ("sum", "mean"):
+            total = over_ranks(one.sum(dtype=wide))
+            if word == "mean":
+                total = total / numel
+            return total.to(one.dtype if one.is_floating_point() else torch.int64)
+        if word in ("any", "all", "count_nonzero"):
+            found = over_ranks(torch.count_nonzero(one) if word != "all" else (one == 0).sum())
+            if word == "count_nonzero":
+                return found
+            truth = found > 0 if word == "any" else found == 0
+            return truth.to(torch.uint8) if one.dtype == torch.uint8 else truth
+        sign = 1 if word in ("max", "amax") else -1
+        none = -math.inf if one.is_floating_point() else torch.iinfo(torch.int64).min
+        largest = (one.to(wide) * sign).max() if one.numel() else torch.full((), none, dtype=wide, device=one.device)
+        undefined = largest.isnan().to(wide)  # which no comparison finds
+        largest, undefined = over_ranks(
+            torch.stack([largest.nan_to_num(none, math.inf, none), undefined]), maximum=True
+        )
+        found = largest * sign
+        return (torch.where(undefined > 0, math.nan, found) if one.is_floating_point() else found).to(one.dtype)
