@@ -15,8 +15,7 @@ from zero.tensor_parallel.parts import others_of
 class GradScaler(TorchGradScaler):
     """torch.amp.GradScaler for every stage: an inf or NaN in any rank's shard skips the step on all ranks.
 
-    torch's GradScaler reads `param.grad`, which has no values at stage 2. At stage 1, where all ranks have full
-    averages, and at stage 3, where shards tell all ranks, torch's works as well as this one.
+    torch's own works as well, except that it refuses the float16 gradients of stage 1, whose masters are float32.
 
     The arguments are those of torch.amp.GradScaler; device: "cuda" or "cpu". Collective at stages 1 to 3: `unscale_`,
     and `step` if that was not called.

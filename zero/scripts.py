@@ -39,7 +39,7 @@ class ParameterCount(NamedTuple):
 
 
 def count_parameters(model: nn.Module) -> ParameterCount:
-    """How many parameters a model has, at any stage, as (all, trained, here); `param.numel()` would count a shard.
+    """How many parameters a model has, at any stage, as (all, trained, here).
 
     all, trained: elements of the full model, of all parameters and of those that require a gradient. here: of this
     rank's shards. Tied parameters count once. Sends nothing.
@@ -88,8 +88,8 @@ def grad_norm(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], norm
     """Collective at stages 1 to 3. The norm of all gradients that the optimizer steps, as one vector, 0-dim, the same
     on every rank.
 
-    Call it on every rank between backward and step, also at stage 0. At stages 2 and 3 a rank has shards of gradients
-    only, and a norm that is computed from `param.grad` is an error.
+    Call it on every rank between backward and step, also at stage 0, as torch's `get_total_norm`. It finds the
+    gradients of several models and optimizers, and counts parts of tensor parallelism.
 
     model, optimizer: those that train, also several optimizers. norm_type: 1, 2, any p > 0, or inf.
     """

@@ -72,9 +72,9 @@ class ShardedDDP(Wrapper):
         optimizer = OSS(model.parameters(), optim=torch.optim.Adam, lr=1e-3)
         model = ShardedDDP(model, optimizer)
 
-    After backward `param.grad` has no values on any rank: what computes with it, such as torch's `clip_grad_norm_`,
-    raises RuntimeError. The optimizer holds the averaged gradient of this rank's shards (`optimizer.part(param).grad`);
-    call its `step`, `zero_grad` and `clip_grad_norm` as usual. `param.grad = None` drops the gradient, too.
+    After backward `param.grad` is the averaged gradient, of which each rank holds a shard: it answers as the full one,
+    by all ranks together, also to torch's `clip_grad_norm_`. This rank's shard is `optimizer.part(param).grad`.
+    Call the optimizer's `step` and `zero_grad` as usual; `param.grad = None` drops the gradient, too.
 
     module: the model. Its attributes can be read through the wrapper.
     sharded_optimizer: the OSS, or several OSS that together hold every trained parameter of the module.

@@ -36,11 +36,11 @@ SILENT = _names(
 # Those that take the dtype and the device of another tensor, and no value.
 LIKE_ANOTHER = {"to", "type_as"}
 
-# Those that ask about the tensor: they are answered for the shard, and for the full tensor within a forward.
+# Those that ask about the object: they are answered for the shard, and for the full tensor within a forward.
 ABOUT = _names(
     """
     __dir__ __format__ __hash__ __repr__ _has_compatible_shallow_copy_type _is_view dim_order is_distributed
-    is_inference is_pinned is_same_size is_set_to is_shared storage_type
+    is_inference is_pinned is_set_to is_shared storage_type
     """
 )
 

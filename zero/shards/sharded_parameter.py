@@ -10,7 +10,8 @@
 
 torch changes the class of a parameter in the same way when it gives an UninitializedParameter its memory. An element
 is the same number whether it is computed from the full tensor or from a shard, so element-wise work runs on the shard.
-Questions about the tensor are answered for the shard. Everything else (rows, norms, views, sums, matrix products,
+Shapes are those of the full tensor; what else is asked is answered by all ranks (answers.py). How does not depend on
+values, but on the function and on how parameters are cut, so that every rank goes the same way.
 
 `param.as_subclass(torch.Tensor)` is the plain shard, for whoever asks for it by name.
 """
@@ -267,6 +268,9 @@ def _of_gathered(
     result = func(*given, **named)
     # A collective of torch.distributed writes without a count.
     always = home.startswith("torch.distributed")
+    for shard, copy in gathered.values():
+        if copy.shape != shard.shape or copy.dtype != shard.dtype:
+            _refuse(f"`{name}`, which changes shape or dtype in place,", shard)
     for (shard, copy), before in zip(gathered.values(), versions, strict=True):
         if always or writes_so_far([copy]) != before:
             write_back(own_of(shard), cut_of(shard), copy)
@@ -410,8 +414,7 @@ DRAWN = {"rand_like", "randn_like", "randint_like"}
 def _refuse(what: str, shard: Tensor) -> NoReturn:
     raise RuntimeError(
         f"{what} needs the full tensor, and was given a shard of {cut_of(shard).described()}, as between steps. Read "
-        "it in the model's forward, or inside `with model.summon_full_params():`; clip by zero.clip_grad_norm_(model, "
-        "optimizer, max_norm), and take norms from zero.grad_norm(model, optimizer). See docs/when_it_fails.md."
+        "it in the model's forward, or inside `with model.summon_full_params():`. See docs/when_it_fails.md."
     )
 
 
