@@ -163,14 +163,14 @@ class Partial(Tensor):
     """The norm of a sharded tensor that nobody has read yet, or a stack of them: sums of the powers of this rank's
     elements, and for the infinite norm the largest, in float64.
 
-    `order`: of the norm. `comm`: the ranks that have the other elements. `kind`: the dtype of the norm. `call`: how the
-    user has asked for it. `of`: the parameter, if it gets a gradient.
+    `order`: of the norm. `comm`: the ranks that have the other elements. `kind`: the dtype of the norm. `call`: what
+    the user has asked for, and of what. `of`: the parameter, if it gets a gradient.
     """
 
     order: float
     comm: Comm
     kind: torch.dtype
-    call: str
+    call: tuple[str, Cut | None]
     of: str | None
     number: Tensor | None
 
@@ -233,10 +233,12 @@ def _stacked(given: Any) -> Partial | None:
     of = next((one.of for one in given if one.of is not None), None)
     with as_plain_tensors():
         powers = torch.stack([one.as_subclass(Tensor) for one in given])
-    return _partial(powers, given[0].order, given[0].comm, kind, "the norm of all gradients", of)
+    return _partial(powers, given[0].order, given[0].comm, kind, ("stack", None), of)
 
 
-def _partial(powers: Tensor, order: float, comm: Comm, kind: torch.dtype, call: str, of: str | None) -> Partial:
+def _partial(
+    powers: Tensor, order: float, comm: Comm, kind: torch.dtype, call: tuple[str, Cut | None], of: str | None
+) -> Partial:
     powers.__class__ = Partial
     made: Any = powers
     made.order, made.comm, made.kind, made.call, made.of, made.number = order, comm, kind, call, of, None
@@ -251,8 +253,8 @@ def _total(stack: Partial) -> Tensor:
 
 def _number(powers: Tensor, of: Partial) -> Tensor:
     """Collective. The norm whose powers of this rank's elements are given."""
-    infinite = math.isinf(of.order)
-    with calling(of.call), torch.no_grad():
+    infinite, (name, cut) = math.isinf(of.order), of.call
+    with calling("the norm of several tensors" if cut is None else f"`{name}` of {cut.name}"), torch.no_grad():
         of.comm.all_reduce(powers, maximum=infinite, channel=READ)
         found: Tensor = without_graph((powers if infinite else powers.pow(1 / of.order)).to(of.kind), of.of)
     if of.of is not None and torch.is_grad_enabled():
@@ -286,14 +288,16 @@ def order_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> float | 
     return float(order) if isinstance(order, (int, float)) and order > 0 else None
 
 
-def norm_of(own: Tensor, cut: Cut, order: float, call: str, of: str | None) -> Partial:
-    """Local, but for parts of tensor parallelism. The norm of the full tensor, nobody having read it yet."""
+def norm_of(own: Tensor, cut: Cut, order: float, name: str, of: str | None) -> Partial:
+    """Local, but for parts of tensor parallelism. The norm of the full tensor, nobody having read it yet. name: of the
+    function that was called."""
     owner = owner_of(cut)
     kind = own.dtype.to_real() if own.is_complex() else own.dtype
     wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else None
     with torch.no_grad():
-        powers = torch.zeros((), dtype=torch.float64, device=owner.full.device)
-        if own.numel():
+        if not own.numel():
+            powers = torch.zeros((), dtype=torch.float64, device=owner.full.device)
+        else:
             known = owner.offload.known_norms([own], order)
             norm = known[0] if 0 in known else torch.linalg.vector_norm(own, order, dtype=wide)
             powers = norm.to(owner.full.device, torch.float64)
@@ -302,7 +306,7 @@ def norm_of(own: Tensor, cut: Cut, order: float, call: str, of: str | None) -> P
         others = parts.others(owner.params[cut.position])
         if others is not None:
             others.all_reduce(powers, maximum=math.isinf(order), channel=READ)
-    return _partial(powers.to(own.device), order, owner.comm, kind, call, of)
+    return _partial(powers.to(own.device), order, owner.comm, kind, (name, cut), of)
 
 
 def number_of(word: str, own: Sequence[Tensor], cut: Cut) -> Any:

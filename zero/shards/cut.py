@@ -95,6 +95,12 @@ class Cut:
         owners = [] if owner is None else [*owner.layout.owners(self.position)]
         return len(owners) > 1 and any(stop - start == 1 for _, start, stop in owners)
 
+    @property
+    def name(self) -> str:
+        """Of the parameter, for errors."""
+        owner = self.owner()
+        return "a parameter of an FSDP that is gone" if owner is None else repr(owner.names[self.position])
+
     def described(self) -> str:
         owner = self.owner()
         if owner is None:

@@ -112,20 +112,24 @@ def _answer(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: di
     """What the full tensors would answer; collective unless it is computed element by element."""
     if not args and "tensor" in kwargs:  # torch.nn.init names it
         args, kwargs = [kwargs["tensor"]], {key: value for key, value in kwargs.items() if key != "tensor"}
+    word = name.removeprefix("_foreach_").strip("_")
+    alone = bool(args) and args[0] is first and not kwargs
+    if alone and word in ELEMENTWISE and (len(args) > 1 or word != "where") and all(map(_is_number, args[1:])):
+        return _element_by_element(func, word, args, ([_in_graph(first), *args[1:]], kwargs))
+    with as_plain_tensors():
+        reading = [one for one in _shards_in((*args, *kwargs.values())) if one.requires_grad]
+    of = cut_of(reading[0]).name if reading and torch.is_grad_enabled() else None
+    if name in NORMS and args and (order := order_of(name, args, kwargs)) is not None:
+        if args[0] is first:
+            return norm_of(own_of(first), cut_of(first), order, name, of)
+        if name.startswith("_") and all(isinstance(one, AtRest) for one in args[0]):
+            return [norm_of(own_of(one), cut_of(one), order, name, of) for one in args[0]]
     args, kwargs = settled([*args]), {key: settled(value) for key, value in kwargs.items()}
     if name in ("view_as", "expand_as") and args[0] is args[1] and torch.is_grad_enabled():
         _refuse(f"`{name}` of a tensor and itself, by which hooks look for its node,", first)
-    word = name.removeprefix("_foreach_").strip("_")
     shards, every = [*_shards_in((*args, *kwargs.values()))], [*_tensors_in((*args, *kwargs.values()))]
-    call = f"`{name}` of {cut_of(first).described().partition(',')[0]}"
-    read = next((one for one in shards if one.requires_grad), None) if torch.is_grad_enabled() else None
-    of = None if read is None else cut_of(read).described().partition(",")[0]
+    call = f"`{name}` of {cut_of(first).name}"
     alike = len(shards) == len(every) and all(cut_of(first).alike(cut_of(one)) for one in shards)
-    if name in NORMS and args and (order := order_of(name, args, kwargs)) is not None and len(shards) == len(every):
-        if name.startswith("_"):
-            return [norm_of(own_of(one), cut_of(one), order, call, of) for one in args[0]]
-        if args[0] is first:
-            return norm_of(own_of(first), cut_of(first), order, call, of)
     if word in REDUCED and not kwargs and alike and len(args) == len(every) and _has_number(word, shards):
         with calling(call):
             return without_graph(number_of(word, [*map(own_of, shards)], cut_of(first)), of)
@@ -152,6 +156,10 @@ def _answer(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: di
         )
         return _as_shards(made, first)
     return _of_gathered(func, name, args, kwargs, call, of)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) or (type(value) is Tensor and not value.dim())
 
 
 def own_of(shard: Any) -> Tensor:
@@ -287,7 +295,7 @@ def _of_gathered(
                 if value is copy:
                     return shard  # written where it lies
                 if shares_memory(value, copy):
-                    return read_only(value, LEFT.format("{}", cut_of(shard).described().partition(",")[0]))
+                    return read_only(value, LEFT.format("{}", cut_of(shard).name))
         elif isinstance(value, numpy.ndarray):
             value.flags.writeable = False
         return value
