@@ -401,6 +401,59 @@ def test_what_one_rank_reads_alone_is_refused_on_every_rank(rank, world, asked):
     dist.barrier()
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.raises(2, RuntimeError, "out of step", "compute its number on every rank")
+def test_norms_of_other_gradients_on_each_rank_are_refused(rank, world, stage):
+    model, _ = zero.setup(Stack(), sgd, stage=stage)
+    loss_on(rank, 0)(model).backward()
+    float([*model.parameters()][rank].grad.norm())
+
+
+@ranks.on(2)
+def test_a_norm_that_a_log_has_read_without_a_graph_is_refused_in_a_loss(rank, world):
+    model = zero.FSDP(Stack())
+    norm = next(model.parameters()).norm()
+    with torch.no_grad():
+        assert float(norm) > 0
+    assert "a loss reads 'first.weight'" in ranks.refusal((norm + loss_on(rank, 0)(model)).backward)
+
+
+@ranks.on(2)
+def test_what_is_written_into_a_view_from_a_sharded_tensor_is_refused(rank, world):
+    model, other = zero.FSDP(Stack()), zero.FSDP(Stack())
+    ones, others = next(model.parameters()), next(other.parameters())
+    with torch.no_grad():
+        assert "writes into a copy of 'first.weight'" in ranks.refusal(lambda: ones.view(-1).copy_(others.flatten()))
+        assert "writes into a copy of 'first.weight'" in ranks.refusal(lambda: ones.view(ones.shape).add_(others))
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+@ranks.on(2)
+def test_a_gradient_of_one_element_is_assigned_and_drawn(rank, world, shape):
+    holder = nn.Module()
+    holder.weight = nn.Parameter(torch.ones(shape))
+    optimizer = sgd(zero.FSDP(holder).parameters())
+    holder.weight.grad = torch.full(shape, 2.0)
+    assert torch.randn_like(holder.weight).add_(holder.weight.grad).shape == shape
+    optimizer.step()
+    expected = nn.Parameter(torch.ones(shape))
+    expected.grad = torch.full(shape, 2.0)
+    sgd([expected]).step()
+    assert torch.equal(holder.weight.view(-1) + 0, expected.detach().view(-1))
+
+
+@ranks.on(2)
+def test_who_gathers_much_between_steps_is_told_once(rank, world):
+    model = zero.FSDP(Stack())
+    with (
+        mock.patch("zero.shards.answers.OFTEN", 3),
+        mock.patch("zero.shards.answers._gathered", []),
+        pytest.warns(UserWarning, match=r"gathered 3 times .* 1200 bytes .*summon_full_params") as told,
+    ):
+        [next(model.parameters()).tolist() for _ in range(5)]
+    assert len(told) == 1
+
+
 TAKEN: dict[str, Callable[[nn.Parameter], Tensor]] = {
     "zeros": lambda p: p.new_zeros(2),
     "zeros by its data": lambda p: p.data.new_zeros(2),
@@ -649,7 +702,7 @@ def test_a_number_of_all_ranks_is_no_shard_where_a_rank_has_one_element(rank, wo
             assert state["scale"].item() == 0.5
             assert type(state["scale"]) is Tensor
             assert state["momentum"].shape == param.shape
-            assert state["momentum"].norm() > 0
+            assert plain(state["momentum"]).norm() > 0  # a rank has no state of what it owns nothing of
     dist.all_reduce(ones)
     assert ones > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -168,6 +169,19 @@ class Sharded(Whole):
         act(self, step)
         self.o.step()
         self.o.zero_grad()
+
+
+@ranks.on(2)
+def test_averages_are_added_to_where_they_lie_and_freed_with_the_gradients(rank, world):
+    model, optimizer = zero.setup(Net(), momentum, stage=1)
+    lying = []
+    for step in range(2):
+        model(data(4, WIDTH, rank=rank, step=step)).square().mean().backward()
+        lying.append([param.grad.data_ptr() for param in model.parameters()])
+    assert lying[0] == lying[1]
+    buffer = weakref.ref(next(model.parameters()).grad.untyped_storage())
+    optimizer.zero_grad()
+    assert buffer() is None
 
 
 ACTS = around, around_parts, twice, again, unfrozen, unused, accumulated

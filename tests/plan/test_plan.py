@@ -110,7 +110,7 @@ def test_the_lowest_stage_that_fits_is_taken_and_why():
     both = replace(plan, memory=2**30)
     for one, stage, words in [
         (plan, "2", r"stage 2 .* fits in 0.644 GiB \(0.7 GiB less 8% .* 0.5 GiB.* stage 1 would need 0.788"),
-        (both, "2", "fits in 0.92 GiB.* 1.5 times as much: take it for what needs DDP itself"),
+        (both, "2", "fits in 0.92 GiB.* 1.5 times as much: take it to work with full gradients"),
         (replace(both, costs=(both.cost(1),)), "1", "stage 1"),
         (replace(plan, memory=8 * 2**30), "0", "everything fits"),
         (planned(2, 3, 3, 3, 3, memory=2.2), "0", "1, 2, 3 kept, 3 do not fit"),
@@ -118,7 +118,7 @@ def test_the_lowest_stage_that_fits_is_taken_and_why():
     ]:
         assert one.recommended(64).stage == stage
         assert re.search(words, one.why(64)), one.why(64)
-    assert both.fits(both.cost(1)) and "DDP itself" not in plan.why(64)
+    assert both.fits(both.cost(1)) and "full gradients" not in plan.why(64)
     assert "--memory" in replace(plan, memory=None).why(64)
 
 

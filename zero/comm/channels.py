@@ -10,6 +10,12 @@ COMPARISON, SUM, BROADCAST, SCATTER, COLLECTION, GATHER, REDUCTION, NORM, AGREEM
 """Channels that every process group has."""
 
 
+READ_BY_ALL = (
+    "Between steps ranks have a sharded tensor together: compute its number on every rank, and print it on one, as "
+    "norm = float(param.grad.norm()); if rank == 0: print(norm)."
+)
+"""What to do for operations by which a sharded tensor is read."""
+
 _PARTS = 1 << 24
 
 
@@ -35,7 +41,7 @@ class Channels:
             "the collection of full tensors or state",  # of Together, within which tensors are collected
             "the reading of a sharded tensor, whose elements all ranks have together",
         ]
-        self._remedies: dict[int, str] = {}
+        self._remedies = {READ: READ_BY_ALL}
 
     def add(self, name: str, remedy: str = "") -> int:
         """Returns a new number for a kind of operation, `name` in errors. All ranks must call it in the same order.
@@ -62,7 +68,8 @@ class Channels:
             operations = ", ".join(f"rank {other} in {self.name(channels[other])}" for other in others)
             difference = f"rank {first} is in {self.name(channels[first])}, but {operations}"
         remedies = {self._remedies.get(channel % _PARTS, "") for channel in channels.values()}
-        alike = remedies.pop() if len(remedies) == 1 else ""
+        # What one rank reads alone the others do not have: their operation has another remedy, or none.
+        alike = READ_BY_ALL if READ_BY_ALL in remedies else remedies.pop() if len(remedies) == 1 else ""
         call = running_call()
         return (
             f"ranks are out of step: {difference}. Each of these is collective: call it on every rank, in the same "

@@ -11,7 +11,7 @@ _BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 TITLES = {
     "0": "DDP",
-    "1": "DDP and OSS",
+    "1": "OSS",
     "2": "ShardedDDP and OSS",
     "3 kept": "FSDP, parameters kept until backward",
     "3": "FSDP",
@@ -114,7 +114,7 @@ class Plan:
             if self.fits(below[-1]):
                 times = f"{below[-1].sent / chosen.sent:.2g}" if chosen.sent else "1"
                 sent = "" if times == "1" else f" and sends {times} times as much"
-                lowest, reason = "which", f"{reason}{sent}: take it for what needs DDP itself"
+                lowest, reason = "which", f"{reason}{sent}: take it to work with full gradients"
         elif larger:
             reason = f"of the others {', '.join(larger)} do not fit"
         return (

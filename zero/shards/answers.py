@@ -89,24 +89,10 @@ def ranks_of(cuts: Sequence[Cut]) -> list[Comm]:
     return [*found.values(), *parts.others_of(owner.params[index] for owner, index in owners if owner is not None)]
 
 
-class Gathered:
-    """What was gathered between steps so far: how often, and how many bytes; told once where it is much."""
+OFTEN = 1000
+"""Gathers between steps after which the user is told, once."""
 
-    OFTEN = 1000
-
-    def __init__(self) -> None:
-        self._times = self._bytes = 0
-
-    def count(self, nbytes: int) -> None:
-        self._times, self._bytes = self._times + 1, self._bytes + nbytes
-        if self._times == self.OFTEN:
-            warn_user(
-                f"Sharded tensors were gathered {self._times} times between steps, {self._bytes} bytes in all, each "
-                "for one function. Where many are read, gather all at once: with model.summon_full_params()."
-            )
-
-
-_gathered = Gathered()
+_gathered: list[int] = []  # the bytes of each so far, up to that number
 
 
 def full_of(own: Tensor, cut: Cut) -> Tensor:
@@ -123,7 +109,13 @@ def full_of(own: Tensor, cut: Cut) -> Tensor:
             whole = own.shape == shape
             flat[span.start : span.stop] = owner.shapes.in_memory_order(index, own) if whole else own.reshape(-1)
         comm.gather(flat, bounds, part_of(owner.read_channel, index)).wait()
-        _gathered.count(flat.nbytes)
+        if len(_gathered) < OFTEN:
+            _gathered.append(flat.nbytes)
+            if len(_gathered) == OFTEN:
+                warn_user(
+                    f"Sharded tensors were gathered {OFTEN} times between steps, {sum(_gathered)} bytes in all, each "
+                    "for one function. Where many are read at stage 3, gather all: with model.summon_full_params()."
+                )
         return flat.as_strided(shape, owner.shapes.strides[index]).to(own.device)
 
 
@@ -149,7 +141,7 @@ def own_elements(value: Tensor, own: Tensor, cut: Cut) -> Tensor | None:
         return None
     if not fits:
         return None
-    if value.numel() == 1:
+    if value.numel() == 1 and value.shape != shape:
         return value.reshape(1) if own.dim() else value.reshape(())
     if index not in owner.shapes.spans:
         return value.new_empty(own.shape)
@@ -196,7 +188,7 @@ class Partial(Tensor):
             and name in NORMS - {"_foreach_norm"}
             and order_of(name, args, kwargs) == first.order
         ):
-            return _number(_total(first), first)
+            return without_graph(_number(_total(first), first), first.of)
         return func(*map(settled, args), **{key: settled(value) for key, value in kwargs.items()})
 
     def __float__(self) -> float:
@@ -252,14 +244,12 @@ def _total(stack: Partial) -> Tensor:
 
 
 def _number(powers: Tensor, of: Partial) -> Tensor:
-    """Collective. The norm whose powers of this rank's elements are given."""
+    """Collective. The norm, without a graph, whose powers of this rank's elements are given."""
     infinite, (name, cut) = math.isinf(of.order), of.call
+    channel = READ if cut is None else part_of(owner_of(cut).read_channel, cut.position)
     with calling("the norm of several tensors" if cut is None else f"`{name}` of {cut.name}"), torch.no_grad():
-        of.comm.all_reduce(powers, maximum=infinite, channel=READ)
-        found: Tensor = without_graph((powers if infinite else powers.pow(1 / of.order)).to(of.kind), of.of)
-    if of.of is not None and torch.is_grad_enabled():
-        return without_graph(found.detach(), of.of)  # type: ignore[no-any-return]
-    return found.detach()
+        of.comm.all_reduce(powers, maximum=infinite, channel=channel)
+        return (powers if infinite else powers.pow(1 / of.order)).to(of.kind)
 
 
 def settled(value: Any) -> Any:
@@ -272,7 +262,7 @@ def settled(value: Any) -> Any:
         with as_plain_tensors():
             powers = value.as_subclass(Tensor).clone()
         value.number = _number(powers, value)
-    return value.number
+    return without_graph(value.number, value.of)  # not what is kept: it may have been read under no_grad() before
 
 
 def order_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> float | None:

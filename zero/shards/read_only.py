@@ -23,13 +23,15 @@ class ReadOnly(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         own = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, ReadOnly)]
         own += [one for arg in args if isinstance(arg, (list, tuple)) for one in arg if isinstance(one, ReadOnly)]
-        if not all(issubclass(kind, ReadOnly) for kind in types):  # what other classes do, they do with plain tensors
-            given = [_plain(arg) for arg in args]
-            return func(*given, **{name: _plain(value) for name, value in (kwargs or {}).items()})
+        alone = all(issubclass(kind, ReadOnly) for kind in types)
         with as_plain_tensors():
             counted = [one for one in own if not one.is_inference()]  # others count no writes
             before = writes_so_far(counted)
-            result = func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {})) if alone else None
+        if not alone:  # what other classes do, they do with plain tensors
+            given = [_plain(arg) for arg in args]
+            result = func(*given, **{name: _plain(value) for name, value in (kwargs or {}).items()})
+        with as_plain_tensors():
             if writes_so_far(counted) != before:
                 raise RuntimeError(own[0].told.format(f"`{func.__name__}`"))
             for one in (result if isinstance(result, (list, tuple)) else [result]) if own else ():

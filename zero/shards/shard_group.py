@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from zero._torch.recording import profiler_range
 from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm, Work
+from zero.comm.channels import READ_BY_ALL
 from zero.comm.streams import DONE, HOST, HostStreams, streams_of
 from zero.shards.bound import MOVED, BoundParams
 from zero.shards.cut import Asked
@@ -33,11 +34,6 @@ from zero.shards.log import logger
 from zero.shards.placement import Exchange, Placement
 from zero.shards.shapes import Shapes, with_own_storage
 from zero.shards.sharded_parameter import note_data, traced
-
-READ_BY_ALL = (
-    "Between steps ranks have a sharded tensor together: compute its number on every rank, and print it on one, as "
-    "norm = float(param.grad.norm()); if rank == 0: print(norm)."
-)
 
 ACTS = ("unshard", "wait_for_unshard", "reshard", "reduce", "wait_for_reduce")
 """What is done to a group, in the profiler and the log."""

@@ -42,7 +42,6 @@ from zero.shards.answers import (
     number_of,
     order_of,
     own_elements,
-    owner_of,
     ranks_of,
     settled,
     without_graph,
@@ -125,7 +124,7 @@ def _answer(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: di
         if name.startswith("_") and all(isinstance(one, AtRest) for one in args[0]):
             return [norm_of(own_of(one), cut_of(one), order, name, of) for one in args[0]]
     args, kwargs = settled([*args]), {key: settled(value) for key, value in kwargs.items()}
-    if name in ("view_as", "expand_as") and args[0] is args[1] and torch.is_grad_enabled():
+    if name in ("view_as", "expand_as") and len(args) > 1 and args[0] is args[1] and torch.is_grad_enabled():
         _refuse(f"`{name}` of a tensor and itself, by which hooks look for its node,", first)
     shards, every = [*_shards_in((*args, *kwargs.values()))], [*_tensors_in((*args, *kwargs.values()))]
     call = f"`{name}` of {cut_of(first).name}"
@@ -142,19 +141,9 @@ def _answer(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: di
     elif word in ELEMENTWISE_VIEWS:
         return _element_by_element(func, word, args, ([own_of(first)], kwargs))
     if word in DRAWN and args[0] is first:
-        cut = cut_of(first)
-        owner = owner_of(cut)
-        full = torch.empty_strided(
-            owner.shapes.full[cut.position], owner.shapes.strides[cut.position], dtype=first.dtype, device=first.device
-        )
-        drawn = func(full, *args[1:], **kwargs)
-        own = own_of(first)
-        made = (
-            owner.own_slice(cut.position, drawn).clone()
-            if cut.position in owner.shapes.spans
-            else drawn.new_empty(own.shape)
-        )
-        return _as_shards(made, first)
+        full = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device)
+        drawn: Any = own_elements(func(full, *args[1:], **kwargs), own_of(first), cut_of(first))
+        return _as_shards(drawn.clone(), first)  # a view would keep all that was drawn
     return _of_gathered(func, name, args, kwargs, call, of)
 
 
@@ -170,7 +159,7 @@ def own_of(shard: Any) -> Tensor:
 def _has_number(word: str, shards: Sequence[Tensor]) -> bool:
     with as_plain_tensors():
         one = own_of(shards[0])
-        if one.is_complex() or (one.numel() and one.dtype in (torch.uint16, torch.uint32, torch.uint64)):
+        if one.is_complex() or one.dtype in (torch.uint16, torch.uint32, torch.uint64):
             return False
         if word in ("dot", "vdot"):
             return one.dim() == 1 and one.is_floating_point() and shards[0].dtype == shards[-1].dtype

@@ -77,6 +77,8 @@ class GradBucket:
     @property
     def names(self) -> list[str]:
         """Of the parameters, by position."""
+        if len(self.groups) == 1:  # asked for each gradient
+            return self.group.bound.names
         return [name for one in self.groups for name in one.bound.names]
 
     def notice_forward(self) -> set[int]:
