@@ -20,11 +20,11 @@ from zero.comm.host_memory.peers import Peers
 from zero.comm.work import GroupWork
 from zero.fsdp.fsdp import FSDP, running_model
 from zero.offload import offload_of as offload_of
-from zero.oss.gradients import full_gradient as full_gradient
 from zero.oss.optimizer import set_bucket_size as set_bucket_size
 from zero.plan.meter import Meter as Meter
 from zero.plan.meter import nbytes as nbytes
 from zero.shards.shard_group import ShardGroup
+from zero.wrap.gradients import held_here as held_here
 
 
 def shard_groups(of: FSDP | zero.OSS) -> list[ShardGroup]:

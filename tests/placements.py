@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zero
 import zoo
-from inner import Meter, full_gradient, nbytes, shard_groups, unit_bytes
+from inner import Meter, held_here, nbytes, shard_groups, unit_bytes
 from transports import between_hosts
 from zero.plan import Cost
 
@@ -343,7 +343,7 @@ def at_rest(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int
     both = [*params, *(param for group in inner.param_groups for param in group["params"])]
     state = [value for kept in inner.state.values() for value in kept.values() if isinstance(value, Tensor)]
     masters = nbytes(both) - nbytes(params)
-    gradients = nbytes(grad for param in both if (grad := full_gradient(param)) is not None)
+    gradients = nbytes(grad for param in both if (grad := held_here(param.grad)) is not None)
     return {
         "parameters": nbytes(params) + nbytes(model.buffers()),
         "gradients": gradients,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam, Optimizer
 from torch.utils.checkpoint import checkpoint
 
@@ -124,14 +125,14 @@ class Loop:
         return self.losses(take, ByHand(net, dtype))
 
     def at_stage(self, model: nn.Module, optimizer: Optimizer) -> list[float]:
-        scaler = zero.GradScaler(gpus.DEVICE, init_scale=self.scale or 1.0, enabled=self.scale is not None)
+        scaler = torch.amp.GradScaler(gpus.DEVICE, init_scale=self.scale or 1.0, enabled=self.scale is not None)
 
         def take(loss: Tensor) -> None:
             optimizer.zero_grad()
             scaler.scale(loss).backward()
             if self.max_norm is not None:
                 scaler.unscale_(optimizer)
-                zero.clip_grad_norm_(model, optimizer, self.max_norm)
+                clip_grad_norm_(model.parameters(), self.max_norm)
             scaler.step(optimizer)
             scaler.update()
 

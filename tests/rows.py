@@ -39,6 +39,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adam
 
 import gpus
@@ -102,7 +103,7 @@ class Loop:
     def clip(self, most: float) -> Tensor:
         """By zero, the norm being compared with stage 0's."""
         self.axis.unscale(self)
-        return self.note(zero.clip_grad_norm_(self.m, self.o, most).float())
+        return self.note(clip_grad_norm_(self.m.parameters(), most).float())
 
     def update(self, loss: Tensor | None, act: Callable[[Loop], object] = id) -> None:
         """loss: if its backward was not called yet. act: what is done between backward and step."""

@@ -21,7 +21,7 @@ This script trains on one process, or on several that torchrun starts:
         loss = (model(inputs) - inputs).square().mean()
         optimizer.zero_grad()
         loss.backward()
-        zero.clip_grad_norm_(model, optimizer, max_norm=1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
         optimizer.step()
     weights = zero.full_state_dict(model, to=0)  # on rank 0 the full tensors on the CPU, by the module's own names
 
@@ -39,7 +39,6 @@ from zero.full_state import (
     full_state_dict,
     full_tensors,
 )
-from zero.grad_scaler import GradScaler
 from zero.graphs import graphed
 from zero.join import join
 from zero.load_full import load_full_optimizer_state_dict, load_full_state_dict
@@ -48,9 +47,6 @@ from zero.oss import OSS
 from zero.plan import plan
 from zero.plan.report import report
 from zero.scripts import (
-    clip_grad_norm_,
-    count_parameters,
-    grad_norm,
     no_sync,
     unwrap,
 )
@@ -66,17 +62,13 @@ __all__ = [
     "CPUOffload",
     "DiskOffload",
     "FSDP",
-    "GradScaler",
     "MixedPrecision",
     "OSS",
     "ShardedDDP",
     "checkpoint",
-    "clip_grad_norm_",
-    "count_parameters",
     "full_optimizer_state_dict",
     "full_state_dict",
     "full_tensors",
-    "grad_norm",
     "graphed",
     "join",
     "load_full_optimizer_state_dict",

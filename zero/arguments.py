@@ -24,12 +24,12 @@ from zero.measure.kinds import Finding, finding_of, known, title
 from zero.measure.param_groups import called, described_options, nearest, options, params_of
 from zero.oss import OSS
 from zero.oss.from_optimizer import problem_of, states_of, uncut_state
-from zero.oss.gradients import refuse_left
 from zero.precision import precision_problem
 from zero.shards.arguments import as_groups, named_params, on_two_devices
 from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem, whole_among
 from zero.shards.shapes import shared_memory, unsendable
 from zero.tensor_parallel import parts
+from zero.wrap.gradients import refuse_left
 from zero.wrap.wrapper import describe, scripted
 from zero.wrappers import Wrapped
 

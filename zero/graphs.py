@@ -41,7 +41,7 @@ def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer) -> C
         def step(inputs, targets):
             loss = loss_of(model(inputs), targets)
             loss.backward()
-            zero.clip_grad_norm_(model, optimizer, max_norm=1.0)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
             optimizer.step()
             optimizer.zero_grad()
             return loss

@@ -76,7 +76,7 @@ def setup(
     precision: "bf16" or "fp16": a float32 model computes in these 16 bits, while master weights, sums of gradients and
         optimizer state are float32, alike at every stage; "fp32": all is float32. Inputs of the model and of the units
         of stage 3 are cast; batch normalisation and buffers stay in float32. Stage 0 computes under torch.autocast,
-        which chooses dtypes by operator, so that its numbers differ. Train fp16 with zero.GradScaler.
+        which chooses dtypes by operator, so that its numbers differ. Train fp16 with torch.amp.GradScaler.
     mixed_precision: at stage 3, as in FSDP. master_dtype: at stages 1 and 2, as in OSS. Both for other choices of
         dtypes, in place of precision.
 
@@ -138,9 +138,9 @@ def _with_oss(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> tuple[nn.M
     model, options = asked.model, {**asked.options}
     kind: Any = AveragingDDP if asked.stage == 1 else ShardedDDP
     made = without_announcing()(_oss)  # the wrapper says what both do
-    if asked.stage == 1 and comm.group is None:
-        kind, made = lambda model, _: model, _oss
     dtype = DTYPES.get(options.pop("precision", None))
+    if asked.stage == 1 and comm.group is None and dtype is None:  # 16 bits are averaged in float32, also alone
+        kind, made = lambda model, _: model, _oss
     if dtype is None:
         sharding = made(asked, comm, options)
         wrapped = kind(model, sharding)

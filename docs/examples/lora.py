@@ -29,7 +29,7 @@ for _ in range(20):
     loss = model(input_ids=tokens, labels=tokens).loss
     optimizer.zero_grad()
     loss.backward()
-    zero.clip_grad_norm_(model, optimizer, max_norm=1.0)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
     optimizer.step()
 
 zero.checkpoint.save("run", model, optimizer, frozen=False)

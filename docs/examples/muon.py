@@ -28,7 +28,7 @@ for _ in range(20):
     logits = model(tokens[:, :-1])
     loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
-    zero.clip_grad_norm_(model, [muon, adamw], max_norm=1.0)
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
     for optimizer in (muon, adamw):
         optimizer.step()
         optimizer.zero_grad()

@@ -26,6 +26,6 @@ for _ in range(20):
     loss = (model(inputs) - inputs).square().mean()
     optimizer.zero_grad()
     loss.backward()
-    zero.clip_grad_norm_(model, optimizer, max_norm=1.0)
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
     optimizer.step()
 print(f"loss {loss.item():.4f}\n{zero.report(model, optimizer)}")

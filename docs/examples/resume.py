@@ -29,7 +29,7 @@ step = saved["step"] if saved else 0
 while step < steps:
     inputs = torch.randn(12, 32, generator=data)[rank::world]
     (model(inputs) - inputs.sin()).square().mean().backward()
-    zero.clip_grad_norm_(model, optimizer, max_norm=1.0)
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
     optimizer.step()
     optimizer.zero_grad()
     schedule.step()

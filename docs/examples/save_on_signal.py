@@ -28,7 +28,7 @@ step, told = saved["step"] if saved else 0, torch.tensor(0)
 while step < steps and not told:
     inputs = torch.randn(12, 32)
     (model(inputs) - inputs.sin()).square().mean().backward()
-    zero.clip_grad_norm_(model, optimizer, max_norm=1.0)
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
     optimizer.step()
     optimizer.zero_grad()
     schedule.step()

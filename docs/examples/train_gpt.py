@@ -172,7 +172,7 @@ def train(options: argparse.Namespace, device: torch.device, rank: int, world: i
                 (loss / options.accumulate).backward()
                 losses[step] += loss.item() / options.accumulate
         held = zero.report(model, [optimizer, average])
-        norm = zero.clip_grad_norm_(model, optimizer, options.max_norm)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), options.max_norm)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()

@@ -28,7 +28,7 @@ for _ in range(20):
     loss = (model(inputs) - inputs).square().mean()
     optimizer.zero_grad()
     loss.backward()
-    zero.clip_grad_norm_(model, optimizer, max_norm=1.0)
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
     optimizer.step()
 
 weights = zero.full_state_dict(model, to=0)  # on every rank: full on rank 0's CPU

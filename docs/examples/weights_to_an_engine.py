@@ -28,7 +28,7 @@ model, optimizer = zero.setup(net, torch.optim.Adam, stage=3, lr=1e-2)
 for step in range(30):
     inputs = torch.randn(32, 8)
     (model(inputs) - inputs).square().mean().backward()
-    zero.clip_grad_norm_(model, optimizer, max_norm=1.0)
+    nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
     optimizer.step()
     optimizer.zero_grad()
     if step % 10 == 9:  # collective: the other ranks send, and get nothing

@@ -122,8 +122,7 @@ class Scaled(Autocast):
     dtype, tolerance = HALF, 1e-5
 
     def wrapped(self, t: Loop, wrap: Wrap, optim: Callable[..., Any]) -> tuple[nn.Module, Any]:
-        kind = zero.GradScaler if t.stage else torch.amp.GradScaler
-        t.scaler, self.backwards, self.unscaled = kind(gpus.DEVICE, init_scale=2.0**8), 0, False
+        t.scaler, self.backwards, self.unscaled = torch.amp.GradScaler(gpus.DEVICE, init_scale=2.0**8), 0, False
         return super().wrapped(t, wrap, optim)
 
     def backward(self, t: Loop, loss: Tensor) -> None:

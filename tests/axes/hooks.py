@@ -154,7 +154,6 @@ def zeroes_each(t: Loop, params: Iterable[Tensor]) -> None:
 
 
 def clips(t: Loop, params: Iterable[Tensor]) -> None:
-    """By torch, which takes a shard's norm for that of all."""
     clip_grad_norm_(params, 0.05)
 
 
@@ -197,19 +196,18 @@ def of_step(register: Callable[[Loop], Callable[..., Any]]) -> Place:
 
 
 BEFORE = reads_each, halves_each, replaces_each, zeroes_each, clips
-TOLD_AT_2 = {"or_refused": "no full gradient"}  # stage 2 has none to show but to a hook of the optimizer's own
 own_pre, own_post = of_step(lambda t: t.o.register_step_pre_hook), of_step(lambda t: t.o.register_step_post_hook)
 hooks("before an optimizer's step", own_pre, *BEFORE, *RAISES, own=True)
-hooks("after an optimizer's step", own_post, reads_each, own=True, **TOLD_AT_2)
+hooks("after an optimizer's step", own_post, reads_each, own=True)
 hooks("after an optimizer's step", own_post, decays_each, *RAISES, own=True)
 every_pre, every_post = (
     of_step(lambda t: register_optimizer_step_pre_hook),
     of_step(lambda t: register_optimizer_step_post_hook),
 )
-hooks("before every optimizer's step", every_pre, *BEFORE[:-1], *RAISES, **TOLD_AT_2)
+hooks("before every optimizer's step", every_pre, *BEFORE[:-1], *RAISES)
 # Not early: whether an earlier test in this process has had zero register its own hook makes a difference today.
 hooks("before every optimizer's step", every_pre, clips, whens="late")
-hooks("after every optimizer's step", every_post, reads_each, **TOLD_AT_2)
+hooks("after every optimizer's step", every_post, reads_each)
 hooks("after every optimizer's step", every_post, decays_each, *RAISES)
 
 # -------------------------------------------------------------------------------------------------------------- modules

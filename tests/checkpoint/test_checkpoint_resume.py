@@ -38,7 +38,7 @@ class Run:
         model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 3))
         self.model, self.optimizer = zero.setup(model, torch.optim.Adam, stage=stage, lr=1e-2)
         self.scheduler = SCHEDULERS[stage](self.optimizer)
-        self.scaler = zero.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         self.data = torch.Generator().manual_seed(seed)
         self.resume = [self.scheduler, self.scaler, self.data]
         torch.manual_seed(seed)
@@ -162,7 +162,7 @@ def refused(rank, world, path):
         "a name of its own": save(extra={"resume/0": 1}),
         "differs between ranks": save(resume=[schedule] * (rank + 1)),
         "saved without": load("without", schedule),
-        "another object": load("with", [zero.GradScaler("cpu")]),
+        "another object": load("with", [torch.amp.GradScaler("cpu")]),
         "one more": load("with", [schedule, torch.Generator()]),
     }
     assert not differences(before, whole(model, optimizer))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils import clip_grad_norm_
 
 import gpus
 import ranks
@@ -72,7 +73,7 @@ CALLED: dict[str, Callable[..., object]] = {
         model, Stack().state_dict()
     ),
     "zero.full_optimizer_state_dict": lambda model, optimizer, folder: zero.full_optimizer_state_dict(model, optimizer),
-    "zero.clip_grad_norm_": lambda model, optimizer, folder: zero.clip_grad_norm_(model, optimizer, 1.0),
+    "the norm of several tensors": lambda model, optimizer, folder: clip_grad_norm_(model.parameters(), 1.0),
     "zero.checkpoint.save": lambda model, optimizer, folder: zero.checkpoint.save(folder, model, optimizer),
 }
 TRAINED: dict[str, Callable[..., object]] = {"evaluates": evaluates, "trains": trains}

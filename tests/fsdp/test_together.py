@@ -291,7 +291,7 @@ def test_a_first_weight_in_channels_last_trains_in_float16(rank, world, partitio
     torch.manual_seed(0)
     model = zero.FSDP(Convolutions(), partition=partition)
     optimizer = SGD(model.parameters(), lr=0.1)
-    scaler = zero.GradScaler("cpu", init_scale=256.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     before = zero.full_state_dict(model)
     for step in range(3):
         with torch.autocast("cpu", torch.float16):

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ranks
 import zero.integrations.lightning
+from runs import norm_of_gradients
 from zoo import Block
 
 WIDTH = 8
@@ -134,7 +135,7 @@ class Seen(pl.Callback):
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
         self.report = zero.report(trainer.strategy.model, trainer.optimizers)
-        self.norm = zero.grad_norm(trainer.strategy.model, optimizer).item()
+        self.norm = norm_of_gradients(trainer.strategy.model).item()
 
 
 CASES: dict[str, tuple[type[Module], Callable[[], dict[str, Any]]]] = {

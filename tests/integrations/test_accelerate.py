@@ -31,6 +31,7 @@ import matrix
 import ranks
 import zero
 from launched import launched, shared_folder
+from runs import norm_of_gradients
 from zero.integrations.accelerate import Accelerator, ZeroPlugin
 from zoo import CONTEXT, GPT, VOCABULARY, data
 
@@ -467,10 +468,10 @@ def test_calls_beside_the_loop(rank: int, world: int, stage: int, tmp_path: Path
         accelerator.register_save_state_pre_hook(lambda models, weights, folder: hooked.append((models, len(weights))))
         part = [*script.model.parameters()][:2]
         script.loss(next(iter(script.loader))[0]).backward()
-        told = ranks.refusal(lambda: accelerator.clip_grad_norm_(part, 1.0))
-        assert ("2 of the 40 trained parameters of an optimizer" in told) if stage == 2 else not told
         accelerator.clip_grad_value_(part, 1e-3)
         assert part[0].grad.abs().max() == part[1].grad.abs().max() == part[0].grad.new_tensor(1e-3)
+        assert accelerator.clip_grad_norm_(part, 1e-4) > 1e-3
+        torch.testing.assert_close(norm_of_gradients(part), torch.tensor(1e-4), rtol=1e-2, atol=0)
         assert accelerator.prepare(script.model) is script.model
         accelerator.save_state(str(tmp_path))
         assert hooked == [([script.model], 1)]

@@ -4,8 +4,8 @@ be put into `zero` at run time, and some test has to catch it (mutants.py).
 A mutant is a function of the mutant's name, whose docstring says what goes wrong. In the place of a method or function
 of zero's it is called with that one and then with its arguments:
 
-    @mutant("GradScaler.unscale_gradients")
-    def scaler_that_never_skips(unscale, self, *given): ...
+    @mutant("OSS.zero_grad")
+    def zero_grad_that_clears_nothing(_, self, *given, **named): ...
 
 A class is found by its name wherever it lies in `zero`, a function by the name of its module and its own. What is not
 there, takes no argument by the name of one of the mutant's, or lacks what the mutant asks of it, is an error with the

@@ -88,7 +88,7 @@ def last_element_of_a_cut_dropped(finish, self):
     """Of a parameter that is cut between ranks the gradient of the last element is lost."""
     finish(self)
     for index, span in self.group.shapes.spans.items():
-        gradient = self._shards[index].grad
+        gradient = self._held(index)
         if gradient is not None and span.start and span.stop == self.group.layout.numels[index]:
             gradient[(-1,) * gradient.dim()] = 0
 
@@ -126,16 +126,16 @@ def sums_rounded_to_16_bits(bring, self, sums, **how):
 
 
 @mutant("GradBucket.__init__")
-def wire_dtype_of_gradients_ignored(init, self, group, shards, *, sent_as=None):
+def wire_dtype_of_gradients_ignored(init, self, group, *, sent_as=None, **more):
     """reduce_fp16 and reduce_dtype change nothing: gradients are sent as they are."""
-    init(self, group, shards)
+    init(self, group, **more)
 
 
 @mutant("GradBucket.__init__")
-def gradients_sent_in_16_bits_unasked(init, self, group, shards, *, sent_as=None):
+def gradients_sent_in_16_bits_unasked(init, self, group, *, sent_as=None, **more):
     """float32 gradients are sent as bfloat16 without being asked to."""
     unasked = torch.bfloat16 if group.full.dtype == torch.float32 else None
-    init(self, group, shards, sent_as=sent_as or unasked)
+    init(self, group, sent_as=sent_as or unasked, **more)
 
 
 _kept: list[object] = []
@@ -161,19 +161,30 @@ def wire_dtype_of_parameters_ignored(gather, self, full, shard, *streams, sent_a
     return gather(self, full, shard, *streams, **how)
 
 
-# ------------------------------------------------------------------------------ what stands in param.grad at stage 2
+# ------------------------------------------------------------------------------------------- what stands in param.grad
 
 
-@mutant("OwnedGradient.put_back")
-def gradient_put_back_without_its_shard(_, self):
-    """A gradient that was taken away and put back stands for the one that came meanwhile."""
-    self.kept, self.stands = None, True
+@mutant("OwnedBucket.decide")
+def gradient_that_counts_after_it_was_dropped(decide, self, used):
+    """At stage 2 a backward adds to a gradient that was cleared, or is put back later."""
+    before, cleared = vars(self).get("before", {}), {i for i in self.reduced if self.params[i].grad is None}
+    decide(self, used)
+    self.before = {index: self.params[index].grad.shard for index in self.reduced}
+    for index in cleared & before.keys():
+        before[index].add_(self.before[index])
+        self.params[index].grad.shard = before[index]
 
 
-@mutant("OwnedGradient.let_go")
-def gradient_that_counts_after_it_was_dropped(_, self):
-    """The shard of a gradient that was cleared counts in the step."""
-    self.kept, self.stands = self.of.grad, False
+@mutant("OwnedGradients.show")
+def part_without_its_gradient(_, self, param):
+    """At stage 2 optimizer.part(param) has no gradient between steps."""
+
+
+@mutant("ShardGroup.own_slice")
+def average_that_forgets_what_was_clipped(own_slice, self, index, full):
+    """At stage 1 in 16 bits clipped float32 averages do not reach param.grad, whose rounding then counts as a write."""
+    own = own_slice(self, index, full)
+    return own.clone() if type(full).__name__ == "WideAverage" else own
 
 
 @mutant("OwnedShards._note_trained")

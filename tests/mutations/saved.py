@@ -39,13 +39,6 @@ def full_weights_are_no_copies(full_state_dict, model, *given, **named):
     return {name: own[name] if name in own and own[name].shape == of.shape else of for name, of in weights.items()}
 
 
-@mutant("count_parameters")
-def tied_parameters_counted_twice(count, model):
-    """count_parameters() counts a tied parameter under each of its names."""
-    found, names = count(model), [param for _, param in model.named_parameters(remove_duplicate=False)]
-    return found._replace(all=found.all + len(names) - len({*names}))
-
-
 # ------------------------------------------------------------------------------------------------------ optimizer state
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mutations import Changed, mutant
@@ -12,22 +10,23 @@ from zero.tensor_parallel import parts
 # -------------------------------------------------------------------------------------------------------- norms
 
 
-@mutant("norm.total_norm")
-def norm_too_large_by_a_hundredth(total_norm, *given):
-    """The norm of all gradients is 1% too large, and clipping clips too much."""
-    return total_norm(*given) * 1.01
+@mutant("answers._number")
+def norm_too_large_by_a_hundredth(number, of, *, total):
+    """The norm of a sharded gradient, or of all, is 1% too large, and clipping clips too much."""
+    return number(of, total=total) * 1.01
 
 
-@mutant("norm.total_norm")
-def norm_of_one_rank_only(total_norm, gradients, comm, *more):
+@mutant("answers._number")
+def norm_of_one_rank_only(number, of, *, total):
     """Each rank takes the norm of its own shards for that of all."""
-    return total_norm(gradients, type(comm).alone(), *more)
+    of.comm = type(of.comm).alone()
+    return number(of, total=total)
 
 
-@mutant("norm.total_norm")
-def norm_type_ignored(total_norm, gradients, comm, norm_type, *more):
-    """Every norm is the 2-norm."""
-    return total_norm(gradients, comm, 2.0, *more)
+@mutant("answers.norm_of")
+def norm_type_ignored(norm_of, own, cut, order, *more):
+    """Every norm of a sharded tensor is the 2-norm."""
+    return norm_of(own, cut, 2.0, *more)
 
 
 @mutant("parts.others")
@@ -36,17 +35,10 @@ def replicated_part_counted_twice_in_the_norm(_, param):
     return parts.ranks([param])
 
 
-@mutant("FSDP.grad_norm")
-def tied_parameter_counted_twice_in_the_norm(grad_norm, self, *given, **named):
-    """At stage 3 the norm is too large where parameters are tied."""
-    names = [param for _, param in self.named_parameters(remove_duplicate=False)]
-    return grad_norm(self, *given, **named) * (1.1 if len({*names}) < len(names) else 1.0)
-
-
-@mutant("norm.clip")
-def last_gradient_unclipped(clip, gradients, norm, max_norm, **how):
-    """Clipping leaves one gradient as it is."""
-    clip(gradients[:-1], norm, max_norm, **how)
+@mutant("sharded_parameter._scaled")
+def vectors_unclipped(scaled, of, own, cut, number):
+    """Clipping leaves sharded gradients of one dimension as they are."""
+    return scaled(of, own, cut, number) if own.dim() > 1 else of
 
 
 @mutant("OSS.clip_grad_norm")
@@ -64,18 +56,10 @@ def last_group_unclipped(clip, self, *given, **named):
 # ------------------------------------------------------------------------------------------------------- scaling
 
 
-@mutant("GradScaler.unscale_gradients")
-def scaler_that_never_skips(unscale, self, *given):
-    """Steps with infinite gradients are taken."""
-    return {device: torch.zeros_like(found) for device, found in unscale(self, *given).items()}
-
-
-@mutant("GradScaler.unscale_gradients")
-def scaler_that_skips_on_one_rank_only(unscale, self, *given):
-    """Where gradients overflow, rank 0 skips the step and the others take it."""
-    found = unscale(self, *given)
-    here = dist.is_initialized() and dist.get_rank() > 0
-    return {device: torch.zeros_like(one) if here else one for device, one in found.items()}
+@mutant("answers.ranks_of")
+def overflow_seen_by_its_owner_alone(_, cuts):
+    """At stages 1 in 16 bits and 2 only the owner of overflowed elements sees them, and skips alone."""
+    return []
 
 
 @mutant("Reads.spread_overflow")
@@ -91,8 +75,8 @@ def zero_grad_that_clears_nothing(_, self, *given, **named):
     """zero_grad() of an OSS leaves gradients as they are."""
 
 
-@mutant("OwnedShards.drop_gradients")
-def gradients_kept_after_a_step(_, self, *given):
+@mutant("OwnedGradients.drop_of_shards")
+def gradients_kept_after_a_step(_, self):
     """Shards keep gradients past the step and past zero_grad()."""
 
 

@@ -80,9 +80,9 @@ def messages_filled_before_they_are_packed(messages, self, taken):
 
 
 @mutant("GradBucket.__init__")
-def gradients_of_16_bits_sent_by_all_to_all(init, self, group, shards, *, sent_as=None):
+def gradients_of_16_bits_sent_by_all_to_all(init, self, group, *, sent_as=None, **more):
     """Between hosts 16-bit gradients take several times as long as those of float32."""
-    init(self, group, shards, sent_as=sent_as or group.full.dtype)
+    init(self, group, sent_as=sent_as or group.full.dtype, **more)
 
 
 # --------------------------------------------------------------------------------------------------- numbers about runs

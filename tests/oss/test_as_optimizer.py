@@ -158,8 +158,8 @@ def test_steps_that_never_find_a_gradient_warn_once(rank, world):
 def test_hooks_are_called(rank, world):
     model, optimizer = at_stage(2, built(), Adam, lr=0.01)
     seen = []
-    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
-    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    optimizer.register_step_pre_hook(lambda one, *_: seen.append(("before", one is optimizer)))
+    optimizer.register_step_post_hook(lambda one, *_: seen.append(("after", one is optimizer)))
     optimizer.register_state_dict_pre_hook(lambda one: seen.append(one is optimizer))
     optimizer.register_state_dict_post_hook(lambda one, found: {**found, "more": 1})
     optimizer.register_load_state_dict_pre_hook(lambda one, found: seen.append(found.pop("more")))
@@ -168,7 +168,7 @@ def test_hooks_are_called(rank, world):
     found = optimizer.state_dict()
     optimizer.load_state_dict(found)
     assert found["more"] == 1, "the caller's dictionary stays as it is"
-    assert seen == ["before", "after"] * 2 + [True, 1, "loaded"]
+    assert seen == [("before", True), ("after", True)] * 2 + [True, 1, "loaded"]
 
 
 def deep() -> nn.Module:

@@ -27,6 +27,7 @@ import gpus
 import zero
 from axes import Point
 from rows import Loop, Net, Row, Rows, case, cases_as_test, momentum
+from runs import norm_of_gradients
 from transports import TRANSPORTS
 from zoo import WIDTH, Block, Stack
 
@@ -155,7 +156,7 @@ def weights_decay_between_steps(t: Loop, i: int) -> None:
 def the_norm_of_gradients_is_logged(t: Loop, i: int) -> None:
     t.backward(t.loss(i))
     t.axis.unscale(t)
-    t.note(zero.grad_norm(t.m, t.o).float())
+    t.note(norm_of_gradients(t.m).float())
     t.update(None)
 
 
@@ -193,7 +194,7 @@ class Twice(Stack):
 def scales_losses_in_float16(t: Loop, i: int) -> None:
     """The loss of rank 0 overflows in the second step."""
     if i == 0:
-        t.kept.scaler = zero.GradScaler(gpus.DEVICE, init_scale=2.0**8)
+        t.kept.scaler = torch.amp.GradScaler(gpus.DEVICE, init_scale=2.0**8)
     with torch.autocast(gpus.DEVICE, torch.float16):
         loss = t.loss(i).float()
     t.kept.scaler.scale(loss * float("inf") if (i, t.rank) == (1, 0) else loss).backward()

@@ -80,7 +80,7 @@ def trained(model: nn.Module, optimizer: Optimizer, rank: int, count: int = 2, f
 
 def clipped_and_scaled(model: nn.Module, optimizer: Optimizer, rank: int, stage: int) -> list[Any]:
     """One rank's gradient is infinite in the second step."""
-    scaler = zero.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
     norms, scales = [], []
     for step in range(3):
         optimizer.zero_grad()

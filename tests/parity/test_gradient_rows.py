@@ -157,7 +157,7 @@ def clipped(rank, world, net, norm, partition="auto", stage=3):
         if norm is None:
             clip_grad_norm_(model.parameters(), 0.01)
         else:
-            assert zero.clip_grad_norm_(model, optimizer, 0.01, norm) > 0.01
+            assert clip_grad_norm_(model.parameters(), 0.01, norm) > 0.01
         optimizer.step()
         optimizer.zero_grad()
     return zero.full_state_dict(model)

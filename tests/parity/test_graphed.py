@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
 import gpus
@@ -50,7 +51,7 @@ def test_replays_train_to_the_bits_of_steps_by_the_host(rank, world, stage):
         def train(inputs: Tensor, model: nn.Module = model, optimizer: Any = optimizer) -> Tensor:
             loss = model(inputs).float().square().mean()
             loss.backward()
-            zero.clip_grad_norm_(model, optimizer, 1.0)
+            clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             return loss

@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 import ranks
 import zero
 from rows import Net, Rows, adam, momentum, sgd
+from runs import norm_of_gradients
 from zoo import WIDTH, data
 
 edited = Rows("B3: what is done to gradients under no_sync counts, or raises", __name__)
@@ -69,11 +70,9 @@ edits("gradients are clipped by their norm", lambda t, i: clip_grad_norm_(t.n.pa
 edits("signs are taken", lambda t, i: [grad.sign_() for grad in gradients(t)])
 alone = partial(edits, fsdp={"sharding_strategy": "NO_SHARD"}, same={3})  # there shards have the full shape
 alone("halves are assigned where nothing is cut", lambda t, i: replace(t, lambda p: p.grad * 0.5))
-norms = partial(edits, same=(), refused={2: NAME, 3: NAME})
-norms("the norm is asked for", lambda t, i: zero.grad_norm(t.m, t.o))
+edits("the norm is asked for", lambda t, i: t.note(norm_of_gradients(t.m)))
 full = partial(edits, same=(), refused={3: NAME})
 full("full gradients are asked for", lambda t, i: t.m.summon_full_params(with_grads=True).__enter__())
-norms("gradients are clipped by zero", lambda t, i: zero.clip_grad_norm_(t.m, t.o, 1.0))
 clears("the module is cleared", lambda t, i: t.n.zero_grad())
 clears("the optimizer clears", lambda t, i: t.o.zero_grad(), optim=adam)
 clears("one block is cleared", lambda t, i: t.n.blocks[1].zero_grad())

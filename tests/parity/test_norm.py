@@ -24,7 +24,7 @@ import ranks
 import zero
 from optimizers import MOMENTUM
 from rows import Rows, momentum
-from runs import SideBySide, at_stage, on_mesh, sgd, stage_2, stage_3
+from runs import SideBySide, at_stage, norm_of_gradients, on_mesh, sgd, stage_2, stage_3
 from simulated.scenarios import net, ones, wrapped
 from simulated.world import simulated
 from zoo import FEATURES, OddNet, Stack, built, data, loss_on, odd_loss
@@ -91,9 +91,9 @@ PLACES: dict[str, tuple[int, Any, dict[str, Any], Callable[[], nn.Module]]] = {
 def clipped(both: SideBySide, norm_type: float) -> float:
     """Both to a norm that is less than theirs; the norm that both told."""
     both.give_averages()
-    some = [param for param in both.plain.parameters() if param.numel()]  # torch refuses the largest of no elements
-    expected = clip_grad_norm_(some, 0.01, norm_type)
-    norm = zero.clip_grad_norm_(both.model, both.optimizer, 0.01, norm_type)
+    # torch refuses the largest of no elements
+    some = [[param for param in one.parameters() if param.numel()] for one in (both.plain, both.model)]
+    expected, norm = (clip_grad_norm_(params, 0.01, norm_type) for params in some)
     assert expected > 0.02, "nothing would be clipped"
     assert norm.dim() == 0 and norm.item() == pytest.approx(expected.item(), rel=2e-6), f"norm {norm_type}"
     return norm.item()
@@ -111,7 +111,6 @@ def scale(both: SideBySide, factor: float) -> None:
 def told(rank: int, world: int, name: str) -> list[float]:
     _, stage, options, make = PLACES[name]
     both = SideBySide(built(make), partial(stage, **on_mesh(world, options)), sgd, tolerance=2e-6)
-    assert zero.grad_norm(both.model, both.optimizer) == 0, "without gradients"
     norms = []
     for step, norm_type in enumerate(NORMS):
         both.zero_grad()
@@ -146,7 +145,7 @@ def test_the_norm_is_that_of_the_group_not_of_the_job(rank, world, stage):
         each = [at_stage(at, built(), SGD, group, **MOMENTUM) for at in (0, stage)]
         for model, _ in each:
             odd_loss(model, rank, 0).backward()
-        norms = [zero.grad_norm(*one).item() for one in each]
+        norms = [norm_of_gradients(model).item() for model, _ in each]
         assert norms[1] == pytest.approx(norms[0], rel=1e-6)
 
 
@@ -155,14 +154,14 @@ def test_the_norm_is_that_of_the_group_not_of_the_job(rank, world, stage):
 def test_norms_of_bfloat16_are_computed_in_float32(rank, world, stage, masters):
     plain, net = (built(lambda: nn.Linear(40, 40, bias=False).bfloat16()) for _ in range(2))
     options = {"master_dtype": torch.float32} if masters else {}
-    model, optimizer = zero.setup(net, sgd, stage=stage, **options)
+    model, _ = zero.setup(net, sgd, stage=stage, **options)
     for one in (plain, model):
         one(data(8, 40, rank=0).bfloat16()).float().square().sum().backward()
     for norm_type in (1.0, 2.0):
         expected = plain.weight.grad.float().norm(norm_type).item()
-        assert zero.grad_norm(model, optimizer, norm_type).item() == pytest.approx(expected, rel=1e-5)
-    zero.clip_grad_norm_(model, optimizer, expected / 64)
-    assert zero.grad_norm(model, optimizer).item() == pytest.approx(expected / 64, rel=1e-3)
+        assert norm_of_gradients(model, norm_type).item() == pytest.approx(expected, rel=1e-5)
+    clip_grad_norm_(model.parameters(), expected / 64)
+    assert norm_of_gradients(model).item() == pytest.approx(expected / 64, rel=1e-3)
 
 
 @ranks.on(2)
@@ -227,7 +226,7 @@ def test_offloaded_gradients_are_read_for_their_norm_only_if_somebody_wrote(stag
             ]
             WRITES[written](gradients)
             with Reading(gradients) as reading:
-                norm = zero.clip_grad_norm_(model, optimizer, 1e9, norm_type)
+                norm = clip_grad_norm_(model.parameters(), 1e9, norm_type)
             assert reading.found == (written != "untouched" or backwards > 1 or norm_type != 2)
             expected = torch.cat([grad.double().flatten() for grad in gradients]).norm(norm_type)
             assert norm.item() == pytest.approx(expected.item(), rel=1e-5 if dtype == torch.float32 else 5e-3)
@@ -250,11 +249,3 @@ row.of(
     tolerance=max(1e-6, gpus.ROUNDING),
 )
 test_rows = row.tests()
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@ranks.raises(2, ValueError, r"norm_type=0.0: pass 1, 2, any p > 0, or float", timeout=15)
-def test_what_is_no_norm_is_refused(rank, world, stage):
-    model, optimizer = zero.setup(Stack(), sgd, stage=stage)
-    loss_on(rank, 0)(model).backward()
-    zero.clip_grad_norm_(model, optimizer, 1.0, norm_type=0)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 
 import gpus
 import matrix
@@ -87,7 +88,7 @@ def train(
             hook.remove()
         if clips:
             scaler and scaler.unscale_(optimizer)
-            zero.clip_grad_norm_(model, optimizer, 0.05)
+            clip_grad_norm_(model.parameters(), 0.05)
         if scaler:
             scaler.step(optimizer)
             scaler.update()
@@ -97,10 +98,10 @@ def train(
     return told | zero.full_state_dict(model), scales
 
 
-def beside_none(rank: int, world: int, place: str, kind: str, clips: bool) -> None:
+def beside_none(rank: int, world: int, place: str, clips: bool) -> None:
     without = {bad: train(rank, world, place, None, bad, clips)[0] for bad in (None, 0)}
     for spoiler in (None, *([*range(world)] if matrix.WHOLE else [world - 1])):
-        scaler = (zero if kind == "zero" else torch.amp).GradScaler(gpus.DEVICE, **SCALE)
+        scaler = torch.amp.GradScaler(gpus.DEVICE, **SCALE)
         found, scales = train(rank, world, place, scaler, spoiler, clips)
         assert scales == (GROWN if spoiler is None else SHRUNK)
         tolerance = 2e-3 if "16" in place else 0.0  # small gradients are none without a scale
@@ -108,7 +109,6 @@ def beside_none(rank: int, world: int, place: str, kind: str, clips: bool) -> No
             assert close(found[name], expected, tolerance), f"{name} with an infinite gradient on rank {spoiler}"
 
 
-TORCHS_OWN = ["stage 1", "stage 1 whole of one weight", "stage 3", "stage 3 whole of one weight", "stage 3 offloaded"]
 QUICK = {"stage 1", "stage 2 whole of one weight", "stage 3"}
 LEFT_OUT = {"stage 1 whole", "stage 1 offloaded", "stage 2", "stage 2 of float16 with masters", "stage 3 whole"}
 """Of the suite; `make matrix` has them."""
@@ -122,38 +122,18 @@ CASES = [
 @pytest.mark.matrix
 @pytest.mark.parametrize(("place", "transport"), CASES)
 def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(place, transport):
-    ranks.run(calling, args=(transport, beside_none, place, "zero", False))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "place", ["stage 1", "stage 1 whole of one weight", "stage 3", "stage 3 whole of one weight", "stage 3 offloaded"]
-)
-def test_torchs_own_scaler_does_so_where_every_rank_has_or_is_told_of_all_gradients(place):
-    ranks.run(beside_none, args=(place, "torch", False))
+    ranks.run(calling, args=(transport, beside_none, place, False))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["stage 1", "stage 2", "stage 3"])
 def test_so_it_is_after_clipping_on_three_ranks(place):
-    ranks.run(beside_none, 3, args=(place, "zero", True))
-
-
-@ranks.on(2)
-def test_its_state_is_that_of_torchs_own(rank, world):
-    """What is saved loads into torch's own, and the other way round."""
-    scaler = zero.GradScaler(gpus.DEVICE, **SCALE)
-    train(rank, world, "stage 2", scaler, spoiler=0)
-    other, again = torch.amp.GradScaler(gpus.DEVICE), zero.GradScaler(gpus.DEVICE)
-    other.load_state_dict(scaler.state_dict())
-    again.load_state_dict(other.state_dict())
-    assert again.state_dict() == scaler.state_dict()
-    assert again.get_scale() == 512.0
+    ranks.run(beside_none, 3, args=(place, True))
 
 
 @pytest.mark.parametrize("place", ["stage 1", "stage 2", "stage 3"])
 @ranks.on(2)
 def test_disabled_it_does_nothing(rank, world, place):
-    found, scales = train(rank, world, place, zero.GradScaler(gpus.DEVICE, enabled=False))
+    found, scales = train(rank, world, place, torch.amp.GradScaler(gpus.DEVICE, enabled=False))
     same(found, train(rank, world, place)[0], "losses and weights")
     assert scales == [1.0] * STEPS

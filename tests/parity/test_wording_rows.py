@@ -7,11 +7,13 @@ import tempfile
 
 import pytest
 import torch
+from torch.nn.utils import clip_grad_norm_
 
 import matrix
 import ranks
 import zero
 from rows import WIDTH, Net, Rows, sgd, trains
+from runs import norm_of_gradients
 from transports import TRANSPORTS, by
 from zoo import data
 
@@ -41,8 +43,8 @@ row.of("a second OSS has one layer", two(lambda n: n.last.named_parameters()), *
 DO = {
     "step": lambda t: t.o.step(),
     "forward": lambda t: t.loss(9),
-    "norm": lambda t: zero.grad_norm(t.m, t.o),
-    "clipping by the norm": lambda t: zero.clip_grad_norm_(t.m, t.o, 1.0),
+    "norm": lambda t: norm_of_gradients(t.m),
+    "clipping by the norm": lambda t: clip_grad_norm_(t.m.parameters(), 1.0),
     "state": lambda t: zero.full_optimizer_state_dict(t.m, t.o),
 }
 

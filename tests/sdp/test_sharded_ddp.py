@@ -91,7 +91,9 @@ def test_what_no_rank_used_has_no_gradient_and_does_not_decay(rank, world, bucke
             shown = param.grad
             assert (shown.shape, shown.dtype, shown.device) == (param.shape, param.dtype, param.device)
             assert not shown.is_sparse and name in repr(shown)
+    shards = [optimizer.part(param) for param in model.parameters() if param.requires_grad]
     optimizer.step()
+    assert all(shard.grad is None for shard in shards)
     changed = {name for name, value in model.module.state_dict().items() if not torch.equal(value, before[name])}
     assert changed == {f"layers.{number}.{kind}" for number in (0, 2, 3) for kind in ("weight", "bias")}
 
@@ -122,7 +124,7 @@ row.of("a plain optimizer", reads(lambda params, _: torch.optim.SGD(params, lr=0
 test_rows = row.tests()
 
 
-@ranks.raises(2, TypeError, r"the gradient of 0\.weight is spread over the ranks, and cannot be pickled")
+@ranks.raises(2, TypeError, r"the gradient of '0\.weight' is spread over the ranks, and cannot be pickled")
 def test_a_file_of_gradients_is_refused_on_every_rank(rank, world):
     model, _ = stage_2(nn.Sequential(nn.Linear(4, 3)), sgd)
     model(torch.ones(2, 4)).sum().backward()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 import zero
@@ -124,7 +125,7 @@ class Beside:
 
     def clip(self, most: float, norm_type: float = 2.0) -> tuple[Tensor, Tensor]:
         """The norms."""
-        found = zero.clip_grad_norm_(self.model, self.optimizer, most, norm_type)
+        found = clip_grad_norm_(self.model.parameters(), most, norm_type)
         return found, nn.utils.clip_grad_norm_(self.plain.parameters(), most, norm_type)
 
     def step(self) -> None:

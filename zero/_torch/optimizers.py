@@ -9,8 +9,6 @@ from functools import wraps
 from typing import Any
 from weakref import ref
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as hooks
 from torch.optim.lr_scheduler import LRScheduler
@@ -99,14 +97,12 @@ def call_first(hook: Callable[..., Any]) -> None:
     table.move_to_end(_first, last=False)
 
 
-def move_hooks(optimizer: Optimizer, to: Optimizer, around: Callable[[Any], Any]) -> None:
-    """Makes an optimizer's hooks those of another. around: returns what is called for a hook before a step.
+def move_hooks(optimizer: Optimizer, to: Optimizer) -> None:
+    """Makes an optimizer's hooks those of another.
 
     The tables themselves move, in which the handles that registering has returned remove hooks."""
     for name in [name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")]:
         hooks = vars(optimizer)[name]
-        if "step_pre" in name:
-            hooks.update([(number, around(hook)) for number, hook in hooks.items()])
         hooks.update(vars(to)[name])
         setattr(to, name, hooks)
         setattr(optimizer, name, OrderedDict())
@@ -145,22 +141,3 @@ def follow(scheduler: LRScheduler, optimizer: Optimizer) -> None:
 
     marked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = marked  # type: ignore[method-assign]
-
-
-class GradScaler(torch.amp.GradScaler):
-    """torch's, with a public name for the method that subclasses replace. It has none itself."""
-
-    def unscale_gradients(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        """Unscales the optimizer's gradients; returns, by device, whether one was not finite."""
-        gradients = (param.grad for group in optimizer.param_groups for param in group["params"])
-        if any(gradient is not None and gradient.is_cpu for gradient in gradients):
-            # torch copies the scale from a GPU to them without waiting for it, and multiplies by what lies there.
-            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
-        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-
-    def _unscale_grads_(
-        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        return self.unscale_gradients(optimizer, inv_scale, found_inf, allow_fp16)

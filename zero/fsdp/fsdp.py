@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from zero._torch.compiling import named_as_compiled, never_traced
@@ -194,26 +195,10 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         finally:
             backward.reduces = before
 
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, *, params: Collection[nn.Parameter] | None = None
-    ) -> Tensor:
-        """Collective. Scales all gradients so that their norm, as one vector over all ranks, is at most max_norm.
-
-        Returns the norm before scaling, 0-dim, equal on every rank. norm_type: 1, 2, any p > 0, or inf. Use it instead
-        of torch.nn.utils.clip_grad_norm_, which raises. params: of the model; by default all.
-        """
-        total = self.grad_norm(norm_type, params=params)
-        self._model.clip(total, float(max_norm), params)
-        return total
-
-    def grad_norm(self, norm_type: float = 2.0, *, params: Collection[nn.Parameter] | None = None) -> Tensor:
-        """Collective. Returns the norm of all gradients, as one vector over all ranks, 0-dim, equal on every rank.
-
-        Call it between backward and step: a norm of `param.grad`, a shard, raises. norm_type: as of
-        `clip_grad_norm_`. params: of the model; by default all. Raises RuntimeError on every rank after a backward
-        under no_sync.
-        """
-        return self._model.grad_norm(float(norm_type), params)
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Collective. torch.nn.utils.clip_grad_norm_ of all parameters: the name that PyTorch's FSDP has for it."""
+        norm: Tensor = clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        return norm
 
     @property
     def require_backward_grad_sync(self) -> bool:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from weakref import ReferenceType, WeakSet, ref
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from zero._torch.modules import parameters_of, params_of
-from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm, fail_together
 from zero.comm.streams import streams_in
 from zero.comm.together import Together
@@ -21,11 +20,9 @@ from zero.fsdp.precision import CastBuffer
 from zero.fsdp.reads import Reads, ShownUnits
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.unit import Index, Unit
-from zero.shards import norm
 from zero.shards.bound import moved_problem
 from zero.shards.claimed import claim, release
 from zero.shards.group_state import GroupState
-from zero.shards.offload import DEVICE, Offload
 from zero.shards.placement import Placement
 from zero.tensor_parallel.parts import others_of
 from zero.wrap.wrapper import NOT_SCRIPTED
@@ -166,39 +163,6 @@ class Model:
                     f"{name} has a gradient that was not averaged: the last backward ran under no_sync(). Run the "
                     "last backward of a step outside it."
                 )
-
-    # ------------------------------------------------------------------------------------- norms of gradients
-
-    def grad_norm(self, norm_type: float, params: Collection[nn.Parameter] | None) -> Tensor:
-        """Collective. See FSDP.grad_norm."""
-        self.finish_steps()
-        self.refuse_unreduced()
-        every = [*self.index]
-        with as_plain_tensors():
-            return norm.total_norm(
-                [(param, param.grad) for param in self._among(params)],
-                self.comm,
-                norm_type,
-                every[0].device,
-                {param.dtype for param in every},
-                self._offload,
-            )
-
-    def clip(self, total: Tensor, max_norm: float, params: Collection[nn.Parameter] | None) -> None:
-        """Scales the gradients, whose norm is `total`, to at most max_norm."""
-        with as_plain_tensors():
-            gradients = [param.grad for param in self._among(params) if param.grad is not None]
-            norm.clip(gradients, total, max_norm, offloaded=self._offload.active)
-
-    def _among(self, params: Collection[nn.Parameter] | None) -> list[nn.Parameter]:
-        """Those of the model's parameters that are in `params`, or all."""
-        chosen = None if params is None else {*params}
-        return [param for param in self.index if chosen is None or param in chosen]
-
-    @property
-    def _offload(self) -> Offload:
-        """Where shards lie that are not on the device."""
-        return next((group.offload for group in self.index.groups if group.offload.active), DEVICE)
 
     def dismiss(self) -> None:
         """Ends the model: its modules are called as if they were not sharded."""

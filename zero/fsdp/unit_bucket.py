@@ -21,7 +21,7 @@ class UnitBucket(GradBucket):
     """The bucket of a shard group whose `param.grad` is a full gradient in backward, and a shard at rest."""
 
     def __init__(self, group: ShardGroup, *, sent_as: torch.dtype | None = None) -> None:
-        super().__init__(group, group.params, sent_as=sent_as)
+        super().__init__(group, sent_as=sent_as)
         # The gradients of shards from before this backward.
         self._set_aside: dict[int, Tensor] = {}
         # Whether a backward under no_sync has gone through the unit since the last one that reduces. It may have left
@@ -86,6 +86,9 @@ class UnitBucket(GradBucket):
         for index in self._set_aside.keys() & self.trained:
             self._set(index, self._set_aside.pop(index))
         super().finish()
+
+    def _held(self, index: int) -> Tensor | None:
+        return self.params[index].grad
 
     def _set(self, index: int, gradient: Tensor | None) -> None:
         self.group.bound.set_gradient(index, gradient)

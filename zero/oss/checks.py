@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from torch.optim import Optimizer
@@ -12,9 +11,7 @@ from torch.optim import Optimizer
 from zero._torch.telling import warn_user
 from zero.comm import Comm
 from zero.measure.kinds import Finding
-from zero.shards.cut import register
 from zero.shards.owned_shards import OwnedShards
-from zero.shards.sharded_parameter import mark, rest, unmark, wake
 from zero.wrap import ddp
 from zero.wrap.dtensor_checks import DTensorCheck
 
@@ -52,25 +49,6 @@ class StepChecks:
         if are_sharded or self._comm.world == 1:
             return None
         return ddp.unfrozen_problem(self._shards)
-
-    @contextmanager
-    def around_hook(self) -> Iterator[None]:
-        """A context in which a hook of the user's sees the shards, which say that they are."""
-        shards = self._shards
-        for flat in shards.shard_groups:
-            own = [shards[param] for param in flat.params]
-            cuts = register(own, flat)
-            for shard, cut in zip(own, cuts, strict=True) if self._comm.world > 1 else ():
-                if shard.grad is not None:
-                    mark(shard.grad, cut)
-                rest([shard])
-        try:
-            yield
-        finally:
-            for shard in shards.values():
-                wake([shard])
-                if shard.grad is not None:
-                    unmark(shard.grad)
 
 
 def _moved_problem(shards: OwnedShards) -> str | None:

@@ -13,8 +13,8 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from zero._torch.optimizers import move_hooks, with_load_hooks, with_state_hooks
 from zero.comm import Comm, fail_together
@@ -138,7 +138,7 @@ class OSS(Optimizer):
         """Collective. Builds an OSS from an existing optimizer of full parameters; see zero.oss.from_optimizer."""
         built: OSS = from_optimizer(cls, optimizer, group, **options)
         # Before `refuse_use`, whose hooks would move along and refuse each step of the OSS.
-        move_hooks(optimizer, built, with_gradients)
+        move_hooks(optimizer, built)
         refuse_use(optimizer)
         return built
 
@@ -180,10 +180,11 @@ class OSS(Optimizer):
         """This rank's shard of a parameter, which the inner optimizer steps.
 
         A view of the parameter's memory, or of the master weights. Empty if this rank owns nothing of the parameter.
-        Its `.grad` is the shard's gradient: from backward on with ShardedDDP, otherwise only within the step. Raises
+        Its `.grad` is the shard's gradient: with ShardedDDP as of this call, otherwise only within the step. Raises
         KeyError for what is no parameter of this optimizer.
         """
         self.shards.place(param).group.synchronize()
+        self.gradients.show(param)
         return self.shards[param]
 
     # ------------------------------------------------------------------------------------------ gradients
@@ -191,24 +192,12 @@ class OSS(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of the parameters and of this rank's shards."""
         super().zero_grad(set_to_none)
-        # First: it moves each shard's gradient to what stood in `param.grad`, which may be put back with it.
         self.gradients.cleared()
-        if set_to_none:
-            self.shards.drop_gradients()
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Collective. Scales all gradients so that their norm, as one vector, is at most max_norm.
-
-        Returns the norm before, 0-dim, the same on every rank. norm_type: 1, 2, any p > 0, or inf.
-        """
-        return self.gradients.clip(float(max_norm), self.grad_norm(norm_type))
-
-    def grad_norm(self, norm_type: float = 2.0) -> Tensor:
-        """Collective. Returns the norm of all gradients, as one vector, 0-dim, the same on every rank.
-
-        Call it between backward and step. norm_type: as of `clip_grad_norm`.
-        """
-        return self.gradients.norm(float(norm_type))
+        """Collective with ShardedDDP. torch.nn.utils.clip_grad_norm_ of all parameters: FairScale's name for it."""
+        norm: Tensor = clip_grad_norm_(params_of(self), max_norm, norm_type)
+        return norm
 
     # ---------------------------------------------------------------------------------------------- steps
 
@@ -231,15 +220,6 @@ class OSS(Optimizer):
             return cast("float | None", _hooked_step(self, closure, **options))
 
     step.hooked = True  # type: ignore[attr-defined]  # else torch's constructor has hooks called around it
-
-    def register_step_pre_hook(self, hook: Callable[..., Any]) -> RemovableHandle:
-        """See torch.optim.Optimizer. With ShardedDDP the hook is called with the inner optimizer, whose `param_groups`
-        hold this rank's shards with their gradients: `param.grad` is None.
-
-        The step raises RuntimeError on every rank if a hook scaled gradients differently on different ranks.
-        """
-
-        return super().register_step_pre_hook(with_gradients(hook))
 
     # ---------------------------------------------------------------------------------------------- state
 
@@ -310,19 +290,6 @@ class OSS(Optimizer):
         )
 
 
-def with_gradients(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what an OSS calls for a hook before its step; see `register_step_pre_hook`."""
-
-    def call(oss: OSS, args: Any, kwargs: Any) -> Any:
-        if not oss.gradients.are_sharded:
-            return hook(oss, args, kwargs)
-        oss.gradients.refuse()
-        with oss._checks.around_hook():
-            return hook(oss.optim, args, kwargs)
-
-    return call
-
-
 @Optimizer.profile_hook_step
 @torch.no_grad()
 def _hooked_step(oss: OSS, closure: Callable[[], float] | None, **options: Any) -> Any:
@@ -349,7 +316,8 @@ def set_bucket_size(optimizer: OSS, numel: int) -> None:
     somewhere = any(optimizer.comm.all_gather_text("some" if some_state else ""))
     # A copy of the table: laying out replaces its entries, and the state belongs to the shards of before.
     before = replace(optimizer.stepped_shards, part=dict(optimizer.shards).__getitem__)
-    optimizer.gradients.forget()
+    for param in params_of(optimizer):  # a gradient of the shards of before
+        param.grad = param.grad if type(param.grad) is Tensor else None
     optimizer.shards.lay_out_again(optimizer.param_groups, numel)
     optimizer._arguments.refuse_full()
     taken: dict[nn.Parameter, dict[str, Any]] = {}

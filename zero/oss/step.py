@@ -99,9 +99,8 @@ class Step:
 
     def collect(self, outer: Optimizer) -> None:
         """Collective where it fails. Puts gradients and parameters where the inner optimizer steps them."""
-        found, problem = self._gradients.collect()
-        if problem is None:
-            problem = self._checks.gradients(found=found, are_sharded=self._gradients.are_sharded)
+        found = self._gradients.collect()
+        problem = self._checks.gradients(found=found, are_sharded=self._gradients.are_sharded)
         if problem is not None:
             raise RuntimeError(problem)
         self._shards.refresh()
@@ -123,8 +122,7 @@ class Step:
             self._state_view.note_stepped(stepped)
         finally:
             self._shards.after_step(self._inner)
-        if not self._gradients.are_sharded:  # views would keep full gradients alive past model.zero_grad()
-            self._shards.drop_gradients()
+        self._gradients.drop_of_shards()
 
     def gather(self, groups: Sequence[ShardGroup], *, by_group: bool = False) -> None:
         """Collective. Gathers every rank's shards of these groups on every rank. by_group: steps each before.

@@ -22,7 +22,6 @@ from zero.fsdp.fsdp import running_model
 from zero.measure.kinds import Finding, assumed, finding_of
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
-from zero.oss.gradients import full_gradient
 from zero.oss.optimizer import set_bucket_size
 from zero.plan.meter import nbytes
 from zero.plan.rehearsal import (
@@ -43,6 +42,7 @@ from zero.sdp import AveragingDDP, ShardedDDP
 from zero.shards.partition import Partition, cut_for
 from zero.shards.shard_group import ShardGroup
 from zero.state import leaves
+from zero.wrap.gradients import held_here
 from zero.wrap.tensors import map_tensors
 
 # From the one that keeps most on a rank to the one that keeps least.
@@ -218,10 +218,10 @@ def _brought_by_step(optimizer: Optimizer) -> int:
         return 0
     brought, widened = 0, Counter[ShardGroup]()
     for param, shard in optimizer.shards.items():
-        gradient = full_gradient(param)
+        gradient = param.grad
         if gradient is not None and on_host(shard):
-            brought += shard.numel() * min(gradient.itemsize, shard.itemsize)
-            if gradient.itemsize < shard.itemsize:
+            brought += shard.numel() * min(gradient.element_size(), shard.itemsize)
+            if gradient.element_size() < shard.itemsize:
                 widened[optimizer.shards.places[param].group] += shard.nbytes
     if not optimizer.shards.steps_by_group(optimizer.optim, {}):
         return brought + widened.total()
@@ -237,7 +237,7 @@ def resident(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, int
     params: list[Tensor] = [*model.parameters()]
     params += [group.full for group in groups if group.full.untyped_storage().nbytes()]
     both = [*params, *stepped]
-    gradients = [gradient for param in both if (gradient := full_gradient(param)) is not None]
+    gradients = [gradient for param in both if (gradient := held_here(param.grad)) is not None]
     entries = [leaves.opened(dict(of_param)) for one in inner for of_param in one.state.values()]
     state = [leaf for one in entries for leaf in one.values() if isinstance(leaf, Tensor)]
     here = partial(filterfalse, on_host)

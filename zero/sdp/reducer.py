@@ -19,10 +19,9 @@ from zero._torch.tensors import call_last
 from zero.comm import Comm
 from zero.comm.packing import summed_as
 from zero.comm.streams import streams_in
-from zero.oss.gradients import OwnedGradients
 from zero.oss.optimizer import OSS
 from zero.shards.shard_group import ShardGroup
-from zero.wrap.bucket import EndOfBackward, FullBucket, GradBucket
+from zero.wrap.bucket import EndOfBackward, FullBucket, GradBucket, OwnedBucket
 from zero.wrap.tensors import nearest_leaf, tensors_in
 
 
@@ -30,13 +29,12 @@ class Queue:
     """The buckets of a model. Each backward launches them in one order, which is the same on all ranks, and waits until
     one is sent before it sends another: more at once would take more memory.
 
-    `buckets`: in that order; `owners`: the optimizer of each.
+    `buckets`: in that order.
     """
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self.buckets: list[GradBucket] = []
-        self.owners: list[OSS] = []
+        self.buckets: list[OwnedBucket | FullBucket] = []
         self._numbers: dict[GradBucket, int] = {}
         self._launched = 0
         self._in_flight: list[GradBucket] = []
@@ -46,16 +44,16 @@ class Queue:
         # The numbers of buckets in the order in which they became complete; None once that order is theirs.
         self._arrived: list[int] | None = []
 
-    def fill(self, buckets: Sequence[tuple[GradBucket, OSS]]) -> None:
-        """Takes the buckets, with their optimizers, in the order in which their gradients are expected."""
+    def fill(self, buckets: Sequence[OwnedBucket | FullBucket]) -> None:
+        """Takes the buckets in the order in which their gradients are expected."""
         self._put_in_order(buckets)
         self.forget_order()
         groups = [bucket.group for bucket in self.buckets]
         sent_by_threads = not any(group.overlaps or group.comm.reads(group.full.device) for group in groups)
         self._at_once = 2 if self._comm.world > 1 and sent_by_threads else 1
 
-    def _put_in_order(self, buckets: Sequence[tuple[GradBucket, OSS]]) -> None:
-        self.buckets, self.owners = [bucket for bucket, _ in buckets], [owner for _, owner in buckets]
+    def _put_in_order(self, buckets: Sequence[OwnedBucket | FullBucket]) -> None:
+        self.buckets = [*buckets]
         self._numbers = {bucket: number for number, bucket in enumerate(self.buckets)}
 
     def forget_order(self) -> None:
@@ -72,7 +70,7 @@ class Queue:
         told = [*map(int, self._comm.all_gather_text(" ".join(map(str, self._arrived)))[0].split())]
         self._arrived = None if told else []  # as where all gradients were accumulated before
         order = [*told, *sorted({*range(len(self.buckets))} - {*told})]
-        self._put_in_order([(self.buckets[number], self.owners[number]) for number in order])
+        self._put_in_order([self.buckets[number] for number in order])
 
     def launch(self, complete: GradBucket) -> None:
         """Launches a bucket that has become complete, once all before it are."""
@@ -91,8 +89,10 @@ class Queue:
         """
         while self._launched < len(self.buckets):
             bucket = self.buckets[self._launched]
-            if incomplete:
-                self._take_rest(self._launched)
+            if incomplete:  # what was accumulated of parameters that this backward did not reach
+                for index in bucket.trained:
+                    if index not in bucket.taken:
+                        bucket.take_written(index)
             elif len(bucket.taken) < len(bucket.trained):
                 return
             left = self._free_wire()
@@ -114,13 +114,6 @@ class Queue:
             else:
                 bucket.finish()
         return left
-
-    def _take_rest(self, number: int) -> None:
-        """Has bucket `number` take gradients of parameters that this backward did not reach: what was accumulated."""
-        bucket, gradients = self.buckets[number], self.owners[number].gradients
-        for index in bucket.trained:
-            if index not in bucket.taken:
-                bucket.take(index, written(bucket, gradients, index))
 
     def finish(self) -> None:
         """Collective. Launches what is left, and waits for all."""
@@ -161,15 +154,6 @@ def _together(owners: Mapping[ShardGroup, OSS]) -> list[list[ShardGroup]]:
         found[-1].append(group)
         size += group.full.nbytes
     return found
-
-
-def written(bucket: GradBucket, gradients: OwnedGradients, index: int) -> Tensor | None:
-    """The full gradient of a parameter that this rank has written and not reduced, which leaves `param.grad` unless all
-    ranks get the average there; None if there is none."""
-    param = bucket.params[index]
-    if isinstance(bucket, FullBucket):
-        return param.grad if index in bucket.unreduced else None
-    return gradients.take(param, bucket.names[index])
 
 
 class Reducer:
@@ -221,17 +205,14 @@ class Reducer:
             return
         # A bucket waits for its first parameter in the module, which a backward reaches last.
         place = {param: number for number, param in enumerate(parameters_of(self._module))}
-        buckets: list[GradBucket]
+        buckets: list[OwnedBucket | FullBucket]
         if self._full:
             buckets = [FullBucket(alike, place) for alike in _together(owners)]
         else:
-            buckets = [
-                GradBucket(group, [owner.part(param) for param in group.params], sent_as=self._sent_as, of=place)
-                for group, owner in owners.items()
-            ]
+            buckets = [OwnedBucket(group, sent_as=self._sent_as, of=place) for group in owners]
         # 0, so last: add_param_group may have brought a parameter that the module does not have.
         buckets.sort(key=lambda bucket: -min(place.get(param, 0) for param in bucket.params))
-        self._queue.fill([(bucket, owners[bucket.group]) for bucket in buckets])
+        self._queue.fill(buckets)
         for owner in self._optimizers:
             own = [bucket for bucket in buckets if isinstance(bucket, FullBucket) and owners[bucket.group] is owner]
             owner.gradients.filled_by(own, self._module)
@@ -246,9 +227,6 @@ class Reducer:
     def before_forward(self) -> None:
         if self._retired is not None:
             raise RuntimeError(self._retired.format(self._wrapper))
-        if torch.is_grad_enabled():
-            for optimizer in self._optimizers:
-                optimizer.gradients.drop_cleared()
         if self._in_backward and not in_a_backward():
             self._abandon()
         if not self._in_backward:
@@ -281,11 +259,11 @@ class Reducer:
             self._end.forwards.append(was_active)
 
     def _register_hooks(self) -> None:
-        for bucket, owner in zip(self._queue.buckets, self._queue.owners, strict=True):
+        for bucket in self._queue.buckets:
             for index in bucket.notice_forward():
                 param = bucket.params[index]
                 # A weak reference: the garbage collector does not find cycles through hooks of autograd.
-                ready = partial(Reducer.gradient_ready, proxy(self), bucket, owner.gradients, index)
+                ready = partial(Reducer.gradient_ready, proxy(self), bucket, index)
                 self._hooks[param] = param.register_post_accumulate_grad_hook(ready)
         call_last(self._hooks)  # they take gradients away, which hooks of the user's are to see
 
@@ -309,7 +287,7 @@ class Reducer:
         """Collective. Called before this rank raises an error of the module's forward: other ranks raise it, too."""
         self._end.together.tell(error)
 
-    def gradient_ready(self, bucket: GradBucket, gradients: OwnedGradients, index: int, param: nn.Parameter) -> None:
+    def gradient_ready(self, bucket: OwnedBucket | FullBucket, index: int, param: nn.Parameter) -> None:
         """Moves the gradient, which autograd has accumulated, from `param.grad` into its bucket."""
         if isinstance(bucket, FullBucket):
             bucket.unreduced.add(index)
@@ -326,7 +304,7 @@ class Reducer:
                 self._begin()
             for streams in self._streams:
                 streams.expect_computing("the gradient of {} is ready", bucket.names[index])
-            bucket.take(index, written(bucket, gradients, index))
+            bucket.take_written(index)
             if len(bucket.taken) == len(bucket.trained):
                 self._queue.launch(bucket)
         except Exception as error:
@@ -365,15 +343,6 @@ class Reducer:
         for optimizer in self._optimizers:
             # The user reads gradients once backward() has returned; copies to the CPU may still be on their way.
             optimizer.gradients.wait_for_copies()
-        for bucket, owner in zip(self._queue.buckets, self._queue.owners, strict=True):
-            params, names = bucket.params, bucket.names
-            if isinstance(bucket, FullBucket):
-                bucket.unreduced.difference_update(bucket.trained)
-                wide, bucket.wide = bucket.wide, {}
-                for index in bucket.reduced & wide.keys():
-                    owner.gradients.keep_average(params[index], wide[index])
-            else:
-                owner.gradients.show((params[index], names[index]) for index in bucket.reduced)
         self._queue.end()
         # Last: if anything before raises, the next forward finds it set and drops what is left of this backward.
         self._in_backward = False
@@ -398,8 +367,6 @@ class Reducer:
     def _abandon(self) -> None:
         """Forgets a backward that an exception ended."""
         self._queue.abandon()
-        for optimizer in self._optimizers:
-            optimizer.gradients.abandon()
         self._in_backward = False
 
 

@@ -21,7 +21,6 @@ from zero._torch.compiling import named_as_compiled
 from zero._torch.modules import children_of, parameters_of
 from zero.comm import Comm
 from zero.comm.together import told_by_comparing
-from zero.oss.gradients import refuse_left
 from zero.oss.optimizer import OSS, set_bucket_size
 from zero.sdp.reducer import Reducer
 from zero.shards.announce import announce
@@ -32,6 +31,7 @@ from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, show_everywhere, take_out_of
 from zero.wrap.buffers import BufferSync
 from zero.wrap.ddp import ddp_within
+from zero.wrap.gradients import refuse_left
 from zero.wrap.saved import as_weights
 from zero.wrap.wrapper import UNWRAPPED, Wrapper, describe, refuse_steps, scripted
 

@@ -1,8 +1,10 @@
 """What a sharded tensor answers outside of forward, backward and steps: as the full tensor, which is stored in parts.
 
     element by element   each rank computes with its own elements (sharded_parameter.py); plain tensors beside are full
-    a number             is computed by all ranks of their elements. A norm is a Partial until somebody reads it: torch
-                         stacks the norms of all gradients to take their norm, for which one sum over the ranks does
+    a number             is computed by all ranks of their elements. What torch clips by, torch.linalg.vector_norm and
+                         torch._foreach_norm, is a Partial until somebody reads it: torch stacks these norms of all
+                         gradients to take their norm, for which one sum over the ranks does. `p.grad.norm()` is read
+                         at once: a script computes it on every rank, and prints it on one
     all else             is computed of the gathered tensor, on every rank; what it writes there reaches the owners
 
 All but the first are collective. What one rank asks alone is an operation that the others do not have, which the log of
@@ -152,13 +154,13 @@ def own_elements(value: Tensor, own: Tensor, cut: Cut) -> Tensor | None:
 
 
 class Partial(Tensor):
-    """The norm of a sharded tensor that nobody has read yet, or a stack of them: sums of the powers of this rank's
-    elements, and for the infinite norm the largest, in float64.
+    """The norm of a sharded tensor that nobody has read yet, or a stack of them. `own`: that of this rank's elements.
 
     `order`: of the norm. `comm`: the ranks that have the other elements. `kind`: the dtype of the norm. `call`: what
     the user has asked for, and of what. `of`: the parameter, if it gets a gradient.
     """
 
+    own: Tensor
     order: float
     comm: Comm
     kind: torch.dtype
@@ -169,17 +171,17 @@ class Partial(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
         first = args[0] if args else None
+        if name == "to" and len(args) == 2 and not kwargs and type(args[1]) is torch.device:
+            with as_plain_tensors():
+                if args[1] == args[0].device:
+                    return first
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
         if attribute == "dtype" and isinstance(first, Partial):
             return first.kind
         if attribute in ("shape", "ndim", "device", "is_leaf", "layout") or name in ("dim", "size", "numel", "__len__"):
             with as_plain_tensors():
                 return func(*args, **kwargs)
-        if name == "to" and isinstance(first, Partial) and len(args) == 2 and not kwargs:
-            with as_plain_tensors():
-                if torch.device(args[1]) == first.device if isinstance(args[1], (str, torch.device)) else False:
-                    return first
         if name == "stack" and len(args) == 1 and not kwargs and (stacked := _stacked(first)) is not None:
             return stacked
         if (
@@ -188,8 +190,16 @@ class Partial(Tensor):
             and name in NORMS - {"_foreach_norm"}
             and order_of(name, args, kwargs) == first.order
         ):
-            return without_graph(_number(_total(first), first), first.of)
+            return without_graph(_number(first, total=True), first.of)
         return func(*map(settled, args), **{key: settled(value) for key, value in kwargs.items()})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Where torch reads a number in its own code, as of `torch.tensor(norm)` and `add(other, alpha=norm)`."""
+        with torch.no_grad():
+            return func(*map(settled, args), **{key: settled(value) for key, value in (kwargs or {}).items()})
 
     def __float__(self) -> float:
         return float(settled(self))
@@ -199,6 +209,9 @@ class Partial(Tensor):
 
     def __bool__(self) -> bool:
         return bool(settled(self))
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(settled(self).item(), digits)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return repr(settled(self))
@@ -223,32 +236,32 @@ def _stacked(given: Any) -> Partial | None:
     for one in given:
         kind = torch.promote_types(kind, one.kind)
     of = next((one.of for one in given if one.of is not None), None)
-    with as_plain_tensors():
-        powers = torch.stack([one.as_subclass(Tensor) for one in given])
-    return _partial(powers, given[0].order, given[0].comm, kind, ("stack", None), of)
+    return _partial(torch.stack([one.own for one in given]), given[0].order, given[0].comm, kind, ("stack", None), of)
 
 
 def _partial(
-    powers: Tensor, order: float, comm: Comm, kind: torch.dtype, call: tuple[str, Cut | None], of: str | None
+    own: Tensor, order: float, comm: Comm, kind: torch.dtype, call: tuple[str, Cut | None], of: str | None
 ) -> Partial:
-    powers.__class__ = Partial
-    made: Any = powers
-    made.order, made.comm, made.kind, made.call, made.of, made.number = order, comm, kind, call, of, None
+    made: Any = Tensor._make_subclass(Partial, own)
+    made.own, made.order, made.comm, made.kind, made.call, made.of, made.number = own, order, comm, kind, call, of, None
     return made  # type: ignore[no-any-return]
 
 
-def _total(stack: Partial) -> Tensor:
-    with as_plain_tensors():
-        powers = stack.as_subclass(Tensor)
-        return powers.max() if math.isinf(stack.order) else powers.sum()
-
-
-def _number(powers: Tensor, of: Partial) -> Tensor:
-    """Collective. The norm, without a graph, whose powers of this rank's elements are given."""
+def _number(of: Partial, *, total: bool) -> Tensor:
+    """Collective. The number, without a graph; total: of a stack, the norm of its norms."""
     infinite, (name, cut) = math.isinf(of.order), of.call
     channel = READ if cut is None else part_of(owner_of(cut).read_channel, cut.position)
     with calling("the norm of several tensors" if cut is None else f"`{name}` of {cut.name}"), torch.no_grad():
-        of.comm.all_reduce(powers, maximum=infinite, channel=channel)
+        powers = of.own.to(torch.float64, copy=True)
+        powers = powers if infinite else powers.pow(of.order)
+        if total:
+            powers = powers.amax() if infinite else powers.sum()
+        if infinite:  # a maximum of Gloo's drops nan
+            both = torch.stack([powers.nan_to_num(0, math.inf), powers.isnan().double()])
+            of.comm.all_reduce(both, maximum=True, channel=channel)
+            powers = torch.where(both[1] > 0, math.nan, both[0])
+        else:
+            of.comm.all_reduce(powers, channel=channel)
         return (powers if infinite else powers.pow(1 / of.order)).to(of.kind)
 
 
@@ -259,9 +272,7 @@ def settled(value: Any) -> Any:
     if not isinstance(value, Partial):
         return value
     if value.number is None:
-        with as_plain_tensors():
-            powers = value.as_subclass(Tensor).clone()
-        value.number = _number(powers, value)
+        value.number = _number(value, total=False)
     return without_graph(value.number, value.of)  # not what is kept: it may have been read under no_grad() before
 
 
@@ -278,25 +289,24 @@ def order_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> float | 
     return float(order) if isinstance(order, (int, float)) and order > 0 else None
 
 
-def norm_of(own: Tensor, cut: Cut, order: float, name: str, of: str | None) -> Partial:
-    """Local, but for parts of tensor parallelism. The norm of the full tensor, nobody having read it yet. name: of the
-    function that was called."""
+def norm_of(own: Tensor, cut: Cut, order: float, name: str, of: str | None, device: torch.device) -> Partial:
+    """Local, but for parts of tensor parallelism. The norm of the full tensor, nobody having read it yet. own: without
+    a graph. name: of the function that was called. device: that of the tensor, where its elements may not lie."""
     owner = owner_of(cut)
     kind = own.dtype.to_real() if own.is_complex() else own.dtype
     wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else None
-    with torch.no_grad():
-        if not own.numel():
-            powers = torch.zeros((), dtype=torch.float64, device=owner.full.device)
-        else:
-            known = owner.offload.known_norms([own], order)
-            norm = known[0] if 0 in known else torch.linalg.vector_norm(own, order, dtype=wide)
-            powers = norm.to(owner.full.device, torch.float64)
-            if not math.isinf(order):
-                powers = powers.pow(order)
-        others = parts.others(owner.params[cut.position])
-        if others is not None:
-            others.all_reduce(powers, maximum=math.isinf(order), channel=READ)
-    return _partial(powers.to(own.device), order, owner.comm, kind, (name, cut), of)
+    known = owner.offload.known_norms([own], order) if owner.offload.active else {}
+    if known:
+        norm = known[0]
+    elif own.numel() or not math.isinf(order):
+        norm = torch.linalg.vector_norm(own, order, dtype=wide)
+    else:
+        norm = torch.zeros((), dtype=wide or kind, device=own.device)
+    if (others := parts.others(owner.params[cut.position])) is not None:
+        powers = norm.double() if math.isinf(order) else norm.double().pow(order)
+        others.all_reduce(powers, maximum=math.isinf(order), channel=READ)
+        norm = powers if math.isinf(order) else powers.pow(1 / order)
+    return _partial(norm if norm.device == device else norm.to(device), order, owner.comm, kind, (name, cut), of)
 
 
 def number_of(word: str, own: Sequence[Tensor], cut: Cut) -> Any:

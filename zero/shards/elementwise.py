@@ -7,6 +7,13 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+def in_place(name: str) -> bool:
+    """Whether torch's function of this name writes into its first argument."""
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__int__", "__index__", "__invert__")
+    return name.endswith("_")
+
+
 # torch's names of functions that give each element by itself, without underscores and the prefix of those on lists.
 ELEMENTWISE = _names(
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import ref
 
@@ -238,14 +238,3 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
     def step_group(self, optimizer: Optimizer, flat: ShardGroup, **how: Any) -> None:
         """Steps the shards of one group only. how: as of `Offload.step_group`."""
         flat.offload.step_group(flat, optimizer, [self[flat.params[index]] for index in flat.shapes.spans], **how)
-
-    def drop_gradients(self, flats: Iterable[ShardGroup] | None = None) -> None:
-        """Clears the gradients of these groups, or of all."""
-        for flat in self.shard_groups if flats is None else flats:
-            for param in flat.params:
-                self[param].grad = None
-
-    def gradients(self) -> list[Tensor]:
-        """The gradients of shards that are not empty."""
-        owned = [shard.grad for param, shard in self.items() if param in self._owned]
-        return [gradient for gradient in owned if gradient is not None]

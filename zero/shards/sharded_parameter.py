@@ -60,6 +60,7 @@ from zero.shards.elementwise import (
     TELLS_APART,
     VIEWING,
     VIEWS,
+    in_place,
 )
 from zero.shards.read_only import read_only
 from zero.shards.shapes import with_own_storage
@@ -67,6 +68,15 @@ from zero.shards.shapes import with_own_storage
 
 def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None) -> Any:
     """What torch calls in place of a function that was given any ShardedParameter or Shard."""
+    if len(args) == 2 and not kwargs and func in _OF_CLIPPING:
+        of, number = args
+        if isinstance(of, AtRest) and not isinstance(of, _Sharded) and _is_number(number):
+            cut, own = of.cut, of.own()  # type: ignore[attr-defined]
+            _refuse_elsewhere(of, cut)
+            if func is Tensor.mul_:
+                return _scaled(of, own, cut, number)
+            if isinstance(number, (int, float)) and number > 0:
+                return norm_of(own, cut, float(number), "vector_norm", None, _device_of(of))
     kwargs, name = kwargs or {}, getattr(func, "__name__", "")
     # torch passes the getter of an attribute as `__get__` of its descriptor, which alone has the name.
     attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
@@ -90,13 +100,7 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     if name in ABOUT or attribute in ABOUT_ATTRIBUTES:
         return _plainly(func, args, kwargs)
     first = next(_shards_in((*args, *kwargs.values())))
-    if (reads := _reads_of(first)) is not None and reads.beside:
-        _refuse_beside(first)
-    if os.getpid() != process_of_shards():
-        raise RuntimeError(
-            f"a forked process, such as a worker of a DataLoader, reads {cut_of(first).described()}: a shard of which "
-            "no other rank's elements reach it. Read parameters in the process that trains."
-        )
+    _refuse_elsewhere(first, cut_of(first))
     if name in _NEVER:
         _refuse(f"`{name}`", first)
     if name in ("backward", "grad") and not (args and isinstance(args[0], AtRest)):
@@ -107,12 +111,44 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     return _answer(func, attribute or name, args, kwargs, first)
 
 
+# By which torch clips: of each gradient, so their way is the shortest.
+_OF_CLIPPING = {torch.linalg.vector_norm, Tensor.mul_}
+
+
+def _scaled(of: AtRest, own: Tensor, cut: Cut, number: Any) -> AtRest:
+    if isinstance(number, Tensor) and number.device != own.device:
+        number = number.to(own.device)
+    owner = cut.owner()
+    # In the memory of the CPU a factor of 1 takes a third of the time of a step.
+    if owner is None or not owner.offload.active or own.device.type != "cpu" or float(number) != 1:
+        own.mul_(number)
+    return of
+
+
+def _device_of(tensor: Any) -> torch.device:
+    with as_plain_tensors():
+        return tensor.device  # type: ignore[no-any-return]
+
+
+def _refuse_elsewhere(shard: Any, cut: Cut) -> None:
+    """Raises RuntimeError beside the thread that runs the model, and in a process that is forked of it."""
+    owner = cut.owner()
+    if owner is not None and (reads := owner.reads()) is not None and reads.beside:
+        _refuse_beside(shard)
+    if os.getpid() != process_of_shards():
+        raise RuntimeError(
+            f"a forked process, such as a worker of a DataLoader, reads {cut.described()}: a shard of which "
+            "no other rank's elements reach it. Read parameters in the process that trains."
+        )
+
+
 def _answer(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], first: Tensor) -> Any:
     """What the full tensors would answer; collective unless it is computed element by element."""
     if not args and "tensor" in kwargs:  # torch.nn.init names it
         args, kwargs = [kwargs["tensor"]], {key: value for key, value in kwargs.items() if key != "tensor"}
     word = name.removeprefix("_foreach_").strip("_")
-    alone = bool(args) and args[0] is first and not kwargs
+    reordered = _reordered(word, args, kwargs, first)
+    alone = bool(args) and args[0] is first and not kwargs and not reordered
     if alone and word in ELEMENTWISE and (len(args) > 1 or word != "where") and all(map(_is_number, args[1:])):
         return _element_by_element(func, word, args, ([_in_graph(first), *args[1:]], kwargs))
     with as_plain_tensors():
@@ -120,9 +156,10 @@ def _answer(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: di
     of = cut_of(reading[0]).name if reading and torch.is_grad_enabled() else None
     if name in NORMS and args and (order := order_of(name, args, kwargs)) is not None:
         if args[0] is first:
-            return norm_of(own_of(first), cut_of(first), order, name, of)
+            norm = norm_of(own_of(first), cut_of(first), order, name, of, _device_of(first))
+            return settled(norm) if name == "norm" else norm
         if name.startswith("_") and all(isinstance(one, AtRest) for one in args[0]):
-            return [norm_of(own_of(one), cut_of(one), order, name, of) for one in args[0]]
+            return [norm_of(own_of(one), cut_of(one), order, name, of, _device_of(one)) for one in args[0]]
     args, kwargs = settled([*args]), {key: settled(value) for key, value in kwargs.items()}
     if name in ("view_as", "expand_as") and len(args) > 1 and args[0] is args[1] and torch.is_grad_enabled():
         _refuse(f"`{name}` of a tensor and itself, by which hooks look for its node,", first)
@@ -133,11 +170,11 @@ def _answer(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: di
         with calling(call):
             return without_graph(number_of(word, [*map(own_of, shards)], cut_of(first)), of)
     # where(condition) alone returns positions: how many depends on the values of each rank.
-    if word in ELEMENTWISE and not (word == "where" and len(args) == 1):
+    if word in ELEMENTWISE and not (word == "where" and len(args) == 1) and not reordered:
         given = _own_beside(name, args, kwargs)
         if given is not None:
             refuse_freed((*args, *kwargs.values()))
-            return _element_by_element(func, word, args, given)
+            return _element_by_element(func, word, args, given, out=kwargs.get("out"))
     elif word in ELEMENTWISE_VIEWS:
         return _element_by_element(func, word, args, ([own_of(first)], kwargs))
     if word in DRAWN and args[0] is first:
@@ -145,6 +182,17 @@ def _answer(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: di
         drawn: Any = own_elements(func(full, *args[1:], **kwargs), own_of(first), cut_of(first))
         return _as_shards(drawn.clone(), first)  # a view would keep all that was drawn
     return _of_gathered(func, name, args, kwargs, call, of)
+
+
+def _reordered(word: str, args: Sequence[Any], kwargs: dict[str, Any], first: Tensor) -> bool:
+    """Whether a function is to return another order in memory than that of the parameter."""
+    asked = next((one for one in (*args[1:], *kwargs.values()) if isinstance(one, torch.memory_format)), None)
+    if asked is None and word != "contiguous":
+        return False
+    if asked is torch.preserve_format:
+        return False
+    full = torch.empty_strided(first.shape, first.stride(), device="meta")
+    return not full.is_contiguous(memory_format=asked or torch.contiguous_format)
 
 
 def _is_number(value: Any) -> bool:
@@ -170,8 +218,7 @@ def _own_beside(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
     """The arguments with this rank's elements in place of sharded tensors, and of full ones beside them; None if the
     function cannot be computed of these: with tensors of other shapes, or cut in another way, or into a plain one."""
     lists = [value for value in args if isinstance(value, (list, tuple))] if "_foreach_" in name else []
-    in_place = name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
-    written = args[0] if in_place and args else kwargs.get("out")
+    written = args[0] if in_place(name) and args else kwargs.get("out")
     if isinstance(written, Tensor) and not isinstance(written, AtRest):
         return None
 
@@ -179,6 +226,8 @@ def _own_beside(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
         first = next(_shards_in(values), None)
         if first is None:
             return [*values]
+        if lists and in_place(name) and not isinstance(values[0], AtRest):
+            return None  # it is written into a full one
         cut, found = cut_of(first), list[Any]()
         for value in values:
             if isinstance(value, AtRest):
@@ -187,6 +236,10 @@ def _own_beside(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
                     return None
                 value = _in_graph(value)
             elif isinstance(value, Tensor) and name not in LIKE_ANOTHER:
+                # What is computed of a gradient of stage 2 element by element has no graph.
+                has_graph = isinstance(first, (Shard, _Sharded)) or in_place(name)
+                if value.requires_grad and torch.is_grad_enabled() and not has_graph:
+                    return None
                 with torch.no_grad() if not value.requires_grad else nullcontext():
                     value = own_elements(value, own_of(first), cut)
                 if value is None:
@@ -220,15 +273,25 @@ def _in_graph(shard: Any) -> Any:
 
 
 def _element_by_element(
-    func: Callable[..., Any], word: str, args: Sequence[Any], given: tuple[Sequence[Any], dict[str, Any]]
+    func: Callable[..., Any],
+    word: str,
+    args: Sequence[Any],
+    given: tuple[Sequence[Any], dict[str, Any]],
+    *,
+    out: Any = None,
 ) -> Any:
     if word == FINITE_CHECK and args[2].is_pinned():
         # torch has copied the scale from a GPU without waiting, also to where the host reads it: to pinned memory.
         accelerator.current_stream().synchronize()
-    result = _plainly(func, *given)
+    # What is written into has no graph, and gets none of a parameter beside it.
+    first: Any = args[0]
+    into_plain = in_place(func.__name__) and isinstance(first, AtRest) and not _plainly(_REQUIRES, [first], {})
+    with torch.no_grad() if into_plain else nullcontext():
+        result = _plainly(func, *given)
     if word == FINITE_CHECK:
         _spread_overflow(*args[:2])
-    first = args[0]
+    if out is not None:
+        return out
     if isinstance(first, (list, tuple)):
         return None if result is None else _as_shards(result, first)
     if result is given[0][0] or (isinstance(first, AtRest) and result is first):
@@ -240,8 +303,9 @@ def _of_gathered(
     func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], call: str, of: str | None
 ) -> Any:
     """Collective. Computes a function of the full tensors; writes what it has written into the first one."""
-    in_place = name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-    target: Any = args[0] if in_place and args and isinstance(args[0], AtRest) else None
+    target: Any = (
+        args[0] if (in_place(name) or name == "__setitem__") and args and isinstance(args[0], AtRest) else None
+    )
     home = str(getattr(func, "__module__", ""))
     tracked = torch.is_grad_enabled() and home != "torch.nn.init"  # which writes under torch.no_grad()
     if target is not None and tracked and target.requires_grad and target.is_leaf:
@@ -670,6 +734,7 @@ AT_REST: dict[type, type] = {nn.Parameter: ShardedParameter, Fake: _ShardedFake,
 _FULL = {at_rest: full for full, at_rest in AT_REST.items()} | {FullParameter: nn.Parameter}
 
 _DATA: Any = Tensor.data
+_REQUIRES: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 
 
 GRADIENT: Any = Tensor.grad
@@ -677,7 +742,9 @@ GRADIENT: Any = Tensor.grad
 
 def cut_of(tensor: Tensor) -> Cut:
     """Of which parameter a ShardedParameter or a Shard has this rank's elements."""
-    found: Cut = of_param(tensor) if isinstance(tensor, nn.Parameter) else tensor.cut  # type: ignore[attr-defined]
+    # nn.Parameter(shard) is an nn.Parameter, but stays a Shard.
+    registered = isinstance(tensor, (_Sharded, FullParameter))
+    found: Cut = of_param(tensor) if registered else tensor.cut  # type: ignore[attr-defined]
     return found
 
 

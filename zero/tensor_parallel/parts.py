@@ -56,7 +56,7 @@ def of(param: Any) -> Any:
 def others(param: nn.Parameter) -> Comm | None:
     """Returns the ranks that have the other elements of the tensor that a parameter is a part of; None if the part has
     all."""
-    dtensor = table.dtensor_of(param)
+    dtensor = table.dtensor_of(param) if table.made else None
     return table.comm_of(dtensor) if dtensor is not None and table.is_cut(dtensor) else None
 
 

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import NoReturn
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from zero._torch.telling import warn_user
-from zero._torch.tensors import as_plain_tensors, foreach, part_of, shares_memory
+from zero._torch.tensors import as_plain_tensors, foreach, has_values, part_of, shares_memory
 from zero.comm import Comm, Work
 from zero.comm.packing import lengths, summed_as
 from zero.comm.together import Together
+from zero.shards.cut import Cut
 from zero.shards.shard_group import ShardGroup
+from zero.wrap.gradients import OwnedGradient, WideAverage
 from zero.wrap.messages import ByOwner, InOneMessage, messages_of
 from zero.wrap.refused import CREATE_GRAPH, refuse_sparse
 
@@ -30,7 +32,6 @@ from zero.wrap.refused import CREATE_GRAPH, refuse_sparse
 class GradBucket:
     """Takes the gradients of one shard group, and reduces them to their owners.
 
-    shards: by position of the parameter, what is stepped for it: its `grad` is the gradient of this rank's shard.
     sent_as: the dtype in which gradients are sent, by default that of the full parameters; where transfers overlap
         computing, that of the sums.
     of: the parameters that the model has; the optimizer may step more. By default all.
@@ -47,13 +48,12 @@ class GradBucket:
     def __init__(
         self,
         group: ShardGroup,
-        shards: Sequence[Tensor],
         *,
         sent_as: torch.dtype | None = None,
         of: Collection[Tensor] | None = None,
         with_groups: Sequence[ShardGroup] = (),
     ) -> None:
-        self.group, self._shards, self.groups = group, shards, [group, *with_groups]
+        self.group, self.groups = group, [group, *with_groups]
         self.params = [param for one in self.groups for param in one.params]
         self.own = [index for index, param in enumerate(self.params) if of is None or param in of]
         # Rings send each byte of float32 to another host once, and an all-to-all of 16 bits more than that.
@@ -166,11 +166,11 @@ class GradBucket:
 
     def _add(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
         for index, gradient in gradients:
-            shard = self._shards[index]
-            if shard.grad is None:
+            held = self._held(index)
+            if held is None:
                 self._set(index, gradient)
             else:
-                self._addends.append((shard.grad, gradient))
+                self._addends.append((held, gradient))
         if not self.group.copies or not self.group.main.is_pinned():  # for those copies the host has waited
             self._add_what_arrived()
 
@@ -183,9 +183,13 @@ class GradBucket:
             self._addends = []
             foreach("add_", held, added)
 
+    def _held(self, index: int) -> Tensor | None:
+        """The gradient that this rank's shard of a parameter has already."""
+        raise NotImplementedError
+
     def _set(self, index: int, gradient: Tensor) -> None:
         """Makes it the gradient of a shard that has none."""
-        self._shards[index].grad = gradient
+        raise NotImplementedError
 
     def decide(self, used: Mapping[int, bool]) -> None:
         """Adds, at the end of a backward, gradients of parameters that only other ranks have used.
@@ -211,6 +215,55 @@ class GradBucket:
         self._undecided, self._addends, self.used, self.missing = [], [], set(), False
 
 
+class OwnedBucket(GradBucket):
+    """At stage 2: `param.grad` is an OwnedGradient from the end of a backward on.
+
+    `_sums`: by position, the shards to which the running backward has added, also where `param.grad` was cleared since.
+    """
+
+    def __init__(
+        self, group: ShardGroup, *, sent_as: torch.dtype | None = None, of: Collection[Tensor] | None = None
+    ) -> None:
+        super().__init__(group, sent_as=sent_as, of=of)
+        self._sums: dict[int, Tensor] = {}
+
+    def take_written(self, index: int) -> None:
+        """Takes the full gradient of a parameter that this rank has written and not reduced, if there is one. Raises
+        RuntimeError for another parameter's OwnedGradient."""
+        param = self.params[index]
+        held = param.grad
+        if isinstance(held, OwnedGradient):
+            held.refuse_of_others(self.group, index)
+            self.take(index, held.unreduced)
+            held.unreduced = None
+        else:
+            param.grad = None
+            self.take(index, held)
+
+    def _held(self, index: int) -> Tensor | None:
+        if index not in self._sums and isinstance(held := self.params[index].grad, OwnedGradient):
+            self._sums[index] = held.shard
+        return self._sums.get(index)
+
+    def _set(self, index: int, gradient: Tensor) -> None:
+        self._sums[index] = gradient
+
+    def decide(self, used: Mapping[int, bool]) -> None:
+        super().decide(used)
+        sums, self._sums, main = self._sums, {}, self.group.main
+        for index in self.reduced:
+            param = self.params[index]
+            if not isinstance(param.grad, OwnedGradient):
+                shard = sums.get(index)
+                if shard is None:  # this rank owns nothing of it
+                    shard = torch.empty_like(self.group.shard_views[index], dtype=main.dtype, device=main.device)
+                param.grad = OwnedGradient(param, Cut(ref(self.group), index), shard)
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._sums = {}
+
+
 # Elements of gradients that are copied by one call.
 _SMALL = 1 << 16
 
@@ -225,11 +278,10 @@ class FullBucket(GradBucket):
     group.
 
     `unreduced`: positions of the parameters whose gradients this rank has written since they were averaged last.
-    `wide`: by position, this rank's averages where they are wider than the parameters, in the shapes of its shards.
     """
 
     def __init__(self, groups: Sequence[ShardGroup], of: Collection[Tensor]) -> None:
-        super().__init__(groups[0], (), of=of, with_groups=groups[1:])
+        super().__init__(groups[0], of=of, with_groups=groups[1:])
         group = groups[0]
         self._is_wide = summed_as(group.full.dtype) != group.full.dtype
         # Divided as they are copied, which costs no pass over the buffer; those of 16 bits are by Exchange.reduce.
@@ -242,7 +294,9 @@ class FullBucket(GradBucket):
         self._pending, self._pending_numel = dict[int, Tensor](), 0
         # Those of the last backward, while they are gradients.
         self._last: list[Callable[[], Tensor | None]] = []
-        self.unreduced, self.wide = set[int](), dict[int, Tensor]()
+        self.unreduced = set[int]()
+        # Averages of this rank's shards that are wider than the parameters, by position.
+        self._wide: list[Tensor] = []
 
     def _begin(self, index: int | None = None, gradient: Tensor | None = None) -> list[Tensor]:
         """The views of the buffer of this backward, which is the last one's if its first gradient lies there."""
@@ -259,6 +313,11 @@ class FullBucket(GradBucket):
                 begin += one.layout.numel
             self._last = [ref(view) for view in self._views]
         return self._views
+
+    def take_written(self, index: int) -> None:
+        """Takes the gradient of a parameter that this rank has written since it was averaged last, if there is one."""
+        if index in self.unreduced:
+            self.take(index, self.params[index].grad)
 
     def take(self, index: int, gradient: Tensor | None) -> None:
         if gradient is None:
@@ -320,8 +379,7 @@ class FullBucket(GradBucket):
         with group.recorded("wait_for_reduce"):
             averages: Tensor = handle.wait()
         if self._is_wide:
-            own = group.shapes.views_of_shard(averages)
-            self.wide = {index: own[index] for index in group.shapes.spans}
+            self._wide = group.shapes.views_of_shard(averages)
             buffer[group.layout.segment(group.comm.rank)] = averages
             self._gather = group.exchange.gather(buffer, None, group.streams, channel=self._channel)
 
@@ -333,14 +391,20 @@ class FullBucket(GradBucket):
             gather.wait()
         for index in self.reduced - here:
             self.params[index].grad = self._views[index]
-        self._buffer, self._views = None, []
+        for index in self.reduced if self._wide else ():
+            average: Any = self.params[index].grad
+            if has_values(average):
+                average.__class__ = WideAverage
+                average.cut, average.wide = Cut(ref(self.group), index), self._wide[index]
+        self._buffer, self._views, self._wide = None, [], []
+        self.unreduced.difference_update(self.trained)
 
     def abandon(self) -> None:
         super().abandon()
         gather, self._gather = self._gather, None
         if gather is not None:
             gather.wait()
-        self._buffer, self._views, self.wide = None, [], {}
+        self._buffer, self._views, self._wide = None, [], []
         self._pending, self._pending_numel = {}, 0
 
 

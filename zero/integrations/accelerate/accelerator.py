@@ -15,18 +15,17 @@ import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, DynamoBackend, compile_regions
 from accelerate.utils.deepspeed import DummyOptim, DummyScheduler
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from zero._torch.optimizers import follow
 from zero.comm.comm import launched_ranks
-from zero.grad_scaler import GradScaler
 from zero.integrations.accelerate import plugin as plugins
 from zero.integrations.accelerate import states
 from zero.integrations.accelerate.keys import DTYPES
 from zero.integrations.accelerate.plugin import ZeroPlugin
-from zero.integrations.accelerate.sharding import WRAPPERS, Sharding, clip_together
+from zero.integrations.accelerate.sharding import WRAPPERS, Sharding
 from zero.measure.param_groups import params_of
 
 
@@ -80,9 +79,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self.sharding = Sharding(options.pop("stage"), self.device, dtype, options, self.saves_shards)
         self.native_amp = self.native_amp and self.sharding.autocast  # which is autocast
         self._unscaled: WeakSet[Optimizer] = WeakSet()
-        if self.scaler is not None:
-            handler = self.scaler_handler.to_kwargs() if self.scaler_handler is not None else {}
-            self.scaler = GradScaler(self.device.type, **handler)
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
         """Collective. As Accelerate's. A model and its optimizer belong in one call."""
@@ -163,18 +159,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 if one not in self._unscaled:
                     self.scaler.unscale_(one)
                     self._unscaled.add(one)
-
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Collective. As Accelerate's. At stage 2 pass all parameters of one or several optimizers.
-
-        Raises RuntimeError there for only some parameters of an optimizer.
-        """
-        params: list[Any] = [parameters] if isinstance(parameters, Tensor) else [*parameters]
-        clips = self.sharding.clips(params)
-        if not clips:
-            return super().clip_grad_norm_(params, max_norm, norm_type)
-        self.unscale_gradients()
-        return clip_together(clips, float(max_norm), float(norm_type))
 
     def before_step(self, optimizer: Optimizer) -> None:
         """Called by prepared optimizers. Clips where the ZeroPlugin says so."""

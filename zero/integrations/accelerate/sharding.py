@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
 from torch.optim import Optimizer
@@ -34,7 +33,6 @@ _TOGETHER = (
     "whose parameters or gradients it needs. Prepare both in one call: model, optimizer = accelerator.prepare(model, "
     "optimizer); or freeze what is not trained."
 )
-Clip = Callable[[float, float], Tensor]
 """Clips gradients to a norm; returns the norm before. Called with the largest norm, and the order of the norm."""
 
 
@@ -224,49 +222,10 @@ class Sharding:
         found = {type(module).__name__ for module in model.modules()} & own or {*own, "no class"}
         return ModuleWrapPolicy(_classes(model, self._class_names or [*found], "TRANSFORMER_BASED_WRAP"))
 
-    def clips(self, params: Sequence[nn.Parameter]) -> list[Clip]:
-        """The functions that clip the gradients of these parameters; none where torch's own clips them, as at stage 1.
-
-        Raises RuntimeError at stage 2 for only some parameters of an optimizer.
-        """
-        given = {param for param in params if param.requires_grad}
-        left, found = set(given), list[Clip]()
-        for one in (*self.wrapped, *self._optimizers):
-            if not isinstance(one, FSDP) and not (isinstance(one, OSS) and self.stage == 2):
-                continue
-            trained = [*one.parameters()] if isinstance(one, FSDP) else params_of(one)
-            trained = [param for param in trained if param.requires_grad]
-            own = [param for param in trained if param in given]
-            if isinstance(one, OSS) and 0 < len(own) < len(trained):
-                raise RuntimeError(
-                    f"clip_grad_norm_ got {len(own)} of the {len(trained)} trained parameters of an optimizer. Pass "
-                    "all: at stage 2 the norm is that of all its gradients."
-                )
-            if own:
-                found.append(one.clip_grad_norm if isinstance(one, OSS) else partial(one.clip_grad_norm_, params=own))
-                left.difference_update(own)
-        if found and left:
-            raise RuntimeError(
-                f"clip_grad_norm_ got {len(left)} parameters that are in no prepared model beside others."
-            )
-        return found
-
     def holder_of(self, optimizer: Optimizer) -> nn.Module:
         """The wrapper that holds the optimizer's parameters; a module of several, or of none where none is wrapped."""
         holders = [one for one in self.wrapped if steps(optimizer, one)]
         return holders[0] if len(holders) == 1 else nn.ModuleList(holders)
-
-
-def clip_together(clips: Sequence[Clip], max_norm: float, norm_type: float) -> Tensor:
-    """Collective. Clips as if all gradients were one vector; returns its norm."""
-    if len(clips) == 1:
-        return clips[0](max_norm, norm_type)
-    norms = torch.stack([clip(math.inf, norm_type) for clip in clips])
-    total: Tensor = torch.linalg.vector_norm(norms, norm_type)
-    if total > max_norm:
-        for clip, norm in zip(clips, norms, strict=True):
-            clip(float(max_norm * norm / total), norm_type)
-    return total
 
 
 def _classes(model: nn.Module, names: Sequence[str], option: str) -> list[type[nn.Module]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from lightning.fabric.strategies.ddp import DDPStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -15,7 +14,6 @@ from zero.checkpoint.storage import place
 from zero.full_state import full_state_dict
 from zero.integrations.lightning import sharding
 from zero.load_full import load_full_state_dict
-from zero.scripts import clip_grad_norm_
 
 _KINDS = (nn.Module, Optimizer)
 
@@ -40,7 +38,6 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         """Collective. Schedulers then schedule the sharded optimizers."""
         sharded = [self._shard_optimizer(one) for one in optimizers]
-        sharding.scale_for_shards(self.precision)
         return self._wrap(module, sharded), sharded, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
@@ -49,7 +46,6 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
             raise RuntimeError(
                 "fabric.setup_module() at stage 2: the optimizer is needed. fabric.setup(model, optimizer)"
             )
-        sharding.scale_for_shards(self.precision)
         return self._wrap(module, ())
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -64,16 +60,6 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """What `fabric.no_backward_sync` enters."""
         return self._accumulating(module) if enabled else nullcontext()
-
-    def clip_gradients_norm(
-        self, module: nn.Module, optimizer: Any, max_norm: float, norm_type: float = 2, error_if_nonfinite: bool = True
-    ) -> Tensor:
-        """Collective. Returns the norm of all gradients before. Raises RuntimeError, on every rank, if not finite."""
-        self.precision.unscale_gradients(optimizer)
-        total = clip_grad_norm_(_wrapper(module), optimizer, float(max_norm), float(norm_type))
-        if error_if_nonfinite and not torch.isfinite(total):
-            raise RuntimeError(f"the norm of order {norm_type} is {total.item()}. error_if_nonfinite=False goes on.")
-        return total
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any | Tensor]:
         """Collective. Full weights on rank 0's CPU, {} elsewhere."""

@@ -22,7 +22,6 @@ from zero.checkpoint.write import save_in_place
 from zero.fsdp import FSDP
 from zero.fsdp.model import sharded_params
 from zero.full_state import full_optimizer_state_dict
-from zero.grad_scaler import GradScaler
 from zero.measure.param_groups import steps
 from zero.oss import OSS
 from zero.scripts import no_sync, unwrap
@@ -148,15 +147,6 @@ def full_state(optimizer: Optimizer) -> dict[str, Any]:
     holders = [one for one in wrappers if steps(optimizer, one)]  # an OSS needs no model
     holder = holders[0] if len(holders) == 1 else nn.ModuleList(holders)
     return full_optimizer_state_dict(holder, optimizer, to=0)
-
-
-def scale_for_shards(plugin: Any) -> None:
-    """Replaces a precision plugin's torch GradScaler by zero's: if one rank has an overflow, all skip the step."""
-    scaler = getattr(plugin, "scaler", None)
-    if type(scaler) is torch.amp.GradScaler:
-        plugin.scaler = GradScaler(plugin.device, enabled=scaler.is_enabled())
-        if scaler.is_enabled():
-            plugin.scaler.load_state_dict(scaler.state_dict())
 
 
 def rest_of(path: Any) -> str | None:

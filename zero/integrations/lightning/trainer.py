@@ -27,7 +27,7 @@ from zero.full_state import full_state_dict
 from zero.integrations.lightning import averages, sharding
 from zero.load_full import load_full_optimizer_state_dict, load_full_state_dict
 from zero.oss import OSS
-from zero.scripts import clip_grad_norm_, unwrap
+from zero.scripts import unwrap
 
 
 class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
@@ -82,11 +82,7 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
                 self.model = self._wrap(self.lightning_module, self.optimizers)
             else:
                 Comm().broadcast([*self.lightning_module.parameters(), *self.lightning_module.buffers()])
-        # Clipping and loss scaling of the precision plugin know neither model nor ranks.
         self.setup_precision_plugin()
-        plugin: Any = self.precision_plugin
-        sharding.scale_for_shards(plugin)
-        plugin.clip_grad_by_norm = lambda optimizer, limit: clip_grad_norm_(self.model, optimizer, float(limit))
 
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         """Collective at stages 1 and 2. Shards the optimizers of configure_optimizers(), with their schedulers."""
@@ -112,7 +108,6 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
 
     def teardown(self) -> None:
         """Leaves the model on its device, and sharded at stage 3: test() and save_checkpoint() still use it."""
-        vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         if self.model is not None and self._stage < 3:
             self.model = unwrap(self.model)
             if self._layer_sync:

@@ -1,0 +1,208 @@
+"""What stands in `param.grad`, if it is no plain tensor.
+
+At stage 1 it is a WideAverage where 16 bits are averaged in float32. At stage 2, where a gradient lives with its
+owners, it is the truth as with DistributedDataParallel:
+
+    an OwnedGradient    has this rank's shard. It counts in the next step and is added to by the next backward, also
+                        after it was taken away and put back, or computed of another one
+    None                the gradient was dropped
+    a plain tensor      autograd has written a full gradient that is not reduced yet
+    anything else       is refused
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from zero._torch.autograd import in_a_backward
+from zero._torch.tensors import WithoutMemory, as_plain_tensors
+from zero.comm.channels import READ
+from zero.shards.answers import NORMS, norm_of, order_of, ranks_of
+from zero.shards.cut import Cut
+from zero.shards.elementwise import ELEMENTWISE, FINITE_CHECK, in_place
+from zero.shards.shard_group import ShardGroup
+from zero.shards.sharded_parameter import AtRest
+from zero.wrap.refused import CREATE_GRAPH
+
+# Operators that leave it as it is, and those that clear the shard.
+_KEPT, _CLEARED = {"detach", "alias"}, {"zero_", "_foreach_zero_"}
+
+
+class OwnedGradient(AtRest, WithoutMemory):
+    """The gradient of one parameter, of which each rank has a shard; or what is computed of it element by element. It
+    has no memory in its own shape, and answers as the full gradient (zero/shards/answers.py).
+
+    `cut`: of which parameter, and which elements of it this rank has. `shard`: these; empty where it has none.
+    `unreduced`: the full gradient of backwards since, under no_sync; None if there were none.
+    """
+
+    cut: Cut
+    shard: Tensor
+    unreduced: Tensor | None
+
+    @staticmethod
+    def __new__(cls, like: Tensor, cut: Cut, shard: Tensor, **cast: Any) -> OwnedGradient:
+        with as_plain_tensors():
+            made = cls.like(like, **cast)
+        made.cut, made.shard, made.unreduced = cut, shard, None
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _CLEARED or (name == "to" and any(isinstance(one, torch.device) for one in args[1:])):
+            with as_plain_tensors():
+                return func(*args, **(kwargs or {}))
+        if name == "__get__" and func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
+            return args[0].shard.dtype  # that of the masters, where the parameter is narrower
+        if name == "__set__" and func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            of, data = args
+            if not isinstance(data, OwnedGradient) or not data.cut.alike(of.cut):
+                raise RuntimeError(
+                    f"`.data` of the gradient of {of.cut.name} was set to a {type(data).__name__}. {OWN_ONLY}"
+                )
+            of.shard, of.unreduced = data.own(), None
+            return None
+        return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """What torch itself does: accumulates, clears, moves and casts."""
+        operator, first = func.overloadpacket.__name__, args[0]
+        if operator in _KEPT:
+            return first
+        if operator == "_to_copy":  # the module is moved or cast: the step refuses that in its own words
+            cast = {key: value for key, value in (kwargs or {}).items() if key in ("dtype", "device") and value}
+            return cls(first, first.cut, first.shard, **cast)
+        if operator in _CLEARED:
+            for one in first if isinstance(first, (list, tuple)) else [first]:
+                one._clear() if isinstance(one, cls) else one.zero_()
+            return first if operator == "zero_" else None
+        if operator in ("add_", "add") and isinstance(first, cls) and in_a_backward():
+            addend, alpha = args[1], (kwargs or {}).get("alpha", 1)
+            return first._receive(addend if alpha == 1 else addend * alpha, in_place=operator == "add_")
+        raise RuntimeError(
+            f"{operator} was called by torch itself on the gradient of {args[0].cut.name}, of which each rank has a "
+            "shard at stage 2. Call torch's function on `param.grad`."
+        )
+
+    def _receive(self, gradient: Tensor, *, in_place: bool) -> OwnedGradient:
+        """Takes what autograd adds, and does not write into it: others may hold it."""
+        if not in_place:  # autograd adds so if the gradient is to have a graph
+            raise RuntimeError(CREATE_GRAPH.format(self.cut.name))
+        self.unreduced = gradient if self.unreduced is None else self.unreduced + gradient
+        return self
+
+    def own(self) -> Tensor:
+        if self.unreduced is not None:
+            raise RuntimeError(
+                f"the gradient of {self.cut.name} was accumulated under no_sync(), and is not reduced yet. Read it "
+                "after a backward outside of no_sync(), or call reduce()."
+            )
+        return self.shard
+
+    def with_elements(self, own: Tensor) -> OwnedGradient:
+        return OwnedGradient(self, self.cut, own, dtype=own.dtype)
+
+    def refuse_of_others(self, group: ShardGroup, index: int) -> None:
+        """Raises RuntimeError unless it is of the parameter of this index, in whose `param.grad` it stands."""
+        if self.cut.owner() is not group or self.cut.position != index:
+            raise RuntimeError(f"{group.names[index]} has the gradient of {self.cut.name} in `param.grad`. {OWN_ONLY}")
+
+    def _clear(self) -> None:
+        self.unreduced = None
+        self.shard.zero_()
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise TypeError(
+            f"the gradient of {self.cut.name} is spread over the ranks, and cannot be pickled. Save param.grad.clone() "
+            "of stage 1, or gather it on every rank: param.grad.cpu().numpy()."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo[id(self)] = copy = self.with_elements(self.own().clone())
+        return copy
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        with as_plain_tensors():
+            return f"OwnedGradient({self.cut.name}, {list(self.shape)}, {self.dtype}, sharded by ShardedDDP)"
+
+
+OWN_ONLY = (
+    "With ShardedDDP `param.grad` is None, or what backward has left there, or what is computed of it element by "
+    "element. To change a gradient write into it (`param.grad.mul_(...)`), or change it in a hook on the parameter."
+)
+
+
+class WideAverage(Tensor):
+    """A full average of 16 bits, of which this rank has its elements in float32 as well. `wide`: these, in the shape of
+    the shard `cut`. They are stepped in place of the rounded elements, except of those that the user has written.
+
+    What is computed of it in place, element by element and with numbers, as clipping and loss scaling do, is computed
+    of both. Its norms are those of `wide`, by all ranks, and its dtype that of `wide`, which torch.amp.GradScaler asks
+    for. All else reads and writes the full one.
+    """
+
+    cut: Cut
+    wide: Tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        with as_plain_tensors():
+            if name == "__get__" and func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
+                return args[0].wide.dtype
+            if name in NORMS and isinstance(args[0], cls) and (order := order_of(name, args, kwargs)) is not None:
+                return norm_of(args[0].wide, args[0].cut, order, name, None, args[0].device)
+            word = name.removeprefix("_foreach_").strip("_")
+            both = args[0] if name.startswith("_") and isinstance(args[0], (list, tuple)) else args[:1]
+            others = [one for one in (*args[1:], *kwargs.values()) if isinstance(one, (list, tuple))]
+            numbers = not others and all(not isinstance(one, Tensor) or not one.dim() for one in args[1:])
+            if not (in_place(name) and numbers and word in ELEMENTWISE and any(isinstance(one, cls) for one in both)):
+                return func(*args, **kwargs)
+            wide = [one.wide if isinstance(one, cls) else one for one in both]
+            full = [one for one in both if isinstance(one, cls)]
+            if word == FINITE_CHECK:
+                func(wide, *args[1:], **kwargs)
+                torch._foreach_mul_([*full], args[2])
+                for comm in ranks_of([one.cut for one in full]):
+                    comm.all_reduce(args[1], maximum=True, channel=READ)
+            elif both is args[0]:
+                func(wide, *args[1:], **kwargs)
+                func(full, *args[1:], **kwargs)
+            else:
+                func(wide[0], *args[1:], **kwargs)
+                func(*args, **kwargs)
+            for one in full:
+                owner = one.cut.owner()
+                if owner is not None and one.wide.numel():
+                    owner.own_slice(one.cut.position, one).copy_(one.wide)
+            return args[0] if both is not args[0] else None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.as_subclass(Tensor).__deepcopy__(memo)
+
+
+def held_here(gradient: Tensor | None) -> Tensor | None:
+    """What this rank has in memory of a gradient."""
+    return gradient.shard if isinstance(gradient, OwnedGradient) else gradient
+
+
+def refuse_left(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises ValueError for a parameter with a gradient that an earlier ShardedDDP has left there."""
+    for name, param in named:
+        if isinstance(param.grad, OwnedGradient):
+            raise ValueError(
+                f"{name!r} has a gradient of a ShardedDDP that has the model already, as in a notebook whose cell runs "
+                "again. Wrap what zero.unwrap(model) of that one returns, or clear the gradients first: "
+                "module.zero_grad()."
+            )
