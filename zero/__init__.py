@@ -33,6 +33,7 @@ __title__ = "progressive-zero"  # by this zero/_torch/namesakes.py knows that no
 
 from zero import checkpoint
 from zero.comm import traffic
+from zero.ema import EMA
 from zero.fsdp import FSDP, MixedPrecision
 from zero.full_state import (
     full_optimizer_state_dict,
@@ -61,6 +62,7 @@ show_as_asked()
 __all__ = [
     "CPUOffload",
     "DiskOffload",
+    "EMA",
     "FSDP",
     "MixedPrecision",
     "OSS",

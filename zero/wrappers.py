@@ -18,9 +18,10 @@ from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
 from zero.fsdp.full_weights import named_tensors
-from zero.fsdp.model import models, models_of
+from zero.fsdp.model import Model, models, models_of
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
+from zero.oss.optimizer import optimizers
 from zero.sdp import ShardedDDP
 from zero.sdp.sharded_ddp import comm_of
 from zero.state.gathered import refuse_no_rank
@@ -149,12 +150,25 @@ def stepped_for(
 
 def stepped_by(inner: nn.Module, wrappers: Sequence[nn.Module], optimizer: Optimizer) -> SteppedShards:
     """What holds an optimizer's state; at stage 0 none of it is a shard."""
-    if isinstance(optimizer, OSS):
-        return optimizer.stepped_shards
+    stepped: SteppedShards | None = getattr(optimizer, "stepped_shards", None)  # of OSS and EMA
+    if stepped is not None:
+        return stepped
     params_in(inner, optimizer)
     sharded = [model for model, _ in models_of(inner)]
     groups = [group for model in sharded for group in model.index.groups]
     return of_user(optimizer, groups, sharded[0].comm if sharded else comms_of(wrappers)[0])
+
+
+def holders_of(
+    params: Iterable[nn.Parameter],
+) -> tuple[list[Model], list[OSS], dict[nn.Parameter, nn.Parameter]]:
+    """What shards parameters now, and what an optimizer steps of each: its own shard. Of several OSS the last has taken
+    a parameter."""
+    holders: dict[nn.Parameter, Any] = {param: one for one in optimizers() for param in one.shards}
+    holders.update((param, one) for one in models() for param in one.index)
+    stepped = {param: one.shards[param] if isinstance(one := holders.get(param), OSS) else param for param in params}
+    found = dict.fromkeys(holders[param] for param in stepped if param in holders)
+    return [one for one in found if isinstance(one, Model)], [one for one in found if isinstance(one, OSS)], stepped
 
 
 def params_in(inner: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:

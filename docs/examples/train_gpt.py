@@ -12,7 +12,7 @@ matplotlib it draws its losses and its memory at the end.
 import argparse
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import islice
@@ -56,36 +56,6 @@ class GPT(nn.Module):
         for block in self.blocks:  # in training a block's activations are computed again in backward, not kept
             x = checkpoint(block, x, use_reentrant=False) if self.training else block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), text[:, 1:].flatten())
-
-
-class Average(torch.optim.Optimizer):
-    """An exponential moving average of the weights, at stage 3 of this rank's shards. As an optimizer's state it is
-    saved in the same checkpoint, and loads at any stage."""
-
-    def __init__(self, params: Iterable[Tensor], decay: float = 0.99) -> None:
-        super().__init__(params, {"decay": decay})
-
-    @torch.no_grad()
-    def update(self) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                self.state[param].setdefault("average", param.clone()).lerp_(param, 1 - group["decay"])
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """In here the weights are the average."""
-        self.swap()
-        try:
-            yield
-        finally:
-            self.swap()
-
-    @torch.no_grad()
-    def swap(self) -> None:
-        for param, state in self.state.items():
-            trained = param.clone()
-            param.copy_(state["average"])
-            state["average"].copy_(trained)
 
 
 def batches(loader: DataLoader, sampler: DistributedSampler, done: int) -> Iterator[Tensor]:
@@ -135,12 +105,12 @@ def train(options: argparse.Namespace, device: torch.device, rank: int, world: i
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     model, optimizer = zero.setup(net, torch.optim.AdamW, stage=options.stage, params=groups, lr=options.lr)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
-    average = Average(model.parameters())
+    average = zero.EMA(model, decay=0.99)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=options.bf16, cache_enabled=False)
 
     def evaluate() -> float:
         model.eval()
-        with torch.no_grad(), autocast, average.applied():
+        with torch.no_grad(), autocast, average.swapped():
             loss = torch.stack([model(batch.to(device)) for (batch,) in eval_loader]).mean()
         model.train()
         if dist.is_initialized():
@@ -185,7 +155,7 @@ def train(options: argparse.Namespace, device: torch.device, rank: int, world: i
 
     full = {"weights": zero.full_state_dict(model, to=0)}  # on rank 0; the others get {}
     full["optimizer"] = zero.full_optimizer_state_dict(model, optimizer, to=0)
-    with average.applied():
+    with average.swapped():
         full["average"] = zero.full_state_dict(model, to=0)
     if rank == 0:
         torch.save(full, f"{options.output}/full.pt")

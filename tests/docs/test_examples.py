@@ -13,6 +13,7 @@ import math
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,46 @@ def test_the_moved_script_trains_to_what_ddp_does_at_every_stage(world: int, tmp
     for stage in range(4):
         assert run(world, tmp_path, "moved", "stage=3", f"stage={stage}") == told
         torch.testing.assert_close(loaded(tmp_path / "weights.pt"), expected, rtol=1e-5, atol=1e-6)
+
+
+WHOLE, WHOLE_MOVED = (EXAMPLES / f"{name}.py" for name in ("whole_script", "whole_script_moved"))
+
+
+def test_six_lines_of_a_whole_script_change_and_the_page_shows_them() -> None:
+    before, after = (path.read_text().splitlines(keepends=True) for path in (WHOLE, WHOLE_MOVED))
+    changed = [line for line in difflib.unified_diff(before, after, n=0) if line[0] in "+-" and line[1:].strip()][2:]
+    assert len(before) > 80 and sum(line[0] == "+" for line in changed) <= 6, changed
+    page = (ROOT / "docs" / "move_a_script.md").read_text()
+    assert re.findall(r"^```diff\n(.*?)^```", page, re.DOTALL | re.MULTILINE) == ["".join(changed)]
+
+
+def in_two_runs(rank: int, world: int, folder: Path, arguments: list[str], stage: int | None) -> tuple[str, list[Any]]:
+    """What the script prints that ends after two epochs, and goes on for two more; and the averages. stage: None for
+    DistributedDataParallel."""
+    folder.mkdir(exist_ok=True)
+    name, written, instead = ("whole_script_moved", "stage=3", f"stage={stage}")
+    if stage is None:
+        name, written, instead = "whole_script", "", ""
+    with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.chdir(folder):
+        for epochs in (2, 4):
+            names = run_example(name, "--epochs", epochs, *arguments, written=written, instead=instead)
+    average = names["average"]
+    if stage is None:
+        return told.getvalue(), [param.detach() for param in average.module.parameters()]
+    with average.swapped():
+        return told.getvalue(), [*zero.full_state_dict(names["model"]).values()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [[], ["--fp16"], ["--accumulate", "1"]], ids=" ".join)
+def test_the_whole_script_prints_the_same_numbers_at_every_stage(arguments: list[str], tmp_path: Path) -> None:
+    (told, average), _ = ranks.run(in_two_runs, 2, (tmp_path / "ddp", arguments, None))
+    losses = [float(loss) for loss in re.findall(r"loss (\S+),", told)]
+    assert told.count("8608 parameters") == 2 and len(losses) == 4 and losses[3] < 0.6 * losses[0]
+    for stage in range(4):
+        (found, own), _ = ranks.run(in_two_runs, 2, (tmp_path / str(stage), arguments, stage))
+        assert found == told
+        torch.testing.assert_close(own, average, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

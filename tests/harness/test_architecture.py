@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 EVERY_STAGE = (
     *("setup", "arguments", "precision", "scripts", "full_state", "load_full", "grad_scaler", "graphs"),
-    "wrappers",
+    *("ema", "wrappers"),
 )
 BELOW = ["_torch", "measure", "comm", "tensor_parallel", "shards", "state", "offload", "wrap", "oss", "sdp", "fsdp"]
 ROOMS = [*BELOW, EVERY_STAGE, "checkpoint", "plan", "integrations", "top"]

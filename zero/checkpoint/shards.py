@@ -156,7 +156,8 @@ class Training:
         synchronising = [one for one in self._wrappers if isinstance(one, DistributedDataParallel | ShardedDDP)]
         known = [self.module] if self.ranks.all == 1 else synchronising
         self._kept = {param for one in known for param in parameters_of(one)}
-        groups = [group for one in self._sharding for group in one.shards.shard_groups]
+        sharded = [stepped for one in self.optimizers if (stepped := getattr(one, "stepped_shards", None)) is not None]
+        groups = [*dict.fromkeys(group for stepped in sharded for group in stepped.shard_groups)]
         dtypes: dict[Tensor, torch.dtype] = {}
         self._in_shards = set[Any]()
         for one in self._wrappers:
@@ -217,7 +218,7 @@ class Training:
                 )
             if isinstance(optimizer, OSS) and optimizer.comm.group is not self.ranks.comms[0].group:
                 raise ValueError("the model and its OSS were given different process groups. Pass one to both")
-            for index, param in enumerate(params_of(optimizer)):
+            for index, param in enumerate(params_of(getattr(optimizer, "stepped_shards", optimizer))):
                 if param not in self._names:
                     raise ValueError(
                         f"parameter {index} of the {type(optimizer).__name__}, of shape {list(param.shape)}, is not in "

@@ -5,7 +5,7 @@ It holds its shards (zero/shards/owned_shards.py), its step (step.py) and its sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn, cast, overload
@@ -127,6 +127,8 @@ class OSS(Optimizer):
                 vars(self.optim)[name] = partial(_switch, ref(self), name)
         mark_shards(self.optim, ref(self))
         self._built = True
+        _alive[:] = [one for one in _alive if one() is not None]
+        _alive.append(ref(self))
         announce(f"OSS({called(optim)})", self.comm, self.shards.shard_groups, stage=1)
 
     # -------------------------------------------------------------------------------------- construction
@@ -288,6 +290,20 @@ class OSS(Optimizer):
             "an OSS cannot be copied or pickled: its state is spread over the ranks. Save state_dict() after "
             "consolidate_state_dict(), and build another OSS to load it into."
         )
+
+
+# All that exist, in the order of their construction, which is the same on all ranks.
+_alive: list[ReferenceType[OSS]] = []
+
+
+def optimizers() -> list[OSS]:
+    """Returns all OSS that exist and may step, in the same order on every rank."""
+    return [one for reference in _alive if (one := reference()) is not None]
+
+
+def retire(unwrapped: Sequence[OSS]) -> None:
+    """Notes that these step no parameters any more, whoever still holds them."""
+    _alive[:] = [one for one in _alive if one() not in unwrapped]
 
 
 @Optimizer.profile_hook_step

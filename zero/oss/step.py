@@ -7,11 +7,12 @@ gather     every rank's shards reach all ranks in the flat buffers of the parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
@@ -146,6 +147,13 @@ class Step:
         for group in in_flight:
             group.finish_unshard()
         self._shards.note_versions()
+
+    def gather_written(self, params: Collection[nn.Parameter]) -> None:
+        """Collective. Gathers the groups that hold these parameters, into whose shards was written between steps."""
+        with self.together:
+            groups = [group for group in self._shards.shard_groups if any(param in params for param in group.params)]
+            self.gather(groups)
+            increment_version([param for group in groups for param in group.params])
 
     def _step_group(self, group: ShardGroup) -> None:
         """Steps the shards of one group, which are offloaded."""

@@ -21,7 +21,7 @@ from zero._torch.compiling import named_as_compiled
 from zero._torch.modules import children_of, parameters_of
 from zero.comm import Comm
 from zero.comm.together import told_by_comparing
-from zero.oss.optimizer import OSS, set_bucket_size
+from zero.oss.optimizer import OSS, retire, set_bucket_size
 from zero.sdp.reducer import Reducer
 from zero.shards.announce import announce
 from zero.shards.arguments import dtype_sent, on_two_devices
@@ -238,6 +238,7 @@ class ShardedDDP(Wrapper):
         take_out_of(self.module)
         if not self._full:
             refuse_steps(self._optimizers)
+            retire(self._optimizers)
         return self.module
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -148,6 +148,19 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
             if flat.main is not flat.shard:
                 masters.refresh(flat)
 
+    def refresh_between_steps(self) -> None:
+        """As `refresh`, for whoever reads what is stepped. Leaves alone what the next step refuses."""
+        if self.written_between_steps() is None:
+            self.refresh()
+            self.note_versions()
+
+    def write_back(self) -> None:
+        """Copies what is stepped into this rank's shards of the parameters, before they are gathered."""
+        for flat in self.shard_groups:
+            if flat.main is not flat.shard:
+                masters.write(flat)
+        self.note_versions()
+
     def trained_groups(self) -> list[ShardGroup]:
         """The shard groups that a step may have changed, in their order. Alike on all ranks, as gradients are."""
         # With those that were trained before: a parameter may have been frozen after its backward.

@@ -44,7 +44,7 @@ def shard_of(optimizer: SteppedShards, *, settle: bool = True) -> dict[str, Any]
     states |= {number: dict(optimizer.optim.state.get(param, {})) for number, param in unsharded(optimizer)}
     state = {number: state for number, state in sorted(states.items()) if state}
     found = {"state": state, "param_groups": numbered_groups(optimizer)}
-    if comm.world > 1:
+    if comm.world > 1 and optimizer.shard_groups:
         mark(found, fingerprint(optimizer))
     return found
 
@@ -53,7 +53,7 @@ def state_of(optimizer: SteppedShards, owned: ParamShard, settle: bool) -> dict[
     """The state of one of this rank's shards. settle: master weights have the values for the next step."""
     shard = optimizer.part(owned.param)
     state = plain_state(optimizer.optim.state.get(shard, {}))
-    if owned.group.master is not None:
+    if optimizer.keeps_masters and owned.group.master is not None:
         held = owned.group.shard_views[owned.index]
         state["master"] = settled(shard.detach(), held) if settle else shard.detach()
     return state
