@@ -38,7 +38,7 @@ class How:
 
     dtype: in which is computed, float32 or bfloat16; master weights are float32. What has no policy of its own computes
         under torch.autocast.
-    reduce_dtype: in which gradients are sent; by default float32. Not of DDP and of stage 1.
+    reduce_dtype: in which gradients are sent; by default float32. Not of DDP.
     offload: shards and optimizer state are stored on the CPU, except of the two that all are compared with.
     group: for zero, what stands for a process group.
     """
@@ -166,22 +166,18 @@ def _deepspeed(stage: int, model: nn.Module, block: type[nn.Module], rank: Rank,
 
 def _zero(stage: int, kept: bool, model: nn.Module, block: type[nn.Module], rank: Rank, how: How) -> Trained:
     offload = zero.CPUOffload() if how.offload else None
+    precision = zero.MixedPrecision(how.dtype, how.reduce_dtype) if how.half else None
     if stage == 3:
         sharded = zero.FSDP(
             model,
             how.group,
             auto_wrap_policy=ModuleWrapPolicy({block}),
-            mixed_precision=zero.MixedPrecision(how.dtype, how.reduce_dtype) if how.half else None,
+            precision=precision,
             reshard_after_forward=not kept,
             offload=offload,
         )
         return Trained(sharded, how.optim(sharded.parameters()))
-    if stage == 2 and how.half and how.reduce_dtype == how.dtype:
-        model = model.to(how.dtype)
-        options = {"master_dtype": torch.float32, "offload": offload}
-        optimizer = zero.OSS(model.parameters(), how.optim, how.group, **options)
-        return Trained(zero.ShardedDDP(model, optimizer, reduce_fp16=True), optimizer)
-    options = {"process_group": how.group, "offload": offload, "precision": "bf16" if how.half else None}
+    options = {"process_group": how.group, "offload": offload, "precision": precision}
     return Trained(*zero.setup(model, how.optim, stage=stage, **options))
 
 

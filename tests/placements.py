@@ -206,7 +206,6 @@ class Case:
     partition: str = "auto"
     mixed: bool = False
     optim: str = "adam"
-    broadcast: Any = None
     reduce: Any = None
     width: int = 192
     tokens: tuple[int, int] = (4, 32)
@@ -246,8 +245,6 @@ def planned(case: Case) -> Cost:
         stages=[case.stage],
         partition=case.partition,
         precision=precision(case),
-        broadcast_dtype=case.broadcast,
-        reduce_dtype=case.reduce if case.stage == "2" else None,
         replicas=case.replicas,
         backend="gloo",
         one_host=case.one_host,
@@ -287,7 +284,7 @@ def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
             model,
             auto_wrap_policy=policy(case),
             partition=case.partition,
-            mixed_precision=precision(case),
+            precision=precision(case),
             prefetch=case.prefetch,
             **strategy(case),
         )
@@ -301,11 +298,10 @@ def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
         [{"params": decaying, "weight_decay": 0.1}, {"params": others}] if case.groups else named,
         optim,
         partition=case.partition,
-        broadcast_fp16=case.broadcast or False,
-        master_dtype=torch.float32 if case.mixed else None,
+        precision=precision(case),
     )
     if case.stage == "2":
-        return zero.ShardedDDP(model, optimizer, reduce_fp16=case.reduce or False), optimizer
+        return zero.ShardedDDP(model, optimizer, precision=precision(case)), optimizer
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer
 
 

@@ -4,7 +4,7 @@ at a stage."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -95,12 +95,14 @@ def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
 @dataclass
 class Loop:
     """steps: their numbers. scale: of losses, in whose gradients much is too small for 16 bits. max_norm: to which
-    gradients are clipped."""
+    gradients are clipped. foreach: how torch clips. `norms`: those that it clipped at a stage."""
 
     rank: int
     steps: range = range(4)
     scale: float | None = None
     max_norm: float | None = None
+    foreach: bool | None = None
+    norms: list[float] = field(default_factory=list)
 
     def losses(self, take: Callable[[Tensor], None], model: nn.Module) -> list[float]:
         losses = []
@@ -132,7 +134,8 @@ class Loop:
             scaler.scale(loss).backward()
             if self.max_norm is not None:
                 scaler.unscale_(optimizer)
-                clip_grad_norm_(model.parameters(), self.max_norm)
+                norm = clip_grad_norm_(model.parameters(), self.max_norm, foreach=self.foreach)
+                self.norms.append(norm.item())
             scaler.step(optimizer)
             scaler.update()
 
@@ -143,8 +146,8 @@ def masters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """What is stepped, under the model's own names: the full weights, or masters in the place of what they were rounded
     to. Buffers are left out."""
     names = [name for name, _ in Net().named_parameters()]
-    weights = zero.full_state_dict(model)
-    state = zero.full_optimizer_state_dict(model, optimizer)["state"]
+    weights = zero.full_state_dict(model, to=None)
+    state = zero.full_optimizer_state_dict(model, optimizer, to=None)["state"]
     return {name: state.get(number, {}).get("master", weights[name]) for number, name in enumerate(names)}
 
 

@@ -134,7 +134,7 @@ class SideBySide:
             param.grad = self.averages.get(param)
 
     def compare(self) -> None:
-        found, expected = zero.full_state_dict(self.model), self.plain.state_dict()
+        found, expected = zero.full_state_dict(self.model, to=None), self.plain.state_dict()
         assert list(found) == list(expected)
         different = [name for name in expected if not close(found[name], expected[name], self.tolerance)]
         assert not different, f"other weights than the reference: {different}"

@@ -92,14 +92,14 @@ def test_a_built_optimizer_goes_on_at_every_stage(rank, world, stage, transport,
         found.model, found.optimizer = zero.setup(found.model, given, stage=stage)
         kept = found.optimizer.optim if stage in (1, 2) else found.optimizer
         assert type(kept) is type(given) and (kept is given) == (stage in (0, 3))
-        before = zero.full_optimizer_state_dict(found.model, found.optimizer)
+        before = zero.full_optimizer_state_dict(found.model, found.optimizer, to=None)
         same(before, expected.optimizer.state_dict(), "the state")
         for numbers in (range(2, 4), range(4, 5)):
             assert found.steps(rank, numbers) == expected.steps(rank, numbers, average=True)
             found.handles.pop().remove()
             expected.handles.pop().remove()
-        same(zero.full_state_dict(found.model), dict(expected.model.state_dict()), "the weights")
-        state = zero.full_optimizer_state_dict(found.model, found.optimizer)
+        same(zero.full_state_dict(found.model, to=None), dict(expected.model.state_dict()), "the weights")
+        state = zero.full_optimizer_state_dict(found.model, found.optimizer, to=None)
     same(state, expected.optimizer.state_dict(), "the state")
     assert state["note"] == "mine" and found.seen == expected.seen and len(found.seen) == 9
     assert found.groups is found.optimizer.param_groups is given.param_groups

@@ -148,7 +148,7 @@ def train(run: Run, rank: int, no_sync: Any, most: float) -> list[Any]:
 
 
 def states(run: Run) -> list[Any]:
-    return [state["state"] for state in zero.full_optimizer_state_dict(run.module, run.optimizers)]
+    return [state["state"] for state in zero.full_optimizer_state_dict(run.module, run.optimizers, to=None)]
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -163,11 +163,11 @@ def test_a_container_trains_and_is_saved_in_full_as_with_ddp(rank, world, contai
     names = [*built(container, -1).module.state_dict()]
     weights = dict(zip(names, copy.deepcopy([*reference.module.state_dict().values()]), strict=True))
     state = copy.deepcopy([one.state_dict()["state"] for one in reference.optimizers])
-    full = zero.full_state_dict(run.module)
+    full = zero.full_state_dict(run.module, to=None)
     same(full, weights, "weights")
     same(states(run), state, "state")
     assert list(zero.full_state_dict(run.module, to=1)) == (names if rank else [])
-    streamed = dict(zero.full_tensors(run.module, run.optimizers))
+    streamed = dict(zero.full_tensors(run.module, run.optimizers, to=None))
     once = {name: value for name, value in streamed.items() if "/" not in name}
     same(once, {name: weights[name] for name in once}, "streamed weights")
     assert len(once) == len({value.data_ptr() for value in weights.values()})
@@ -178,19 +178,19 @@ def test_a_container_trains_and_is_saved_in_full_as_with_ddp(rank, world, contai
     zero.load_full_state_dict(other.module, iter(full.items()) if on_first else None)
     given = zero.full_optimizer_state_dict(run.module, run.optimizers, to=0)
     zero.load_full_optimizer_state_dict(other.module, other.optimizers, given)
-    same([zero.full_state_dict(other.module), states(other)], [weights, state], "loaded at another stage")
+    same([zero.full_state_dict(other.module, to=None), states(other)], [weights, state], "loaded at another stage")
     again = built(container, stage, seed=2)
     zero.load_full_state_dict(again.module, full)
     pairs = [(name, value) for name, value in streamed.items() if "/" in name]
     zero.load_full_optimizer_state_dict(again.module, again.optimizers, iter(pairs) if on_first else None)
-    same([zero.full_state_dict(again.module), states(again)], [weights, state], "streamed back")
+    same([zero.full_state_dict(again.module, to=None), states(again)], [weights, state], "streamed back")
 
     torchs = copy.deepcopy(reference.module.state_dict())  # with `module.` after the names of DDPs inside
     for given in (torchs, iter(torchs.items())):
         for value in torchs.values():
             value += 1
         zero.load_full_state_dict(again.module, given)
-        same([*zero.full_state_dict(again.module).values()], [*torchs.values()], "by names of DDP")
+        same([*zero.full_state_dict(again.module, to=None).values()], [*torchs.values()], "by names of DDP")
     zero.load_full_state_dict(again.module, weights)
 
     clipped = train(reference, rank, each_ddps_no_sync, 1e-2)
@@ -208,13 +208,13 @@ def saves(rank: int, world: int, container: Any, stage: int, run: str) -> list[A
     of = built(container, stage)
     train(of, rank, zero.no_sync, 1e9)
     zero.checkpoint.save(run, of.module, of.optimizers)
-    return [zero.full_state_dict(of.module), states(of)]
+    return [zero.full_state_dict(of.module, to=None), states(of)]
 
 
 def loads(rank: int, world: int, container: Any, stage: int, run: str) -> list[Any]:
     of = built(container, stage, seed=1)
     zero.checkpoint.load(run, of.module, of.optimizers)
-    return [zero.full_state_dict(of.module), states(of)]
+    return [zero.full_state_dict(of.module, to=None), states(of)]
 
 
 @matrix.combined("container, stage, into", CONTAINERS, STAGES, STAGES)
@@ -257,9 +257,9 @@ def test_wrappers_over_different_process_groups_are_refused(rank, world, stage, 
     both, optimizers = nn.ModuleList([one, other]), [of_one, of_other]
     weights = {name: torch.zeros_like(value) for name, value in nn.ModuleList([net(), net()]).state_dict().items()}
     for call in (
-        lambda: zero.full_state_dict(both),
+        lambda: zero.full_state_dict(both, to=None),
         lambda: zero.load_full_state_dict(both, weights),
-        lambda: zero.full_tensors(both, optimizers),
+        lambda: zero.full_tensors(both, optimizers, to=None),
         lambda: zero.checkpoint.save(tmp_path, both, optimizers),
     ):
         told = ranks.refusal(call)

@@ -51,19 +51,19 @@ def step(model: nn.Module, optimizer: Any, rank: int, number: int) -> None:
 
 
 def averages(model: nn.Module, ema: zero.EMA) -> list[Tensor]:
-    states = zero.full_optimizer_state_dict(model, ema)["state"].values()
+    states = zero.full_optimizer_state_dict(model, ema, to=None)["state"].values()
     assert all(state.keys() == {"average"} for state in states)
     return [state["average"] for state in states]
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Without buffers, of which each rank has its own until the next forward."""
-    return {name: one for name, one in zero.full_state_dict(model).items() if not name.startswith("1.")}
+    return {name: one for name, one in zero.full_state_dict(model, to=None).items() if not name.startswith("1.")}
 
 
 def evaluated(model: nn.Module, rank: int) -> list[Any]:
     """The weights, and what the model returns. As it has a graph, units of stage 3 stay full."""
-    found = copy.deepcopy(zero.full_state_dict(model))
+    found = copy.deepcopy(zero.full_state_dict(model, to=None))
     model.eval()
     returned = model(data(8, 6, rank=rank)).detach()
     model.train()
@@ -81,7 +81,7 @@ def by_torch(rank: int, optim: Any) -> list[Any]:
         if number > 1:
             found += evaluated(average.module, rank)
     trained = [one for one in average.module.parameters() if one.requires_grad]
-    return [found, [*map(Tensor.detach, trained)], zero.full_state_dict(model)]
+    return [found, [*map(Tensor.detach, trained)], zero.full_state_dict(model, to=None)]
 
 
 def by_zero(rank: int, stage: int, optim: Any, how: str = "plain", folder: Any = None) -> list[Any]:
@@ -95,7 +95,7 @@ def by_zero(rank: int, stage: int, optim: Any, how: str = "plain", folder: Any =
         if number > 1:
             with ema.swapped():
                 found += evaluated(model, rank)
-    return [found, averages(model, ema), zero.full_state_dict(model)]
+    return [found, averages(model, ema), zero.full_state_dict(model, to=None)]
 
 
 @matrix.combined("optim, how, stage", OPTIMS, HOW, STAGES, each=2)
@@ -195,7 +195,7 @@ def test_full_averages_load_at_another_stage_and_one_ranks_shard_on_that_rank(ra
     if stage:
         own["param_groups"][0]["zero_shard"] = {"rank 7 of 8"}
         assert "the state is one rank's shard (rank 7 of 8)" in ranks.refusal(lambda: of_again.load_state_dict(own))
-    adam = zero.full_optimizer_state_dict(model, optimizer)
+    adam = zero.full_optimizer_state_dict(model, optimizer, to=None)
     told = ranks.refusal(lambda: zero.load_full_optimizer_state_dict(again, of_again, adam))
     assert told.startswith("ValueError") and "of another optimizer than EMA" in told
 
@@ -240,7 +240,7 @@ def test_a_container_has_one_average(rank, world, container, stage, tmp_path):
         loaded = zero.EMA(other)
         zero.checkpoint.load(tmp_path / str(at), other, [*of_other, loaded])
         with loaded.swapped():
-            swapped = zero.full_state_dict(other)
+            swapped = zero.full_state_dict(other, to=None)
         found.append([averages(model, ema), averages(other, loaded), swapped])
         same(found[-1][0], found[-1][1])
     same(found[1], found[0])
@@ -261,7 +261,7 @@ def test_what_would_take_averages_for_weights_is_refused(rank, world, stage, tmp
             ema.update,
             ema.swapped().__enter__,
             ema.state_dict,
-            lambda: zero.full_optimizer_state_dict(model, ema),
+            lambda: zero.full_optimizer_state_dict(model, ema, to=None),
             lambda: zero.checkpoint.save(tmp_path, model, [optimizer, ema]),
             lambda: zero.checkpoint.load(tmp_path, model, [optimizer, ema]),
         ):
@@ -329,10 +329,10 @@ def test_an_interrupted_evaluation_leaves_the_weights_and_masters_as_they_were(r
     for number in range(2):
         step(model, optimizer, rank, number)
         ema.update()
-    before = [weights(model), averages(model, ema), zero.full_optimizer_state_dict(model, optimizer)]
+    before = [weights(model), averages(model, ema), zero.full_optimizer_state_dict(model, optimizer, to=None)]
     with pytest.raises(KeyboardInterrupt), ema.swapped():
         raise KeyboardInterrupt
-    after = [weights(model), averages(model, ema), zero.full_optimizer_state_dict(model, optimizer)]
+    after = [weights(model), averages(model, ema), zero.full_optimizer_state_dict(model, optimizer, to=None)]
     same(after, before)
     step(model, optimizer, rank, 2)
 

@@ -82,10 +82,10 @@ WIDE = zero.MixedPrecision(torch.bfloat16)
 def of_stage(stage, module):
     """Stages "1" and "3" in float32, "2 masters" and "3 masters" with parameters of 16 bits that compute."""
     if stage == "3 masters":
-        model = zero.FSDP(module, mixed_precision=WIDE)
+        model = zero.FSDP(module, precision=WIDE)
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)
     if stage == "2 masters":
-        optimizer = zero.OSS(module.bfloat16().parameters(), torch.optim.Adam, lr=0.01, master_dtype=torch.float32)
+        optimizer = zero.OSS(module.bfloat16().parameters(), torch.optim.Adam, lr=0.01, precision="bf16")
         return zero.ShardedDDP(module, optimizer), optimizer
     return zero.setup(module, torch.optim.Adam, stage=int(stage), lr=0.01)
 

@@ -45,7 +45,7 @@ def step(model: nn.Module, optimizer: Any, rank: int, number: int = 0) -> float:
 def test_one_rank_gets_the_weights_that_every_rank_would(rank, world, stage):
     model, optimizer = at_stage(stage, net())
     step(model, optimizer, rank)
-    everywhere = zero.full_state_dict(model)
+    everywhere = zero.full_state_dict(model, to=None)
     on_cpu = zero.full_state_dict(model, to=1, device="cpu")
     inside = zero.full_state_dict(model.module.blocks[1], to=0)
     assert list(on_cpu) == (list(everywhere) if rank == 1 else [])
@@ -89,8 +89,8 @@ def script(rank: int, stages: tuple[int, int]) -> tuple[list[float], dict[str, T
     model, optimizer = start(stages[0])
     for number in range(2):
         numbers += accumulated_step(model, optimizer, rank, number)
-    weights = zero.full_state_dict(model)
-    state = zero.full_optimizer_state_dict(model, optimizer)
+    weights = zero.full_state_dict(model, to=None)
+    state = zero.full_optimizer_state_dict(model, optimizer, to=None)
     assert zero.full_optimizer_state_dict(model, optimizer, to=0).keys() == (state.keys() if rank == 0 else set())
     model, optimizer = start(stages[1])
     missing, unexpected = zero.load_full_state_dict(model, weights)
@@ -98,7 +98,7 @@ def script(rank: int, stages: tuple[int, int]) -> tuple[list[float], dict[str, T
     zero.load_full_optimizer_state_dict(model, optimizer, state)
     for number in range(2, 4):
         numbers += accumulated_step(model, optimizer, rank, number)
-    return numbers, zero.full_state_dict(model)
+    return numbers, zero.full_state_dict(model, to=None)
 
 
 def of_stages(rank: int, world: int, every: list[tuple[int, int]]) -> None:
@@ -125,7 +125,7 @@ def test_weights_with_the_prefix_of_ddp_are_loaded_without_it(rank, world):
         model, _ = at_stage(stage, net())
         with pytest.warns(UserWarning, match="begin with 'module.'"):
             zero.load_full_state_dict(model, saved)
-        assert all((value == 3).all() for value in zero.full_state_dict(model).values())
+        assert all((value == 3).all() for value in zero.full_state_dict(model, to=None).values())
 
 
 def whole(model: nn.Module) -> nn.Module:
@@ -167,7 +167,7 @@ def test_names_are_the_modules_own_whatever_is_compiled(rank, world, stage, comp
     step(expected, expected_optimizer, rank)
     step(model, optimizer, rank)
     model = around(model) if around else model
-    weights = zero.full_state_dict(expected)
+    weights = zero.full_state_dict(expected, to=None)
     for to in (0, None):
         found = zero.full_state_dict(model, to=to)
         assert list(found) == (list(net().state_dict()) if to in (rank, None) else [])
@@ -179,13 +179,13 @@ def test_names_are_the_modules_own_whatever_is_compiled(rank, world, stage, comp
     for one in (given, iter(found.items())):
         missing, unexpected = zero.load_full_state_dict(model, one)
         assert not missing and not unexpected
-        loaded, expected = zero.full_state_dict(model), given if one is given else found
+        loaded, expected = zero.full_state_dict(model, to=None), given if one is given else found
         assert all(torch.equal(value, expected[name]) for name, value in loaded.items())
-    assert {name.partition("/")[0] for name, _ in zero.full_tensors(model, optimizer)} <= found.keys()
+    assert {name.partition("/")[0] for name, _ in zero.full_tensors(model, optimizer, to=None)} <= found.keys()
     if stage > 1 and not around:
         for given in (weights, {name: 2 * value for name, value in model.state_dict().items()}):
             model.load_state_dict(given)
-            loaded = zero.full_state_dict(model)
+            loaded = zero.full_state_dict(model, to=None)
             assert all(torch.equal(one, other) for one, other in zip(loaded.values(), given.values(), strict=True))
 
 
@@ -228,7 +228,7 @@ def test_the_plain_module_comes_back_and_can_be_wrapped_again(rank, world, first
         before = [*plain.parameters()]
         model, optimizer = at_stage(stages[0], plain)
         step(model, optimizer, rank)
-        weights = zero.full_state_dict(model)
+        weights = zero.full_state_dict(model, to=None)
         wrapper = model  # which somebody may hold on to
         model = zero.unwrap(wrapper)
         assert model is plain
@@ -240,7 +240,7 @@ def test_the_plain_module_comes_back_and_can_be_wrapped_again(rank, world, first
         model.zero_grad()
         model, optimizer = at_stage(stages[1], model)
         losses = [step(model, optimizer, rank, number) for number in (1, 2)]
-        results.append((losses, zero.full_state_dict(model)))
+        results.append((losses, zero.full_state_dict(model, to=None)))
     (losses, weights), (found, other) = results
     assert found == losses
     assert all(torch.equal(other[name], weights[name]) for name in weights)
@@ -252,7 +252,7 @@ def test_nothing_is_left_on_the_module(rank, world):
     plain = net()
     expected = [copy.deepcopy(plain)(data(8, 6, rank=0)), plain.blocks[0][1].running_mean.dtype]
     precision = zero.MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)
-    holder = nn.ModuleDict({"net": torch.compile(zero.FSDP(plain, mixed_precision=precision), backend="eager")})
+    holder = nn.ModuleDict({"net": torch.compile(zero.FSDP(plain, precision=precision), backend="eager")})
     assert zero.unwrap(holder) is holder
     assert holder["net"] is plain
     assert torch.equal(plain(data(8, 6, rank=0)), expected[0])
@@ -338,7 +338,7 @@ def test_each_of_two_optimizers_is_clipped_by_the_norm_of_its_own_gradients(rank
                 numbers.append(clip_grad_norm_(own, limit).item())
                 numbers.append(norm_of_gradients(own).item())
                 optimizer.step()
-        found[stage] = numbers, zero.full_state_dict(model)
+        found[stage] = numbers, zero.full_state_dict(model, to=None)
     for stage in STAGES[1:]:
         assert found[stage][0] == pytest.approx(found[0][0], rel=1e-5), stage
         torch.testing.assert_close(found[stage][1], found[0][1], rtol=1e-5, atol=1e-6)
@@ -362,13 +362,13 @@ def test_one_optimizer_of_two_sharded_models_has_the_state_of_both_or_is_refused
         pair = Pair(stage)
         optimizer = Adam(pair.parameters(), lr=0.01)
         take_step(optimizer, pair(data(8, 6, rank=rank, step=0)).square().mean())
-        states.append(zero.full_optimizer_state_dict(pair, optimizer))
+        states.append(zero.full_optimizer_state_dict(pair, optimizer, to=None))
     same(states[1], states[0], "the state of both")
     take_step(optimizer, pair(data(8, 6, rank=rank, step=1)).square().mean())
     zero.load_full_optimizer_state_dict(pair, optimizer, states[0])
-    same(zero.full_optimizer_state_dict(pair, optimizer), states[0], "the state that was loaded")
+    same(zero.full_optimizer_state_dict(pair, optimizer, to=None), states[0], "the state that was loaded")
     for refused in (
-        lambda: zero.full_optimizer_state_dict(pair.one, optimizer),
+        lambda: zero.full_optimizer_state_dict(pair.one, optimizer, to=None),
         lambda: zero.load_full_optimizer_state_dict(pair.other, optimizer, states[0]),
     ):
         told = ranks.refusal(refused)

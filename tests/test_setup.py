@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import SGD, Adam, Optimizer
 
 import ranks
@@ -108,7 +109,7 @@ def in_a_group_of_one(rank: int, world: int) -> int:
         call = told[told.rindex("torch.distributed.init_process_group(") :].rstrip(".")
         exec(call, {"torch": torch})
         model, _ = of_setup(3)()
-        return len(zero.full_state_dict(model)) + dist.get_world_size()
+        return len(zero.full_state_dict(model, to=None)) + dist.get_world_size()
 
 
 def test_the_message_tells_how_one_of_them_trains_alone():
@@ -119,7 +120,7 @@ def test_the_message_tells_how_one_of_them_trains_alone():
 def test_what_trains_nothing_needs_no_group(tmp_path: Path):
     """As after destroy_process_group(), and in scripts that only plan, read or convert."""
     model = nn.Linear(4, 4)
-    assert zero.full_state_dict(model).keys() == model.state_dict().keys()
+    assert zero.full_state_dict(model, to=None).keys() == model.state_dict().keys()
     assert zero.report(model, SGD(model.parameters(), lr=0.1)).stage == "0"
     assert zero.plan(model, world_size=2, optimizer=Adam).cost("3", 2).resident > 0
     zero.checkpoint.save(tmp_path, model)
@@ -145,9 +146,9 @@ UNUSABLE: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
         lambda model: zero.setup(model, Adam, stage=0, offload=zero.CPUOffload()),
         "take stage 1, 2",
     ),
-    "mixed_precision at stage 2": (
-        lambda model: zero.setup(model, Adam, stage=2, mixed_precision=zero.MixedPrecision()),
-        "at stages 1 and 2, convert the model to 16 bits and pass master_dtype",
+    "reshard_after_forward at stage 2": (
+        lambda model: zero.setup(model, Adam, stage=2, reshard_after_forward=False),
+        "reshard_after_forward=False means nothing at stage 2. Below stage 3 parameters stay full anyway",
     ),
     "an option beside a built optimizer": (
         lambda model: zero.setup(model, Adam(model.parameters()), stage=3, lr=0.1),
@@ -228,14 +229,14 @@ for at in range(4):
             "you mean precision=?",
         ),
         (
-            "a dtype for a precision",
-            lambda m, at: zero.setup(m, Adam, stage=at, precision=torch.bfloat16),
-            "Write precision='bf16'",
+            "a dtype of no precision",
+            lambda m, at: zero.setup(m, Adam, stage=at, precision=torch.float64),
+            "precision=torch.float64 is unknown. Pass 'fp32', 'bf16', 'fp16', a dtype, or a policy",
         ),
         (
             "another word for a precision",
             lambda m, at: zero.setup(m, Adam, stage=at, precision="16-mixed"),
-            "Choose 'fp32', 'bf16', 'fp16'",
+            "Pass 'fp32', 'bf16', 'fp16', a dtype, or a policy",
         ),
         (
             "an option of buckets",
@@ -375,17 +376,28 @@ def test_reducing_is_switched_off_by_assignment_as_with_ddp(rank, world):
 @ranks.on(2)
 def test_options_reach_what_is_wrapped(rank, world, stage, tmp_path):
     computing = []
-    inner = nn.Linear(4, 4, dtype=torch.float32 if stage == 3 else torch.bfloat16)
+    inner = nn.Linear(4, 4)
     inner.register_forward_pre_hook(lambda module, given: computing.append(module.weight.dtype))
-    wide = {"mixed_precision": zero.MixedPrecision(torch.bfloat16)} if stage == 3 else {"master_dtype": torch.float32}
     offload = zero.DiskOffload(tmp_path / "shards")
-    model, optimizer = zero.setup(inner, Adam, stage=stage, lr=0.1, offload=offload, **wide)
-    model(torch.ones(2, 4, dtype=inner.weight.dtype)).float().sum().backward()
+    model, optimizer = zero.setup(inner, Adam, stage=stage, lr=0.1, offload=offload, precision=torch.bfloat16)
+    model(torch.ones(2, 4)).float().sum().backward()
     optimizer.step()
     assert computing == [torch.bfloat16]
     assert (tmp_path / "shards").is_dir()
-    state = zero.full_optimizer_state_dict(model, optimizer)["state"]
+    state = zero.full_optimizer_state_dict(model, optimizer, to=None)["state"]
     assert {value.dtype for of in state.values() for value in of.values() if value.dim()} == {torch.float32}
+
+
+@ranks.on(2)
+def test_parameters_of_stage_3_kept_are_gathered_once_a_step(rank, world):
+    sent = []
+    for stage, options in ((3, {}), (3, {"reshard_after_forward": False}), ("3 kept", {})):
+        net, units = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))), ModuleWrapPolicy({nn.Linear})
+        model, _ = zero.setup(net, SGD, stage=stage, auto_wrap_policy=units, lr=0.1, **options)
+        before = zero.traffic()
+        model(torch.ones(2, 4)).sum().backward()
+        sent.append((zero.traffic() - before).gather)
+    assert sent[0] > sent[1] == sent[2] > 0
 
 
 # ------------------------------------------------------------------- what setup raises leaves all as it was
@@ -441,7 +453,7 @@ def numbers(net: nn.Module, stage: int, precision: str | None) -> dict[str, torc
         model(torch.randn(3, 4)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    return zero.full_state_dict(model)
+    return zero.full_state_dict(model, to=None)
 
 
 def after_each_error(rank: int, world: int, stage: int, precision: str | None, names: list[str]) -> list[str]:

@@ -30,6 +30,7 @@ from zero.shards.partition import Partition, cut_for, optimizer_problem, partiti
 from zero.shards.shapes import shared_memory, unsendable
 from zero.tensor_parallel import parts
 from zero.wrap.gradients import refuse_left
+from zero.wrap.precision import MixedPrecision, as_precision
 from zero.wrap.wrapper import describe, scripted
 from zero.wrappers import Wrapped
 
@@ -44,6 +45,8 @@ Optim = One | Sequence[Optimizer]
 class Arguments:
     """Arguments of zero.setup. options: those that mean something at some stages, by name. defaults: the optimizer's.
 
+    `policy`: what `precision` means, after `agree`.
+
     `optims`: the optimizers, or the class, in a list. `is_one`: whether it was not given in a list.
     `names`: of all options that zero.setup has.
     `groups`: after `agree`, the parameters that `params` asks for, in groups. `found`: what each optimizer is known, or
@@ -55,6 +58,7 @@ class Arguments:
     stage: Any
     params: Iterable[Any] | None
     partition: Partition
+    precision: Any
     options: dict[str, Any]
     defaults: dict[str, Any]
     names: Sequence[str] = ()
@@ -63,6 +67,7 @@ class Arguments:
 
     def __post_init__(self) -> None:
         self.is_one = not isinstance(self.optim, Sequence) or isinstance(self.optim, str)
+        self.policy = MixedPrecision()
         self.optims: list[Any] = [self.optim] if self.is_one else [*self.optim]  # type: ignore[misc]
 
     def agree(self, comm: Comm, problem: str | None) -> None:
@@ -74,13 +79,13 @@ class Arguments:
                 self.found.append(found)
                 problem = problem or unfit
             whole = {} if problem or not self.found else self.whole
-        lines = [f"stage {self.stage}, precision {self.options.get('precision')}", *map(_described, self.optims)]
+        lines = [f"stage {self.stage}, {self.policy}", *map(_described, self.optims)]
         lines += [
             f"optimizer options {_plain(self.defaults)}",
             *(f"group options {_plain(one)}" for one in self._groups),
         ]
         lines.append(f"whole {[*whole.values()]}")
-        if "precision" in self.options:  # before stages 1 and 2 are built, values are sent
+        if self.policy.param_dtype is not None:  # before stages 1 and 2 are built, values are sent
             lines += describe(self.model)
         comm.compare(_GIVEN, lines, problem)
 
@@ -116,7 +121,9 @@ class Arguments:
 
     def _problem(self, comm: Comm) -> str | None:
         self._refuse_other_kinds()
+        self.policy = as_precision(self.precision)
         problem = scripted(self.model, inside=False) or _unusable(self.stage, self.options, self.model)
+        problem = problem or precision_problem(self.policy, self.model, self.stage)
         problem = problem or _of_wrappers(self.defaults) or parts.problem(self.model.named_parameters(), [comm])
         for optim in () if problem else self.optims:
             self._refuse_unknown(optim)
@@ -172,7 +179,7 @@ class Arguments:
         given = self.groups or [{"params": [*self.model.named_parameters()]}]
         if known(optim) is not None:
             refuse_unbuilt(optim, small(given), self.defaults)
-        elif self.stage in (1, 2) and self.options.get("precision", "fp32") != "fp32":
+        elif self.stage in (1, 2) and self.policy.param_dtype is not None:
             refuse_unbuilt(optim, [{**group} for group in given], self.defaults)
 
     def _measured(self, optim: Any, comm: Comm) -> tuple[Finding | None, str | None]:
@@ -305,14 +312,11 @@ def ranks_of(group: Any, mesh: DeviceMesh | None) -> tuple[Comm, str | None]:
 # The stages at which an option means something.
 
 
-_STAGES = {"precision": (0, 1, 2, 3), "offload": (1, 2, 3), "mixed_precision": (3,), "master_dtype": (1, 2)}
+_STAGES = {"offload": (1, 2, 3), "reshard_after_forward": (3,)}
 
 _INSTEAD = {
     "offload": "Shards can be offloaded: take stage 1, 2 or 3.",
-    "mixed_precision": "Pass precision='bf16', which trains alike at every stage; or, at stages 1 and 2, convert the "
-    "model to 16 bits and pass master_dtype=torch.float32.",
-    "master_dtype": "Pass precision='bf16' with a model in float32, which trains alike at every stage; at stage 3 the "
-    "shards are the masters.",
+    "reshard_after_forward": "Below stage 3 parameters stay full anyway: leave it out.",
 }
 
 
@@ -336,11 +340,6 @@ def _unusable(stage: object, given: Mapping[str, Any], model: nn.Module) -> str 
             )
     if stage == 0 and any(map(parts.takes, parameters_of(model))):
         return "the model has DTensors, which DistributedDataParallel (stage 0) does not take. Take stage 1, 2 or 3."
-    if "precision" in given:
-        beside = [f"{name}={given[name]!r}" for name in ("mixed_precision", "master_dtype") if name in given]
-        problem = precision_problem(given["precision"], model, stage, beside)
-        if problem is not None:
-            return problem
     wrong = next((name for name in given if stage not in _STAGES[name]), None)
     if wrong is not None:
         return f"{wrong}={given[wrong]!r} means nothing at stage {stage}. {_INSTEAD[wrong]}"

@@ -32,7 +32,7 @@ WITHIN = "/"
 
 
 @calling("zero.full_state_dict")
-def full_state_dict(model: nn.Module, to: int | None = None, device: Device = "cpu") -> dict[str, Any]:
+def full_state_dict(model: nn.Module, to: int | None = 0, device: Device = "cpu") -> dict[str, Any]:
     """Collective. The full weights as copies, under the module's own names, whatever wraps it.
 
     Takes FSDP, ShardedDDP, DistributedDataParallel, modules that contain them, plain ones, and modules inside of these,
@@ -41,7 +41,8 @@ def full_state_dict(model: nn.Module, to: int | None = None, device: Device = "c
     state_dict(), or a state_dict() of its own, the recipient holds all full parameters at once, on `device`.
 
     to: the rank of the model's process group that gets the weights; others send theirs and get an empty dictionary. In
-        hybrid strategies ranks are numbered through the first replica first. By default every rank gets the weights.
+        hybrid strategies ranks are numbered through the first replica first. None: every rank gets the weights, which
+        takes as many copies on a host as it has ranks.
     device: the weights' device, by default the CPU, whose memory they need; None for that of the parameters.
 
     Weights of a tensor parallel model are whole tensors; `to` then means one of the ranks that have the parts.
@@ -57,15 +58,15 @@ def full_state_dict(model: nn.Module, to: int | None = None, device: Device = "c
 
 @overload
 def full_optimizer_state_dict(
-    model: nn.Module, optimizer: Optimizer, to: int | None = None, device: Device = "cpu"
+    model: nn.Module, optimizer: Optimizer, to: int | None = 0, device: Device = "cpu"
 ) -> dict[str, Any]: ...
 @overload
 def full_optimizer_state_dict(
-    model: nn.Module, optimizer: Sequence[Optimizer], to: int | None = None, device: Device = "cpu"
+    model: nn.Module, optimizer: Sequence[Optimizer], to: int | None = 0, device: Device = "cpu"
 ) -> list[dict[str, Any]]: ...
 @calling("zero.full_optimizer_state_dict")
 def full_optimizer_state_dict(
-    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], to: int | None = None, device: Device = "cpu"
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], to: int | None = 0, device: Device = "cpu"
 ) -> Any:
     """Collective. The full state of the optimizer in the plain optimizer's own format, at any stage, as copies.
 
@@ -102,13 +103,13 @@ def full_optimizer_state_dict(
 def full_tensors(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
-    to: int | None = None,
+    to: int | None = 0,
     device: Device = "cpu",
 ) -> Iterator[tuple[str, Tensor]]:
     """Collective while it is iterated, on every rank. Yields the full weights and then, of an optimizer, its state, as
     pairs of name and tensor, at any stage: for a file, or for an inference engine that takes weights from a trainer.
 
-        for name, tensor in zero.full_tensors(model, to=0): ...
+        for name, tensor in zero.full_tensors(model): ...
 
     A rank that gets them holds at most one unit at a time, as far as the caller keeps none. Tied weights come once.
     Ranks that get none iterate, too, over nothing. Whoever breaks off ends the iteration on all ranks, and the model

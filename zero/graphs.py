@@ -19,7 +19,7 @@ from zero.fsdp.model import models_of
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.shards.shard_group import ShardGroup
-from zero.wrappers import Wrapped, comms_of, prepared, stepped_by, unwrapped
+from zero.wrappers import Wrapped, comms_of, each, stepped_by, unwrapped
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ Given = tuple[tuple[Any, ...], dict[str, Any]]
 """What a step is called with."""
 
 
-def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer) -> Callable[..., T]:
+def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> Callable[..., T]:
     """Collective. Returns a function that trains as `step` does, from its 12th call on by replaying one CUDA graph.
 
         def step(inputs, targets):
@@ -53,9 +53,9 @@ def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer) -> C
     step: trains a whole step, from forward to `zero_grad`, and is called with tensors of the same shapes and dtypes
         each time, or nests of them. Other arguments stay what they are. Code of its own on the host, hooks too, runs no
         more once it is recorded. It returns tensors, or nests of them, as copies.
-    model, optimizer: those that train, as zero.setup or the wrappers returned them. Optimizers of torch take
-        capturable=True. A rate that changes is a tensor on the GPU, lr=torch.tensor(1e-3, device="cuda"): schedulers
-        write into it.
+    model, optimizer: those that train, as zero.setup or the wrappers returned them: also a module that contains wrapped
+        ones, and several optimizers. Those of torch take capturable=True. A rate that changes is a tensor on the GPU,
+        lr=torch.tensor(1e-3, device="cuda"): schedulers write into it.
 
     The graph keeps the memory of a step, and with reshard_after_forward=False shards keep theirs while parameters are
     unsharded. Drop the function before destroy_process_group(). At stages 0 and 1 call zero.setup and this within
@@ -67,20 +67,21 @@ def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer) -> C
     RuntimeError where a rank is lost, and for what is no longer as it was when the step was recorded. What waits for
     the device, such as loss scaling and `loss.item()`, cannot be part of it.
     """
-    (inner, wrappers), optimizer = unwrapped(model), prepared(optimizer)
-    device = next(iter(params_of(optimizer))).device
+    (inner, wrappers), optimizers = unwrapped(model), each(optimizer)
+    device = next(param for one in optimizers for param in params_of(one)).device
     if device.type != "cuda":
         return step
-    stepped = stepped_by(inner, wrappers, optimizer)
+    stepped = [stepped_by(inner, wrappers, one) for one in optimizers]
     cuda: Any = torch.get_device_module(device)
     stream, on_default = cuda.current_stream(), cuda.current_stream() == cuda.default_stream()
-    _refuse_unfit(optimizer, stepped.shard_groups, wrappers if on_default else ())
-    for unit in (unit for one, _ in models_of(inner) for unit in one.units):
+    for one, of_one in zip(optimizers, stepped, strict=True):
+        _refuse_unfit(one, of_one.shard_groups, wrappers if on_default else ())
+    for unit in (unit for model, _ in models_of(inner) for unit in model.units):
         unit.reshard()  # a forward without backward may have left it unsharded
         for group in unit.groups:
             group.shard_in_full = False  # a replay reads the shard where it was
     where = cuda.Stream(device) if on_default else stream
-    return _Graphed(step, inner, wrappers, optimizer, stepped.optim, cuda, where)
+    return _Graphed(step, inner, wrappers, optimizers, [one.optim for one in stepped], cuda, where)
 
 
 def _refuse_unfit(optimizer: Optimizer, groups: Sequence[ShardGroup], on_default: Sequence[nn.Module]) -> None:
@@ -109,7 +110,7 @@ def _refuse_unfit(optimizer: Optimizer, groups: Sequence[ShardGroup], on_default
 
 
 class _Graphed:
-    """The step. model, wrappers: the module, and what wraps it. inner: the optimizer in an OSS, or the same. cuda:
+    """The step. model, wrappers: the module, and what wraps it. inner: the optimizers in OSSs, or the same. cuda:
     torch.cuda. stream: on which steps by the host run."""
 
     def __init__(
@@ -117,18 +118,19 @@ class _Graphed:
         step: Callable[..., Any],
         model: nn.Module,
         wrappers: Sequence[Wrapped],
-        optimizer: Optimizer,
-        inner: Optimizer,
+        optimizers: Sequence[Optimizer],
+        inner: Sequence[Optimizer],
         cuda: Any,
         stream: Any,
     ) -> None:
-        self._step, self._wrappers, self._optimizer, self._inner = step, wrappers, optimizer, inner
+        self._step, self._wrappers, self._optimizers, self._inner = step, wrappers, optimizers, inner
         self._comms = comms = comms_of(wrappers)
         self._loads = [0]
         self._units = [unit for one, _ in models_of(model) for unit in one.units]
         self._modules = [*model.modules()]
         # What loads gives it state in other memory. Of this list and not of this object, which the hook would keep.
-        inner.register_load_state_dict_post_hook(partial(_count, self._loads))
+        for one in inner:
+            one.register_load_state_dict_post_hook(partial(_count, self._loads))
         self._cuda, self._stream = cuda, stream
         self._together = Together(comms, "a step of zero.graphed")
         self._replay = [comm.channel("a replay of zero.graphed") for comm in comms]
@@ -188,14 +190,15 @@ class _Graphed:
                 "would not go on from them. Have it end with optimizer.zero_grad()."
             )
         if counted != self._on_host():
+            kinds = " or ".join(type(one).__name__ for one in self._inner)
             raise RuntimeError(
-                f"the {type(self._inner).__name__} counts its steps, or keeps other state, on the host, where a replay "
-                "does not run. Take one that keeps all of it on the GPU, as torch's with capturable=True."
+                f"{kinds} counts its steps, or keeps other state, on the host, where a replay does not run. Take one "
+                "that keeps all of it on the GPU, as torch's with capturable=True."
             )
         self._together.agree()
         self._graph, self._settings = graph, self._settings_now()
         # As long as these exist, no other tensor has their id.
-        self._held = [value for group in self._optimizer.param_groups for value in group.values()]
+        self._held = [value for group in self._groups for value in group.values()]
 
     def _prepare(self, given: Given) -> None:
         """Collective after each COMPARED replays. Puts the arguments where the graph reads them."""
@@ -211,11 +214,16 @@ class _Graphed:
         for unit in self._units:
             if unit.needed_by:  # a forward without backward has left it, with weights from before this step
                 unit.reshard()
-        if isinstance(self._optimizer, OSS):
-            self._optimizer.state_dicts.forget()
+        for one in self._optimizers:
+            if isinstance(one, OSS):
+                one.state_dicts.forget()
         self._replays += 1
         if self._replays % COMPARED == 0:
             self._together.agree()
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for one in self._optimizers for group in one.param_groups]
 
     def _refuse_others(self, args: Sequence[Any], *, same_nest: bool) -> None:
         found, expected = [_kind(arg) for arg in args], [_kind(arg) for arg in self._inputs]
@@ -243,7 +251,7 @@ class _Graphed:
             "the optimizer's state": [*self._loads],
             "the sharding of the model": [unit.summoned or not unit.exists for unit in self._units],
         }
-        for number, group in enumerate(self._optimizer.param_groups):
+        for number, group in enumerate(self._groups):
             for key, value in group.items():
                 if key == "params":
                     found[f"requires_grad of the parameters of group {number}"] = [p.requires_grad for p in value]
@@ -253,13 +261,13 @@ class _Graphed:
 
     def _on_host(self) -> list[Any]:
         """What the optimizer keeps in the memory of the host: numbers, and how often its tensors were written."""
-        kept = (leaf for state in self._inner.state.values() for leaf in tree_iter(state))
+        kept = (leaf for one in self._inner for state in one.state.values() for leaf in tree_iter(state))
         here = [leaf for leaf in kept if not isinstance(leaf, Tensor) or leaf.device.type == "cpu"]
         return [writes_so_far([leaf]) if isinstance(leaf, Tensor) else leaf for leaf in here]
 
     def _gradients(self) -> list[Tensor | None]:
         with as_plain_tensors():
-            return [param.grad for param in params_of(self._optimizer)]
+            return [param.grad for one in self._optimizers for param in params_of(one)]
 
 
 def _count(loads: list[int], _: Optimizer) -> None:

@@ -3,7 +3,7 @@
     stage 0   torch.autocast around the forward
     stage 1   parameters of 16 bits, which are the rounded masters; float32 masters in shards; gradients are averaged in
     and 2     float32; inputs of the model and of its units are cast
-    stage 3   MixedPrecision(param_dtype): units are gathered in 16 bits from float32 shards
+    stage 3   units are gathered in 16 bits from float32 shards
 
 Stages 1 to 3 cast in the same places: the inputs of what stage 3 makes units, and of modules that are kept in float32.
 """
@@ -11,56 +11,39 @@ Stages 1 to 3 cast in the same places: the inputs of what stage 3 makes units, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
-from functools import partial
 from typing import Any
-from weakref import finalize
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch.modules import parameters_of
-from zero._torch.tensors import wraps_others
 from zero.comm import Comm
-from zero.fsdp.precision import DTYPES, MixedPrecision
 from zero.fsdp.units import smallest_leaves, unit_modules
 from zero.oss import OSS
 from zero.tensor_parallel import parts
+from zero.wrap.precision import MixedPrecision, rounds
 
 
-def precision_problem(precision: object, model: nn.Module, stage: object, beside: Sequence[str]) -> str | None:
-    """Returns an error message for a precision that a model cannot have at a stage, else None. beside: the names of
-    other options that say in which dtypes it trains."""
-    if not isinstance(precision, str) or precision not in DTYPES:
-        names = [str(name) for name in DTYPES]
-        near = [
-            name for name, dtype in zip(names, DTYPES.values(), strict=True) if (dtype or torch.float32) == precision
-        ]
-        near = near or get_close_matches(str(precision), names, n=1, cutoff=0.5)
-        if isinstance(precision, MixedPrecision):
-            return f"precision={precision!r} is no name. At stage 3 pass it as mixed_precision=."
-        asked = f"Write precision={near[0]!r}." if near else f"Choose {', '.join(map(repr, names))}."
-        return f"precision={precision!r} is unknown. {asked}"
-    if beside:
-        return f"precision={precision!r} and {beside[0]} both say in which dtypes the model trains. Pass one of them."
-    for name, param in model.named_parameters():
+def precision_problem(policy: MixedPrecision, model: nn.Module, stage: object) -> str | None:
+    """Returns an error message for a precision that a model cannot have at a stage, else None."""
+    dtype = policy.param_dtype
+    for name, param in model.named_parameters() if dtype is not None else ():
         if param.requires_grad and param.is_floating_point() and param.itemsize < 4:
             return (
-                f"precision={precision!r} keeps float32 masters of a float32 model, but {name!r} is {param.dtype}. "
-                "Load the model in float32, or call model.float(); or pass master_dtype=torch.float32 at stages 1 and "
-                "2."
+                f"precision={str(dtype).removeprefix('torch.')} keeps float32 masters of a float32 model, but {name!r} "
+                f"is {param.dtype}. Load the model in float32, or call model.float()."
             )
-    if stage in (1, 2) and DTYPES[precision] and any(map(parts.takes, parameters_of(model))):
+    if stage in (1, 2) and dtype is not None and any(map(parts.takes, parameters_of(model))):
         return (
-            f"the model has DTensors, which precision={precision!r} cannot round at stage {stage}. Take stage 3; or "
-            "convert the model to 16 bits before it is parallelised, and pass master_dtype=torch.float32."
+            f"the model has DTensors, which stage {stage} cannot round. Take stage 3; or convert the model to 16 bits "
+            "before it is parallelised, and build zero.OSS(params, precision='bf16') yourself."
         )
     return None
 
 
 class Rounding:
-    """How stages 1 and 2 round a model and cast its inputs.
+    """How stages 1 and 2 round a model and cast the inputs of units inside of it.
 
     policy: a `param_dtype` of 16 bits, and what is kept in float32. auto_wrap_policy: chooses the units, as of FSDP.
     comm: the ranks.
@@ -70,42 +53,30 @@ class Rounding:
         self._policy, self._model, self._comm = policy, model, comm
         leaves = smallest_leaves(None, beside=any(comm.link.overlaps(param.device) for param in parameters_of(model)))
         self._units = unit_modules(model, auto_wrap_policy, leaves_from=leaves)  # by the size that they have now
-        named = [*model.named_parameters()]
         self.dtypes: dict[nn.Parameter, torch.dtype] = {
             param: dtype
-            for dtype, of_dtype in policy.by_dtype(model, named).items()
+            for dtype, of_dtype in policy.by_dtype(model, [*model.named_parameters()]).items()
             for _, param in of_dtype
-            if dtype is not None and param.is_floating_point() and param.itemsize > dtype.itemsize
-            if not wraps_others(param)  # quantised, and computed with as it is
+            if dtype is not None and rounds(param, dtype)
         }
 
     def start_alike(self) -> None:
         """Collective. All ranks start from the first one's values, before these are rounded."""
         self._comm.broadcast([*parameters_of(self._model), *self._model.buffers()])
 
-    def round_rest(self, optimizers: Sequence[OSS]) -> None:
-        """Rounds the frozen parameters that the optimizers do not have."""
-        for param, dtype in self.dtypes.items():
-            if not any(param in one.shards for one in optimizers):
-                param.data = param.data.to(dtype)
+    def round_rest(self, optimizers: Sequence[OSS]) -> list[nn.Parameter]:
+        """Rounds the frozen parameters that the optimizers do not have, and returns these."""
+        rest = [param for param in self.dtypes if not any(param in one.shards for one in optimizers)]
+        for param in rest:
+            param.data = param.data.to(self.dtypes[param])
+        return rest
 
-    def cast_inputs(self, wrapper: nn.Module) -> None:
-        """Registers hooks that cast inputs, for as long as the wrapper exists."""
-        _, hooks = self._policy.prepare(self._model.modules())
+    def cast_inputs(self, casts: list[RemovableHandle], *, root: bool = False) -> None:
+        """Has the inputs of units be cast, and with `root` those of the model, which wrappers cast. casts: the hooks
+        that do so."""
         for module in self._units.values():
-            cast = partial(_cast, self._policy, module is self._model)
-            hooks.append(module.register_forward_pre_hook(cast, with_kwargs=True))
-        if wrapper is not self._model:
-            finalize(wrapper, _remove, hooks)
-
-
-def _cast(policy: MixedPrecision, root: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return policy.cast_inputs(module, (args, kwargs), root=root)
-
-
-def _remove(hooks: Sequence[RemovableHandle]) -> None:
-    for hook in hooks:
-        hook.remove()
+            if root or module is not self._model:
+                casts.append(self._policy.register_cast(module, root=module is self._model))
 
 
 def compute_under_autocast(module: nn.Module, dtype: torch.dtype) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import nn
@@ -15,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero._torch.modules import parameters_of
-from zero.arguments import Arguments, One, Optim, ranks_of
+from zero.arguments import Arguments, Optim, ranks_of
 from zero.comm import Comm
 from zero.comm.together import Together, told_by_comparing
 from zero.fsdp import FSDP
-from zero.fsdp.precision import DTYPES, MixedPrecision
+from zero.fsdp.units import Policy
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.precision import Rounding, compute_under_autocast
@@ -32,35 +32,77 @@ from zero.state.shard_mark import refuse_shards
 from zero.tensor_parallel import parts
 
 if TYPE_CHECKING:
-    from zero.fsdp.precision import GivenPrecision
+    from typing_extensions import Unpack
+
+    from zero.wrap.precision import GivenPrecision
 
 _POLICIES = "the policies given to zero.setup"
 
 
+Stage = int | Literal["3 kept"]
+
+
+class SetupOptions(TypedDict, total=False):
+    """Those of zero.setup, which says what they mean: a misspelt one is an error of type checkers."""
+
+    process_group: torch.distributed.ProcessGroup | None
+    device_mesh: DeviceMesh | None
+    partition: Partition
+    auto_wrap_policy: Policy
+    offload: Any
+    precision: GivenPrecision
+    reshard_after_forward: bool
+
+
 @overload
-def setup(model: nn.Module, optim: One, stage: Literal[3], **options: Any) -> tuple[FSDP, Optimizer]: ...
+def setup(
+    model: nn.Module, optim: Optimizer, stage: Literal[3, "3 kept"], **options: Unpack[SetupOptions]
+) -> tuple[FSDP, Optimizer]: ...
 @overload
-def setup(model: nn.Module, optim: One, stage: Literal[2], **options: Any) -> tuple[ShardedDDP, OSS]: ...
+def setup(
+    model: nn.Module, optim: Optimizer, stage: Literal[2], **options: Unpack[SetupOptions]
+) -> tuple[ShardedDDP, OSS]: ...
 @overload
-def setup(model: nn.Module, optim: One, stage: Literal[1], **options: Any) -> tuple[nn.Module, OSS]: ...
+def setup(
+    model: nn.Module, optim: Optimizer, stage: Literal[1], **options: Unpack[SetupOptions]
+) -> tuple[nn.Module, OSS]: ...
 @overload
-def setup(model: nn.Module, optim: One, stage: int, **options: Any) -> tuple[nn.Module, Optimizer]: ...
+def setup(
+    model: nn.Module, optim: Optimizer, stage: Stage, **options: Unpack[SetupOptions]
+) -> tuple[nn.Module, Optimizer]: ...
 @overload
-def setup(model: nn.Module, optim: Sequence[Optimizer], stage: int, **options: Any) -> tuple[nn.Module, Any]: ...
+def setup(
+    model: nn.Module, optim: Sequence[Optimizer], stage: Stage, **options: Unpack[SetupOptions]
+) -> tuple[nn.Module, list[Optimizer]]: ...
+@overload  # a class, with its own options among these
+def setup(
+    model: nn.Module, optim: Callable[..., Optimizer], stage: Literal[3, "3 kept"], **options: Any
+) -> tuple[FSDP, Optimizer]: ...
+@overload
+def setup(
+    model: nn.Module, optim: Callable[..., Optimizer], stage: Literal[2], **options: Any
+) -> tuple[ShardedDDP, OSS]: ...
+@overload
+def setup(
+    model: nn.Module, optim: Callable[..., Optimizer], stage: Literal[1], **options: Any
+) -> tuple[nn.Module, OSS]: ...
+@overload
+def setup(
+    model: nn.Module, optim: Callable[..., Optimizer], stage: Stage, **options: Any
+) -> tuple[nn.Module, Optimizer]: ...
 def setup(
     model: nn.Module,
     optim: Optim,
-    stage: int,
+    stage: Stage,
     *,
     params: Iterable[Any] | None = None,
     process_group: torch.distributed.ProcessGroup | None = None,
     device_mesh: DeviceMesh | None = None,
     partition: Partition = "auto",
-    auto_wrap_policy: Any = None,
+    auto_wrap_policy: Policy = None,
     offload: Any = None,
-    precision: Literal["fp32", "bf16", "fp16"] | None = None,
-    mixed_precision: GivenPrecision = None,
-    master_dtype: torch.dtype | None = None,
+    precision: GivenPrecision = None,
+    reshard_after_forward: bool = True,
     **defaults: Any,
 ) -> tuple[nn.Module, Any]:
     """Collective. The wrapped model and its optimizer at a stage. Every stage trains to the same numbers.
@@ -73,22 +115,27 @@ def setup(
     params: with a class, parameters of the model, or groups of them with options of their own; by default all.
     process_group, partition, auto_wrap_policy: as in OSS and FSDP. device_mesh: the group, as a mesh of one dimension.
     offload: at stages 1 to 3, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload).
-    precision: "bf16" or "fp16": a float32 model computes in these 16 bits, while master weights, sums of gradients and
-        optimizer state are float32, alike at every stage; "fp32": all is float32. Inputs of the model and of the units
-        of stage 3 are cast; batch normalisation and buffers stay in float32. Stage 0 computes under torch.autocast,
-        which chooses dtypes by operator, so that its numbers differ. Train fp16 with torch.amp.GradScaler.
-    mixed_precision: at stage 3, as in FSDP. master_dtype: at stages 1 and 2, as in OSS. Both for other choices of
-        dtypes, in place of precision.
+    precision: "bf16", "fp16" or their dtype: a float32 model computes in these 16 bits, while master weights, sums of
+        gradients and optimizer state are float32, alike at every stage; "fp32": all is float32. Inputs of the model and
+        of the units of stage 3 are cast; batch normalisation and buffers stay in float32. Stage 0 computes under
+        torch.autocast, which chooses dtypes by operator, so that its numbers differ. Train fp16 with
+        torch.amp.GradScaler. A zero.MixedPrecision makes other choices.
+    reshard_after_forward: False keeps the parameters of stage 3 from forward to backward: as stage="3 kept", which
+        zero.plan has, too.
 
     Stage 1 averages gradients as stage 2 does, and leaves them full in `param.grad`; to use DistributedDataParallel and
     its options build that and an OSS yourself. Without torch.distributed, stages 0 and 1 return the model as it is.
     Raises ValueError on every rank for stages, options, parameters and optimizers that cannot be used, and RuntimeError
     if a launcher has started several ranks, but torch.distributed is not initialised.
     """
-    dtypes = {"precision": precision, "mixed_precision": mixed_precision, "master_dtype": master_dtype}
-    given = {name: value for name, value in {"offload": offload, **dtypes}.items() if value is not None}
+    if stage == "3 kept":
+        stage, reshard_after_forward = 3, False
+    given = {} if offload is None else {"offload": offload}
+    if not reshard_after_forward:
+        given["reshard_after_forward"] = reshard_after_forward
     comm, problem = ranks_of(process_group, device_mesh)
-    asked = Arguments(model, optim, stage, params, partition, given, defaults, [*signature(setup).parameters])
+    names = [*signature(setup).parameters]
+    asked = Arguments(model, optim, stage, params, partition, precision, given, defaults, names)
     asked.agree(comm, problem)
     with _telling(asked.call):
         if stage in (1, 2):
@@ -103,17 +150,15 @@ def setup(
                 if isinstance(wrapped, FSDP):
                     wrapped.unwrap()  # what was corrected finds the model as it was
                 raise
-            if not stage and (dtype := DTYPES.get(precision)) is not None:
+            if not stage and (dtype := asked.policy.param_dtype) is not None:
                 compute_under_autocast(wrapped, dtype)
         return wrapped, optimizers[0] if asked.is_one else optimizers
 
 
 def _fsdp(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> nn.Module:
     """Stage 3."""
-    options = {**asked.options, "partition": asked.fsdp_partition, "auto_wrap_policy": auto_wrap_policy}
-    if "precision" in options:
-        options["mixed_precision"] = MixedPrecision(DTYPES[options.pop("precision")])
-    return FSDP(asked.model, comm, **options)
+    how = {"partition": asked.fsdp_partition, "auto_wrap_policy": auto_wrap_policy, "precision": asked.policy}
+    return FSDP(asked.model, comm, **asked.options, **how)
 
 
 def _ddp(model: nn.Module, comm: Comm) -> nn.Module:
@@ -135,24 +180,23 @@ def _optimizer(asked: Arguments, optim: Any, wrapped: nn.Module) -> Optimizer:
 
 def _with_oss(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> tuple[nn.Module, Sequence[Optimizer]]:
     """Stages 1 and 2."""
-    model, options = asked.model, {**asked.options}
+    model, policy, options = asked.model, asked.policy, {**asked.options}
     kind: Any = AveragingDDP if asked.stage == 1 else ShardedDDP
     made = without_announcing()(_oss)  # the wrapper says what both do
-    dtype = DTYPES.get(options.pop("precision", None))
-    if asked.stage == 1 and comm.group is None and dtype is None:  # 16 bits are averaged in float32, also alone
-        kind, made = lambda model, _: model, _oss
-    if dtype is None:
+    if policy.param_dtype is None:
+        if asked.stage == 1 and comm.group is None:  # 16 bits are averaged in float32, also alone
+            return model, _oss(asked, comm, options)
         sharding = made(asked, comm, options)
-        wrapped = kind(model, sharding)
-    else:
-        with told_by_comparing(partial(comm.compare, _POLICIES, [])):
-            rounding = Rounding(MixedPrecision(dtype), model, auto_wrap_policy, comm)
-        comm.compare(_POLICIES, [])
-        rounding.start_alike()
-        sharding = made(asked, comm, {**options, "master_dtype": torch.float32, "rounded": rounding.dtypes})
-        rounding.round_rest(sharding)
-        wrapped = kind(model, sharding)
-        rounding.cast_inputs(wrapped)
+        return kind(model, sharding, precision=policy), sharding
+    with told_by_comparing(partial(comm.compare, _POLICIES, [])):
+        rounding = Rounding(policy, model, auto_wrap_policy, comm)
+    comm.compare(_POLICIES, [])
+    rounding.start_alike()
+    sharding = made(asked, comm, {**options, "precision": policy, "rounded": rounding.dtypes})
+    rest = rounding.round_rest(sharding)
+    wrapped = kind(model, sharding, precision=policy)
+    wrapped.rounded += rest
+    rounding.cast_inputs(wrapped.casts)
     return wrapped, sharding
 
 

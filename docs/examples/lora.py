@@ -34,7 +34,7 @@ for _ in range(20):
 
 zero.checkpoint.save("run", model, optimizer, frozen=False)
 
-weights = zero.full_tensors(model, to=0)  # pairs of name and tensor, on rank 0
+weights = zero.full_tensors(model)  # pairs of name and tensor, on rank 0
 adapter = {name: value for name, value in weights if "lora_" in name}
 if int(os.environ.get("RANK", 0)) == 0:
     net.save_pretrained("adapter", state_dict=adapter)

@@ -31,7 +31,7 @@ for _ in range(5):
         optimizer.step()
     schedule.step()
 
-weights = zero.full_state_dict(model, to=0)
+weights = zero.full_state_dict(model)
 if rank == 0:
     torch.save(weights, "weights.pt")
     print(f"loss {loss.item():.4f} on {world} rank(s)")

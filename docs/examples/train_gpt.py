@@ -153,10 +153,10 @@ def train(options: argparse.Namespace, device: torch.device, rank: int, world: i
             if rank == 0:
                 print(f"step {step}: evaluated {evaluated_at[step]:.4f}, norm of gradients {norm.item():.2f}")
 
-    full = {"weights": zero.full_state_dict(model, to=0)}  # on rank 0; the others get {}
-    full["optimizer"] = zero.full_optimizer_state_dict(model, optimizer, to=0)
+    full = {"weights": zero.full_state_dict(model)}  # on rank 0; the others get {}
+    full["optimizer"] = zero.full_optimizer_state_dict(model, optimizer)
     with average.swapped():
-        full["average"] = zero.full_state_dict(model, to=0)
+        full["average"] = zero.full_state_dict(model)
     if rank == 0:
         torch.save(full, f"{options.output}/full.pt")
     if rank == 0 and losses and find_spec("matplotlib"):

@@ -31,8 +31,8 @@ for _ in range(20):
     nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
     optimizer.step()
 
-weights = zero.full_state_dict(model, to=0)  # on every rank: full on rank 0's CPU
-state = zero.full_optimizer_state_dict(model, optimizer, to=0)
+weights = zero.full_state_dict(model)  # on every rank: full on rank 0's CPU
+state = zero.full_optimizer_state_dict(model, optimizer)
 if first:
     torch.save(weights, "weights.pt")  # net.load_state_dict takes it
     torch.save(state, "optimizer.pt")  # AdamW(...).load_state_dict takes it

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import gpus
-import zero
 from axes import Axis, Wrap, happens
 from axes.layout import with_class
 
@@ -70,7 +69,7 @@ class MasterWeights(Narrow):
     stages = frozenset({1, 2})
 
     def options(self, stage: int) -> dict[str, Any]:
-        return {"master_dtype": torch.float32}
+        return {"precision": "bf16"}
 
     def wrapped(self, t: Loop, wrap: Wrap, optim: Callable[..., Any]) -> tuple[nn.Module, Any]:
         return super().wrapped(t, wrap, optim if t.stage else lambda params: Masters(params, optim))
@@ -100,7 +99,7 @@ class Mixed(Axis):
         return net
 
     def options(self, stage: int) -> dict[str, Any]:
-        return {"mixed_precision": zero.MixedPrecision(param_dtype=BF16)}
+        return {"precision": "bf16"}
 
     def forward(self, t: Loop, x: Tensor, **given: Any) -> Tensor:
         return super().forward(t, x, **given).float()

@@ -46,10 +46,10 @@ class Config:
     def build(self, stage: int, seed: int = 0) -> tuple[nn.Module, Any]:
         model, options = CASE.model(seed), {"partition": self.cut} if stage else {}
         if self.masters and stage == 3:
-            options["mixed_precision"] = zero.MixedPrecision(param_dtype=torch.bfloat16)
+            options["precision"] = "bf16"
         elif self.masters:
             model = model.bfloat16()
-            options |= {"master_dtype": torch.float32} if stage else {}
+            options |= {"precision": "bf16"} if stage else {}
         if self.offload and stage:
             options["offload"] = zero.CPUOffload(pin_memory=False)
         optim = OPTIMIZERS[self.optim]
@@ -82,8 +82,8 @@ def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     inner = getattr(model, "module", model)
     names = {param: name for name, param in inner.named_parameters()}
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    found: dict[str, Any] = {f"model/{name}": value for name, value in zero.full_state_dict(model).items()}
-    for number, state in zero.full_optimizer_state_dict(model, optimizer)["state"].items():
+    found: dict[str, Any] = {f"model/{name}": value for name, value in zero.full_state_dict(model, to=None).items()}
+    for number, state in zero.full_optimizer_state_dict(model, optimizer, to=None)["state"].items():
         for key, value in state.items():
             path = f"model/{names[params[number]]}" if key == "master" else f"{names[params[number]]}/{key}"
             found[path] = value.clone() if isinstance(value, Tensor) else value
@@ -172,7 +172,7 @@ def train(model: nn.Module, optimizer: Optimizer, count: int = 2) -> dict[str, A
     torch.manual_seed(0)
     for _ in range(count):
         take_step(optimizer, model(torch.randn(5, 4)).square().sum())
-    return zero.full_state_dict(model)
+    return zero.full_state_dict(model, to=None)
 
 
 def adam(**options: Any) -> Callable[..., Optimizer]:

@@ -98,7 +98,7 @@ def test_peak_of_save_and_load(tmp_path):
 @ranks.on(2)
 def test_masters_of_written_parameters_are_made_one_by_one(rank, world, stage, tmp_path):
     with Meter() as meter:
-        model, optimizer = stepped(stage, torch.bfloat16, master_dtype=torch.float32)
+        model, optimizer = stepped(stage, torch.bfloat16, precision="bf16")
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(2)

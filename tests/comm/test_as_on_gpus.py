@@ -88,10 +88,10 @@ def noting_waits(waits: list[str]) -> Iterator[None]:
         yield
 
 
-FLOAT16 = {"mixed_precision": zero.MixedPrecision(torch.float16)}
+FLOAT16 = {"precision": zero.MixedPrecision(torch.float16)}
 SETTLED: list[tuple[str, dict[str, Any]]] = [
     ("1", {}),
-    *product(["2"], [{"partition": "whole"}, {"broadcast_fp16": True}]),
+    *product(["2"], [{"partition": "whole"}, {"precision": "bf16"}]),
     *product(["3", "3 speed first"], [{}, FLOAT16]),
     *product(["3 whole", "3 kept"], [FLOAT16]),
 ]

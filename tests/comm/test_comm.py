@@ -22,7 +22,7 @@ from zero.comm import Comm, Traffic, Work, traffic
 from zero.comm import comm as comm_module
 from zero.comm.oplog import Log
 from zero.comm.streams import StreamWork
-from zero.comm.work import CastWork, GroupWork, SumWork
+from zero.comm.work import GroupWork, SumWork
 from zero.shards.placement import ReplicaWork
 
 WORLDS = [2, 3, 4] if matrix.WHOLE else [2, 3]
@@ -326,7 +326,6 @@ def test_a_difference_or_a_problem_raises_the_same_on_every_rank(rank, world):
 WORKS = {
     "in a group": lambda buffer: GroupWork(Log(0, 2), True, 0, buffer, []),
     "sums": lambda buffer: SumWork(torch.sum, Work([buffer]), 1),
-    "a narrower dtype": lambda buffer: CastWork(Work(), buffer, buffer, slice(1)),
     "over replicas": lambda buffer: ReplicaWork(Work(buffer), Comm.alone(), 0),
     "on a stream": lambda buffer: StreamWork(buffer, None, None, None, Comm.alone(), buffer),
 }

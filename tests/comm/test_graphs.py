@@ -22,15 +22,15 @@ from zero.graphs import COMPARED
 
 STAGES: dict[str, tuple[int, dict[str, Any]]] = {
     "1": (1, {}),
-    "1 in 16 bits": (1, {"master_dtype": torch.float32}),
+    "1 in 16 bits": (1, {"precision": "bf16"}),
     "2": (2, {"reduce_buffer_size": 200}),
     "2 whole": (2, {"partition": "whole"}),
-    "2 in 16 bits": (2, {"master_dtype": torch.float32}),
-    "2 sent in 16 bits": (2, {"reduce_fp16": True, "broadcast_fp16": True}),
+    "2 in 16 bits": (2, {"precision": "bf16"}),
+    "2 sent in 16 bits": (2, {"precision": zero.MixedPrecision(reduce_dtype=torch.bfloat16)}),
     "3": (3, {}),
     "3 kept": (3, {"reshard_after_forward": False}),
     "3 hybrid": (3, {"sharding_strategy": "HYBRID_SHARD"}),
-    "3 in 16 bits": (3, {"mixed_precision": HALF}),
+    "3 in 16 bits": (3, {"precision": HALF}),
     "3 whole": (3, {"partition": "whole"}),
     "3 memory first": (3, {"prefetch": 1}),
 }
@@ -41,7 +41,7 @@ class Loop:
 
     def __init__(self, there: Simulated, stage: str, **more: Any) -> None:
         number, options = STAGES[stage]
-        self.dtype = torch.bfloat16 if "master_dtype" in options else torch.float32
+        self.dtype = torch.bfloat16 if options.get("precision") == "bf16" else torch.float32
         self.model, self.optimizer = built(there, number, net().to(self.dtype), **options, **more)
         self.steps, self.there = 0, there
 

@@ -84,20 +84,19 @@ HYBRID = {"sharding_strategy": "HYBRID_SHARD", "world": GPUS}
 WHOLE = {"partition": "whole"}
 SENDING: dict[str, dict[str, Any]] = {
     "2 in 16 bits": {"stage": 2, "dtype": BF16},
-    "2 with master weights": {"stage": 2, "dtype": BF16, "master_dtype": torch.float32},
-    "2 gathered in 16 bits": {"stage": 2, "broadcast_fp16": True},
-    "3 computed in 16 bits": {"stage": 3, "mixed_precision": HALF},
+    "2 with master weights": {"stage": 2, "dtype": BF16, "precision": "bf16"},
+    "3 computed in 16 bits": {"stage": 3, "precision": HALF},
     "3 in 16 bits": {"stage": 3, "dtype": BF16},
     "3 kept": {"stage": 3, "reshard_after_forward": False},
     "3 hybrid": {"stage": 3, **HYBRID},
-    "3 hybrid in 16 bits": {"stage": 3, **HYBRID, "mixed_precision": HALF},
+    "3 hybrid in 16 bits": {"stage": 3, **HYBRID, "precision": HALF},
 }
 """What the user may ask for without a word on how gradients are sent."""
 UNEVEN = {
     "2 whole": {"stage": 2, **WHOLE},
     "2 whole in 16 bits": {"stage": 2, "dtype": BF16, **WHOLE},
     "3 whole": {"stage": 3, **WHOLE},
-    "3 whole in 16 bits": {"stage": 3, "mixed_precision": HALF, **WHOLE},
+    "3 whole in 16 bits": {"stage": 3, "precision": HALF, **WHOLE},
 }
 
 
@@ -122,8 +121,8 @@ def test_nor_do_they_where_each_rank_owns_whole_parameters(case):
 
 
 ASKED: dict[str, dict[str, Any]] = {
-    "reduce_fp16": {"stage": 2, "reduce_fp16": True},
-    "reduce_dtype": {"stage": 3, "mixed_precision": zero.MixedPrecision(BF16, reduce_dtype=BF16)},
+    "at stage 2": {"stage": 2, "precision": zero.MixedPrecision(reduce_dtype=BF16)},
+    "at stage 3": {"stage": 3, "precision": zero.MixedPrecision(BF16, reduce_dtype=BF16)},
 }
 
 

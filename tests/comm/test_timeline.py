@@ -77,7 +77,7 @@ def waits(stalls: Sequence[Stall]) -> list[str]:
 
 HIDDEN: dict[str, tuple[Any, dict[str, Any], list[str]]] = {
     "a chain of blocks": (blocks, {}, ["gather", "reduce"]),
-    "in 16 bits": (blocks, {"mixed_precision": zero.MixedPrecision(torch.bfloat16)}, ["gather", "reduce"]),
+    "in 16 bits": (blocks, {"precision": zero.MixedPrecision(torch.bfloat16)}, ["gather", "reduce"]),
     "parameters in the root": (WithRoot, {}, ["gather", "reduce"]),
     "kept parameters": (blocks, {"reshard_after_forward": False}, ["gather", "reduce"]),
     "averages over replicas": (blocks, {"sharding_strategy": "HYBRID_SHARD"}, ["gather", "reduce", "all-reduce"]),
@@ -103,7 +103,7 @@ def test_kept_parameters_expose_no_more_than_resharding():
     half = zero.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
     exposed = []
     for resharded in (False, True):
-        how = {"mixed_precision": half, "reshard_after_forward": resharded}
+        how = {"precision": half, "reshard_after_forward": resharded}
         stalls = stage_3(WithRoot(), lambda _, nbytes: nbytes / 512, **how)
         exposed.append(sum(stall.seconds for stall in stalls))
     assert 0 < exposed[0] <= exposed[1]

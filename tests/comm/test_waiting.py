@@ -72,7 +72,9 @@ CALLED: dict[str, Callable[..., object]] = {
     "zero.load_full_state_dict": lambda model, optimizer, folder: zero.load_full_state_dict(
         model, Stack().state_dict()
     ),
-    "zero.full_optimizer_state_dict": lambda model, optimizer, folder: zero.full_optimizer_state_dict(model, optimizer),
+    "zero.full_optimizer_state_dict": lambda model, optimizer, folder: zero.full_optimizer_state_dict(
+        model, optimizer, to=None
+    ),
     "the norm of several tensors": lambda model, optimizer, folder: clip_grad_norm_(model.parameters(), 1.0),
     "zero.checkpoint.save": lambda model, optimizer, folder: zero.checkpoint.save(folder, model, optimizer),
 }

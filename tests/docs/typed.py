@@ -1,4 +1,5 @@
-"""Writes the code of the pages and of docs/examples as modules into a folder, where `make check` lets mypy read it.
+"""Writes the code of the pages, of docs/examples and of refused.py as modules into a folder, where `make check` lets
+mypy read it.
 
 A line has the number there that it has in its page: the types are those that users see.
 """
@@ -33,6 +34,7 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "__init__.py").touch()
     shutil.copy(Path(__file__).with_name("documented.py"), folder / "models.py")
+    shutil.copy(Path(__file__).with_name("refused.py"), folder)
     for page in PAGES:
         for line, marker, source in blocks(page):
             (folder / f"{page.stem.lower()}_{line}.py").write_text(preamble(marker) + "\n" * (line - 1) + source)

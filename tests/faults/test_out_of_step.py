@@ -73,7 +73,7 @@ PROGRAMS: dict[str, Callable[[nn.Module, Any, int], object]] = {
     "trains": trains,
     "has finished": lambda model, optimizer, rank: None,
     "saves": lambda model, optimizer, rank: model.state_dict(),
-    "saves the optimizer": lambda model, optimizer, rank: zero.full_optimizer_state_dict(model, optimizer),
+    "saves the optimizer": lambda model, optimizer, rank: zero.full_optimizer_state_dict(model, optimizer, to=None),
     "saves a checkpoint": saves_a_checkpoint,
     "evaluates": evaluates,
     "runs one forward": lambda model, optimizer, rank: model(batch(rank, 0)),

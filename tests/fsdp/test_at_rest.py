@@ -607,7 +607,7 @@ def test_what_a_step_that_raises_hid_is_there_again(rank, world, kept, saves):
 def test_unwrapping_restores_what_a_step_that_raises_hid_before_parameters_are_full(rank, world):
     both = SideBySide(Stack(), "3")
     both.step(loss_on(rank, 0))
-    weights = zero.full_state_dict(both.model)
+    weights = zero.full_state_dict(both.model, to=None)
     both.zero_grad()
     both.backward(loss_on(rank, 1))
     with mock_step(both.optimizer), pytest.raises(KeyError) as error:
@@ -666,18 +666,20 @@ def test_state_of_an_optimizer_says_so_too(rank, world):
     weight = model.module.first.weight
     for uses in range(2):
         average = optimizer.state[weight]["exp_avg"]
-        full = zero.full_optimizer_state_dict(model, optimizer)["state"][0]["exp_avg"]
+        full = zero.full_optimizer_state_dict(model, optimizer, to=None)["state"][0]["exp_avg"]
         assert average.shape == full.shape == (WIDTH, WIDTH)
         torch.testing.assert_close(float(average.norm()), float(full.norm()))
         average[0] = 1.0
         full[0] = 1.0
-        same(zero.full_optimizer_state_dict(model, optimizer)["state"][0]["exp_avg"], full)
+        same(zero.full_optimizer_state_dict(model, optimizer, to=None)["state"][0]["exp_avg"], full)
         with torch.no_grad():
             weight.lerp_(average, 0.1)
         saved = optimizer.state_dict()["state"]
         assert {type(value) for state in saved.values() for value in state.values()} == {torch.Tensor}
         if uses == 0:
-            zero.load_full_optimizer_state_dict(model, optimizer, zero.full_optimizer_state_dict(model, optimizer))
+            zero.load_full_optimizer_state_dict(
+                model, optimizer, zero.full_optimizer_state_dict(model, optimizer, to=None)
+            )
 
 
 class Scaled(ByParameter):
@@ -739,4 +741,4 @@ def test_a_model_that_averages_is_cut_alike(rank, world):
     for _ in range(2):
         averaged.update_parameters(model)
         plain_average.update_parameters(plain_net)
-    same(zero.full_state_dict(averaged.module), {**plain_average.module.state_dict()})
+    same(zero.full_state_dict(averaged.module, to=None), {**plain_average.module.state_dict()})

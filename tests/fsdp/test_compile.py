@@ -63,7 +63,7 @@ def trained(rank: int, stage: int, compiled: Callable[..., None], backend: str, 
     for step in range(2):
         losses.append(take_step(optimizer, loss(wrapped, rank, step)))
         graphs.append(counter.frame_count)
-    return losses, plain_names(zero.full_state_dict(wrapped)), graphs
+    return losses, plain_names(zero.full_state_dict(wrapped, to=None)), graphs
 
 
 def as_ddp(rank: int, world: int, compiled: Callable[..., None], backend: str, after: bool) -> None:
@@ -132,7 +132,7 @@ class Run:
         with torch.no_grad():
             self.numbers.append(loss(model, rank, 20).item())
         assert all(param.grad is one for param, one in zip(sharded.parameters(), before, strict=True))
-        self.weights = plain_names(zero.full_state_dict(sharded))
+        self.weights = plain_names(zero.full_state_dict(sharded, to=None))
 
 
 class Reading(nn.Module):
@@ -160,7 +160,7 @@ class Checkpointing(Net):
 
 
 ALL_WHOLE = {"partition": "whole", "prefetch": 3}
-IN_16_BITS = {"mixed_precision": zero.MixedPrecision(param_dtype=torch.bfloat16, keep_fp32=(nn.LayerNorm,))}
+IN_16_BITS = {"precision": zero.MixedPrecision(param_dtype=torch.bfloat16, keep_fp32=(nn.LayerNorm,))}
 OF_LINEARS = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
 CASES: dict[str, tuple[Build, Callable[[], nn.Module], str, dict[str, Any], int | None]] = {
     "modules that read other units": (inside, Reading, "eager", ALL_WHOLE | OF_LINEARS, None),

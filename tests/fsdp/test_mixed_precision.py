@@ -114,7 +114,7 @@ def side_by_side(
     precision: Precision, options: dict[str, Any], optim: str = "sgd", *, net: Any = Net, tolerance: float = 0.0
 ) -> SideBySide:
     """With the policy, and with torch alone following it."""
-    build = partial(stage_3, mixed_precision=precision, **options)
+    build = partial(stage_3, precision=precision, **options)
     both = SideBySide(net(), build, OPTIMIZERS[optim], tolerance=tolerance)
     both.plain.follow(precision)
     return both
@@ -126,7 +126,7 @@ def trains(
     both = side_by_side(POLICIES[policy], on_mesh(world, options), **how)
     for step in range(2):
         both.step(*(loss_on(rank, micro * step + number) for number in range(micro)), unsent=unsent)
-    assert all(value.dtype is FP32 for value in zero.full_state_dict(both.model).values())
+    assert all(value.dtype is FP32 for value in zero.full_state_dict(both.model, to=None).values())
     for param in both.model.parameters():
         assert param.dtype is FP32
         assert param.grad is None or param.grad.dtype is FP32
@@ -190,7 +190,7 @@ def test_a_unit_of_a_class_that_is_kept_in_float32(rank, world):
     first, head = nn.Linear(WIDTH, WIDTH), Head(WIDTH, 3)
     precision, units = Precision(param_dtype=BF16, keep_fp32=(Head,)), ModuleWrapPolicy({Head})
     net = copy.deepcopy(nn.Sequential(first, head))
-    found = zero.FSDP(net, mixed_precision=precision, auto_wrap_policy=units)(batch(rank, 0))
+    found = zero.FSDP(net, precision=precision, auto_wrap_policy=units)(batch(rank, 0))
     assert torch.equal(found, head(first.bfloat16()(batch(rank, 0).bfloat16()).float()).bfloat16())
     found.float().sum().backward()
 
@@ -200,7 +200,7 @@ def test_integers_and_booleans_stay_what_they_are(rank, world):
     net = nn.Sequential(nn.Embedding(7, WIDTH))
     net.register_buffer("order", torch.tensor([2, 0, 1]))
     net.counts = nn.Parameter(torch.arange(5), requires_grad=False)
-    model = zero.FSDP(net, mixed_precision=Precision(param_dtype=BF16, buffer_dtype=BF16))
+    model = zero.FSDP(net, precision=Precision(param_dtype=BF16, buffer_dtype=BF16))
     assert model(torch.tensor([[1, 2, 3]])).dtype is BF16
     assert {value.dtype for value in (net.order, net.counts, model.state_dict()["order"])} == {torch.int64}
     assert model.state_dict()["counts"].tolist() == [0, 1, 2, 3, 4]
@@ -226,8 +226,8 @@ class Normalised(nn.Module):
 
 def wrapped() -> zero.FSDP:
     net = Normalised()
-    net.blocks[1] = zero.FSDP(net.blocks[1], mixed_precision=Precision(BF16, buffer_dtype=FP16))
-    return zero.FSDP(net, mixed_precision=Precision(BF16, buffer_dtype=BF16))
+    net.blocks[1] = zero.FSDP(net.blocks[1], precision=Precision(BF16, buffer_dtype=FP16))
+    return zero.FSDP(net, precision=Precision(BF16, buffer_dtype=BF16))
 
 
 @ranks.on(2)
@@ -241,7 +241,7 @@ def test_buffers_are_saved_and_loaded_in_their_own_dtype(rank, world, tmp_path):
     zero.checkpoint.save(tmp_path, model)
     with model.summon_full_params():
         inside = model.module.state_dict()
-    for state in (model.state_dict(), zero.full_state_dict(model), inside):
+    for state in (model.state_dict(), zero.full_state_dict(model, to=None), inside):
         assert {name: state[name].dtype for name in own} == own
         assert all(close(state[f"blocks.{i}.shift"], expected[i], 0.0) for i in range(2))
         assert all(isinstance(value, Tensor) for value in state.values())
@@ -256,13 +256,13 @@ def test_buffers_are_saved_and_loaded_in_their_own_dtype(rank, world, tmp_path):
 
 @ranks.raises(2, ValueError, "differ between ranks", "bfloat16", "float16", timeout=15)
 def test_policies_that_differ_between_ranks_are_refused_on_every_rank(rank, world):
-    zero.FSDP(Net(), mixed_precision=Precision(param_dtype=(BF16, FP16)[rank]))
+    zero.FSDP(Net(), precision=Precision(param_dtype=(BF16, FP16)[rank]))
 
 
 @ranks.on(2)
 def test_a_sum_over_ranks_does_not_overflow_what_travelled_in_float16(rank, world):
     """Sums of gradients that float16 holds, but not their sum over the ranks."""
-    model = zero.FSDP(nn.Linear(4, 1, bias=False), mixed_precision=Precision(param_dtype=FP16))
+    model = zero.FSDP(nn.Linear(4, 1, bias=False), precision=Precision(param_dtype=FP16))
     model(torch.full((1, 4), 40_000.0)).sum().backward()
     assert all(plain(param.grad).isfinite().all() for param in model.parameters() if param.grad is not None)
     assert not math.isfinite(torch.tensor(80_000.0).half().item())

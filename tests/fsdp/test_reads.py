@@ -218,10 +218,10 @@ class Filled(Block):
 
 @ranks.on(2)
 def test_what_was_not_written_into_keeps_its_precision(rank, world):
-    model = zero.FSDP(Stack(Filled), mixed_precision=zero.MixedPrecision(param_dtype=torch.bfloat16))
-    before = zero.full_state_dict(model)
+    model = zero.FSDP(Stack(Filled), precision=zero.MixedPrecision(param_dtype=torch.bfloat16))
+    before = zero.full_state_dict(model, to=None)
     model(batch(rank, 0))
-    after = zero.full_state_dict(model)
+    after = zero.full_state_dict(model, to=None)
     for block in range(3):
         before[f"blocks.{block}.up.bias"][1] = 0.5
     assert all(torch.equal(after[name], before[name]) for name in before)
@@ -233,7 +233,7 @@ def test_what_was_not_written_into_keeps_its_precision(rank, world):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
 @ranks.raises(2, RuntimeError, "a loss reads '.*(weight|bias)' outside of the model's forward", timeout=15)
 def test_a_penalty_on_shards_is_refused_on_every_rank(rank, world, dtype):
-    model = zero.FSDP(Stack(), mixed_precision=zero.MixedPrecision(param_dtype=dtype))
+    model = zero.FSDP(Stack(), precision=zero.MixedPrecision(param_dtype=dtype))
     (model(batch(rank, 0)).square().mean() + sum(param.square().sum() for param in model.parameters())).backward()
 
 

@@ -168,7 +168,7 @@ def test_where_parameters_are_always_full_a_gradient_may_come_past_forward(rank,
 
 @ranks.on(2)
 def test_a_gradient_that_comes_past_forward_after_the_others_were_sent_is_added_to_them(rank, world):
-    narrow = {**NO_SHARD, "mixed_precision": zero.MixedPrecision(param_dtype=torch.bfloat16)}
+    narrow = {**NO_SHARD, "precision": zero.MixedPrecision(param_dtype=torch.bfloat16)}
     torch.manual_seed(0)
     plain, both = zero.FSDP(net := Stack(), **narrow), zero.FSDP(copied := Stack(), **narrow)
     copied.load_state_dict(net.state_dict())

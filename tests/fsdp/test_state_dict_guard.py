@@ -59,7 +59,7 @@ def test_full_weights_of_a_module_inside_are_gathered(rank, world):
     model = zero.FSDP(copy.deepcopy(plain))
     model(batch(rank, 0)).sum()
     for inner, expected in ((model.module, plain), (model.blocks[1], plain.blocks[1])):
-        found = zero.full_state_dict(inner)
+        found = zero.full_state_dict(inner, to=None)
         same(dict(found), dict(expected.state_dict()))
     assert unsharded(model) == []
 
@@ -77,7 +77,7 @@ def test_hooks_on_state_dicts_of_modules_inside_see_full_parameters(rank, world)
     model.blocks[1].register_state_dict_post_hook(without_bias)
     expected = dict(plain.state_dict())
     del expected["blocks.1.up.bias"]
-    for found in (model.state_dict(), zero.full_state_dict(model)):
+    for found in (model.state_dict(), zero.full_state_dict(model, to=None)):
         same(dict(found), expected)
         same(seen, expected)
 
@@ -113,10 +113,10 @@ def test_frozen_modules_that_load_by_themselves_stay_sharded_while_others_are_lo
 def test_full_weights_load_into_a_module_inside(rank, world):
     model = zero.FSDP(Stack())
     for step, context in enumerate((nullcontext, model.summon_full_params)):
-        full = {name: value + 1 + step for name, value in zero.full_state_dict(model).items()}
+        full = {name: value + 1 + step for name, value in zero.full_state_dict(model, to=None).items()}
         with context():
             model.module.load_state_dict(full)
-        same({**zero.full_state_dict(model)}, full)
+        same({**zero.full_state_dict(model, to=None)}, full)
     full = {name: value + 1 for name, value in full.items() if name.startswith("blocks.1.")}
     model.module.blocks[1].load_state_dict({name.removeprefix("blocks.1."): value for name, value in full.items()})
-    same({name: value for name, value in zero.full_state_dict(model).items() if name in full}, full)
+    same({name: value for name, value in zero.full_state_dict(model, to=None).items() if name in full}, full)

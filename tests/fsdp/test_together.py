@@ -59,8 +59,8 @@ def stopped_and_saved(rank, world, error, options, path):
         with pytest.raises(error), torch.set_grad_enabled(trains):
             both.model(batch(rank, 1))
         inner.error = None
-        same(zero.full_state_dict(both.model), {**both.plain.state_dict()})
-        zero.full_optimizer_state_dict(both.model, both.optimizer)
+        same(zero.full_state_dict(both.model, to=None), {**both.plain.state_dict()})
+        zero.full_optimizer_state_dict(both.model, both.optimizer, to=None)
         zero.checkpoint.save(path, both.model, both.optimizer)
     both.step(loss_on(rank, 2))
 
@@ -140,7 +140,7 @@ def test_a_model_steps_within_its_forward_and_runs_on(rank, world, partition):
     for step in range(3):
         found = both.model(batch(rank, step), trained(players[0], lambda: None))
         same(found, both.plain(batch(rank, step), trained(players[1], average)))
-        same(zero.full_state_dict(both.model), {**both.plain.state_dict()})
+        same(zero.full_state_dict(both.model, to=None), {**both.plain.state_dict()})
 
 
 # ------------------------------------------------------------------------------------------------- what is kept
@@ -292,7 +292,7 @@ def test_a_first_weight_in_channels_last_trains_in_float16(rank, world, partitio
     model = zero.FSDP(Convolutions(), partition=partition)
     optimizer = SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    before = zero.full_state_dict(model)
+    before = zero.full_state_dict(model, to=None)
     for step in range(3):
         with torch.autocast("cpu", torch.float16):
             loss = model(torch.full((2, 3, 5, 5), 1e6 if step == 1 and rank else 0.5)).float().square().mean()
@@ -300,7 +300,7 @@ def test_a_first_weight_in_channels_last_trains_in_float16(rank, world, partitio
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        after = zero.full_state_dict(model)
+        after = zero.full_state_dict(model, to=None)
         changed = not torch.equal(after["first.weight"], before["first.weight"])
         assert changed == (step != 1)  # an overflow on one rank skips the step on all
         before = after

@@ -65,7 +65,7 @@ def test_weights_are_full_and_load_at_any_stage(rank, world, at, to, kind):
     expected, found = (copy.deepcopy(get_model_state_dict(each, options=options)) for each in (plain, sharded))
     same(found, expected)
     set_model_state_dict(again, {} if kind == "from rank 0" and rank > 0 else found, options=options)
-    weights = zero.full_state_dict(again)
+    weights = zero.full_state_dict(again, to=None)
     same({name: weights[name] for name, _ in plain.module.named_parameters()}, dict(plain.module.named_parameters()))
 
 
@@ -108,9 +108,12 @@ def test_a_checkpoint_of_torch_comes_in_by_its_conversion(rank, world, to, tmp_p
 @ranks.on(2)
 def test_full_state_goes_into_a_checkpoint_of_torch(rank, world, at, tmp_path):
     sharded, plain, again = trained(at, "sgd", rank), trained(0, "sgd", rank), trained(0, "sgd", rank, 1)
-    full = {"model": zero.full_state_dict(sharded[0]), "optim": zero.full_optimizer_state_dict(*sharded)}
+    full = {
+        "model": zero.full_state_dict(sharded[0], to=None),
+        "optim": zero.full_optimizer_state_dict(*sharded, to=None),
+    }
     dcp.save(full, checkpoint_id=tmp_path)
-    room = {"model": zero.full_state_dict(again[0]), "optim": again[1].state_dict()}
+    room = {"model": zero.full_state_dict(again[0], to=None), "optim": again[1].state_dict()}
     dcp.load(room, checkpoint_id=tmp_path)
     set_model_state_dict(again[0], room["model"])
     set_optimizer_state_dict(*again, room["optim"])

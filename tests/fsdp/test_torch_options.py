@@ -56,10 +56,10 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def seen(rank: int, wrapper: Any, precision: Any) -> tuple[list[Any], dict[str, Tensor]]:
+def seen(rank: int, wrapper: Any, **precision: Any) -> tuple[list[Any], dict[str, Tensor]]:
     """Dtypes that modules see, and outputs; the buffers that are saved."""
     net = Net()
-    model = wrapper(net, auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=precision)
+    model = wrapper(net, auto_wrap_policy=ModuleWrapPolicy({Block}), **precision)
     outputs = [model(data(8, WIDTH, rank=rank)) for _ in range(2)]
     outputs[-1].float().sum().backward()
     dtypes = [net.came_in, *(block.came_in for block in net.blocks)]
@@ -79,8 +79,8 @@ def seen(rank: int, wrapper: Any, precision: Any) -> tuple[list[Any], dict[str, 
 @ranks.on(2)
 def test_mixed_precision_is_that_of_fsdp1(rank, world, precision):
     theirs = partial(fsdp.FullyShardedDataParallel, device_id=torch.device("cpu"))
-    expected, expected_buffers = seen(rank, theirs, precision)
-    found, buffers = seen(rank, partial(zero.FSDP, broadcast_buffers=False), precision)
+    expected, expected_buffers = seen(rank, theirs, mixed_precision=precision)
+    found, buffers = seen(rank, partial(zero.FSDP, broadcast_buffers=False), precision=precision)
     assert found[:3] == expected[:3]
     assert all(torch.equal(one, other) for one, other in zip(found[3:], expected[3:], strict=True))
     assert buffers.keys() == expected_buffers.keys()
@@ -108,7 +108,7 @@ def trained(rank: int, **options: Any) -> dict[str, Tensor]:
 
 GIVEN: dict[str, dict[str, Any]] = {
     "all of them": {
-        "mixed_precision": Precision(),
+        "precision": Precision(),
         "offload": fsdp.CPUOffload(offload_params=True),
         "backward_prefetch": BOTH.BACKWARD_PRE,
         "sharding_strategy": fsdp.ShardingStrategy.SHARD_GRAD_OP,
@@ -175,9 +175,9 @@ def test_ignored_states_are_modules_or_parameters(rank, world):
 
 
 REFUSED: dict[tuple[str, ...], dict[str, Any]] = {
-    ("keep_low_precision_grads=True",): {"mixed_precision": Precision(keep_low_precision_grads=True)},
-    ("mixed_precision=torch.bfloat16", "zero.MixedPrecision"): {"mixed_precision": BF16},
-    ("output_dtype=torch.bfloat16", "cast"): {"mixed_precision": fsdp.MixedPrecisionPolicy(BF16, output_dtype=BF16)},
+    ("keep_low_precision_grads=True",): {"precision": Precision(keep_low_precision_grads=True)},
+    ("precision=torch.float64", "zero.MixedPrecision"): {"precision": torch.float64},
+    ("output_dtype=torch.bfloat16", "cast"): {"precision": fsdp.MixedPrecisionPolicy(BF16, output_dtype=BF16)},
     ("offload=True", r"zero.CPUOffload\(\)"): {"offload": True},
     ("offload and cpu_offload",): {"offload": zero.CPUOffload(), "cpu_offload": zero.CPUOffload()},
     ("prefetch='BACKWARD'", "1, 2 or 3"): {"prefetch": "BACKWARD"},

@@ -65,7 +65,7 @@ def reload(both: Trained) -> None:
 def reload_optimizer(both: Trained) -> None:
     """The optimizer's state out and in again, as the plain optimizer's."""
     if both.case.stage == 3:
-        state = zero.full_optimizer_state_dict(both.model, both.optimizer)
+        state = zero.full_optimizer_state_dict(both.model, both.optimizer, to=None)
         zero.load_full_optimizer_state_dict(both.model, both.optimizer, state)
     else:
         both.optimizer.consolidate_state_dict(to=None)

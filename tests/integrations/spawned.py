@@ -23,7 +23,7 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
     def on_train_end(self) -> None:
-        weights = zero.full_state_dict(self.trainer.strategy.model)
+        weights = zero.full_state_dict(self.trainer.strategy.model, to=None)
         if self.global_rank == 0:
             torch.save(weights, "weights.pt")
 

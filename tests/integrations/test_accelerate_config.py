@@ -20,7 +20,7 @@ from zero.integrations.accelerate import ZeroPlugin, sections
 from zero.integrations.accelerate.plugin import chosen
 
 FSDP: dict[str, tuple[Any, dict[str, Any]]] = {
-    "fsdp_version": ("2", {"stage": 3, "mixed_precision_policy": "auto", "autocast": False}),
+    "fsdp_version": ("2", {"stage": 3}),
     "fsdp_sharding_strategy": (4, {"sharding_strategy": "HYBRID_SHARD"}),
     "fsdp_reshard_after_forward": (False, {"sharding_strategy": "SHARD_GRAD_OP"}),
     "fsdp_offload_params": (True, {"offload": CPUOffload()}),
@@ -90,8 +90,7 @@ def test_what_the_launcher_adds_is_not_taken_for_asked(monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="no stage to shard at was given"):
         chosen(None)
     assert vars(plugin()) == {
-        **{"stage": 3, "sharding_strategy": "FULL_SHARD", "mixed_precision_policy": "auto", "autocast": True},
-        **{"cpu_ram_efficient_loading": True, **ADDED},
+        **{"stage": 3, "sharding_strategy": "FULL_SHARD", "cpu_ram_efficient_loading": True, **ADDED},
     }
     for asked, expected in [
         ({"reshard_after_forward": "SHARD_GRAD_OP"}, "SHARD_GRAD_OP"),  # Accelerate drops it: its own default wins
@@ -118,14 +117,13 @@ def test_accelerates_own_plugin_is_taken() -> None:
     )
     found = chosen(None, plugin)
     assert (found.stage, found.sharding_strategy, found.state_dict_type) == (3, "SHARD_GRAD_OP", "SHARDED_STATE_DICT")
-    assert found.mixed_precision_policy.param_dtype == torch.bfloat16 and found.offload == CPUOffload()
-    assert not found.autocast
+    assert found.precision.param_dtype == torch.bfloat16 and found.offload == CPUOffload()
     assert (found.auto_wrap_policy, found.transformer_cls_names_to_wrap) == ("TRANSFORMER_BASED_WRAP", ("A",))
     assert found.ignored_modules == "head" and found.activation_checkpointing
 
 
 DEEPSPEED: dict[str, tuple[int, Any, dict[str, Any]]] = {
-    "zero_stage": (3, 1, {"stage": 1, "master_dtype": torch.float32}),
+    "zero_stage": (3, 1, {"stage": 1}),
     "gradient_accumulation_steps": (2, "4", {"gradient_accumulation_steps": 4}),
     "gradient_clipping": (2, 0.5, {"gradient_clipping": 0.5}),
     "offload_optimizer_device": (3, "cpu", {"offload": CPUOffload(pin_memory=False)}),
@@ -147,7 +145,7 @@ VALUES: list[tuple[str, str, Any, dict[str, Any]]] = [
     ("fsdp_config", "fsdp_reshard_after_forward", "HYBRID_SHARD", {"sharding_strategy": "HYBRID_SHARD"}),
     ("fsdp_config", "fsdp_state_dict_type", "FULL_STATE_DICT", {"state_dict_type": "FULL_STATE_DICT"}),
     ("fsdp_config", "fsdp_backward_prefetch", "BACKWARD_POST", {"prefetch": 2}),
-    ("fsdp_config", "fsdp_version", 1, {"autocast": True}),
+    ("fsdp_config", "fsdp_version", 1, {"stage": 3}),
     *(("deepspeed_config", "zero_stage", stage, {"stage": stage}) for stage in range(4)),
     *(
         ("deepspeed_config", f"{one}_device", "cpu", {"offload": CPUOffload(pin_memory=False)})
@@ -202,9 +200,7 @@ def test_keys_that_mean_nothing_here_are_named(tmp_path: Path) -> None:
     assert len(warned) == 1
     assert all(name in str(warned[0].message) for name in IDLE)
     with pytest.warns(UserWarning, match="offload_param_device is for stage 3"):
-        assert from_yaml(tmp_path, deepspeed_config={"offload_param_device": "cpu"}) == ZeroPlugin(
-            2, master_dtype=torch.float32
-        )
+        assert from_yaml(tmp_path, deepspeed_config={"offload_param_device": "cpu"}) == ZeroPlugin(2)
 
 
 def test_accelerates_own_words_for_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +214,6 @@ def test_accelerates_own_words_for_deepspeed(tmp_path: Path, monkeypatch: pytest
     }
     expected = ZeroPlugin(
         stage=3,
-        master_dtype=torch.float32,
         offload=DiskOffload("/scratch"),
         gradient_accumulation_steps=4,
         cpu_ram_efficient_loading=True,

@@ -147,7 +147,9 @@ def test_an_adapter_is_saved_by_hand_at_any_stage(rank: int, world: int, tmp_pat
             torch.distributed.barrier()
             found.append((place / "adapter_model.safetensors").read_bytes())
         assert found == found[:1] * 4
-        weights = zero.full_state_dict(model)  # of stage 3, where a module that is asked for its own has shards
+        weights = zero.full_state_dict(
+            model, to=None
+        )  # of stage 3, where a module that is asked for its own has shards
         told = ranks.refusal(partial(plain.save_pretrained, place / "shards", state_dict=weights))
         assert ("RuntimeError" in told) == (kind == "modules to save"), told
 
@@ -166,6 +168,6 @@ def test_what_reads_gradients_of_an_adapter_has_the_weights_of_stage_1(rank: int
             trainer = build(stage, tmp_path, model=partial(ADAPTERS["AdaLoRA"], tfinal=1, deltaT=1))
             trainer.add_callback(Allocate())
             trainer.train()
-            found.append(zero.full_state_dict(trainer.model_wrapped))
+            found.append(zero.full_state_dict(trainer.model_wrapped, to=None))
     for other in found[1:]:
         assert all(close(other[name], value, 1e-6) for name, value in found[0].items())

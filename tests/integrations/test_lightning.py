@@ -51,6 +51,14 @@ def test_a_stage_trains_to_the_numbers_of_ddp(stage, module):
             assert same(own_values, values, tolerance), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("asked", "precision"), [("bf16-mixed", "bf16"), ("16-mixed", "fp16")])
+def test_lightnings_precision_is_that_of_setup(asked, precision, stage, module):
+    on_ranks(module, "in_16_bits", stage, asked, precision, 0.5 if stage == 2 else None)
+
+
 def held(rank: int, world: int, module: str) -> list[float]:
     count = importlib.import_module(module).held
     ways = [(1, True), (2, True), (3, True), (2, False), (3, False)]

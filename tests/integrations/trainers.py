@@ -47,7 +47,7 @@ def losses(trainer: Any) -> list[float]:
 
 
 def weights(trainer: Any) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in zero.full_state_dict(trainer.model_wrapped).items()}
+    return {name: value.clone() for name, value in zero.full_state_dict(trainer.model_wrapped, to=None).items()}
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

@@ -99,7 +99,7 @@ def test_measuring_is_seen_by_nobody(rank, world):
 @ranks.raises(2, "Exception", "Moments .* draws random numbers, for one torch.bfloat16 tensor after", timeout=15)
 def test_rounding_at_random_is_refused_where_parameters_have_16_bits(rank, world):
     model = built(OddNet).to(torch.bfloat16)
-    zero.OSS(model.parameters(), Moments, at_random=True, master_dtype=None)
+    zero.OSS(model.parameters(), Moments, at_random=True)
 
 
 @pytest.mark.slow

@@ -67,8 +67,8 @@ def test_pairs_reach_an_optimizer_that_is_built_of_them(rank, world):
     expected, optimizer = (ByName(each.named_parameters(), lr=0.2) for each in (plain.module, model))
     for each, its in ((plain, expected), (model, optimizer)):
         steps(rank, each, its, 3)
-    assert same(zero.full_state_dict(model), plain.module.state_dict())
-    state = zero.full_optimizer_state_dict(model, optimizer)["state"]
+    assert same(zero.full_state_dict(model, to=None), plain.module.state_dict())
+    state = zero.full_optimizer_state_dict(model, optimizer, to=None)["state"]
     assert all(same(state[number], of_one) for number, of_one in expected.state_dict()["state"].items())
 
 

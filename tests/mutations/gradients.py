@@ -127,7 +127,7 @@ def sums_rounded_to_16_bits(bring, self, sums, **how):
 
 @mutant("GradBucket.__init__")
 def wire_dtype_of_gradients_ignored(init, self, group, *, sent_as=None, **more):
-    """reduce_fp16 and reduce_dtype change nothing: gradients are sent as they are."""
+    """reduce_dtype changes nothing: gradients are sent as they are."""
     init(self, group, **more)
 
 
@@ -152,12 +152,6 @@ def buckets_never_freed(reduce, self, messages, *streams):
 def parameters_sent_twice(gather, self, full, shard, *streams, **how):
     """Each all-gather runs twice."""
     gather(self, full, shard, *streams, **how).wait()
-    return gather(self, full, shard, *streams, **how)
-
-
-@mutant("Exchange.gather")
-def wire_dtype_of_parameters_ignored(gather, self, full, shard, *streams, sent_as=None, **how):
-    """broadcast_fp16 changes nothing: stepped parameters are sent as they are."""
     return gather(self, full, shard, *streams, **how)
 
 

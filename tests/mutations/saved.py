@@ -26,7 +26,7 @@ def full_weights_without_a_buffer(full_state_dict, model, *given, **named):
 
 
 @mutant("full_state_dict")
-def full_weights_on_the_wrong_rank(full_state_dict, model, to=None, *device, **named):
+def full_weights_on_the_wrong_rank(full_state_dict, model, to=0, *device, **named):
     """full_state_dict(to=1) has the weights on rank 0."""
     return full_state_dict(model, to and 0, *device, **named)
 

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW
 import ranks
 import zero
 from assertions import same_where_the_cpu_steps
-from runs import take_step
+from runs import stage_2, take_step
 from zoo import CASES
 
 CASE = CASES["wide"]
@@ -34,14 +34,13 @@ def test_parameters_of_16_bits_are_stepped_as_float32(rank, world, tmp_path, whe
     """What is stepped is float32, unless another dtype is asked for."""
     offload = zero.CPUOffload() if where == "cpu" else zero.DiskOffload(tmp_path)
     pairs = [
-        zero.setup(CASE.model().bfloat16(), adamw, stage=2, **options)
-        for options in ({"offload": offload}, {"master_dtype": torch.float32})
+        stage_2(CASE.model().bfloat16(), adamw, **options) for options in ({"offload": offload}, {"precision": "bf16"})
     ]
     for number in range(3):
         for pair in pairs:
             step(pair, rank, number)
-        same_where_the_cpu_steps(*(zero.full_state_dict(model) for model, _ in pairs), f"step {number}")
-    states = [zero.full_optimizer_state_dict(*pair)["state"] for pair in pairs]
+        same_where_the_cpu_steps(*(zero.full_state_dict(model, to=None) for model, _ in pairs), f"step {number}")
+    states = [zero.full_optimizer_state_dict(*pair, to=None)["state"] for pair in pairs]
     assert states[0][0]["master"].dtype is torch.float32
     same_where_the_cpu_steps(*states, "the full state")
     assert not list(tmp_path.iterdir()), "files have no names, and are gone with the processes"

@@ -96,8 +96,8 @@ def test_gradients_go_to_the_cpu_and_stepped_shards_come_back_in_the_dtype_of_th
 @pytest.mark.parametrize(
     ("options", "ratio", "gathered", "world"),
     [
-        ({"mixed_precision": HALF}, 1.0, 2 * 2 + 2, WORLD),  # what ran last and the root stay unsharded for backward
-        ({"mixed_precision": HALF}, 1.0, 2 * 3 + 1, 1),  # the block that ran last does not
+        ({"precision": HALF}, 1.0, 2 * 2 + 2, WORLD),  # what ran last and the root stay unsharded for backward
+        ({"precision": HALF}, 1.0, 2 * 3 + 1, 1),  # the block that ran last does not
         ({"reshard_after_forward": False}, 1.0, 4, WORLD),
         ({}, 0.5, 2 + 1, WORLD),  # of two units, of which one stays unsharded for backward
     ],
@@ -175,7 +175,7 @@ def trained(
 ) -> list[Tensor]:
     torch.manual_seed(0)
     if dtype != torch.float32:
-        options |= {"mixed_precision": HALF} if stage == 3 else {"master_dtype": torch.float32}
+        options["precision"] = HALF
     with simulated() as there:
         module = Stack(block, 8, 3, blocks=2).to(dtype if stage < 3 else torch.float32)
         model, optimizer = built(there, stage, module, world=world, optim=optim, **options)
@@ -193,7 +193,9 @@ def test_training_with_offload_has_the_same_bits(case, dtype):
     """In 16 bits gradients leave the device so, and add up over backwards in float32, as there."""
     stage, take = case
     given = (None, zero.CPUOffload(ratio=1.0 if stage == 1 else 0.6))
-    plain, offloaded = (trained(stage, take, dtype, offload=offload) for offload in given)
+    # Alone at stage 3 torch clips plain gradients, by a number that is taken to be on the device.
+    world = 2 if case == (3, with_clipping) else 1
+    plain, offloaded = (trained(stage, take, dtype, world=world, offload=offload) for offload in given)
     assert all(torch.equal(*pair) for pair in zip(plain, offloaded, strict=True))
 
 

@@ -16,7 +16,7 @@ import zero
 from assertions import same
 from inner import set_bucket_size
 from runs import take_step
-from zoo import FEATURES, built, odd_batch
+from zoo import FEATURES, Stack, built, loss_on, odd_batch
 
 OPTIMIZERS = {
     "sgd": partial(SGD, lr=0.01, momentum=0.9, weight_decay=0.01),
@@ -27,7 +27,7 @@ CUTS = ["even", "whole"]
 
 
 class Half(nn.Module):
-    """Matrices of 16 bits, and norms of 32, as many keep them."""
+    """Matrices of 16 bits, and norms of 32, which OSS rounds: it keeps what they were."""
 
     def __init__(self, dtype=torch.bfloat16):
         super().__init__()
@@ -38,7 +38,7 @@ class Half(nn.Module):
         self.frozen = nn.Parameter(torch.randn(11).to(dtype), requires_grad=False)
 
     def forward(self, inputs):
-        hidden = self.norm(self.first(inputs.to(self.first.weight.dtype)).float())
+        hidden = self.norm(self.first(inputs.to(self.first.weight.dtype)).to(self.norm.weight.dtype))
         return self.last(torch.tanh(hidden).to(self.first.weight.dtype)) * self.gain + self.frozen
 
 
@@ -57,6 +57,7 @@ class ByHand:
         self.params = [param for param in model.parameters() if param.requires_grad]
         self.masters = [nn.Parameter(param.detach().float()) for param in self.params]
         self.optimizer = optim(self.masters)
+        model.to(model.first.weight.dtype)
 
     def step(self, number):
         gradients = []
@@ -88,7 +89,7 @@ def start(world, stage, cut, name, dtype=torch.bfloat16):
     optim = OPTIMIZERS[name]
     expected = ByHand(built(lambda: Half(dtype)), optim, world, "first" if stage == 1 else "wide")
     model = built(lambda: Half(dtype))
-    optimizer = zero.OSS(model.parameters(), optim, partition=cut, master_dtype=torch.float32)
+    optimizer = zero.OSS(model.parameters(), optim, partition=cut, precision=dtype)
     wrapped = DistributedDataParallel(model) if stage == 1 else zero.ShardedDDP(model, optimizer)
     return expected, wrapped, optimizer
 
@@ -110,7 +111,7 @@ def assert_by_hand(model, optimizer, expected, what):
     masters = whole_masters(optimizer)
     own = {param: master.detach() for param, master in zip(expected.params, expected.masters, strict=True)}
     for number, param in enumerate(expected.model.parameters()):
-        if param in own and param.dtype != torch.float32:
+        if param in own:
             same(masters[number], own[param], f"{what}: master {number}")
 
 
@@ -130,11 +131,6 @@ def test_parameters_are_the_rounded_masters(rank, world, stage, cut, name, dtype
         assert_by_hand(model, optimizer, expected, f"step {number}")
     pairs = zip(expected.params, expected.masters, strict=True)
     assert any(not torch.equal(master, param.float()) for param, master in pairs), "nothing was rounded"
-
-
-@ranks.raises(2, ValueError, "master_dtype", "float32")
-def test_masters_of_integers_are_refused_when_built(rank, world):
-    zero.OSS(built(Half).parameters(), SGD, master_dtype=torch.int32, lr=0.1)
 
 
 WAYS = {
@@ -165,15 +161,14 @@ def _save(rank, world, cut, name):
         master.grad = torch.ones_like(master)
     expected.optimizer.step()
     expected.round()
-    pairs = zip(expected.params, expected.masters, strict=True)
-    masters = [master.detach() for param, master in pairs if param.dtype != torch.float32]
+    masters = [master.detach() for master in expected.masters]
     return saved, (masters, dict(expected.model.state_dict()))
 
 
 def _restore(rank, world, saved, cut, name, weights_first):
     kept = copy.deepcopy(saved)
     model = built(Half)
-    optimizer = zero.OSS(model.parameters(), OPTIMIZERS[name], partition=cut, master_dtype=torch.float32)
+    optimizer = zero.OSS(model.parameters(), OPTIMIZERS[name], partition=cut, precision="bf16")
     if weights_first:
         model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
@@ -214,3 +209,36 @@ def test_masters_wait_for_weights_that_are_loaded_after_them(rank, world):
     assert_by_hand(again, restored, expected, "after the weights were loaded")
     steps(rank, range(2, 4), expected, again, restored)
     assert_by_hand(again, restored, expected, "two steps later")
+
+
+@pytest.mark.parametrize("precision", ["bf16", torch.float16, zero.MixedPrecision(BRAIN, reduce_dtype=torch.float32)])
+@ranks.on(2)
+def test_what_is_wrapped_by_hand_trains_as_by_setup(rank, world, precision):
+    """Without modules that zero.setup keeps in float32."""
+    torch.manual_seed(0)
+    net, found = Stack(), []
+    for by_hand in (False, True):
+        model = copy.deepcopy(net)
+        if by_hand:
+            optimizer = zero.OSS(model.parameters(), OPTIMIZERS["adam"], precision=precision)
+            model = zero.ShardedDDP(model, optimizer, precision=precision)
+        else:
+            model, optimizer = zero.setup(model, OPTIMIZERS["adam"], stage=2, precision=precision)
+        before = zero.traffic()
+        losses = [take_step(optimizer, loss_on(rank, number)(model)) for number in range(3)]
+        sent, state = zero.traffic() - before, zero.full_optimizer_state_dict(model, optimizer, to=None)["state"]
+        found.append([losses, zero.full_state_dict(model, to=None), state, [sent.gather, sent.reduce]])
+    same(found[1], found[0])
+    assert {value.dtype for value in found[1][1].values()} < {torch.bfloat16, torch.float16}
+
+
+@ranks.on(2)
+def test_parameters_that_are_added_are_rounded_and_keep_what_they_were(rank, world):
+    torch.manual_seed(0)
+    layers = [nn.Linear(5, 5) for _ in range(2)]
+    start = [param.detach().clone() for layer in layers for param in layer.parameters()]
+    optimizer = zero.OSS(layers[0].parameters(), SGD, precision="bf16", lr=0.0)
+    optimizer.add_param_group({"params": [*layers[1].parameters()]})
+    layers[1](layers[0](torch.ones(2, 5, dtype=BRAIN))).sum().backward()
+    optimizer.step()
+    same([whole_masters(optimizer)[number] for number in range(4)], start, "the masters")

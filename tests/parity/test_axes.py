@@ -81,7 +81,7 @@ def note_state(t: Loop, state: dict[str, Any]) -> None:
 @row()
 def saves_on_rank_0(t: Loop, i: int) -> None:
     t.update(t.loss(i))
-    for value in zero.full_state_dict(t.m, to=0).values() if t.stage else zero.full_state_dict(t.m).values():
+    for value in zero.full_state_dict(t.m, to=0).values() if t.stage else zero.full_state_dict(t.m, to=None).values():
         t.rank == 0 and t.note(value)
     state = zero.full_optimizer_state_dict(t.m, t.o, to=0)
     t.rank == 0 and note_state(t, state)
@@ -94,8 +94,8 @@ def goes_back_to_what_it_saved(t: Loop, i: int) -> None:
         zero.load_full_optimizer_state_dict(t.m, t.o, t.kept.state)
     t.update(t.loss(i))
     if i < 2:
-        weights = zero.full_state_dict(t.m)
-        state = copy.deepcopy(zero.full_optimizer_state_dict(t.m, t.o))  # stage 0 shows what it steps
+        weights = zero.full_state_dict(t.m, to=None)
+        state = copy.deepcopy(zero.full_optimizer_state_dict(t.m, t.o, to=None))  # stage 0 shows what it steps
         note_state(t, state)
     if i == 0:
         t.kept.weights, t.kept.state = weights, state

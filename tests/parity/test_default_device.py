@@ -75,7 +75,7 @@ def trained(model: nn.Module, optimizer: Optimizer, rank: int, count: int = 2, f
     losses: list[Any] = []
     for step in range(first, first + count):
         losses += train_step(model, optimizer, [batch(rank, 2 * step), batch(rank, 2 * step + 1)])
-    return [*losses, zero.full_state_dict(model)]
+    return [*losses, zero.full_state_dict(model, to=None)]
 
 
 def clipped_and_scaled(model: nn.Module, optimizer: Optimizer, rank: int, stage: int) -> list[Any]:
@@ -92,7 +92,7 @@ def clipped_and_scaled(model: nn.Module, optimizer: Optimizer, rank: int, stage:
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
-    return [norms[::2], scales, zero.full_state_dict(model)]  # the norm of the second step is not a number
+    return [norms[::2], scales, zero.full_state_dict(model, to=None)]  # the norm of the second step is not a number
 
 
 def joined(model: nn.Module, optimizer: Optimizer, rank: int) -> list[Any]:
@@ -108,7 +108,7 @@ def trains(name: str, rank: int, stage: int, optim: str, *, offload: Any = None)
     told = trained(model, optimizer, rank)
     if optim == "sgd":
         told += [clipped_and_scaled(model, optimizer, rank, stage), joined(model, optimizer, rank)]
-    return [*told, zero.full_optimizer_state_dict(model, optimizer)]
+    return [*told, zero.full_optimizer_state_dict(model, optimizer, to=None)]
 
 
 @pytest.mark.slow
@@ -133,14 +133,11 @@ def halves(name: str, rank: int, stage: int) -> Any:
     with torch.device("cpu"):
         model, given = CASES["convnet"].model(), [CASES["convnet"].batch(rank, step) for step in range(3)]
     sgd = partial(SGD, lr=0.1, momentum=0.9)
-    if stage == 3:
-        mixed = zero.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        model, optimizer = zero.setup(model, sgd, stage=3, mixed_precision=mixed)
-    else:
-        model, optimizer = zero.setup(model.bfloat16(), sgd, stage=stage, master_dtype=torch.float32)
+    policy = zero.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model, optimizer = zero.setup(model, sgd, stage=stage, precision=policy)
     squares = (model(one.inputs[0].bfloat16()).float().square().mean() for one in given)
     losses = [take_step(optimizer, loss) for loss in squares]
-    return losses, zero.full_state_dict(model), zero.full_optimizer_state_dict(model, optimizer)
+    return losses, zero.full_state_dict(model, to=None), zero.full_optimizer_state_dict(model, optimizer, to=None)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -171,7 +168,7 @@ def test_a_model_built_and_sharded_where_new_tensors_have_no_values_gets_its_own
         model = zero.FSDP(nn.Sequential(Waves(), Waves()))
         optimizer = SGD(model.parameters(), lr=0.1)
         model(batch(rank, 0).inputs[0]).sum().backward()
-        found = zero.full_state_dict(model)
+        found = zero.full_state_dict(model, to=None)
         optimizer.step()
     same(found, nn.Sequential(Waves(), Waves()).state_dict())
 

@@ -42,8 +42,8 @@ def accumulates(model: Any, optimizer: Any, x: Tensor) -> None:
 
 def is_saved(model: Any, optimizer: Any, x: Tensor) -> None:
     trains(model, optimizer, x)
-    zero.load_full_state_dict(model, zero.full_state_dict(model))
-    zero.load_full_optimizer_state_dict(model, optimizer, zero.full_optimizer_state_dict(model, optimizer))
+    zero.load_full_state_dict(model, zero.full_state_dict(model, to=None))
+    zero.load_full_optimizer_state_dict(model, optimizer, zero.full_optimizer_state_dict(model, optimizer, to=None))
     optimizer.load_state_dict(optimizer.state_dict())
     trains(model, optimizer, x)
 
@@ -83,7 +83,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "2": {"stage": 2},
     "2 offloaded": {"stage": 2, "offload": zero.CPUOffload()},
     "3": {"stage": 3},
-    "3 mixed": {"stage": 3, "mixed_precision": zero.MixedPrecision(torch.bfloat16)},
+    "3 mixed": {"stage": 3, "precision": zero.MixedPrecision(torch.bfloat16)},
     "3 of whole parameters": {"stage": 3, "partition": "whole"},
     "3 offloaded": {"stage": 3, "offload": zero.CPUOffload()},
     "3 by a class of the user's": {"stage": 3, "optim": Moments},

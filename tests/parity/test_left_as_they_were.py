@@ -67,7 +67,7 @@ def test_a_step_that_finds_memory_held_by_numpy_raises_on_every_rank_and_the_nex
     net = Net()
     model, optimizer = zero.setup(net, adam, stage=3)
     reference, other = zero.setup(copy.deepcopy(Net()), adam, stage=0)
-    zero.load_full_state_dict(reference, zero.full_state_dict(model))
+    zero.load_full_state_dict(reference, zero.full_state_dict(model, to=None))
     for i in range(3):
         for one, by in ((model, optimizer), (reference, other)):
             one(data(4, WIDTH, rank=rank, step=i)).square().mean().backward()
@@ -79,7 +79,7 @@ def test_a_step_that_finds_memory_held_by_numpy_raises_on_every_rank_and_the_nex
                 del kept
             by.step()
             by.zero_grad()
-    same(zero.full_state_dict(model), zero.full_state_dict(reference))
+    same(zero.full_state_dict(model, to=None), zero.full_state_dict(reference, to=None))
 
 
 @ranks.on(2)
@@ -90,4 +90,4 @@ def test_torch_export_of_a_sharded_model_is_refused_and_leaves_it_whole(rank, wo
             torch.export.export(what, (torch.ones(2, WIDTH),), strict=False)
         model(torch.ones(2, WIDTH)).sum().backward()
         optimizer.step()
-    assert len(zero.full_state_dict(model)) == len(Net().state_dict())
+    assert len(zero.full_state_dict(model, to=None)) == len(Net().state_dict())

@@ -232,10 +232,10 @@ ON_HOST = {"offload_to_cpu": True}
 WAYS: dict[str, tuple[Callable[[Run], Any], float, set[int]]] = {
     # what is called, bytes on the host of its result or of what it was given, in P, and the stages
     "weights to rank 0": (lambda run: zero.full_state_dict(run.model, to=0), 1, {0, 1, 2, 3}),
-    "weights to all": (lambda run: zero.full_state_dict(run.model), 1, {0, 1, 2, 3}),
+    "weights to all": (lambda run: zero.full_state_dict(run.model, to=None), 1, {0, 1, 2, 3}),
     "state_dict()": (lambda run: run.model.state_dict(), 1, {3}),
     "state to rank 0": (lambda run: zero.full_optimizer_state_dict(run.model, run.optimizer, to=0), 2, {0, 1, 2, 3}),
-    "state to all": (lambda run: zero.full_optimizer_state_dict(run.model, run.optimizer), 2, {0, 1, 2, 3}),
+    "state to all": (lambda run: zero.full_optimizer_state_dict(run.model, run.optimizer, to=None), 2, {0, 1, 2, 3}),
     "streams to rank 0": (lambda run: streamed(run, 0), 0, {0, 1, 2, 3}),
     "streams to all": (lambda run: streamed(run, None), 0, {0, 1, 2, 3}),
     "consolidated": (lambda run: run.optimizer.consolidate_state_dict(0), 2, {1, 2}),

@@ -34,24 +34,24 @@ def one_weight() -> nn.Module:
     return nn.Linear(FEATURES, 3, bias=False)
 
 
-WHOLE, MASTERS = {"partition": "whole"}, {"master_dtype": torch.float32}
+WHOLE, FP16 = {"partition": "whole"}, {"precision": "fp16"}
 OFFLOADED = {"offload": zero.CPUOffload(pin_memory=False)}
 PLACES: dict[str, tuple[int, Any, Any, dict[str, Any]]] = {
     "nothing sharded": (0, layers, sgd, {}),
     "stage 1": (1, layers, sgd, {}),
     "stage 1 whole": (1, layers, adam, WHOLE),
     "stage 1 whole of one weight": (1, one_weight, sgd, WHOLE),
-    "stage 1 of float16 with masters": (1, lambda: layers().half(), sgd, MASTERS),
+    "stage 1 in float16": (1, layers, sgd, FP16),
     "stage 1 offloaded": (1, layers, adam, OFFLOADED),
     "stage 2": (2, layers, adam, {}),
     "stage 2 whole": (2, layers, sgd, WHOLE),
     "stage 2 whole of one weight": (2, one_weight, sgd, WHOLE),
-    "stage 2 of float16 with masters": (2, lambda: layers().half(), sgd, MASTERS),
+    "stage 2 in float16": (2, layers, sgd, FP16),
     "stage 2 offloaded": (2, layers, sgd, OFFLOADED),
     "stage 3": (3, layers, sgd, {}),
     "stage 3 whole": (3, layers, adam, WHOLE),
     "stage 3 whole of one weight": (3, one_weight, sgd, WHOLE),
-    "stage 3 in float16": (3, layers, sgd, {"mixed_precision": zero.MixedPrecision(torch.float16)}),
+    "stage 3 in float16": (3, layers, sgd, FP16),
     "stage 3 offloaded": (3, layers, adam, OFFLOADED),
     "stage 3 hybrid": (3, layers, sgd, {"replicas": 2}),
 }
@@ -95,7 +95,7 @@ def train(
             scales.append(scaler.get_scale())
         elif not bad:
             optimizer.step()
-    return told | zero.full_state_dict(model), scales
+    return told | zero.full_state_dict(model, to=None), scales
 
 
 def beside_none(rank: int, world: int, place: str, clips: bool) -> None:

@@ -51,8 +51,8 @@ def trains_and_saves(t: Loop, i: int) -> None:
     t.o.step()
     t.o.zero_grad()
     if i == 1:
-        zero.load_full_state_dict(t.m, zero.full_state_dict(t.m))
-        zero.load_full_optimizer_state_dict(t.m, t.o, zero.full_optimizer_state_dict(t.m, t.o))
+        zero.load_full_state_dict(t.m, zero.full_state_dict(t.m, to=None))
+        zero.load_full_optimizer_state_dict(t.m, t.o, zero.full_optimizer_state_dict(t.m, t.o, to=None))
         zero.checkpoint.save(t.folder, t.m, t.o)
         zero.checkpoint.load(t.folder, t.m, t.o)
 

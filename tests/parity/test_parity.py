@@ -87,7 +87,7 @@ def train_at(
         rank = members.index(rank)
     model, optimizer = STAGES[stage](CASES[case].model(), CASES[case], OPTIMIZERS[optim], group)
     losses = train_case(model, optimizer, CASES[case], rank, **how)
-    return Record(losses, zero.full_state_dict(model))
+    return Record(losses, zero.full_state_dict(model, to=None))
 
 
 def train_by_ddp(rank: int, world: int, case: str, optim: str, how: dict[str, Any]) -> Record:
@@ -182,7 +182,7 @@ def train_alone(rank: int, world: int, case: str, optim: str, stage: int | None)
         return reference(rank, CASES[case], OPTIMIZERS[optim])
     model, optimizer = zero.setup(CASES[case].model(), OPTIMIZERS[optim], stage=stage)
     losses = train_case(model, optimizer, CASES[case], rank, micro=1)
-    return Record(losses, zero.full_state_dict(model))
+    return Record(losses, zero.full_state_dict(model, to=None))
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)

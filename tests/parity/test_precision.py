@@ -25,7 +25,8 @@ from runs import average_gradients
 from transports import TRANSPORTS, by
 from zoo import WIDTH, batch
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+BF16, FP16 = torch.bfloat16, torch.float16
+DTYPES = {"bf16": BF16, "fp16": FP16}
 
 
 # ------------------------------------------------------------------------------------------------- the same numbers
@@ -41,11 +42,11 @@ def test_stages_train_to_the_numbers_by_hand(rank, world, stage, precision, tran
         assert loop.at_stage(model, optimizer) == wanted
         found = masters(model, optimizer)
     same(found, parameters(expected), "the masters")
-    weights = zero.full_state_dict(model)
+    weights = zero.full_state_dict(model, to=None)
     if rank == 0:  # whose buffers count
         buffers = dict(expected.named_buffers())
         same({name: weights[name] for name in buffers}, buffers, "the buffers")
-    state = zero.full_optimizer_state_dict(model, optimizer)["state"]
+    state = zero.full_optimizer_state_dict(model, optimizer, to=None)["state"]
     moments = [value for of in state.values() for value in of.values() if isinstance(value, Tensor) and value.dim()]
     assert {value.dtype for value in [*moments, *found.values()]} == {torch.float32}
 
@@ -70,13 +71,15 @@ def test_with_offload_and_partitions(rank, world, stage, where, tmp_path):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("transport", [TRANSPORTS[0], *["overlapping"] * (not gpus.ON)])
 @ranks.on(2)
-def test_float16_with_a_scaler_loses_no_small_gradient(rank, world, stage):
+def test_float16_with_a_scaler_loses_no_small_gradient(rank, world, transport, stage):
     expected, loop = Net(), Loop(rank, scale=2.0**16)
     wanted = loop.by_hand(expected, OPTIMIZERS["adam"](expected.parameters()), torch.float16)
-    model, optimizer = zero.setup(Net(), OPTIMIZERS["adam"], stage=stage, precision="fp16")
-    assert loop.at_stage(model, optimizer) == wanted
-    same(masters(model, optimizer), parameters(expected), "the masters")
+    with by(transport):
+        model, optimizer = zero.setup(Net(), OPTIMIZERS["adam"], stage=stage, precision="fp16")
+        assert loop.at_stage(model, optimizer) == wanted
+        same(masters(model, optimizer), parameters(expected), "the masters")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -90,6 +93,19 @@ def test_clipped_numbers_are_those_by_hand_within_rounding(rank, world, stage, s
     loop.at_stage(model, optimizer)
     found = masters(model, optimizer)
     assert all(close(found[name], value, 1e-6) for name, value in parameters(expected).items())
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize(("precision", "scale"), [("bf16", None), ("fp16", 2.0**16)])
+@ranks.on(2)
+def test_torchs_clipping_and_scaler_are_alike_at_all_stages_within_rounding(rank, world, precision, scale, foreach):
+    """Norms are of gradients that are not rounded to 16 bits, also where torch computes all of them at once."""
+    found = []
+    for stage in (1, 2, 3):
+        loop = Loop(rank, scale=scale, max_norm=0.1 if scale is None else 1e-5, foreach=foreach)
+        trained = zero.setup(Net(), OPTIMIZERS["sgd"], stage=stage, precision=precision)
+        found.append([*loop.at_stage(*trained), *loop.norms])
+    assert found[1] == pytest.approx(found[0], rel=1e-6) and found[2] == pytest.approx(found[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -109,7 +125,10 @@ def test_units_of_a_policy_that_are_computed_again(rank, world, stage):
     wanted = Loop(rank, range(2, 5)).by_hand(_without_hooks(expected), optimizers[0], torch.bfloat16)
     assert Loop(rank, range(2, 5)).at_stage(model, optimizer) == wanted
     trained = [name for name, param in net.named_parameters() if param.requires_grad]
-    weights, state = zero.full_state_dict(model), zero.full_optimizer_state_dict(model, optimizer)["state"]
+    weights, state = (
+        zero.full_state_dict(model, to=None),
+        zero.full_optimizer_state_dict(model, optimizer, to=None)["state"],
+    )
     found = {name: state[number].get("master", weights[name]) for number, name in enumerate(trained)}
     same(found, {name: parameters(expected)[name] for name in trained}, "the masters")
 
@@ -228,10 +247,12 @@ def test_casts_end_with_the_wrapper(rank, world, stage):
     model, optimizer = zero.setup(net, SGD, stage=stage, precision="bf16", lr=0.1)
     loss_of(model, rank, 0).backward()
     optimizer.step()
+    stepped = masters(model, optimizer)
     assert zero.unwrap(model) is net
     del model, optimizer
     gc.collect()
-    assert net.float()(batch(rank, 0)).dtype is torch.float32
+    same(parameters(net), stepped, "the masters")
+    assert net(batch(rank, 0)).dtype is torch.float32
     assert kept == [torch.bfloat16, torch.float32]
 
 
@@ -245,7 +266,7 @@ def test_masters_are_the_weights_where_no_masters_are_kept(rank, world, stage, o
     net.first.requires_grad_(False)
     model, optimizer = zero.setup(net, OPTIMIZERS[optim], stage=stage, precision="bf16")
     Loop(rank).at_stage(model, optimizer)
-    weights, state = zero.full_state_dict(model), zero.full_optimizer_state_dict(model, optimizer)
+    weights, state = zero.full_state_dict(model, to=None), zero.full_optimizer_state_dict(model, optimizer, to=None)
     expected = masters(model, optimizer)
     for to in (0, 3):
         other = Net()
@@ -254,7 +275,7 @@ def test_masters_are_the_weights_where_no_masters_are_kept(rank, world, stage, o
         given = (weights, state) if rank == 0 or not alone else (None, None)
         zero.load_full_state_dict(again, given[0])
         zero.load_full_optimizer_state_dict(again, fresh, given[1])
-        found = zero.full_state_dict(again)
+        found = zero.full_state_dict(again, to=None)
         same({name: found[name] for name in expected}, expected, f"at stage {to}")
         assert not any("master" in of_one for of_one in fresh.state.values())
 
@@ -265,12 +286,12 @@ def test_masters_change_no_parameters_that_other_ranks_have_as_well(rank, world,
     """At stages 1 and 2 without masters: ranks would compute with other weights."""
     model, optimizer = zero.setup(Net(), OPTIMIZERS["adam"], stage=stage, precision="bf16")
     Loop(rank).at_stage(model, optimizer)
-    weights, state = zero.full_state_dict(model), zero.full_optimizer_state_dict(model, optimizer)
+    weights, state = zero.full_state_dict(model, to=None), zero.full_optimizer_state_dict(model, optimizer, to=None)
     again, fresh = zero.setup(Net(), OPTIMIZERS["adam"], stage=stage)
     zero.load_full_state_dict(again, weights)
     zero.load_full_optimizer_state_dict(again, fresh, state)
     assert not any("master" in of_one for of_one in fresh.state.values())
-    for name, value in zero.full_state_dict(again).items():
+    for name, value in zero.full_state_dict(again, to=None).items():
         assert torch.equal(value, weights[name].to(value.dtype)), name
 
 
@@ -293,15 +314,11 @@ def test_one_process_trains_alone_to_the_same_numbers():
 
 # ---------------------------------------------------------------------------------------------------------- refusals
 
-REFUSED: dict[str, tuple[dict[str, Any], Callable[[nn.Module], nn.Module], str]] = {
-    "an unknown precision": ({"precision": "half"}, lambda net: net, "Choose 'fp32', 'bf16', 'fp16'"),
-    "masters beside it": ({"precision": "bf16", "master_dtype": torch.float32}, lambda net: net, "both say in which"),
-    "a policy beside it": (
-        {"precision": "bf16", "mixed_precision": zero.MixedPrecision()},
-        lambda net: net,
-        r"precision='bf16' and mixed_precision=MixedPrecision.*Pass one of them",
-    ),
-    "a model in 16 bits": ({"precision": "bf16"}, lambda net: net.bfloat16(), "'first.weight' is torch.bfloat16"),
+REFUSED: dict[str, tuple[Any, Callable[[nn.Module], nn.Module], str]] = {
+    "an unknown precision": ("half", lambda net: net, "Pass 'fp32', 'bf16', 'fp16', a dtype, or a policy"),
+    "one that is misspelt": ("bf61", lambda net: net, "Write precision='bf16'"),
+    "a dtype of another width": (torch.float64, lambda net: net, "precision=torch.float64 is unknown"),
+    "a model in 16 bits": (BF16, lambda net: net.bfloat16(), "'first.weight' is torch.bfloat16"),
 }
 
 
@@ -312,10 +329,10 @@ def test_what_contradicts_is_refused_on_every_rank(name, stage):
 
 
 def refused(rank: int, world: int, name: str, stage: int) -> None:
-    given, change, _ = REFUSED[name]
-    zero.setup(change(Net()), SGD, stage=stage, lr=0.1, **given)
+    precision, change, _ = REFUSED[name]
+    zero.setup(change(Net()), SGD, stage=stage, lr=0.1, precision=precision)
 
 
-@ranks.raises(2, ValueError, "precision fp16", "precision bf16", timeout=15)
+@ranks.raises(2, ValueError, "param_dtype=torch.float16", "param_dtype=torch.bfloat16", timeout=15)
 def test_precisions_that_differ_between_ranks_are_refused(rank, world):
     zero.setup(Net(), SGD, stage=2, lr=0.1, precision=("bf16", "fp16")[rank])

@@ -45,7 +45,7 @@ DO = {
     "forward": lambda t: t.loss(9),
     "norm": lambda t: norm_of_gradients(t.m),
     "clipping by the norm": lambda t: clip_grad_norm_(t.m.parameters(), 1.0),
-    "state": lambda t: zero.full_optimizer_state_dict(t.m, t.o),
+    "state": lambda t: zero.full_optimizer_state_dict(t.m, t.o, to=None),
 }
 
 

@@ -24,7 +24,7 @@ adam = partial(Adam, foreach=True)
 def measured(stage: str, world: int, offload: Any, precision: zero.MixedPrecision) -> tuple[int, int]:
     """Bytes on the device at the peak of a settled step, and in the CPU's memory between its backward and its step."""
     with simulated() as there:
-        how: dict[str, Any] = {"auto_wrap_policy": POLICY, "mixed_precision": precision, "offload": offload}
+        how: dict[str, Any] = {"auto_wrap_policy": POLICY, "precision": precision, "offload": offload}
         model = zero.FSDP(Model(layers=2), there.comm(0, world), reshard_after_forward=stage == "3", **how)
         optimizer = adam(model.parameters())
         for _ in range(3):

@@ -253,7 +253,7 @@ def test_arguments_that_do_not_fit_say_what_to_pass(capsys, arguments, message):
         (
             {"precision": "half"},
             ValueError,
-            "precision='half' is no precision. Pass 'fp32', 'bf16', 'fp16', a zero",
+            "precision='half' is unknown. Pass 'fp32', 'bf16', 'fp16', a dtype, or a policy",
         ),
     ],
 )

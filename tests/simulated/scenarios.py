@@ -52,7 +52,7 @@ def built(
         hybrid = options.get("sharding_strategy") == "HYBRID_SHARD"
         model, _ = wrapped(module, (comm, there.comm(0, 2)) if hybrid else comm, **options)
         return model, optim(model.parameters())
-    of_ddp = {name: options.pop(name) for name in ("reduce_fp16", "reduce_buffer_size") if name in options}
+    of_ddp = {"reduce_buffer_size": options.pop("reduce_buffer_size", None), "precision": options.get("precision")}
     optimizer = zero.OSS(module.parameters(), optim, comm, **options)
     return zero.ShardedDDP(module, optimizer, **of_ddp) if stage == 2 else module, optimizer
 
@@ -159,16 +159,14 @@ SCENARIOS: dict[str, Any] = {
     "3 kept": stage_3(reshard_after_forward=False),
     "3 hybrid": stage_3(sharding_strategy="HYBRID_SHARD"),
     "3 replicated": stage_3(sharding_strategy="NO_SHARD"),
-    "3 in 16 bits": stage_3(mixed_precision=HALF),
+    "3 in 16 bits": stage_3(precision=HALF),
     "3 full parameters": stage_3(partition="whole"),
     "3 accumulated": stage_3(take=in_two_backwards),
     "3 written before backward": stage_3(take=written_before_backward),
     "3 evaluated": stage_3(take=evaluated_and_written),
     "3 offloaded": stage_3(offload=OFFLOAD),
-    "3 offloaded in 16 bits": stage_3(offload=OFFLOAD, mixed_precision=HALF),
-    "3 offloaded in 16 bits, one rank, clipped": stage_3(
-        offload=OFFLOAD, mixed_precision=HALF, world=1, take=with_clipping
-    ),
+    "3 offloaded in 16 bits": stage_3(offload=OFFLOAD, precision=HALF),
+    "3 offloaded in 16 bits, one rank, clipped": stage_3(offload=OFFLOAD, precision=HALF, world=1, take=with_clipping),
     "3 offloaded, accumulated": stage_3(offload=OFFLOAD, take=in_two_backwards),
     "3 offloaded, evaluated": stage_3(offload=OFFLOAD, take=evaluated_and_written),
     "2 offloaded, clipped": stage_2(bucket=200, offload=OFFLOAD, take=with_clipping),
@@ -178,13 +176,12 @@ SCENARIOS: dict[str, Any] = {
     ),
     "2 offloaded in 16 bits": in_small_chunks(stage_2(offload=OFFLOAD, dtype=torch.bfloat16)),
     "2 offloaded, written after the step": stage_2(bucket=200, offload=OFFLOAD, take=masters_written),
-    "2 with master weights": stage_2(master_dtype=torch.float32, dtype=torch.bfloat16),
+    "2 with master weights": stage_2(precision="bf16", dtype=torch.bfloat16),
     "1 offloaded, with other strides": stage_1(offload=OFFLOAD, take=with_other_strides),
-    "1 with master weights": stage_1(master_dtype=torch.float32, dtype=torch.bfloat16),
+    "1 with master weights": stage_1(precision="bf16", dtype=torch.bfloat16),
     "1 offloaded in 16 bits": in_small_chunks(stage_1(offload=OFFLOAD, dtype=torch.bfloat16)),
     "2 in small buckets": stage_2(bucket=200, take=with_clipping),
-    "2 in 16 bits": stage_2(bucket=200, reduce_fp16=True, broadcast_fp16=True),
+    "2 in 16 bits": stage_2(bucket=200, precision=zero.MixedPrecision(reduce_dtype=torch.float16)),
     "2 whole parameters": stage_2(bucket=200, partition="whole"),
     "2 accumulated": stage_2(bucket=200, take=in_two_backwards),
-    "1 in 16 bits": stage_1(broadcast_fp16=True),
 }

@@ -89,7 +89,7 @@ def fails(rank: int, world: int, transport: str, stage: int, number: int, failin
         wrapped = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})} if stage == 3 else {}
         model, optimizer = zero.setup(net, torch.optim.Adam, stage=stage, lr=0.1, **wrapped)
         take_step(optimizer, model(torch.randn(4, 64)).square().mean())
-        weights, state = zero.full_state_dict(model), zero.full_optimizer_state_dict(model, optimizer)
+        weights, state = zero.full_state_dict(model, to=None), zero.full_optimizer_state_dict(model, optimizer, to=None)
         zero.checkpoint.save(path / "run", model, optimizer)
         if rank == 0:
             torch.save(weights, path / "weights.pt")

@@ -65,7 +65,7 @@ def from_each_to_each(rank: int, world: int, optim: Any) -> None:
     expected: dict[str, Tensor] = {}
     for stage, how in ((0, {}), (1, {}), (2, {"partition": "whole"}), (3, {}), (3, {"partition": "whole"})):
         model, optimizer = trained(rank, stage, optim, **how)
-        found = dict(zero.full_tensors(model, optimizer))
+        found = dict(zero.full_tensors(model, optimizer, to=None))
         expected = expected or found
         same(found, expected, f"of stage {stage}")
         kinds = {type(value["steps"]) for value in optimizer.state.values() if "steps" in value}
@@ -81,12 +81,12 @@ def from_each_to_each(rank: int, world: int, optim: Any) -> None:
             zero.load_full_state_dict(other, weights)
             zero.load_full_optimizer_state_dict(other, fresh, state)
             assert {type(value["steps"]) for value in fresh.state.values() if "steps" in value} <= {int}
-            same(dict(zero.full_tensors(other, fresh)), expected, "what was loaded")
+            same(dict(zero.full_tensors(other, fresh, to=None)), expected, "what was loaded")
             for one, other_one in ((model, optimizer), (other, fresh)):
                 one.zero_grad()
                 loss_on(rank, 5)(one).backward()
                 other_one.step()
-            same(zero.full_state_dict(other), zero.full_state_dict(model), "a step later")
+            same(zero.full_state_dict(other, to=None), zero.full_state_dict(model, to=None), "a step later")
             model, optimizer = trained(rank, stage, optim, **how)
 
 
@@ -98,7 +98,7 @@ def test_breaking_off_early_leaves_the_model_usable(rank: int, world: int, stage
         for number, _ in enumerate(zero.full_tensors(model, optimizer, to=0), 1):
             if number == taken:
                 break
-        for number, _ in enumerate(zero.full_tensors(model, optimizer), 1):
+        for number, _ in enumerate(zero.full_tensors(model, optimizer, to=None), 1):
             if number == taken:  # on every rank
                 break
     loss_on(rank, 0)(model).backward()
@@ -112,7 +112,7 @@ def test_one_that_goes_on_alone_raises(rank: int, world: int, stage: int) -> Non
     model, optimizer = trained(rank, stage)
 
     def iterate() -> None:
-        for _ in zero.full_tensors(model):
+        for _ in zero.full_tensors(model, to=None):
             if rank == 0:
                 break
 
@@ -130,7 +130,7 @@ def test_replicas_send_once(rank: int, world: int) -> None:
     optimizer = Adam(model.parameters())
     loss_on(rank, 0)(model).backward()
     optimizer.step()
-    everywhere = dict(zero.full_tensors(model, optimizer))
+    everywhere = dict(zero.full_tensors(model, optimizer, to=None))
     for to in (0, 3):
         found = dict(zero.full_tensors(model, optimizer, to=to))
         same(found, everywhere if rank == to else {}, "on one rank")
@@ -142,7 +142,7 @@ def test_replicas_send_once(rank: int, world: int) -> None:
 @ranks.on(2, timeout=30)
 def test_what_does_not_fit_is_refused_on_every_rank(rank: int, world: int, stage: int) -> None:
     model, optimizer = trained(rank, stage)
-    before = dict(zero.full_tensors(model, optimizer))
+    before = dict(zero.full_tensors(model, optimizer, to=None))
 
     def fails(error: Exception) -> Any:
         yield "first.bias", before["first.bias"]
@@ -168,7 +168,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(rank: int, world: int, stage
     without_values = iter([("first.bias", before["first.bias"].to("meta"))])
     told = ranks.refusal(lambda: zero.load_full_state_dict(model, None if rank else without_values))
     assert re.search("ValueError: rank 0, which alone was given.*out of meta tensor", told), told
-    same(dict(zero.full_tensors(model, optimizer)), before, "nothing has changed")
+    same(dict(zero.full_tensors(model, optimizer, to=None)), before, "nothing has changed")
     gc.collect()
 
 
@@ -210,7 +210,7 @@ def test_a_stream_is_asked_for_a_tensor_once_the_one_before_is_free(rank, world,
             del copy
 
     states = state_of(model, optimizer)
-    weights = [*zero.full_state_dict(model).items()]
+    weights = [*zero.full_state_dict(model, to=None).items()]
     zero.load_full_state_dict(model, read(weights) if rank == 0 or not alone else None)
     assert len(held) == (len(weights) if rank == 0 or not alone else 0)
     zero.load_full_optimizer_state_dict(model, optimizer, read(states) if rank == 0 or not alone else None)
@@ -218,28 +218,28 @@ def test_a_stream_is_asked_for_a_tensor_once_the_one_before_is_free(rank, world,
 
 
 def state_of(model: nn.Module, optimizer: Any) -> list[tuple[str, Tensor]]:
-    return [(name, value) for name, value in zero.full_tensors(model, optimizer) if "/" in name]
+    return [(name, value) for name, value in zero.full_tensors(model, optimizer, to=None) if "/" in name]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks.on(2, timeout=30)
 def test_names_may_be_those_of_distributed_data_parallel(rank: int, world: int, stage: int) -> None:
     model, optimizer = trained(rank, stage, net=Stack)
-    found = {f"module.{name}": 2 * value for name, value in zero.full_tensors(model, optimizer)}
+    found = {f"module.{name}": 2 * value for name, value in zero.full_tensors(model, optimizer, to=None)}
     weights, state = ({name: one for name, one in found.items() if ("/" in name) == is_state} for is_state in (0, 1))
     for given in (weights, iter(weights.items()), iter(weights.items()) if rank == 0 else None):
         with pytest.warns(UserWarning, match=r"begin with 'module\.'"):
             zero.load_full_state_dict(model, given)
     with pytest.warns(UserWarning, match=r"begin with 'module\.'"):
         zero.load_full_optimizer_state_dict(model, optimizer, iter(state.items()))
-    same({f"module.{name}": value for name, value in zero.full_tensors(model, optimizer)}, found)
+    same({f"module.{name}": value for name, value in zero.full_tensors(model, optimizer, to=None)}, found)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks.on(2, timeout=30)
 def test_hooks_on_loading_are_called_however_the_state_is_given(rank: int, world: int, stage: int) -> None:
     model, optimizer = trained(rank, stage)
-    full, stream = zero.full_optimizer_state_dict(model, optimizer), state_of(model, optimizer)
+    full, stream = zero.full_optimizer_state_dict(model, optimizer, to=None), state_of(model, optimizer)
     seen: list[Any] = []
 
     def before(one: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def test_hooks_on_loading_are_called_however_the_state_is_given(rank: int, world
 @ranks.on(2, timeout=30)
 def test_a_hook_on_loading_that_raises_on_one_rank_does_on_every_rank(rank, world, stage, tmp_path) -> None:
     model, optimizer = trained(rank, stage)
-    full = zero.full_optimizer_state_dict(model, optimizer)
+    full = zero.full_optimizer_state_dict(model, optimizer, to=None)
     zero.checkpoint.save(tmp_path, model, optimizer)
 
     def after(_: Any) -> None:
@@ -280,7 +280,7 @@ def test_a_hook_on_loading_that_raises_on_one_rank_does_on_every_rank(rank, worl
 @ranks.on(2, timeout=30)
 def test_streams_of_other_names_are_refused_on_every_rank_where_they_need_not_fit(rank, world, stage) -> None:
     model, _ = trained(rank, stage)
-    weights = zero.full_state_dict(model)
+    weights = zero.full_state_dict(model, to=None)
     if rank == 1:
         weights.pop("blocks.0.up.weight")
     told = ranks.refusal(lambda: zero.load_full_state_dict(model, iter(weights.items()), strict=False))
@@ -313,7 +313,7 @@ def test_hooks_on_the_optimizers_state_see_full_state(rank: int, world: int, sta
 @ranks.on(2, timeout=30)
 def test_a_state_that_one_rank_alone_cannot_load_is_refused_on_every_rank(rank: int, world: int, stage: int) -> None:
     model, optimizer = trained(rank, stage)
-    full = zero.full_optimizer_state_dict(model, optimizer)
+    full = zero.full_optimizer_state_dict(model, optimizer, to=None)
     if rank == 1:
         full["param_groups"] = [full["param_groups"][0], full["param_groups"][0]]
     told = ranks.refusal(partial(zero.load_full_optimizer_state_dict, model, optimizer, full))

@@ -53,7 +53,7 @@ def test_a_shard_warns_of_what_it_is_when_it_is_saved_and_not_before(rank, world
     shard = optimizer.state_dict()
     same(copy.deepcopy(shard), shard, "the copy")
     optimizer.load_state_dict(copy.deepcopy(shard))
-    saved(zero.full_optimizer_state_dict(model, optimizer))
+    saved(zero.full_optimizer_state_dict(model, optimizer, to=None))
     shard["param_groups"] = [*shard["param_groups"], *copy.deepcopy(shard["param_groups"])]  # says it once all the same
     for dump in (saved, pickle.dumps):
         with pytest.warns(UserWarning, match=TOLD) as told:
@@ -93,7 +93,7 @@ def two(stage: int, partition: str) -> tuple[nn.Module, Any]:
 def steps(model: nn.Module, optimizer: Any, rank: int, numbers: range) -> dict[str, torch.Tensor]:
     for number in numbers:
         take_step(optimizer, model(data(4, 8, rank=rank, step=number)).square().mean())
-    return zero.full_state_dict(model)
+    return zero.full_state_dict(model, to=None)
 
 
 def goes_on(stage: int, partition: str, rank: int, start: dict[str, torch.Tensor], state: Any) -> Any:

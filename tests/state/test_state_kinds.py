@@ -106,8 +106,8 @@ def test_state_of_any_kind_comes_out_as_at_stage_0_and_goes_in_again(rank, world
     expected, found = at(0, kind), at(stage, kind)
     losses = train(*expected, rank, range(2))
     assert train(*found, rank, range(2)) == losses
-    weights, state = deepcopy(zero.full_state_dict(expected[0])), deepcopy(expected[1].state_dict())
-    full = deepcopy(zero.full_optimizer_state_dict(*found))
+    weights, state = deepcopy(zero.full_state_dict(expected[0], to=None)), deepcopy(expected[1].state_dict())
+    full = deepcopy(zero.full_optimizer_state_dict(*found, to=None))
     same(plain(full["state"]), plain(state["state"]))
     same_numbers(full["state"], state["state"])
     losses = train(*expected, rank, range(2, 4))
@@ -115,7 +115,7 @@ def test_state_of_any_kind_comes_out_as_at_stage_0_and_goes_in_again(rank, world
         again = at(stage, kind)
         zero.load_full_state_dict(again[0], weights)
         zero.load_full_optimizer_state_dict(*again, deepcopy(given))
-        same(plain(zero.full_optimizer_state_dict(*again)["state"]), plain(state["state"]))
+        same(plain(zero.full_optimizer_state_dict(*again, to=None)["state"]), plain(state["state"]))
         same_numbers(again[1].state_dict()["state"], state["state"] if stage == 3 else {})
         assert train(*again, rank, range(2, 4)) == losses
     if kind != "lists":
@@ -123,7 +123,7 @@ def test_state_of_any_kind_comes_out_as_at_stage_0_and_goes_in_again(rank, world
         found[1].param_groups[0]["lr"] = np.float32(0.05)
         zero.checkpoint.save(tmp_path, *found)
         zero.checkpoint.load(tmp_path, *again)
-        same(plain(zero.full_optimizer_state_dict(*again)["state"]), plain(state["state"]))
+        same(plain(zero.full_optimizer_state_dict(*again, to=None)["state"]), plain(state["state"]))
         assert again[1].param_groups[0]["lr"] == float(np.float32(0.05))
 
 
@@ -154,7 +154,7 @@ def test_counts_of_steps_may_be_numbers(rank, world, tmp_path, optim, stage):
     build = partial(zero.setup, optim=getattr(torch.optim, optim), lr=0.01)
     plain = build(built(net), stage=0)
     train(*plain, rank, range(2))
-    weights, full = deepcopy(zero.full_state_dict(plain[0])), deepcopy(plain[1].state_dict())
+    weights, full = deepcopy(zero.full_state_dict(plain[0], to=None)), deepcopy(plain[1].state_dict())
     for state in plain[1].state.values():
         state["step"] = int(state["step"])
     zero.checkpoint.save(tmp_path, *plain)
@@ -194,6 +194,6 @@ def test_what_cannot_be_sent_is_refused_by_name_on_every_rank(rank, world, stage
         optim = type("Strange", (Strange,), {"value": value})
         model, optimizer = zero.setup(built(net), optim, stage=stage)
         train(model, optimizer, rank, range(1))
-        told = refusal(lambda of=(model, optimizer): zero.full_optimizer_state_dict(*of))
+        told = refusal(lambda of=(model, optimizer): zero.full_optimizer_state_dict(*of, to=None))
         assert told.startswith("ValueError") and "'odd'" in told and type(value).__name__ in told, told
         assert "each rank's own state_dict()" in told

@@ -135,6 +135,6 @@ class Beside:
 
     def compare(self) -> dict[str, Tensor]:
         """The weights, whole."""
-        weights: dict[str, Tensor] = zero.full_state_dict(self.model)
+        weights: dict[str, Tensor] = zero.full_state_dict(self.model, to=None)
         close(weights, self.plain.state_dict())
         return weights

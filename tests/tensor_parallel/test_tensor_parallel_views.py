@@ -29,7 +29,7 @@ def test_modules_see_dtensors_in_forward_and_where_parameters_are_summoned(rank:
     both.backwards(0)
     assert seen == [((Shard(0),), torch.Size([10, 8]))]
     assert {type(param) for param in model.parameters()} == {ShardedParameter}
-    before, (x, _) = zero.full_state_dict(model), batches(None)[0]
+    before, (x, _) = zero.full_state_dict(model, to=None), batches(None)[0]
     with torch.no_grad(), model.summon_full_params(with_grads=True):
         down = module.blocks[0].down.weight
         assert isinstance(down.grad, DTensor) and down.placements == (Shard(1),)
@@ -40,9 +40,9 @@ def test_modules_see_dtensors_in_forward_and_where_parameters_are_summoned(rank:
         module.out.weight.requires_grad_(False)
     assert module.out.weight.grad is None and not module.out.weight.requires_grad
     assert module.norm.weight.requires_grad and any(param.grad is not None for param in model.parameters())
-    assert torch.equal(zero.full_state_dict(model)["blocks.0.down.weight"], 2 * before["blocks.0.down.weight"])
+    assert torch.equal(zero.full_state_dict(model, to=None)["blocks.0.down.weight"], 2 * before["blocks.0.down.weight"])
     model.load_state_dict(before)
-    close(zero.full_state_dict(model), before)
+    close(zero.full_state_dict(model, to=None), before)
     shapes = set()
     model.apply(lambda module: shapes.add(module.weight.shape) if isinstance(module, nn.Linear) else None)
     assert shapes == {(12, 8), (8, 12), (10, 8)}, "what initialises weights sees whole shapes"

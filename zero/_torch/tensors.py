@@ -118,9 +118,8 @@ def foreach(method: str, *lists: Sequence[Any]) -> None:
             getattr(tensor, method)(*others)
 
 
-# In a few kernels however many tensors a list has: the norm of each, and each times a 0-dim tensor of their device.
+# The norm of each of a list, in a few kernels however many it has.
 norms_of = torch._foreach_norm
-multiply_all = torch._foreach_mul_
 
 # Whether a tensor is of a class that wraps other tensors (DTensor, quantised), and whether that is such a class.
 wraps_others: Callable[[object], bool] = _python_dispatch.is_traceable_wrapper_subclass

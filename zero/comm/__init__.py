@@ -6,9 +6,9 @@ Work        a transfer in flight: `wait` returns its result
 Transport   the interface of process_group (Gloo, and backends that overlap) and host_memory
 """
 
-from zero.comm.channels import AGREEMENT, COLLECTION, NORM
+from zero.comm.channels import AGREEMENT, COLLECTION
 from zero.comm.comm import Comm, fail_together
 from zero.comm.traffic import Traffic, traffic
 from zero.comm.work import Work
 
-__all__ = ["AGREEMENT", "COLLECTION", "NORM", "Comm", "Traffic", "Work", "fail_together", "traffic"]
+__all__ = ["AGREEMENT", "COLLECTION", "Comm", "Traffic", "Work", "fail_together", "traffic"]

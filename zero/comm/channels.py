@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from zero.comm.waiting import running_call
 
-COMPARISON, SUM, BROADCAST, SCATTER, COLLECTION, GATHER, REDUCTION, NORM, AGREEMENT, READ = range(10)
+COMPARISON, SUM, BROADCAST, SCATTER, COLLECTION, GATHER, REDUCTION, AGREEMENT, READ = range(9)
 """Channels that every process group has."""
 
 
@@ -37,7 +37,6 @@ class Channels:
             "the collection of full tensors or state",
             "a gather",
             "a reduction",
-            "the norm of all gradients",
             "the collection of full tensors or state",  # of Together, within which tensors are collected
             "the reading of a sharded tensor, whose elements all ranks have together",
         ]

@@ -28,7 +28,7 @@ from zero.comm.packing import BATCH, batches, copy_into, empty_flat, flatten, le
 from zero.comm.told import described, dumped, loaded, mark_told, rebuilt, text_of
 from zero.comm.traffic import sent
 from zero.comm.transport import Message, Scattered
-from zero.comm.work import CastWork, Work
+from zero.comm.work import Work
 
 Problem = str | Exception | None
 """What a rank cannot do, as the text of a ValueError or as its own error; None if it can."""
@@ -186,25 +186,17 @@ class Comm:
 
     # ---------------------------------------------------------------------------------------------- shards
 
-    def gather(
-        self, full: Tensor, bounds: Sequence[int], channel: int = GATHER, sent_as: torch.dtype | None = None
-    ) -> Work:
+    def gather(self, full: Tensor, bounds: Sequence[int], channel: int = GATHER) -> Work:
         """Collective. Fills the flat `full`. Rank r sends shard [bounds[r], bounds[r + 1]), which its own `full` holds.
 
         channel: number of the operation. If ranks are out of step, this call or `wait` raises RuntimeError on every
             rank.
-        sent_as: a narrower dtype in which floats are sent; this rank's own keep their precision.
 
         `full` must not change until `wait` has returned. `wait` may block until the other ranks have called `wait`.
         """
         low, high = bounds[self.rank : self.rank + 2]
-        transport, sent_from = self._transports[full.device.type], full
-        if sent_as is not None and self.world > 1 and _narrows(sent_as, full):
-            sent_from = full.new_empty(full.numel(), dtype=sent_as)
-            sent_from[low:high] = full[low:high]
-        sent["gather"] += (high - low) * sent_from.element_size() * (self.world - 1)
-        work = transport.gather(sent_from, bounds, channel)
-        return work if sent_from is full else CastWork(work, sent_from, full, slice(low, high))
+        sent["gather"] += (high - low) * full.element_size() * (self.world - 1)
+        return self._transports[full.device.type].gather(full, bounds, channel)
 
     def reduce(self, messages: Sequence[Message], *, times: float = 1, channel: int = REDUCTION) -> Work:
         """Collective. Sums the messages over the ranks and sends each owner its sums. `wait` returns this rank's sums.
@@ -307,10 +299,6 @@ def fail_together(comms: Sequence[Comm], device: torch.device) -> None:
         one.transport_name(device)  # chosen now, as it is what aborts
         for other in comms:
             one.log.failure.couple(other.log.failure)
-
-
-def _narrows(dtype: torch.dtype, tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and dtype.itemsize < tensor.element_size()
 
 
 def _difference(what: str, texts: Sequence[str]) -> Exception | None:

@@ -4,7 +4,6 @@
                 is a cycle, and its buffers would live until garbage is collected where nobody waits for it
     GroupWork   collectives of a process group
     SumWork     sums of what an all-to-all brings
-    CastWork    copies of what was gathered in a narrower dtype
 
 StreamWork is in streams.py, QueuedWork in host_memory/transport.py, ReplicaWork in zero/shards/placement.py.
 """
@@ -131,16 +130,3 @@ class SumWork(Work):
 
     def wait(self) -> Tensor:
         return self._add(self._received.wait(), self._times)
-
-
-class CastWork(Work):
-    """Copies what was gathered in `sent`, of a narrower dtype, to `full`, except for this rank's own elements: these
-    keep their precision."""
-
-    def __init__(self, gather: Work, sent: Tensor, full: Tensor, own: slice) -> None:
-        self._gather, self._sent, self._full, self._own = gather, sent, full, own
-
-    def wait(self) -> None:
-        self._gather.wait()
-        for others in (slice(self._own.start), slice(self._own.stop, None)):
-            self._full[others] = self._sent[others]

@@ -12,7 +12,6 @@ from torch.utils.hooks import RemovableHandle
 from zero.fsdp.choice import UnitChoice
 from zero.fsdp.meta import Materialiser
 from zero.fsdp.options import Options
-from zero.fsdp.precision import CastBuffer
 from zero.fsdp.unit import Need, Unit
 from zero.shards.cut import forget
 from zero.shards.group_state import GroupOptions
@@ -22,6 +21,7 @@ from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
 from zero.shards.shares import Shares
 from zero.tensor_parallel.shown import take_out_of
+from zero.wrap.precision import CastBuffer
 
 # Who needs a unit full for longer than a forward.
 _BUSY = {Need.BACKWARD, Need.SUMMONED}

@@ -27,7 +27,7 @@ from zero.fsdp.options import (
     refuse_number_of_ranks,
     refuse_unknown,
 )
-from zero.fsdp.torch_options import NAMES, as_precision, from_torch
+from zero.fsdp.torch_options import NAMES, from_torch
 from zero.fsdp.units import Policy, largest_unit, smallest_leaves
 from zero.offload import NAMES as OFFLOAD
 from zero.offload import take_offload
@@ -37,10 +37,11 @@ from zero.shards.placement import Placement
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into
 from zero.wrap.ddp import ddp_within
+from zero.wrap.precision import as_precision
 from zero.wrap.wrapper import scripted
 
 if TYPE_CHECKING:
-    from zero.fsdp.precision import GivenPrecision
+    from zero.wrap.precision import GivenPrecision
 
 _GIVEN = "the models given to FSDP"
 
@@ -58,7 +59,7 @@ class Arguments:
     partition: Partition
     sharding_strategy: enum.Enum | str
     reshard_after_forward: bool | None
-    mixed_precision: GivenPrecision
+    precision: GivenPrecision
     prefetch: int | None
     param_init_fn: Callable[[nn.Module], None] | None
     sync_module_states: bool
@@ -133,7 +134,7 @@ def _understand(given: Arguments, asked: GivenOptions, strategy: ShardingStrateg
         raise ValueError(wrong)
     from_torch(more, asked)
     stays = strategy.keeps_parameters or given.reshard_after_forward is False
-    precision, prefetch = as_precision(given.mixed_precision), as_prefetch(asked.prefetch)
+    precision, prefetch = as_precision(given.precision), as_prefetch(asked.prefetch)
     return Options(given.partition, precision, stays, given.sync_module_states, offload, prefetch)
 
 

@@ -23,7 +23,7 @@ from zero.fsdp.model import Model
 from zero.fsdp.state_dict_guard import StateDictGuard
 from zero.fsdp.step import Steps
 from zero.fsdp.summon import summon
-from zero.fsdp.torch_options import TorchMethods, refuse_method
+from zero.fsdp.torch_options import MoreOptions, TorchMethods, refuse_method
 from zero.fsdp.units import Policy
 from zero.shards.partition import Partition
 from zero.shards.read_only import read_only
@@ -35,9 +35,9 @@ from zero.wrap.saved import COPIED, as_weights
 from zero.wrap.wrapper import UNWRAPPED, Wrapper, refuse_steps
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
-    from zero.fsdp.precision import GivenPrecision
+    from zero.wrap.precision import GivenPrecision
 
 
 class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
@@ -67,7 +67,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
     sharding_strategy: a member of PyTorch's enum, or its name: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD,
         HYBRID_SHARD_ZERO2.
     reshard_after_forward: False means SHARD_GRAD_OP, which saves an all-gather: parameters stay until backward.
-    mixed_precision: dtypes of computing and of transfers; shards keep the dtype of the parameters. PyTorch's
+    precision: as of zero.setup: shards keep the dtype of the parameters, and are the master weights. PyTorch's
         MixedPrecision has the same meaning as in PyTorch; keep_low_precision_grads is refused.
     prefetch: how many units are in flight at once, 1 (least memory), 2 or 3 (all-gathers furthest ahead); by default 3
         where transfers overlap computing, as over NCCL, else 2. 1 also makes units of large embeddings and heads.
@@ -100,20 +100,20 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         partition: Partition = "auto",
         sharding_strategy: enum.Enum | str = "FULL_SHARD",
         reshard_after_forward: bool | None = True,
-        mixed_precision: GivenPrecision = None,
+        precision: GivenPrecision = None,
         prefetch: int | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
         sync_module_states: bool = True,
         broadcast_buffers: bool = True,
-        **more: Any,
+        **more: Unpack[MoreOptions],
     ) -> None:
         super().__init__()
         never_traced(FSDP, "_begin", "_end_forward", "_raised", reason=BETWEEN_UNITS)
         self.module, self.broadcast_buffers = module, broadcast_buffers
         given = Arguments(
             *(process_group, device_mesh, auto_wrap_policy, as_one_unit, ignored_modules, ignored_parameters),
-            *(partition, sharding_strategy, reshard_after_forward, mixed_precision, prefetch, param_init_fn),
-            *(sync_module_states, more),
+            *(partition, sharding_strategy, reshard_after_forward, precision, prefetch, param_init_fn),
+            *(sync_module_states, {**more}),
         )
         # None of those inside contains another: each has dissolved what was inside it.
         inside = {name: child._inside() for name, child in module.named_modules() if isinstance(child, FSDP)}

@@ -16,7 +16,6 @@ from zero.comm.together import Together
 from zero.fsdp.backward import Backward
 from zero.fsdp.in_flight import Order
 from zero.fsdp.options import Options, in_flight
-from zero.fsdp.precision import CastBuffer
 from zero.fsdp.reads import Reads, ShownUnits
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.unit import Index, Unit
@@ -25,6 +24,7 @@ from zero.shards.claimed import claim, release
 from zero.shards.group_state import GroupState
 from zero.shards.placement import Placement
 from zero.tensor_parallel.parts import others_of
+from zero.wrap.precision import CastBuffer
 from zero.wrap.wrapper import NOT_SCRIPTED
 
 # All models that exist, in the order of their construction, which is the same on all ranks.

@@ -13,11 +13,11 @@ from torch import nn
 
 from zero._torch.modules import parameters_of
 from zero.comm import Comm
-from zero.fsdp.precision import MixedPrecision
 from zero.measure.param_groups import nearest
 from zero.shards.offload import Offload
 from zero.shards.partition import Partition, described, partition_problem
 from zero.shards.placement import Placement
+from zero.wrap.precision import MixedPrecision
 
 
 @dataclass(frozen=True)

@@ -3,16 +3,29 @@ which say what to call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import nn
 
-from zero._torch.modules import buffers_of, classes_to_ignore, parameters_of
+from zero._torch.modules import buffers_of, parameters_of
 from zero.fsdp.options import GivenOptions
-from zero.fsdp.precision import DTYPES, MixedPrecision
+
+
+class MoreOptions(TypedDict, total=False):
+    """Further options of FSDP: `offload` (zero.offload), and those of PyTorch's FSDP1 that have another name here."""
+
+    offload: Any
+    cpu_offload: Any
+    backward_prefetch: Any
+    device_id: int | torch.device | None
+    forward_prefetch: bool
+    ignored_states: Iterable[nn.Module] | Iterable[nn.Parameter] | None
+    limit_all_gathers: bool
+    use_orig_params: bool
+
 
 _PREFETCH = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
 _BACKWARD = {"BACKWARD_PRE": 3, "BACKWARD_POST": 2, None: 1}
@@ -165,48 +178,3 @@ def _device(given: Any) -> torch.device | None:
             f"use. Call torch.cuda.set_device({device.index}) first."
         )
     return current
-
-
-def as_precision(given: Any, option: str = "mixed_precision") -> MixedPrecision:
-    """Returns what the user passes as MixedPrecision, by the `option`. Raises ValueError for what is none."""
-    if given is None:
-        return MixedPrecision()
-    if isinstance(given, str) and given in DTYPES:
-        return MixedPrecision(DTYPES[given])
-    found = given if isinstance(given, MixedPrecision) else _of_torch(given)
-    if found is None:
-        raise ValueError(
-            f"{option}={given!r} is no precision. Pass {', '.join(map(repr, DTYPES))}, a zero.MixedPrecision, such as "
-            "zero.MixedPrecision(param_dtype=torch.bfloat16), torch.distributed.fsdp.MixedPrecision or "
-            "MixedPrecisionPolicy, or None."
-        )
-    return found
-
-
-def _of_torch(given: Any) -> MixedPrecision | None:
-    """Converts PyTorch's MixedPrecision and MixedPrecisionPolicy. Raises ValueError for options that zero lacks."""
-    from torch.distributed import fsdp  # takes 0.7 s; whoever passes one of its classes has imported it
-
-    if isinstance(given, fsdp.MixedPrecisionPolicy):  # of FSDP2, which does not except batch normalisation
-        if given.output_dtype is not None:
-            raise ValueError(
-                f"MixedPrecisionPolicy(output_dtype={given.output_dtype}) is not available. Leave it out, and cast the "
-                "output of forward."
-            )
-        cast_inputs = given.cast_forward_inputs
-        return MixedPrecision(given.param_dtype, given.reduce_dtype, cast_forward_inputs=cast_inputs, keep_fp32=())
-    if not isinstance(given, fsdp.MixedPrecision):
-        return None
-    if given.keep_low_precision_grads:
-        raise ValueError(
-            "MixedPrecision(keep_low_precision_grads=True) leaves gradients in 16 bits, but zero adds them up and "
-            "steps them in the parameters' own dtype. Leave it out."
-        )
-    return MixedPrecision(
-        given.param_dtype,
-        given.reduce_dtype,
-        given.buffer_dtype,
-        cast_forward_inputs=given.cast_forward_inputs,
-        cast_root_forward_inputs=given.cast_root_forward_inputs,
-        keep_fp32=classes_to_ignore(given),
-    )

@@ -15,13 +15,13 @@ from torch import nn
 from torch.autograd.graph import Node
 
 from zero._torch.autograd import writes_so_far
-from zero.fsdp.precision import MixedPrecision
 from zero.fsdp.unit_bucket import UnitBucket
 from zero.fsdp.writes import Writes
 from zero.shards.group_state import GroupState
 from zero.shards.partition import Place, places_in
 from zero.shards.shard_group import ShardGroup
 from zero.tensor_parallel.shown import Shown
+from zero.wrap.precision import MixedPrecision
 
 _AS_ONE_UNIT = (
     "If ranks choose between modules, gather these as one unit: FSDP(as_one_unit=...); or have the unit around them "

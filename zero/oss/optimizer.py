@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn, cast, overload
+from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
 from weakref import ReferenceType, ref
 
 import torch
@@ -36,6 +36,9 @@ from zero.state.stepped import SteppedShards
 from zero.tensor_parallel.parts import others_of
 from zero.wrap.dtensor_checks import checked_by_itself
 
+if TYPE_CHECKING:
+    from zero.wrap.precision import GivenPrecision
+
 
 class OSS(Optimizer):
     """Shards the state of an optimizer over the ranks of a process group (ZeRO stage 1; Rajbhandari et al.,
@@ -60,14 +63,12 @@ class OSS(Optimizer):
         itself. "whole" gives each parameter to one rank, for optimizers that need matrices or norms of parameters.
         "auto" chooses for the optimizer: torch's are known, others are measured in a few steps on small tensors.
         A function of (name, parameter) that returns "even" or "whole" chooses for each: see zero/shards/shares.py.
-    broadcast_fp16: after a step, parameters are sent as float16 (True) or torch.bfloat16. The owner's copy keeps its
-        precision.
-    master_dtype: torch.float32: owners keep master weights of their shards in this dtype; parameters of a narrower
-        dtype are the rounded masters (2Ψ + 2Ψ + 12Ψ/W bytes with Adam; section 3.1 of the paper).
+    precision: "bf16", "fp16", a dtype or a MixedPrecision: parameters are stored in these 16 bits, also those that are
+        so already, and owners keep float32 master weights of their shards (2Ψ + 2Ψ + 12Ψ/W bytes with Adam; section 3.1
+        of the paper). zero.setup also casts inputs, and keeps batch normalisation in float32.
     shares: what other optimizers of the model have given each rank (`optimizer.shards.shares` of the last one), so that
         all of them together give each rank as much memory. zero.setup passes it.
-    rounded: with master_dtype, float32 parameters that OSS rounds, with the dtypes to which it does; their masters keep
-        what they were. zero.setup(precision=) chooses them.
+    rounded: the parameters that OSS rounds, with the dtypes to which it does, in place of all. zero.setup passes them.
     defaults: also offload, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload); see
         zero.offload.
 
@@ -85,8 +86,7 @@ class OSS(Optimizer):
         group: torch.distributed.ProcessGroup | None = None,
         *,
         partition: Partition = "auto",
-        broadcast_fp16: bool | torch.dtype = False,
-        master_dtype: torch.dtype | None = None,
+        precision: GivenPrecision = None,
         rounded: Mapping[nn.Parameter, torch.dtype] | None = None,
         shares: Shares | None = None,
         **defaults: Any,
@@ -98,12 +98,11 @@ class OSS(Optimizer):
             optim,
             defaults,
             partition=partition,
-            broadcast_fp16=broadcast_fp16,
-            master_dtype=master_dtype,
+            precision=precision,
             rounded=rounded,
             shares=shares,
         )
-        self.sent_as, self.finding = how.options.sent_as, how.finding
+        self.finding = how.finding
         # Before torch's constructor, which adds the groups and sets an empty state: both ask for it.
         self._built = False
         self.state_dicts = StateDicts()
@@ -118,7 +117,7 @@ class OSS(Optimizer):
         self.state_view = StateView(self.optim, self.shards)
         self._checks = StepChecks(self.comm, self.optim, self.shards, self.finding)
         parts = self.comm, self.optim, self.shards, self.gradients, self.state_view, self.state_dicts, self._checks
-        self.stepper = Step(*parts, sent_as=self.sent_as, writes_frozen=how.writes_frozen)
+        self.stepper = Step(*parts, writes_frozen=how.writes_frozen)
         self.stepper.return_options(self)
         checked_by_itself(self)
         for name in ("train", "eval"):  # by which optimizers such as Schedule-Free switch between two sets of weights

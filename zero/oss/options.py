@@ -23,8 +23,6 @@ from zero.shards.arguments import (
     as_groups,
     describe,
     devices_of,
-    dtype_sent,
-    master_problem,
     named_params,
     parts_of,
 )
@@ -42,6 +40,7 @@ from zero.shards.partition import (
 )
 from zero.shards.shares import Shares
 from zero.tensor_parallel import parts
+from zero.wrap.precision import MixedPrecision, as_precision, rounds
 
 _GIVEN, _ADDED = "the parameters given to OSS", "the parameters added to OSS"
 
@@ -51,37 +50,27 @@ class Options:
     """How an OSS shards, stores and sends: the arguments of OSS, understood."""
 
     partition: Partition
-    broadcast_fp16: bool | torch.dtype
-    master_dtype: torch.dtype | None
+    precision: MixedPrecision
     rounded: Mapping[nn.Parameter, torch.dtype] | None
     shares: Shares | None
     offload: Offload
 
     @property
-    def sent_as(self) -> torch.dtype | None:
-        """The dtype in which parameters are sent, if it is another one."""
-        return dtype_sent(self.broadcast_fp16, "broadcast_fp16")[0]
-
-    @property
     def stepped_as(self) -> torch.dtype | None:
         """The dtype of master weights, if there are some."""
-        return torch.float32 if self.offload.active and self.master_dtype is None else self.master_dtype
+        return torch.float32 if self.offload.active or self.precision.param_dtype is not None else None
 
     def signature(self) -> list[str]:
         """Returns what must be the same on every rank."""
         return [
             f"partition {described(self.partition)}",
-            f"broadcast_fp16 {self.broadcast_fp16}, master_dtype {self.master_dtype}, {self.offload.alike}",
+            f"{self.precision}, {self.offload.alike}",
             f"rounded {[*map(str, (self.rounded or {}).values())]}",
         ]
 
     def problem(self) -> str | None:
         """Returns an error message for a value that no OSS takes, else None."""
-        return (
-            partition_problem(self.partition)
-            or dtype_sent(self.broadcast_fp16, "broadcast_fp16")[1]
-            or master_problem(self.master_dtype)
-        )
+        return partition_problem(self.partition)
 
 
 class Arguments:
@@ -102,6 +91,7 @@ class Arguments:
     ) -> None:
         self._comm, self._optim, self._defaults = comm, optim, defaults
         self._whole: set[nn.Parameter] = set()
+        self._rounded: dict[nn.Parameter, torch.dtype] = {}
         with told_by_comparing(partial(comm.compare, _GIVEN, [])):
             if not callable(optim):
                 raise ValueError(
@@ -119,7 +109,9 @@ class Arguments:
         the groups."""
         comm, optim, defaults = self._comm, self._optim, self._defaults
         offload, wrong_offload = take_offload(defaults)
+        given["precision"] = as_precision(given["precision"])
         self.options = Options(**given, offload=offload)
+        self._rounded.update(self.options.rounded or {})
         self._partition = self.options.partition
         problem = problem or sharded_problem(named_params(self.groups)) or self.options.problem() or wrong_offload
         found, unfit = (None, None) if problem else self._look_at(self.groups)
@@ -147,7 +139,9 @@ class Arguments:
             cut = "" if problem else self._note_whole(groups)
             problem = problem or parts.problem(named_params(groups), [self._comm])
         self._comm.compare(_ADDED, [f"cut {cut}", *describe(groups)], problem)
-        return parts_of(groups)[0]
+        groups = parts_of(groups)
+        self._note_rounded(groups)
+        return groups[0]
 
     def _note_whole(self, groups: list[dict[str, Any]]) -> str:
         """Notes which of the groups' parameters stay whole, and returns what ranks compare of that."""
@@ -185,12 +179,20 @@ class Arguments:
             is_whole=self._whole.__contains__,
             shares=self.options.shares,
             master_dtype=self.options.stepped_as,
-            rounded=self.options.rounded,
+            rounded=self._note_rounded(param_groups),
             offload=self.options.offload,
         )
         shards.add(param_groups)
         self.refuse_full()
         return shards
+
+    def _note_rounded(self, groups: list[dict[str, Any]]) -> Mapping[nn.Parameter, torch.dtype]:
+        """The parameters that are stored in another dtype than their masters from here on, with that dtype, in one
+        mapping that those of later groups are added to."""
+        dtype = self.options.precision.param_dtype
+        if self.options.rounded is None and dtype is not None:
+            self._rounded.update({param: dtype for _, param in named_params(groups) if rounds(param, dtype)})
+        return self._rounded
 
     def refuse_full(self) -> None:
         """Collective with offload. Raises ValueError on every rank if there is no room on any."""

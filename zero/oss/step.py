@@ -36,14 +36,11 @@ _WITHIN_BACKWARD = (
     "it once backward() has returned."
 )
 
-# Shard groups whose compressed copies exist at a time.
-_COMPRESSED_AT_ONCE = 2
-
 
 class Step:
     """The steps of one OSS.
 
-    inner: the optimizer of the shards. checks: what is checked around steps. sent_as: as of OSS.
+    inner: the optimizer of the shards. checks: what is checked around steps.
     writes_frozen: whether the optimizer may write into parameters without gradients.
 
     outer: the OSS, into whose groups schedulers write. It is an argument: OSS holds this, and is to be freed at once.
@@ -59,12 +56,11 @@ class Step:
         state_dicts: StateDicts,
         checks: StepChecks,
         *,
-        sent_as: torch.dtype | None,
         writes_frozen: bool,
     ) -> None:
         self._comm, self._inner, self._shards, self._gradients = comm, inner, shards, gradients
         self._state_view, self._state_dicts, self._checks = state_view, state_dicts, checks
-        self._sent_as, self._writes_frozen = sent_as, writes_frozen
+        self._writes_frozen = writes_frozen
         self._gathered: list[str] = []  # the groups of the last step
         self.together = Together([comm], "the step of OSS")
 
@@ -134,17 +130,13 @@ class Step:
         if self.together.agree(int(labels != self._gathered)):  # on any rank
             self._comm.compare("the parameters that a step changes", labels)
             self._gathered = labels
-        sent_as, in_flight = self._sent_as, list[ShardGroup]()
         for group in groups:
             if by_group:
                 self._step_group(group)
             elif group.main is not group.shard:
                 masters.write(group)
-            if sent_as is not None and len(in_flight) == _COMPRESSED_AT_ONCE:
-                in_flight.pop(0).finish_unshard()
-            group.launch_unshard(sent_as=sent_as)
-            in_flight.append(group)
-        for group in in_flight:
+            group.launch_unshard()
+        for group in groups:
             group.finish_unshard()
         self._shards.note_versions()
 

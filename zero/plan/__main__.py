@@ -7,7 +7,7 @@ import re
 import sys
 from functools import partial
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,11 @@ from zero.plan.planner import plan
 from zero.plan.rehearsal import misfit
 from zero.plan.result import Plan
 
-PRECISIONS = {"fp32": (torch.float32, None), "bf16": (torch.float32, "bf16"), "pure-bf16": (torch.bfloat16, None)}
+PRECISIONS: dict[str, tuple[torch.dtype, Literal["bf16"] | None]] = {
+    "fp32": (torch.float32, None),
+    "bf16": (torch.float32, "bf16"),
+    "pure-bf16": (torch.bfloat16, None),
+}
 COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 UNITS = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 

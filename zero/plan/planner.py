@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero.fsdp.options import as_prefetch
-from zero.fsdp.torch_options import as_precision
 from zero.fsdp.units import Policy, smallest_leaves, unit_modules
 from zero.measure.kinds import title
 from zero.offload import CPUOffload, DiskOffload, offload_of
@@ -20,9 +19,10 @@ from zero.plan.result import Plan
 from zero.plan.stages import STAGES, Job, cost_of
 from zero.plan.transport import Rehearsed
 from zero.shards.partition import Partition, optimizer_problem, partition_problem
+from zero.wrap.precision import as_precision
 
 if TYPE_CHECKING:
-    from zero.fsdp.precision import GivenPrecision
+    from zero.wrap.precision import GivenPrecision
 
 _OFFLOADED = STAGES[1:]
 
@@ -39,9 +39,6 @@ def plan(
     stages: Sequence[str | int] | None = None,
     prefetch: int | None = None,
     partition: Partition = "auto",
-    master_dtype: torch.dtype | None = None,
-    broadcast_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
     bucket_bytes: int | None = None,
     offload: CPUOffload | DiskOffload | None = None,
     replicas: int = 1,
@@ -54,21 +51,21 @@ def plan(
 
     model: a module, also on the meta device; it stays as it is. world_size: number of ranks, or several.
     optimizer: its class, or a partial of it with options that matter. It reads 0 where it reads a tensor's value.
-    precision: as in zero.setup, or as FSDP's mixed_precision; the lower stages get parameters of 16 bits, and masters.
+    precision: as in zero.setup.
     memory: bytes that a rank has, to say which stages fit; 8% of it are held back for what is not counted.
     batch: positional arguments of a rank's forward, to measure its activations, but not what kernels hold for a while.
     stages: those to plan, such as [3] or ["2", "3 kept"]; by default all, or with offload those from 1 on.
-    auto_wrap_policy, prefetch, partition, master_dtype, offload: as in FSDP and OSS.
-    broadcast_dtype, reduce_dtype, bucket_bytes: what stages 1 and 2 send, and in buckets of which size.
+    auto_wrap_policy, prefetch, partition, offload: as in FSDP and OSS.
+    bucket_bytes: what stages 1 and 2 send at once.
     replicas: how often stage 3 replicates the sharded model (HYBRID_SHARD).
     backend, one_host: by default GPUs over NCCL are planned; "gloo" is of CPUs, which may be of one host.
 
     Raises ValueError for what the stages refuse or forward does not take, RuntimeError for a forward without values.
     """
-    what = model, optimizer, as_precision(precision, "precision"), as_prefetch(prefetch), batch, partition, master_dtype
+    what = model, optimizer, as_precision(precision), as_prefetch(prefetch), batch, partition
     like: Rehearsed = "host memory" if one_host and backend == "gloo" else backend
     offloaded = None if offload is None else Offloaded(offload_of(offload))
-    job = Job(*what, broadcast_dtype, reduce_dtype, bucket_bytes, offloaded, replicas, like)
+    job = Job(*what, bucket_bytes, offloaded, replicas, like)
     return _planned(job, world_size, stages, memory, auto_wrap_policy)
 
 
@@ -82,15 +79,9 @@ def _planned(
         raise ValueError(problem)
     leaves = smallest_leaves(job.prefetch, beside=job.like == "nccl" and max(worlds) > 1)
     units = [*unit_modules(job.module, policy, leaves_from=leaves)]
-    job = replace(job, units=units, master_dtype=job.master_dtype or _stored(job.module, job.precision.param_dtype))
+    job = replace(job, units=units)
     costs = [cost_of(replace(job, world=world), one) for world in worlds for one in STAGES if one in wanted]
     return Plan(sum(param.numel() for param in job.module.parameters()), tuple(costs), memory, job.batch is not None)
-
-
-def _stored(model: nn.Module, computed: torch.dtype | None) -> torch.dtype | None:
-    """The dtype of the parameters where they are computed with in one of fewer bits."""
-    stored = {param.dtype for param in model.parameters() if param.is_floating_point()}
-    return next((dtype for dtype in stored if computed is not None and dtype.itemsize > computed.itemsize), None)
 
 
 def _misfit(job: Job, worlds: Sequence[int], stages: Sequence[str], memory: object) -> str | None:

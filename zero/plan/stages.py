@@ -59,9 +59,6 @@ class Job:
     prefetch: int | None
     batch: Sequence[Any] | None
     partition: Partition
-    master_dtype: torch.dtype | None
-    broadcast_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
     bucket_bytes: int | None
     offload: Offloaded | None
     replicas: int
@@ -96,12 +93,11 @@ def _built(job: Job, stage: str, rank: int) -> tuple[nn.Module, Optimizer]:
     cast(job.module, job.precision)
     if stage in ("1", "2"):
         optimizer = _oss(job, rank, job.world)
-        sent = job.reduce_dtype if stage == "2" else None
         kind = ShardedDDP if stage == "2" else AveragingDDP
-        return kind(job.module, optimizer, reduce_fp16=sent or False), optimizer
+        return kind(job.module, optimizer, precision=MixedPrecision(reduce_dtype=job.precision.reduce_dtype)), optimizer
     if job.world > 1:
         _give_buckets(job.module)
-    return job.module, _oss(job, 0, 1) if job.master_dtype else job.optimizer()(job.module.parameters())
+    return job.module, _oss(job, 0, 1) if job.precision.param_dtype else job.optimizer()(job.module.parameters())
 
 
 def _groups_of(model: nn.Module, optimizer: Optimizer) -> list[ShardGroup]:
@@ -117,8 +113,8 @@ def _oss(job: Job, rank: int, world: int) -> OSS:
         job.optimizer(),
         comm,
         partition=job.partition,
-        broadcast_fp16=job.broadcast_dtype or False,
-        master_dtype=job.master_dtype,
+        precision=MixedPrecision(job.precision.param_dtype),
+        rounded={},  # the model is cast already
         offload=job.offload,
     )
     if job.bucket_bytes is not None:
@@ -138,7 +134,7 @@ def _sharded_parameters(job: Job, rank: int, *, kept: bool) -> tuple[nn.Module, 
         auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in units,
         partition=cut_for(job.partition, job.finding),
         sharding_strategy=strategies[kept],
-        mixed_precision=job.precision,
+        precision=job.precision,
         prefetch=job.prefetch,
         offload=job.offload,
     )
@@ -260,7 +256,7 @@ def _sent_by_ddp(job: Job, stage: str, gradients: int) -> int:
 def _fullest(job: Job, groups: Sequence[ShardGroup]) -> list[int]:
     """See _rehearsed. Two ranks are both rehearsed if they differ, as in the buffers that add up 16-bit gradients."""
     owned = [np.diff(group.layout.bounds) * group.shard.itemsize for group in groups]
-    sent = [job.reduce_dtype, job.precision.reduce_dtype, *(group.full.dtype for group in groups)]
+    sent = [job.precision.reduce_dtype, *(group.full.dtype for group in groups)]
     widened = any(dtype is not None and dtype.itemsize < torch.float32.itemsize for dtype in sent)
     if not widened and not any(np.ptp(of_each) for of_each in owned):
         return []

@@ -140,14 +140,15 @@ class Queue:
 _BUCKET = 25 << 20
 
 
-def _together(owners: Mapping[ShardGroup, OSS]) -> list[list[ShardGroup]]:
+def _together(owners: Mapping[ShardGroup, OSS], sent_as: torch.dtype | None) -> list[list[ShardGroup]]:
     """Groups for buckets of full gradients: of several small ones, which take no more memory and fewer messages. Beside
     the computing groups are large already, and 16 bits are summed in a copy."""
     found: list[list[ShardGroup]] = []
     kind, size = None, 0
     for group, owner in owners.items():
         now = owner, group.full.dtype, group.full.device, any(param.requires_grad for param in group.params)
-        alone = group.overlaps or summed_as(group.full.dtype) != group.full.dtype
+        sent = sent_as or group.full.dtype
+        alone = group.overlaps or summed_as(sent) != sent
         if alone or now != kind or size + group.full.nbytes > _BUCKET:
             found.append([])
             kind, size = now, 0
@@ -207,7 +208,8 @@ class Reducer:
         place = {param: number for number, param in enumerate(parameters_of(self._module))}
         buckets: list[OwnedBucket | FullBucket]
         if self._full:
-            buckets = [FullBucket(alike, place) for alike in _together(owners)]
+            together = _together(owners, self._sent_as)
+            buckets = [FullBucket(alike, place, sent_as=self._sent_as) for alike in together]
         else:
             buckets = [OwnedBucket(group, sent_as=self._sent_as, of=place) for group in owners]
         # 0, so last: add_param_group may have brought a parameter that the module does not have.

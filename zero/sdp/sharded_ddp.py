@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import finalize
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from zero._torch.compiling import named_as_compiled
 from zero._torch.modules import children_of, parameters_of
@@ -24,7 +25,7 @@ from zero.comm.together import told_by_comparing
 from zero.oss.optimizer import OSS, retire, set_bucket_size
 from zero.sdp.reducer import Reducer
 from zero.shards.announce import announce
-from zero.shards.arguments import dtype_sent, on_two_devices
+from zero.shards.arguments import on_two_devices
 from zero.shards.claimed import claim, release
 from zero.shards.shapes import unsendable
 from zero.tensor_parallel import parts
@@ -32,8 +33,12 @@ from zero.tensor_parallel.shown import put_into, show_everywhere, take_out_of
 from zero.wrap.buffers import BufferSync
 from zero.wrap.ddp import ddp_within
 from zero.wrap.gradients import refuse_left
+from zero.wrap.precision import as_precision
 from zero.wrap.saved import as_weights
 from zero.wrap.wrapper import UNWRAPPED, Wrapper, describe, refuse_steps, scripted
+
+if TYPE_CHECKING:
+    from zero.wrap.precision import GivenPrecision
 
 _AVERAGES = (
     "whose gradient ShardedDDP reduces to its owner. Remove DistributedDataParallel: ShardedDDP averages gradients "
@@ -42,27 +47,6 @@ _AVERAGES = (
 
 
 _GIVEN = "the models given to ShardedDDP"
-
-
-@dataclass(frozen=True)
-class Options:
-    """How a ShardedDDP sends gradients: the arguments of ShardedDDP that must be the same on every rank."""
-
-    reduce_buffer_size: int | None
-    reduce_fp16: bool | torch.dtype
-
-    @property
-    def sent_as(self) -> torch.dtype | None:
-        """The dtype in which gradients are sent, if it is another one."""
-        return dtype_sent(self.reduce_fp16, "reduce_fp16")[0]
-
-    def signature(self) -> str:
-        """Returns what must be the same on every rank."""
-        return f"reduce_buffer_size {self.reduce_buffer_size}, reduce_fp16 {self.reduce_fp16}"
-
-    def problem(self) -> str | None:
-        """Returns an error message for a value that no ShardedDDP takes, else None."""
-        return dtype_sent(self.reduce_fp16, "reduce_fp16")[1]
 
 
 class ShardedDDP(Wrapper):
@@ -85,7 +69,11 @@ class ShardedDDP(Wrapper):
     reduce_buffer_size: number of elements of a bucket, which has at least one parameter; 0 reduces each parameter by
         itself. By default a sixteenth of the model, between 1 and 32 MiB;
         on GPUs an eighth, or up to a twentieth of a large model or 256 MiB.
-    reduce_fp16: sends gradients as float16 (True) or as torch.bfloat16, and sums them in float32.
+    precision: as of zero.setup. OSS stores the parameters in 16 bits, and gets the same; ShardedDDP casts the inputs of
+        the module, and sends gradients as the reduce_dtype of a MixedPrecision.
+
+    `casts`: the hooks that cast inputs, for as long as the wrapper exists. `rounded`: parameters that are in no
+        optimizer, and were float32.
 
     Collective: the constructor, forward (if there are buffers), backward, `reduce`, `sync_buffers`.
     Raises ValueError, on every rank, if module and optimizer do not belong together, or if they differ between ranks.
@@ -102,7 +90,7 @@ class ShardedDDP(Wrapper):
         broadcast_buffers: bool = True,
         sync_models_at_startup: bool = True,
         reduce_buffer_size: int | None = None,
-        reduce_fp16: bool | torch.dtype = False,
+        precision: GivenPrecision = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -112,11 +100,11 @@ class ShardedDDP(Wrapper):
         of_optimizer = process_group is None and bool(self._optimizers) and isinstance(self._optimizers[0], OSS)
         self._comm = self._optimizers[0].comm if of_optimizer else Comm(process_group)
         names = {parts.of(param): name for name, param in module.named_parameters()}
-        options = Options(reduce_buffer_size, reduce_fp16)
         with told_by_comparing(partial(self._comm.compare, _GIVEN, [])):
-            problem = options.problem() or self._misfit(names) or on_two_devices(module.named_parameters())
+            policy = as_precision(precision)
+            problem = self._misfit(names) or on_two_devices(module.named_parameters())
             problem = problem or unsendable([*module.named_parameters(), *module.named_buffers()])
-            lines = [options.signature(), *describe(module)]
+            lines = [f"reduce_buffer_size {reduce_buffer_size}, {policy}", *describe(module)]
         self._comm.compare(_GIVEN, lines, problem)
         held = {param for optimizer in self._optimizers for param in optimizer.shards.places}
         put_into(module, {param for param in parameters_of(module) if parts.of(param) not in held})
@@ -131,7 +119,13 @@ class ShardedDDP(Wrapper):
                 set_bucket_size(optimizer, reduce_buffer_size)
             optimizer.shards.rename(optimizer.param_groups, names)
         kind = type(self).__name__
-        self._reducer = Reducer(module, self._optimizers, self._comm, kind, full=self._full, sent_as=options.sent_as)
+        sent_as = policy.reduce_dtype
+        self._reducer = Reducer(module, self._optimizers, self._comm, kind, full=self._full, sent_as=sent_as)
+        self._cast_buffers, self.casts = policy.prepare(module.modules())
+        self.rounded: list[nn.Parameter] = []
+        if policy.param_dtype is not None:
+            self.casts.append(policy.register_cast(module, root=True))
+        finalize(self, _remove, self.casts)  # whoever goes on without the wrapper has the plain module
         claim(parameters_of(module), self, _AVERAGES)
         self._announce(names)
 
@@ -228,13 +222,21 @@ class ShardedDDP(Wrapper):
         self._comm.broadcast([*self.module.buffers()])
 
     def unwrap(self) -> nn.Module:
-        """Collective. Returns the plain module, without gradients and hooks; see zero.unwrap."""
+        """Collective. Returns the plain module, without gradients and hooks; see zero.unwrap. What `precision` has
+        rounded has the values of the masters again."""
+        for optimizer in self._optimizers:
+            optimizer.shards.restore_rounded()
+        for param in self.rounded:
+            param.data = param.data.float()
         for param in parameters_of(self.module):
             param.grad = None
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         self._reducer.retire(UNWRAPPED)
         release(parameters_of(self.module), self)
+        _remove(self.casts)
+        for buffer in self._cast_buffers:
+            buffer.holder[buffer.name] = buffer.tensor.to(buffer.dtype)
         take_out_of(self.module)
         if not self._full:
             refuse_steps(self._optimizers)
@@ -271,6 +273,11 @@ class ShardedDDP(Wrapper):
         return self.module.load_state_dict(named_as_compiled(self.module, state_dict), strict)
 
 
+def _remove(hooks: Sequence[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
 class AveragingDDP(ShardedDDP):
     """Stage 1 of zero.setup: data parallelism in which every rank gets the averages of all gradients, in `param.grad`,
     while the optimizer's state is sharded. Without optimizers it waits for those that `adopt` is called with.
@@ -284,7 +291,7 @@ class AveragingDDP(ShardedDDP):
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, or of a file, which has the module alone: as with DistributedDataParallel it may be made on one
         rank, and nothing of it is a shard."""
-        return {**vars(self), "_optimizers": [], "_reducer": None, "_buffer_sync": None, "_comm": None}
+        return {**vars(self), "_optimizers": [], "_reducer": None, "_buffer_sync": None, "_comm": None, "casts": []}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._reducer is not None:

@@ -27,13 +27,8 @@ from zero.comm import Comm
 from zero.comm.channels import READ, part_of
 from zero.comm.waiting import calling
 from zero.shards.cut import Cut, Owner
+from zero.shards.functions import Kind, kind_of
 from zero.tensor_parallel import parts
-
-NORMS = {"norm", "vector_norm", "linalg_vector_norm", "linalg_norm", "_foreach_norm"}
-"""torch's functions that return the norm of a tensor, or of each of a list."""
-
-REDUCED = {"sum", "mean", "max", "amax", "min", "amin", "any", "all", "count_nonzero", "dot", "vdot", "equal"}
-"""Those that return a number, if they are given tensors alone."""
 
 LEFT = (
     "{} writes into a copy of {}, which was gathered for the call, and would not reach the model. Write into the "
@@ -135,8 +130,8 @@ def own_elements(value: Tensor, own: Tensor, cut: Cut) -> Tensor | None:
     """This rank's elements of a plain tensor beside a shard, which stands for a full one; None if they do not fit."""
     owner, index = owner_of(cut), cut.position
     shape = owner.shapes.full[index]
-    if value.dim() == 0:
-        return value
+    if value.dim() == 0:  # beside a tensor of no dimensions, too, it has a say in the dtype
+        return value.reshape(1) if own.dim() and not shape else value
     try:
         fits = torch.broadcast_shapes(shape, value.shape) == shape
     except RuntimeError:
@@ -187,7 +182,7 @@ class Partial(Tensor):
         if (
             isinstance(first, Partial)
             and first.dim() == 1
-            and name in NORMS - {"_foreach_norm"}
+            and kind_of(func)[2] is Kind.NORM
             and order_of(name, args, kwargs) == first.order
         ):
             return without_graph(_number(first, total=True), first.of)
@@ -289,15 +284,17 @@ def order_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> float | 
     return float(order) if isinstance(order, (int, float)) and order > 0 else None
 
 
-def norm_of(own: Tensor, cut: Cut, order: float, name: str, of: str | None, device: torch.device) -> Partial:
-    """Local, but for parts of tensor parallelism. The norm of the full tensor, nobody having read it yet. own: without
-    a graph. name: of the function that was called. device: that of the tensor, where its elements may not lie."""
+def norm_of(held: Any, own: Tensor, cut: Cut, order: float, name: str, of: str | None) -> Partial:
+    """Local, but for parts of tensor parallelism. The norm of the full tensor `held`, nobody having read it yet. own:
+    its elements here, without a graph. name: of the function that was called. of: the parameter, if it has a graph."""
     owner = owner_of(cut)
+    with as_plain_tensors():
+        device = held.device  # where its elements may not lie
+        known = owner.offload.known_norms([own, held], order) if owner.offload.active else {}
     kind = own.dtype.to_real() if own.is_complex() else own.dtype
     wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else None
-    known = owner.offload.known_norms([own], order) if owner.offload.active else {}
-    if known:
-        norm = known[0]
+    if known:  # of a tensor, or of its elements where it has no memory itself
+        norm = next(iter(known.values()))
     elif own.numel() or not math.isinf(order):
         norm = torch.linalg.vector_norm(own, order, dtype=wide)
     else:

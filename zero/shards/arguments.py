@@ -130,17 +130,3 @@ def names(group: dict[str, Any]) -> list[str]:
     return group.get("param_names") or [
         f"parameter {i} of shape {list(p.shape)}" for i, p in enumerate(group["params"])
     ]
-
-
-def dtype_sent(given: bool | torch.dtype, option: str) -> tuple[torch.dtype | None, str | None]:
-    """Returns the dtype that an option such as broadcast_fp16 asks for, and an error message for an unknown value."""
-    asked = torch.float16 if given is True else given or None
-    if asked in (None, torch.float16, torch.bfloat16):
-        return asked, None
-    return None, f"{option}={given!r}: choose True for torch.float16, torch.bfloat16, or False to send as it is."
-
-
-def master_problem(dtype: torch.dtype | None) -> str | None:
-    if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        return None
-    return f"master_dtype={dtype!r}: masters are of a floating-point dtype, torch.float32 as a rule."

@@ -89,13 +89,6 @@ class Cut:
         return [*one.layout.owners(self.position)] == [*two.layout.owners(other.position)]
 
     @property
-    def has_single(self) -> bool:
-        """Whether a rank has a single element of several, which is alike on all ranks."""
-        owner = self.owner()
-        owners = [] if owner is None else [*owner.layout.owners(self.position)]
-        return len(owners) > 1 and any(stop - start == 1 for _, start, stop in owners)
-
-    @property
     def name(self) -> str:
         """Of the parameter, for errors."""
         owner = self.owner()

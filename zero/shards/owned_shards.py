@@ -23,6 +23,7 @@ from zero.shards.group_state import GroupOptions
 from zero.shards.offload import DEVICE, Offload
 from zero.shards.partition import Place, bucket_limit, lay_out, places_in
 from zero.shards.placement import Placement
+from zero.shards.shapes import with_own_storage
 from zero.shards.shard_group import ShardGroup
 from zero.shards.shares import Shares
 
@@ -57,7 +58,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         offload: Offload = DEVICE,
     ) -> None:
         super().__init__()
-        self._rounded = rounded or {}
+        self._rounded = {} if rounded is None else rounded  # later ones are added to it
         self._comm, self._is_whole = comm, is_whole
         self._shares_before = shares or Shares(comm.world)
         self._master_dtype, self.offload = master_dtype, offload
@@ -141,6 +142,15 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
     def masters(self) -> list[ShardGroup]:
         """The shard groups that have master weights."""
         return [flat for flat in self.shard_groups if flat.master is not None]
+
+    def restore_rounded(self) -> None:
+        """Collective. Gives the parameters that were rounded what their masters have; no step may follow."""
+        for flat in self.masters:
+            if flat.params[0] in self._rounded:
+                full = flat.gather_full(masters.settled(flat.main, flat.shard))
+                assert full is not None
+                for param, view in zip(flat.params, flat.shapes.views_of_full(full), strict=True):
+                    param.data = with_own_storage(view)
 
     def refresh(self) -> None:
         """Copies what was written into parameters since the last step into the tensors that are stepped."""

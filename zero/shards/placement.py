@@ -70,14 +70,13 @@ class Exchange:
         shard: Tensor | None,
         streams: HostStreams,
         *,
-        sent_as: torch.dtype | None = None,
         channel: int | None = None,
         ahead: bool = False,
     ) -> Work:
         """Collective. Launches the all-gather that fills the full buffer, which gets memory first if it has none.
 
-        shard: this rank's shard; None if it lies in the buffer already. sent_as: a narrower dtype in which floats are
-        sent; see Comm.gather. channel: of `gathered_by`, by default "the gathering of" the group.
+        shard: this rank's shard; None if it lies in the buffer already. channel: of `gathered_by`, by default "the
+        gathering of" the group.
         ahead: see HostStreams.gathers.
         """
         with (
@@ -91,7 +90,7 @@ class Exchange:
                 sent = shard if shard.dtype == own.dtype else shard.to(own.device, non_blocking=True)  # rounded there
                 own.copy_(sent, non_blocking=True)
             channel = self._gather if channel is None else channel
-            work = self.gathered_by.gather(full, self._layout.bounds, channel, sent_as)
+            work = self.gathered_by.gather(full, self._layout.bounds, channel)
             return work if streams is HOST else streams.arriving(work, self.gathered_by, (full, self))
 
     def average(self, full: Tensor, streams: HostStreams) -> Work:

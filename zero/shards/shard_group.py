@@ -197,21 +197,17 @@ class ShardGroup:
         """Whether the parameters are full on this rank."""
         return self.state is GroupState.UNSHARDED or self._summoned is not None
 
-    def launch_unshard(
-        self, channel: int | None = None, *, sent_as: torch.dtype | None = None, ahead: bool = False
-    ) -> None:
+    def launch_unshard(self, channel: int | None = None, *, ahead: bool = False) -> None:
         """Collective. Launches the all-gather of the shards into `full`.
 
-        channel, sent_as: see Exchange.gather.
+        channel: see Exchange.gather.
         ahead: the parameters are needed later, and `shard` was written before the running forward or backward began.
         """
         self._become(GroupState.GATHERING)
         shard = self.shard if self.frees else None
         try:
             with self.recorded("unshard"), torch.no_grad():
-                self._handle = self.exchange.gather(
-                    self.full, shard, self.streams, sent_as=sent_as, channel=channel, ahead=ahead
-                )
+                self._handle = self.exchange.gather(self.full, shard, self.streams, channel=channel, ahead=ahead)
                 if self.offload.active:
                     self.offload.used(self.shard)
         except BaseException:

@@ -35,8 +35,6 @@ from zero.comm.channels import READ
 from zero.comm.waiting import calling
 from zero.shards.answers import (
     LEFT,
-    NORMS,
-    REDUCED,
     full_of,
     norm_of,
     number_of,
@@ -48,20 +46,7 @@ from zero.shards.answers import (
     write_back,
 )
 from zero.shards.cut import Asked, Cut, find, of_param, process_of_shards
-from zero.shards.elementwise import (
-    ABOUT,
-    ABOUT_ATTRIBUTES,
-    ELEMENTWISE,
-    ELEMENTWISE_VIEWS,
-    FINITE_CHECK,
-    LIKE_ANOTHER,
-    OF_SHAPE,
-    SILENT,
-    TELLS_APART,
-    VIEWING,
-    VIEWS,
-    in_place,
-)
+from zero.shards.functions import FINITE_CHECK, VIEWING, Kind, in_place, kind_of
 from zero.shards.read_only import read_only
 from zero.shards.shapes import with_own_storage
 
@@ -76,39 +61,39 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             if func is Tensor.mul_:
                 return _scaled(of, own, cut, number)
             if isinstance(number, (int, float)) and number > 0:
-                return norm_of(own, cut, float(number), "vector_norm", None, _device_of(of))
-    kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-    # torch passes the getter of an attribute as `__get__` of its descriptor, which alone has the name.
-    attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
-    silent = name in SILENT or (name in LIKE_ANOTHER and not isinstance(args[0], AtRest))
-    silent |= name == "new_tensor" and not any(_shards_in((*args[1:], *kwargs.values())))
-    if silent or (attribute and attribute not in VIEWS and attribute not in ABOUT_ATTRIBUTES):
+                return norm_of(of, own, cut, float(number), "vector_norm", None)
+    (name, _, kind), kwargs = kind_of(func), kwargs or {}
+    if kind is Kind.LIKE_ANOTHER and not isinstance(args[0], AtRest):
+        kind = Kind.SILENT
+    if name.startswith("new_") and not any(_shards_in((*args[1:], *kwargs.values()))):
+        return _plainly(func, [own_of(args[0]), *args[1:]], kwargs)
+    if kind is Kind.SILENT:
         return _plainly(func, args, kwargs)
-    if (attribute or name) in OF_SHAPE or (name == "detach" and _without_values(args[0])):
-        return _of_shape(func, attribute or name, args, kwargs)
+    if kind is Kind.SHAPE or (name == "detach" and _without_values(args[0])):
+        return _of_shape(func, name, args, kwargs)
     if name == "detach_":
         return args[0]  # torch refuses views, as these are, and none has a graph
     if name == "copy_" and _load(*args[:2]):
         return args[0]
     # Behind what shapes answer, as this gathers. Those parameters are plain now: torch takes them as they are.
     if _unshard_to_read((*args, *kwargs.values())):
-        if (attribute or name) in ("data", "detach"):  # of the class that the parameter has now
-            return args[0].data if attribute else args[0].detach()
+        if name in ("data", "detach"):  # of the class that the parameter has now
+            return args[0].data if name == "data" else args[0].detach()
         return func(*args, **kwargs)
-    if name in TELLS_APART:
-        return _own_storage(name, args[0]) if has_values(args[0]) else _plainly(func, args, kwargs)
-    if name in ABOUT or attribute in ABOUT_ATTRIBUTES:
+    if kind is Kind.IDENTITY and has_values(args[0]):
+        return _own_storage(name, args[0])
+    if kind in (Kind.IDENTITY, Kind.OBJECT):
         return _plainly(func, args, kwargs)
     first = next(_shards_in((*args, *kwargs.values())))
     _refuse_elsewhere(first, cut_of(first))
-    if name in _NEVER:
+    if kind is Kind.NEVER:
         _refuse(f"`{name}`", first)
     if name in ("backward", "grad") and not (args and isinstance(args[0], AtRest)):
         raise RuntimeError(
             f"`{name}` needs the full tensor, and was given a shard of {cut_of(first).described()}. Leave `inputs` "
             "out; drop gradients that are not wanted (param.grad = None), or freeze parameters; or take stage 2."
         )
-    return _answer(func, attribute or name, args, kwargs, first)
+    return _answer(func, args, kwargs, first)
 
 
 # By which torch clips: of each gradient, so their way is the shortest.
@@ -125,11 +110,6 @@ def _scaled(of: AtRest, own: Tensor, cut: Cut, number: Any) -> AtRest:
     return of
 
 
-def _device_of(tensor: Any) -> torch.device:
-    with as_plain_tensors():
-        return tensor.device  # type: ignore[no-any-return]
-
-
 def _refuse_elsewhere(shard: Any, cut: Cut) -> None:
     """Raises RuntimeError beside the thread that runs the model, and in a process that is forked of it."""
     owner = cut.owner()
@@ -142,42 +122,42 @@ def _refuse_elsewhere(shard: Any, cut: Cut) -> None:
         )
 
 
-def _answer(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any], first: Tensor) -> Any:
+def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], first: Tensor) -> Any:
     """What the full tensors would answer; collective unless it is computed element by element."""
+    name, word, kind = kind_of(func)
     if not args and "tensor" in kwargs:  # torch.nn.init names it
         args, kwargs = [kwargs["tensor"]], {key: value for key, value in kwargs.items() if key != "tensor"}
-    word = name.removeprefix("_foreach_").strip("_")
-    reordered = _reordered(word, args, kwargs, first)
-    alone = bool(args) and args[0] is first and not kwargs and not reordered
-    if alone and word in ELEMENTWISE and (len(args) > 1 or word != "where") and all(map(_is_number, args[1:])):
+    # where(condition) alone returns positions: how many depends on the values of each rank.
+    by_element = kind is Kind.LIKE_ANOTHER or (kind is Kind.ELEMENTWISE and (len(args) > 1 or word != "where"))
+    by_element = by_element and not _reordered(word, args, kwargs, first)
+    owner = cut_of(first).owner()
+    has_dims = owner is None or bool(owner.shapes.full[cut_of(first).position])
+    if by_element and has_dims and args and args[0] is first and not kwargs and all(map(_is_number, args[1:])):
         return _element_by_element(func, word, args, ([_in_graph(first), *args[1:]], kwargs))
     with as_plain_tensors():
         reading = [one for one in _shards_in((*args, *kwargs.values())) if one.requires_grad]
     of = cut_of(reading[0]).name if reading and torch.is_grad_enabled() else None
-    if name in NORMS and args and (order := order_of(name, args, kwargs)) is not None:
+    if kind is Kind.NORM and args and (order := order_of(name, args, kwargs)) is not None:
         if args[0] is first:
-            norm = norm_of(own_of(first), cut_of(first), order, name, of, _device_of(first))
+            norm = norm_of(first, own_of(first), cut_of(first), order, name, of)
             return settled(norm) if name == "norm" else norm
         if name.startswith("_") and all(isinstance(one, AtRest) for one in args[0]):
-            return [norm_of(own_of(one), cut_of(one), order, name, of, _device_of(one)) for one in args[0]]
+            return [norm_of(one, own_of(one), cut_of(one), order, name, of) for one in args[0]]
     args, kwargs = settled([*args]), {key: settled(value) for key, value in kwargs.items()}
     if name in ("view_as", "expand_as") and len(args) > 1 and args[0] is args[1] and torch.is_grad_enabled():
         _refuse(f"`{name}` of a tensor and itself, by which hooks look for its node,", first)
     shards, every = [*_shards_in((*args, *kwargs.values()))], [*_tensors_in((*args, *kwargs.values()))]
     call = f"`{name}` of {cut_of(first).name}"
     alike = len(shards) == len(every) and all(cut_of(first).alike(cut_of(one)) for one in shards)
-    if word in REDUCED and not kwargs and alike and len(args) == len(every) and _has_number(word, shards):
+    if kind is Kind.NUMBER and not kwargs and alike and len(args) == len(every) and _has_number(word, shards):
         with calling(call):
             return without_graph(number_of(word, [*map(own_of, shards)], cut_of(first)), of)
-    # where(condition) alone returns positions: how many depends on the values of each rank.
-    if word in ELEMENTWISE and not (word == "where" and len(args) == 1) and not reordered:
-        given = _own_beside(name, args, kwargs)
-        if given is not None:
-            refuse_freed((*args, *kwargs.values()))
-            return _element_by_element(func, word, args, given, out=kwargs.get("out"))
-    elif word in ELEMENTWISE_VIEWS:
+    if by_element and (given := _own_beside(name, args, kwargs, like_another=kind is Kind.LIKE_ANOTHER)) is not None:
+        refuse_freed((*args, *kwargs.values()))
+        return _element_by_element(func, word, args, given, out=kwargs.get("out"))
+    if kind is Kind.ALIAS:
         return _element_by_element(func, word, args, ([own_of(first)], kwargs))
-    if word in DRAWN and args[0] is first:
+    if kind is Kind.DRAWN and args[0] is first:
         full = torch.empty_strided(first.shape, first.stride(), dtype=first.dtype, device=first.device)
         drawn: Any = own_elements(func(full, *args[1:], **kwargs), own_of(first), cut_of(first))
         return _as_shards(drawn.clone(), first)  # a view would keep all that was drawn
@@ -214,7 +194,9 @@ def _has_number(word: str, shards: Sequence[Tensor]) -> bool:
         return len(shards) == (2 if word == "equal" else 1) and (word != "mean" or one.is_floating_point())
 
 
-def _own_beside(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]] | None:
+def _own_beside(
+    name: str, args: Sequence[Any], kwargs: dict[str, Any], *, like_another: bool
+) -> tuple[list[Any], dict[str, Any]] | None:
     """The arguments with this rank's elements in place of sharded tensors, and of full ones beside them; None if the
     function cannot be computed of these: with tensors of other shapes, or cut in another way, or into a plain one."""
     lists = [value for value in args if isinstance(value, (list, tuple))] if "_foreach_" in name else []
@@ -235,7 +217,7 @@ def _own_beside(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple
                 if not cut.alike(cut_of(shard)):
                     return None
                 value = _in_graph(value)
-            elif isinstance(value, Tensor) and name not in LIKE_ANOTHER:
+            elif isinstance(value, Tensor) and not like_another:
                 # What is computed of a gradient of stage 2 element by element has no graph.
                 has_graph = isinstance(first, (Shard, _Sharded)) or in_place(name)
                 if value.requires_grad and torch.is_grad_enabled() and not has_graph:
@@ -465,13 +447,6 @@ def _as_shards(result: Any, like: Any) -> Any:
     return like.with_elements(result) if type(result) is Tensor and isinstance(like, AtRest) else result
 
 
-# Those that would change what the gathered copy lies in.
-_NEVER = {"resize_", "resize_as_", "share_memory_", "pin_memory", "module_load", "__dlpack__", "to_dlpack"}
-
-# Those that draw numbers in the shape of a tensor.
-DRAWN = {"rand_like", "randn_like", "randint_like"}
-
-
 def _refuse(what: str, shard: Tensor) -> NoReturn:
     raise RuntimeError(
         f"{what} needs the full tensor, and was given a shard of {cut_of(shard).described()}, as between steps. Read "
@@ -494,7 +469,7 @@ class AtRest:
         """This rank's elements, plain and without a graph."""
         own: Any = self
         with as_plain_tensors():
-            return own.detach().as_subclass(Tensor)  # type: ignore[no-any-return]
+            return own.detach()  # type: ignore[no-any-return]
 
     def with_elements(self, own: Tensor) -> Tensor:
         """A tensor of the full shape of this one, of which this rank has other elements."""
@@ -616,7 +591,8 @@ class Lent(Tensor):
             return _dispatched(func, args, kwargs)  # which gathers that, and calls it once more
         if func.__name__ in ("__dlpack__", "to_dlpack"):
             raise RuntimeError(_FREED.format("a full parameter is handed to another library, which may keep it"))
-        if func.__name__ not in _SAFE and getattr(func, "__self__", None) not in _ABOUT_LENT:
+        name, _, kind = kind_of(func)
+        if kind not in (Kind.SILENT, Kind.SHAPE, Kind.OBJECT) or name in ("__repr__", "__format__"):
             refuse_freed((*args, *kwargs.values()))
         if not all(issubclass(kind, (Lent, nn.Parameter)) for kind in types):  # classes of the user's do what they do
 
@@ -639,10 +615,6 @@ class Lent(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return plainly(self).__deepcopy__(memo)
-
-
-_SAFE = (ABOUT | OF_SHAPE) - {"__repr__", "__format__"}  # which print values
-_ABOUT_LENT = [Tensor.shape, Tensor.ndim, Tensor.dtype, Tensor.device, Tensor.requires_grad]
 
 
 def plainly(lent: Tensor) -> Tensor:

@@ -280,10 +280,13 @@ class FullBucket(GradBucket):
     `unreduced`: positions of the parameters whose gradients this rank has written since they were averaged last.
     """
 
-    def __init__(self, groups: Sequence[ShardGroup], of: Collection[Tensor]) -> None:
-        super().__init__(groups[0], of=of, with_groups=groups[1:])
+    def __init__(
+        self, groups: Sequence[ShardGroup], of: Collection[Tensor], *, sent_as: torch.dtype | None = None
+    ) -> None:
+        super().__init__(groups[0], sent_as=sent_as, of=of, with_groups=groups[1:])
         group = groups[0]
-        self._is_wide = summed_as(group.full.dtype) != group.full.dtype
+        # Whether owners sum: 16 bits, or what is sent in another dtype.
+        self._is_wide = len({self._sent_as, summed_as(self._sent_as), group.full.dtype}) > 1
         # Divided as they are copied, which costs no pass over the buffer; those of 16 bits are by Exchange.reduce.
         self._before = 1.0 if self._is_wide else 1 / group.comm.world
         self._channel = group.comm.channel(f"the gathering of the averages of {group.label}")
@@ -391,7 +394,7 @@ class FullBucket(GradBucket):
             gather.wait()
         for index in self.reduced - here:
             self.params[index].grad = self._views[index]
-        for index in self.reduced if self._wide else ():
+        for index in self.reduced if self._wide and self._wide[0].dtype != self.group.full.dtype else ():
             average: Any = self.params[index].grad
             if has_values(average):
                 average.__class__ = WideAverage

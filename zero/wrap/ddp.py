@@ -65,11 +65,6 @@ def unfrozen_problem(params: Mapping[nn.Parameter, object]) -> str | None:
     return None
 
 
-def averaged_by_others(ddp: DistributedDataParallel | None) -> set[nn.Parameter]:
-    """The parameters of which another DistributedDataParallel averages gradients."""
-    return {param for one in _alive if one is not ddp for param in _averaged(one)}
-
-
 def _averages(ddp: DistributedDataParallel, params: Mapping[nn.Parameter, object]) -> bool:
     """Whether it averages gradients of any of the parameters."""
     return not params.keys().isdisjoint(_averaged(ddp))

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from zero._torch.autograd import in_a_backward
-from zero._torch.tensors import WithoutMemory, as_plain_tensors
+from zero._torch.tensors import WithoutMemory, as_plain_tensors, tree_iter
 from zero.comm.channels import READ
-from zero.shards.answers import NORMS, norm_of, order_of, ranks_of
+from zero.shards.answers import norm_of, order_of, ranks_of, settled
 from zero.shards.cut import Cut
-from zero.shards.elementwise import ELEMENTWISE, FINITE_CHECK, in_place
+from zero.shards.functions import FINITE_CHECK, Kind, in_place, kind_of
 from zero.shards.shard_group import ShardGroup
 from zero.shards.sharded_parameter import AtRest
 from zero.wrap.refused import CREATE_GRAPH
@@ -108,7 +108,8 @@ class OwnedGradient(AtRest, WithoutMemory):
         return self.shard
 
     def with_elements(self, own: Tensor) -> OwnedGradient:
-        return OwnedGradient(self, self.cut, own, dtype=own.dtype)
+        # torch takes one as `param.grad` by the dtype of the parameter, which may be narrower.
+        return OwnedGradient(self, self.cut, own, dtype=None if own.dtype == self.shard.dtype else own.dtype)
 
     def refuse_of_others(self, group: ShardGroup, index: int) -> None:
         """Raises RuntimeError unless it is of the parameter of this index, in whose `param.grad` it stands."""
@@ -144,8 +145,8 @@ class WideAverage(Tensor):
     """A full average of 16 bits, of which this rank has its elements in float32 as well. `wide`: these, in the shape of
     the shard `cut`. They are stepped in place of the rounded elements, except of those that the user has written.
 
-    What is computed of it in place, element by element and with numbers, as clipping and loss scaling do, is computed
-    of both. Its norms are those of `wide`, by all ranks, and its dtype that of `wide`, which torch.amp.GradScaler asks
+    What is computed of it element by element and with numbers, as clipping and loss scaling do, is computed of
+    both. Its norms are those of `wide`, by all ranks, and its dtype that of `wide`, which torch.amp.GradScaler asks
     for. All else reads and writes the full one.
     """
 
@@ -154,36 +155,38 @@ class WideAverage(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        (name, word, kind), kwargs = kind_of(func), kwargs or {}
         with as_plain_tensors():
-            if name == "__get__" and func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
+            if func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
                 return args[0].wide.dtype
-            if name in NORMS and isinstance(args[0], cls) and (order := order_of(name, args, kwargs)) is not None:
-                return norm_of(args[0].wide, args[0].cut, order, name, None, args[0].device)
-            word = name.removeprefix("_foreach_").strip("_")
-            both = args[0] if name.startswith("_") and isinstance(args[0], (list, tuple)) else args[:1]
-            others = [one for one in (*args[1:], *kwargs.values()) if isinstance(one, (list, tuple))]
-            numbers = not others and all(not isinstance(one, Tensor) or not one.dim() for one in args[1:])
-            if not (in_place(name) and numbers and word in ELEMENTWISE and any(isinstance(one, cls) for one in both)):
+            of = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
+            full: list[Any] = [one for one in of if isinstance(one, cls)]
+            if kind is Kind.NORM and full and (order := order_of(name, args, kwargs)) is not None:
+                norms = [
+                    norm_of(one, one.wide, one.cut, order, name, None) if isinstance(one, cls) else one.norm(order)
+                    for one in of
+                ]
+                return norms if of is args[0] else settled(norms[0]) if name == "norm" else norms[0]
+            with_numbers = not any(isinstance(one, Tensor) and one.dim() for one in tree_iter([args[1:], kwargs]))
+            if kind is not Kind.ELEMENTWISE or not with_numbers or not full:
                 return func(*args, **kwargs)
-            wide = [one.wide if isinstance(one, cls) else one for one in both]
-            full = [one for one in both if isinstance(one, cls)]
-            if word == FINITE_CHECK:
-                func(wide, *args[1:], **kwargs)
-                torch._foreach_mul_([*full], args[2])
-                for comm in ranks_of([one.cut for one in full]):
-                    comm.all_reduce(args[1], maximum=True, channel=READ)
-            elif both is args[0]:
-                func(wide, *args[1:], **kwargs)
-                func(full, *args[1:], **kwargs)
+            if of is not args[0]:
+                result, wide = func(*args, **kwargs), func(full[0].wide, *args[1:], **kwargs)
+                if not in_place(name) and type(result) is Tensor and result.dtype == full[0].dtype:
+                    result.__class__, full = cls, [result]
+                    full[0].cut, full[0].wide = args[0].cut, wide
             else:
-                func(wide[0], *args[1:], **kwargs)
-                func(*args, **kwargs)
+                func([one.wide if isinstance(one, cls) else one for one in of], *args[1:], **kwargs)
+                where = [number for number, one in enumerate(of) if isinstance(one, cls)]
+                beside = [[one[at] for at in where] if isinstance(one, (list, tuple)) else one for one in args[1:]]
+                result = torch._foreach_mul_([*full], args[2]) if word == FINITE_CHECK else func(full, *beside)
+                for comm in ranks_of([one.cut for one in full]) if word == FINITE_CHECK else ():
+                    comm.all_reduce(args[1], maximum=True, channel=READ)
             for one in full:
                 owner = one.cut.owner()
                 if owner is not None and one.wide.numel():
                     owner.own_slice(one.cut.position, one).copy_(one.wide)
-            return args[0] if both is not args[0] else None
+            return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.as_subclass(Tensor).__reduce_ex__(protocol)

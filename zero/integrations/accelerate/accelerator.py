@@ -27,6 +27,7 @@ from zero.integrations.accelerate.keys import DTYPES
 from zero.integrations.accelerate.plugin import ZeroPlugin
 from zero.integrations.accelerate.sharding import WRAPPERS, Sharding
 from zero.measure.param_groups import params_of
+from zero.wrap.precision import as_precision
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
@@ -70,14 +71,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         for name in ("mixed_precision", "gradient_accumulation_steps"):  # which the constructor has taken
             options.pop(name, None)
         plugins.ask_for_ram_efficient_loading(options.pop("cpu_ram_efficient_loading", False))
-        dtype, self._max_norm = DTYPES.get(self.mixed_precision), options.pop("gradient_clipping", None)
-        self.saved_dtype = dtype if options.pop("save_16bit_model", False) else None
+        self._max_norm = options.pop("gradient_clipping", None)
+        asked = options.pop("precision", None) if plugin.stage else None  # of which stage 0 says that it has none
+        precision = as_precision(DTYPES.get(self.mixed_precision) if asked is None else asked)
+        self.saved_dtype = precision.param_dtype if options.pop("save_16bit_model", False) else None
         kind = options.pop("state_dict_type", "FULL_STATE_DICT")
         if kind not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
             raise ValueError(f"state_dict_type={kind!r} is unknown. Choose FULL_STATE_DICT or SHARDED_STATE_DICT.")
         self.saves_shards = kind == "SHARDED_STATE_DICT"
-        self.sharding = Sharding(options.pop("stage"), self.device, dtype, options, self.saves_shards)
-        self.native_amp = self.native_amp and self.sharding.autocast  # which is autocast
+        self.sharding = Sharding(options.pop("stage"), self.device, precision, options, self.saves_shards)
+        self.native_amp = self.native_amp and plugin.stage == 0  # which is autocast
         self._unscaled: WeakSet[Optimizer] = WeakSet()
 
     def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
@@ -126,7 +129,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             if self.device_placement if moves is None else moves:
                 self.sharding.place(model)
             if rounds:
-                self.sharding.cast(model)
+                self.sharding.round(model)
 
     def _prepared_inside(self, model: nn.Module) -> nn.Module:
         """The model with autocast and compilation, which belong inside the sharding wrapper."""

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from zero.fsdp.torch_options import MoreOptions
 from zero.integrations.accelerate.sections import NOT_READ, of_deepspeed, of_environment, of_fsdp, of_plugin
+from zero.measure.param_groups import nearest
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from zero.shards.partition import Partition
+    from zero.wrap.precision import GivenPrecision
 
 _ASKS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
 _RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
@@ -19,21 +27,48 @@ _OTHERS = (
 )
 
 
+class PluginOptions(MoreOptions, total=False):
+    """Those that docs/integrations.md lists: a misspelt one is an error of type checkers."""
+
+    precision: GivenPrecision
+    mixed_precision: str | None
+    partition: Partition
+    auto_wrap_policy: Any
+    transformer_cls_names_to_wrap: Sequence[str]
+    min_num_params: int
+    as_one_unit: Sequence[str]
+    ignored_modules: Any
+    sharding_strategy: Any
+    shard_size: int
+    prefetch: int | None
+    reshard_after_forward: bool
+    param_init_fn: Any
+    activation_checkpointing: bool
+    sync_module_states: bool
+    cpu_ram_efficient_loading: bool
+    state_dict_type: str
+    save_16bit_model: bool
+    gradient_accumulation_steps: int
+    gradient_clipping: float | None
+
+
 class ZeroPlugin(SimpleNamespace):
     """How to shard, in Accelerate's names where the meaning is the same.
 
         accelerator = Accelerator(zero_plugin=ZeroPlugin(stage=3, auto_wrap_policy="TRANSFORMER_BASED_WRAP"))
 
     stage: 0 (DistributedDataParallel, as Accelerate itself), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).
-    options: those that docs/integrations.md lists. All others are handed to OSS at stages 1 and 2, and to FSDP at stage
-        3: offload, prefetch, param_init_fn and so on. Who takes an option refuses what it cannot be, as a model and its
-        optimizer are prepared. None leaves an option out.
+    options: those that docs/integrations.md lists; OSS, ShardedDDP and FSDP have theirs. Who takes an option refuses
+        what it cannot be, as a model and its optimizer are prepared. None leaves an option out.
     """
 
     stage: int
 
-    def __init__(self, stage: int, **options: Any) -> None:
+    def __init__(self, stage: int, **options: Unpack[PluginOptions]) -> None:
         super().__init__(stage=stage, **{name: value for name, value in options.items() if value is not None})
+        known = {*PluginOptions.__annotations__, *MoreOptions.__annotations__}
+        for name in sorted(options.keys() - known):
+            raise ValueError(f"ZeroPlugin has no option {name}=.{nearest(name, known)}")
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"stage={stage!r} is unknown. Choose 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).")
 

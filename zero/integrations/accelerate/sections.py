@@ -7,16 +7,16 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from zero._torch.telling import warn_user
 from zero.fsdp import MixedPrecision
-from zero.fsdp.torch_options import as_precision, of_fsdp1
+from zero.fsdp.torch_options import of_fsdp1
 from zero.integrations.accelerate import keys
 from zero.integrations.accelerate.keys import flag, one_of
 from zero.offload import CPUOffload, DiskOffload
+from zero.wrap.precision import as_precision
 
 WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 FSDP_NAMES = {
@@ -25,6 +25,7 @@ FSDP_NAMES = {
     "cpu_offload": "offload",
     "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
     "transformer_cls_to_wrap": "transformer_cls_names_to_wrap",
+    "mixed_precision_policy": "precision",
 }
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _RESHARDS = {None: "FULL_SHARD", "TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}
@@ -37,10 +38,9 @@ def of_fsdp(given: Mapping[str, Any], title: str = "fsdp_config", *, launched: b
     Raises ValueError for what is not available.
     """
     found = keys.read(title, given, FSDP_READERS, FSDP_NAMES, prefix="fsdp_")
-    found["autocast"] = found.pop("version", "1") == "1"  # beside the policy
+    found.pop("version", None)
     found["sharding_strategy"] = _strategy(found, title, launched=launched)
     found["prefetch"] = _prefetch(found)
-    found.setdefault("mixed_precision_policy", "auto")
     if found.get("cpu_ram_efficient_loading"):
         found["sync_module_states"] = True  # other ranks have no values of their own
     return {"stage": 3, **found}
@@ -114,7 +114,7 @@ FSDP_READERS: dict[str, keys.Reader] = {
     "state_dict_type": one_of("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
     "activation_checkpointing_offload": keys.refused("checkpointed inputs stay where they are. Leave it out."),
     "xla": keys.refused("zero does not support torch_xla"),
-    "mixed_precision_policy": _policy,
+    "precision": _policy,
     **dict.fromkeys(("forward_prefetch", "limit_all_gathers", "use_orig_params", "sync_module_states"), flag),
     **dict.fromkeys(("cpu_ram_efficient_loading", "activation_checkpointing"), flag),
     **dict.fromkeys(("ignored_modules", "param_init_fn"), lambda value: value),
@@ -143,7 +143,6 @@ def of_deepspeed(given: Mapping[str, Any], title: str = "deepspeed_config") -> d
         if found.pop("offload_param_device", "NONE") != "NONE":
             warn_user(f"{title}: offload_param_device is for stage 3, and without an effect at {found['stage']}.")
     found["offload"] = _offloads(found, title)
-    found["master_dtype"] = torch.float32 if found["stage"] else None
     return found
 
 

@@ -18,66 +18,50 @@ from torch.optim import Optimizer
 
 from zero._torch.modules import children_of, recomputed_in_backward
 from zero._torch.tensors import wraps_others
-from zero.fsdp import FSDP, MixedPrecision
+from zero.comm import Comm
+from zero.fsdp import FSDP
 from zero.fsdp.options import as_strategy
 from zero.fsdp.units import unit_modules
 from zero.integrations.accelerate.sections import WRAPPING
 from zero.measure.built import finding_of_built
 from zero.measure.param_groups import params_of, steps
 from zero.oss import OSS
+from zero.precision import Rounding
 from zero.sdp import AveragingDDP, ShardedDDP
 from zero.shards.partition import cut_for
+from zero.wrap.precision import MixedPrecision
 
 WRAPPERS = (FSDP, ShardedDDP)
 _TOGETHER = (
     "whose parameters or gradients it needs. Prepare both in one call: model, optimizer = accelerator.prepare(model, "
     "optimizer); or freeze what is not trained."
 )
-"""Clips gradients to a norm; returns the norm before. Called with the largest norm, and the order of the norm."""
 
 
 class Sharding:
     """The models and optimizers that an Accelerator has sharded, also those that it no longer holds itself.
 
-    dtype: of the Accelerator's mixed_precision; None for float32. options: of a ZeroPlugin, but those of the
-    Accelerator itself. saves_shards: whether each model is saved in shards, with its optimizers.
-    `narrow`: whether models are rounded to dtype, and have float32 master weights beside: at stages 1 and 2 that is
-    what comes closest to FSDP's mixed precision. `autocast`: whether mixed_precision is autocast.
+    precision: of the ZeroPlugin, or what the Accelerator's mixed_precision means. options: of a ZeroPlugin, but those
+    of the Accelerator itself. saves_shards: whether each model is saved in shards, with its optimizers.
     """
 
     def __init__(
-        self, stage: int, device: torch.device, dtype: torch.dtype | None, options: dict[str, Any], saves_shards: bool
+        self, stage: int, device: torch.device, precision: MixedPrecision, options: dict[str, Any], saves_shards: bool
     ) -> None:
         take = options.pop
         self.stage, self._device, self._one_model_each = stage, device, stage == 2 or saves_shards
-        self._synced, self._masters = take("sync_module_states", True), take("master_dtype", None)
+        self._precision, self._synced = precision, take("sync_module_states", True)
         self._policy, self._class_names = take("auto_wrap_policy", None), take("transformer_cls_names_to_wrap", ())
         self._min_numel, self._as_one_unit = take("min_num_params", 0), take("as_one_unit", ())
         self._recomputes, self._shard_size = take("activation_checkpointing", False), take("shard_size", None)
-        self._sent = take("reduce_dtype", None) if stage > 1 else None
-        self.autocast, as_fsdp = take("autocast", True), options.get("mixed_precision_policy") == "auto"
-        policy = take("mixed_precision_policy", None) if as_fsdp or stage == 3 else None
         if stage == 0 and options:
             raise ValueError(f"{', '.join(options)}: for stages 1 to 3, but stage is 0. Leave it out.")
-        self._set_precision(None if as_fsdp else policy, dtype, as_fsdp=as_fsdp and dtype is not None)
         self._rest = options  # for OSS, or FSDP
         # Those that still exist, in the order of wrapping.
         self.wrapped: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
         self._optimizers: WeakKeyDictionary[Optimizer, None] = WeakKeyDictionary()
-
-    def _set_precision(self, policy: Any, dtype: torch.dtype | None, *, as_fsdp: bool) -> None:
-        if self._masters not in (None, torch.float32) or (self._masters and (policy or as_fsdp)):
-            raise ValueError(f"master_dtype={self._masters}: it is torch.float32, which decides the dtypes alone.")
-        self.narrow = dtype is not None and (self._masters is not None or (as_fsdp and self.stage < 3))
-        buffers = dtype if self.narrow or self.autocast else None  # of FSDP's first version alone
-        if self.narrow:
-            self.autocast, self._masters = False, torch.float32
-        if self.narrow or as_fsdp:
-            sent = self._sent or (None if self.narrow else dtype)
-            policy = MixedPrecision(param_dtype=dtype, reduce_dtype=sent, buffer_dtype=buffers)
-        elif policy is None and self._sent is not None:
-            policy = MixedPrecision(reduce_dtype=self._sent)
-        self._precision, self._as_fsdp = policy, as_fsdp
+        # At stages 1 and 2, of models that are not wrapped yet.
+        self._roundings: WeakKeyDictionary[nn.Module, Rounding] = WeakKeyDictionary()
 
     def place(self, model: nn.Module) -> None:
         """Moves parameters and buffers of other devices. Others stay: `.to("cpu:0")` would copy tensors on "cpu"."""
@@ -86,32 +70,29 @@ class Sharding:
         if any(device.type != there or index not in (None, device.index) for device in devices):
             model.to(self._device)
 
-    def cast(self, model: nn.Module) -> None:
-        """Rounds a model to 16 bits, if it is to have master weights: in place, and before its optimizer is sharded.
-
-        At stage 3 the parameters, which become the masters, are float32; by FSDP's words they are not rounded.
-        """
-        if not self.narrow or self._precision is None:
-            for param in model.parameters() if self._as_fsdp else ():
-                if param.requires_grad and param.is_floating_point():
-                    param.data = param.data.float()
+    def round(self, model: nn.Module) -> None:
+        """Collective at stages 1 and 2 in 16 bits: before the model's optimizer is sharded. Trained parameters become
+        float32, which masters are."""
+        if self._precision.param_dtype is None or model in self._roundings:
             return
-        held = {param for one in self._optimizers for param in params_of(one)} if self.stage < 3 else set()
-        for module in model.modules():
-            narrow = self._precision.dtype_of(module)
-            if narrow is None:
-                module.float()
-                continue
-            for param in module.parameters(recurse=False):
-                if param.is_floating_point() and not wraps_others(param) and param.dtype != narrow:
-                    if param in held:
-                        raise ValueError(f"an optimizer was prepared before its model, {_TOGETHER}")
-                    param.data = param.data.to(narrow).to(torch.float32 if self.stage == 3 else narrow)
+        for param in model.parameters():
+            if param.requires_grad and param.is_floating_point() and not wraps_others(param) and param.itemsize < 4:
+                param.data = param.data.float()
+        if self.stage in (1, 2):
+            rounding = Rounding(self._precision, model, self._policy_for(model), Comm())
+            if any(param in rounding.dtypes for one in self._optimizers for param in params_of(one)):
+                raise ValueError(f"an optimizer was prepared before its model, {_TOGETHER}")
+            if self._synced:
+                rounding.start_alike()
+            self._roundings[model] = rounding
 
     def shard(self, optimizer: Optimizer) -> Optimizer:
         """Collective at stages 1 and 2. The optimizer that this stage steps."""
         if self.stage in (1, 2) and not isinstance(optimizer, OSS):
-            optimizer = OSS.from_optimizer(optimizer, master_dtype=self._masters, **self._rest)
+            own, rounded = params_of(optimizer), dict[nn.Parameter, torch.dtype]()
+            for rounding in self._roundings.values():
+                rounded |= {param: rounding.dtypes[param] for param in own if param in rounding.dtypes}
+            optimizer = OSS.from_optimizer(optimizer, precision=self._precision, rounded=rounded, **self._rest)
         self._optimizers[optimizer] = None
         for holder in self.wrapped:  # prepared before, not in one call
             if steps(optimizer, holder):
@@ -140,17 +121,16 @@ class Sharding:
         options = handler.to_kwargs() if handler is not None else {}
         hook = getattr(handler, "comm_hook", "no")
         if getattr(hook, "value", hook) != "no":
-            raise ValueError("comm_hook is for stage 0. At stages 2 and 3 set reduce_dtype of the ZeroPlugin.")
-        if self.narrow and self.stage < 3 and self._precision is not None:
-            self._precision.prepare(model.modules())
-            cast = self._precision.cast_inputs
-            model.register_forward_pre_hook(lambda one, *given: cast(one, given, root=True), with_kwargs=True)
+            raise ValueError("comm_hook is for stage 0. Pass ZeroPlugin(precision=MixedPrecision(reduce_dtype=...)).")
         synced = options.get("broadcast_buffers", True)
         if self.stage == 3:
             wrapped: nn.Module = self._fsdp(model, broadcast_buffers=synced)
         elif not any(param.requires_grad for param in model.parameters()) or (
-            self.stage == 1 and not dist.is_initialized()
+            self.stage == 1 and not dist.is_initialized() and self._precision.param_dtype is None
         ):
+            if (rounding := self._roundings.pop(model, None)) is not None:
+                rounding.round_rest(())
+                rounding.cast_inputs(self._precision.prepare(model.modules())[1], root=True)
             return model
         else:
             wrapped = self._with_oss(model, options.get("bucket_cap_mb"), broadcast_buffers=synced)
@@ -161,15 +141,20 @@ class Sharding:
         own = [one for one in self._optimizers if isinstance(one, OSS) and steps(one, model)]
         if not own and self.stage == 2:
             raise ValueError(f"a model was prepared at stage 2 without its optimizer, {_TOGETHER}")
-        kind = ShardedDDP if self.stage == 2 else AveragingDDP
-        return kind(
+        kind, rounding = ShardedDDP if self.stage == 2 else AveragingDDP, self._roundings.pop(model, None)
+        rest = [] if rounding is None else rounding.round_rest(own)
+        wrapped = kind(
             model,
             own,
             broadcast_buffers=broadcast_buffers,
             sync_models_at_startup=self._synced,
             reduce_buffer_size=int(cap_mb * 2**20 / 4) if cap_mb else None,
-            reduce_fp16=self._sent if self._sent in (torch.float16, torch.bfloat16) else False,
+            precision=self._precision,
         )
+        if rounding is not None:
+            rounding.cast_inputs(wrapped.casts)
+        wrapped.rounded += rest
+        return wrapped
 
     def _fsdp(self, model: nn.Module, *, broadcast_buffers: bool) -> FSDP:
         as_one_unit = _classes(model, self._as_one_unit, "as_one_unit")
@@ -190,7 +175,7 @@ class Sharding:
         own = [one for one in self._optimizers if steps(one, model)]
         if "whole" in [cut_for(rest.get("partition", "auto"), finding_of_built(one)) for one in own]:
             rest["partition"] = "whole"
-        rest |= {"auto_wrap_policy": policy, "as_one_unit": as_one_unit, "mixed_precision": self._precision}
+        rest |= {"auto_wrap_policy": policy, "as_one_unit": as_one_unit, "precision": self._precision}
         wrapped = FSDP(model, device_mesh=self._mesh(), **rest)
         for one in own:
             wrapped.register_optimizer(one)

@@ -21,7 +21,7 @@ _KINDS = (nn.Module, Optimizer)
 class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
     """ZeRO for Lightning Fabric. Numbers are those of strategy="ddp".
 
-        fabric = Fabric(strategy=ZeroFabricStrategy(stage=3, mixed_precision=...), devices=8)
+        fabric = Fabric(strategy=ZeroFabricStrategy(stage=3), precision="bf16-mixed", devices=8)
         model, optimizer = fabric.setup(model, optimizer)
 
     Arguments as in ZeroStrategy; sync_each_batch=False lets `no_backward_sync` at stages 2 and 3 leave gradients full.
@@ -37,6 +37,8 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
         self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
     ) -> tuple[nn.Module, list[Optimizer], Any]:
         """Collective. Schedulers then schedule the sharded optimizers."""
+        self._take_precision(self.precision)
+        self._round(module)
         sharded = [self._shard_optimizer(one) for one in optimizers]
         return self._wrap(module, sharded), sharded, scheduler
 
@@ -46,6 +48,8 @@ class ZeroFabricStrategy(sharding.ShardedStrategy, DDPStrategy):
             raise RuntimeError(
                 "fabric.setup_module() at stage 2: the optimizer is needed. fabric.setup(model, optimizer)"
             )
+        self._take_precision(self.precision)
+        self._round(module)
         return self._wrap(module, ())
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:

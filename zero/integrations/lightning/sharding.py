@@ -12,20 +12,25 @@ from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
+from lightning.fabric.plugins import precision as fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.plugins import precision as pytorch
 from torch import nn
 from torch.optim import Optimizer
 
 from zero.checkpoint.directory import checkpoints
 from zero.checkpoint.storage import place
 from zero.checkpoint.write import save_in_place
+from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.model import sharded_params
 from zero.full_state import full_optimizer_state_dict
 from zero.measure.param_groups import steps
 from zero.oss import OSS
+from zero.precision import Rounding, precision_problem
 from zero.scripts import no_sync, unwrap
 from zero.sdp import AveragingDDP, ShardedDDP
+from zero.wrap.precision import MixedPrecision, as_precision
 
 # In the directory of a sharded checkpoint: the file with what Lightning saves besides weights and optimizer state, and
 # its entry that names the zero.checkpoint there. Whenever a save ends, both are of one step.
@@ -58,6 +63,7 @@ class ShardedStrategy:
     def __init__(
         self, stage: int, *, oss: Any = None, checkpoint: str = "full", sync_each_batch: bool = True, **options: Any
     ) -> None:
+        self._policy, self._roundings = as_precision(options.pop("precision", None)), dict[nn.Module, Rounding]()
         if stage not in (1, 2, 3) or checkpoint not in ("full", "sharded"):
             raise ValueError(f"{stage=}, {checkpoint=}. Choose 1, 2 or 3, and 'full' or 'sharded'.")
         self._stage, self._in_shards, self._oss = stage, checkpoint == "sharded", dict(oss or {})
@@ -73,11 +79,26 @@ class ShardedStrategy:
         if type(self.checkpoint_io) is TorchCheckpointIO:
             self.checkpoint_io: Any = MappedCheckpointIO()
 
+    def _take_precision(self, plugin: Any) -> None:
+        """Has the plugin of "bf16-mixed" and "16-mixed" mean `precision`, as at every stage: its autocast ends."""
+        if isinstance(plugin, (fabric.MixedPrecision, pytorch.MixedPrecision)):
+            self._policy = MixedPrecision(torch.float16 if plugin.precision == "16-mixed" else torch.bfloat16)
+            vars(plugin)["forward_context"] = nullcontext
+
+    def _round(self, module: nn.Module) -> None:
+        """Collective at stages 1 and 2 in 16 bits: before the module's optimizers are sharded."""
+        if self._stage < 3 and self._policy.param_dtype is not None:
+            if problem := precision_problem(self._policy, module, self._stage):
+                raise ValueError(problem)
+            rounding = self._roundings[module] = Rounding(self._policy, module, None, Comm())
+            rounding.start_alike()
+
     def _shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Collective. At stages 1 and 2 the OSS that replaces the optimizer; at stage 3 the optimizer itself."""
         if self._stage == 3 or isinstance(optimizer, OSS):
             return optimizer
-        sharded = OSS.from_optimizer(optimizer, **self._oss)
+        rounded = {param: dtype for one in self._roundings.values() for param, dtype in one.dtypes.items()}
+        sharded = OSS.from_optimizer(optimizer, precision=self._policy, rounded=rounded, **self._oss)
         for model in self._averaging:  # set up before, without its optimizer
             if steps(sharded, model):
                 model.adopt(sharded)
@@ -86,18 +107,21 @@ class ShardedStrategy:
     def _wrap(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
         """Collective. optimizers: those of `_shard_optimizer`."""
         if self._stage == 3:
-            wrapped = FSDP(module, **{"device_id": self.root_device, **self._options})
+            wrapped = FSDP(module, **{"device_id": self.root_device, "precision": self._policy, **self._options})
             _sharded[module] = ref(wrapped)
             for one in optimizers:
                 wrapped.register_optimizer(one)
             return wrapped
         own = [one for one in optimizers if isinstance(one, OSS)]
-        if self._stage == 2:
-            return ShardedDDP(module, own, **self._options)
-        averaging = AveragingDDP(module, own, **self._options)
-        if not own:
-            self._averaging.add(averaging)
-        return averaging
+        rounding, kind = self._roundings.pop(module, None), ShardedDDP if self._stage == 2 else AveragingDDP
+        rest = [] if rounding is None else rounding.round_rest(own)
+        model = kind(module, own, precision=self._policy, **self._options)
+        if rounding is not None:
+            rounding.cast_inputs(model.casts)
+        model.rounded += rest
+        if isinstance(model, AveragingDDP) and not own:
+            self._averaging.add(model)
+        return model
 
     def _accumulating(self, module: nn.Module) -> AbstractContextManager[None]:
         """A context for the forward and backward of a batch that no step follows."""

@@ -33,7 +33,7 @@ from zero.scripts import unwrap
 class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
     """ZeRO for Lightning's Trainer. Numbers are those of strategy="ddp".
 
-        trainer = Trainer(strategy=ZeroStrategy(stage=2, oss={"master_dtype": torch.float32}), devices=8)
+        trainer = Trainer(strategy=ZeroStrategy(stage=2), precision="bf16-mixed", devices=8)
 
     stage: 1 (OSS), 2 (ShardedDDP) or 3 (FSDP). `strategy="zero_stage_2"` is ZeroStrategy(stage=2).
     oss: options of OSS at stages 1 and 2, such as partition.
@@ -60,6 +60,7 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
         """Collective. Shards the model and its optimizers, for the run that begins."""
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._take_precision(self.precision_plugin)
         if fitting and self._in_shards:
             averages.refuse_directories(trainer)
         before = sharding.sharded_before(self.lightning_module) if self._stage == 3 else None
@@ -76,6 +77,7 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
         else:
             self.model_to_device()
         if fitting:
+            self._round(self.lightning_module)
             self.setup_optimizers(trainer)
         if self._stage < 3:
             if fitting:

@@ -1,7 +1,7 @@
-"""The dtypes of storage, computing and transfers.
+"""The dtypes of storage, computing and transfers: what `precision=` means at every stage.
 
     shard             stored and stepped in the parameter's own dtype, float32 as a rule
-    full parameter    gathered and computed with in param_dtype
+    full parameter    computed with in param_dtype
     gradient          written by autograd in param_dtype; sent as reduce_dtype; summed, stored and stepped in float32
 
 (P. Micikevicius et al., Mixed Precision Training, 2018, section 3.1. Here the shards are the master weights.)
@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch.modules import BATCH_NORM, OwnHook, buffers_of
+from zero._torch.modules import BATCH_NORM, OwnHook, buffers_of, classes_to_ignore
+from zero._torch.tensors import wraps_others
 from zero.wrap.tensors import map_tensors
 
 if TYPE_CHECKING:
@@ -25,17 +27,21 @@ if TYPE_CHECKING:
 
     from torch.distributed import fsdp as torchs
 
-    GivenPrecision: TypeAlias = "MixedPrecision | torchs.MixedPrecision | torchs.MixedPrecisionPolicy | str | None"
+    GivenPrecision: TypeAlias = (
+        "Literal['fp32', 'bf16', 'fp16'] | torch.dtype | MixedPrecision | torchs.MixedPrecision"
+        " | torchs.MixedPrecisionPolicy | None"
+    )
 
-DTYPES: dict[object, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """In which a model computes, by the names of precisions."""
 
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """The dtypes of an FSDP; None leaves a dtype as it is.
+    """The dtypes of a stage; None leaves a dtype as it is.
 
-    param_dtype: the dtype in which parameters are gathered and computed with, and gradients are written.
+    param_dtype: the dtype in which parameters are computed with, and gradients are written. Stage 3 gathers them so;
+        stages 1 and 2 store them so, beside master weights in the dtype that they had.
     reduce_dtype: the dtype in which gradients are sent, by default the one in which they were written. Sums are always
         float32, and so are the averages that hybrid strategies send across replicas.
     buffer_dtype: the dtype to which floating-point buffers are cast once. Saved and loaded weights have the original.
@@ -73,6 +79,14 @@ class MixedPrecision:
         if root and self.cast_root_forward_inputs is not None:
             casts = self.cast_root_forward_inputs
         return cast(inputs, self.dtype_of(module)) if casts else inputs
+
+    def register_cast(self, module: nn.Module, *, root: bool) -> RemovableHandle:
+        """Registers a hook that casts the inputs of a unit's module."""
+
+        def cast_given(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return self.cast_inputs(module, (args, kwargs), root=root)
+
+        return module.register_forward_pre_hook(cast_given, with_kwargs=True)
 
     def buffers_to_cast(self, modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, CastBuffer]]:
         """Yields the buffers of these modules that are to be cast to `buffer_dtype`, with their modules."""
@@ -125,6 +139,11 @@ class Uncast(OwnHook):
             state_dict[prefix + self.name] = saved.to(self.dtype)
 
 
+def rounds(param: Tensor, dtype: torch.dtype) -> bool:
+    """Whether stages 1 and 2 store a parameter in this dtype: not one that is quantised, and computed with as it is."""
+    return param.is_floating_point() and param.itemsize > dtype.itemsize and not wraps_others(param)
+
+
 def cast(value: Any, dtype: torch.dtype | None) -> Any:
     """Returns the same structure with each floating-point tensor in the dtype."""
     if dtype is None:
@@ -141,3 +160,53 @@ def _cast_output(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
         return cast(output, dtype)
 
     return cast_output
+
+
+def as_precision(given: Any) -> MixedPrecision:
+    """What the user means by `precision=`. Raises ValueError for what is none."""
+    if given is None or given is torch.float32:
+        return MixedPrecision()
+    if isinstance(given, MixedPrecision):
+        return given
+    if isinstance(given, str) and given in DTYPES:
+        return MixedPrecision(DTYPES[given])
+    if given in (torch.float16, torch.bfloat16):
+        return MixedPrecision(given)
+    found = None if isinstance(given, (str, torch.dtype)) else _of_torch(given)
+    if found is None:
+        near = get_close_matches(str(given), [*DTYPES], n=1, cutoff=0.5)
+        remedy = f"Write precision={near[0]!r}." if near else f"Pass {', '.join(map(repr, DTYPES))}, a dtype,"
+        raise ValueError(
+            f"precision={given!r} is unknown. {remedy}"
+            + ("" if near else " or a policy, such as zero.MixedPrecision(torch.bfloat16).")
+        )
+    return found
+
+
+def _of_torch(given: Any) -> MixedPrecision | None:
+    """Converts PyTorch's MixedPrecision and MixedPrecisionPolicy. Raises ValueError for options that zero lacks."""
+    from torch.distributed import fsdp  # takes 0.7 s; whoever passes one of its classes has imported it
+
+    if isinstance(given, fsdp.MixedPrecisionPolicy):  # of FSDP2, which does not except batch normalisation
+        if given.output_dtype is not None:
+            raise ValueError(
+                f"MixedPrecisionPolicy(output_dtype={given.output_dtype}) is not available. Leave it out, and cast the "
+                "output of forward."
+            )
+        cast_inputs = given.cast_forward_inputs
+        return MixedPrecision(given.param_dtype, given.reduce_dtype, cast_forward_inputs=cast_inputs, keep_fp32=())
+    if not isinstance(given, fsdp.MixedPrecision):
+        return None
+    if given.keep_low_precision_grads:
+        raise ValueError(
+            "MixedPrecision(keep_low_precision_grads=True) leaves gradients in 16 bits, but zero adds them up and "
+            "steps them in the parameters' own dtype. Leave it out."
+        )
+    return MixedPrecision(
+        given.param_dtype,
+        given.reduce_dtype,
+        given.buffer_dtype,
+        cast_forward_inputs=given.cast_forward_inputs,
+        cast_root_forward_inputs=given.cast_root_forward_inputs,
+        keep_fp32=classes_to_ignore(given),
+    )
