@@ -44,12 +44,12 @@ def peak_of(work):
     return read("VmHWM") - before
 
 
-def stepped(stage, dtype=torch.float32, **options):
+def stepped(stage, **options):
     """A run of two steps."""
-    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, bias=False)) for _ in range(BLOCKS))).to(dtype)
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, bias=False)) for _ in range(BLOCKS)))
     model, optimizer = zero.setup(blocks, torch.optim.Adam, stage=stage, lr=1e-3, **options)
     for _ in range(2):
-        take_step(optimizer, model(torch.ones(2, 1024, dtype=dtype)).square().mean())
+        take_step(optimizer, model(torch.ones(2, 1024)).square().mean())
         optimizer.zero_grad()
     return model, optimizer
 
@@ -98,7 +98,7 @@ def test_peak_of_save_and_load(tmp_path):
 @ranks.on(2)
 def test_masters_of_written_parameters_are_made_one_by_one(rank, world, stage, tmp_path):
     with Meter() as meter:
-        model, optimizer = stepped(stage, torch.bfloat16, precision="bf16")
+        model, optimizer = stepped(stage, precision="bf16")
         with torch.no_grad():
             for param in model.parameters():
                 param.mul_(2)
