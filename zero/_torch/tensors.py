@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ from torch.utils.hooks import RemovableHandle
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+T = TypeVar("T", bound=Tensor)
 
 # What operators raise that cannot run on tensors without values.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException)
@@ -159,6 +161,13 @@ def call_last(hooks: Mapping[Tensor, RemovableHandle]) -> None:
         there: Any = getattr(param, "_post_accumulate_grad_hooks", None)
         if there is not None and len(there) > 1 and hook.id in there:
             there[hook.id] = there.pop(hook.id)  # not move_to_end: torch reads what is below an OrderedDict, its dict
+
+
+def as_dispatching(own: Tensor, cls: type[T]) -> T:
+    """The same memory as a tensor of a class whose __torch_dispatch__ torch asks: not as_subclass, for which it asks
+    none, and not an exchange of classes."""
+    made: T = Tensor._make_subclass(cls, own)
+    return made
 
 
 class WithoutMemory(Tensor):

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from zero._torch.telling import warn_user
-from zero._torch.tensors import as_plain_tensors
+from zero._torch.tensors import as_dispatching, as_plain_tensors
 from zero.comm import Comm
 from zero.comm.channels import READ, part_of
 from zero.comm.waiting import calling
@@ -237,9 +237,9 @@ def _stacked(given: Any) -> Partial | None:
 def _partial(
     own: Tensor, order: float, comm: Comm, kind: torch.dtype, call: tuple[str, Cut | None], of: str | None
 ) -> Partial:
-    made: Any = Tensor._make_subclass(Partial, own)
+    made = as_dispatching(own, Partial)
     made.own, made.order, made.comm, made.kind, made.call, made.of, made.number = own, order, comm, kind, call, of, None
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def _number(of: Partial, *, total: bool) -> Tensor:

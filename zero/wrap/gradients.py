@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zero._torch.autograd import in_a_backward
-from zero._torch.tensors import WithoutMemory, as_plain_tensors, tree_iter
+from zero._torch.tensors import WithoutMemory, as_plain_tensors, foreach, tree_iter
 from zero.comm.channels import READ
 from zero.shards.answers import norm_of, order_of, ranks_of, settled
 from zero.shards.cut import Cut
@@ -179,7 +179,9 @@ class WideAverage(Tensor):
                 func([one.wide if isinstance(one, cls) else one for one in of], *args[1:], **kwargs)
                 where = [number for number, one in enumerate(of) if isinstance(one, cls)]
                 beside = [[one[at] for at in where] if isinstance(one, (list, tuple)) else one for one in args[1:]]
-                result = torch._foreach_mul_([*full], args[2]) if word == FINITE_CHECK else func(full, *beside)
+                result = None if word == FINITE_CHECK else func(full, *beside)
+                if word == FINITE_CHECK:
+                    foreach("mul_", full, [args[2]] * len(full))
                 for comm in ranks_of([one.cut for one in full]) if word == FINITE_CHECK else ():
                     comm.all_reduce(args[1], maximum=True, channel=READ)
             for one in full:
