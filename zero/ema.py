@@ -33,8 +33,9 @@ class EMA(Optimizer):
         zero.checkpoint.save("run", model, [optimizer, ema])
 
     The averages are, to the last bit, those of torch's AveragedModel with get_ema_multi_avg_fn(decay), of the masters
-    where there are any. What was frozen when it was built has no average, and buffers stay the model's. It is an
-    optimizer that steps nothing, whose state is the averages: what saves, loads or counts state of optimizers takes it.
+    where there are any. What was frozen, or not there yet, when it was built has no average, and buffers stay the
+    model's. It is an optimizer that steps nothing, whose state is the averages: what saves, loads or counts state of
+    optimizers takes it.
 
     model: what zero.setup or a wrapper returned, or a module that contains wrapped or plain ones.
     decay: a number from 0 up to 1, but not 1; an option of the group, as a rate is, that loading brings back.

@@ -21,6 +21,7 @@ from zero._torch.modules import parameters_of
 from zero.comm import Comm
 from zero.fsdp.units import smallest_leaves, unit_modules
 from zero.oss import OSS
+from zero.sdp import ShardedDDP
 from zero.tensor_parallel import parts
 from zero.wrap.precision import MixedPrecision, rounds
 
@@ -63,6 +64,14 @@ class Rounding:
     def start_alike(self) -> None:
         """Collective. All ranks start from the first one's values, before these are rounded."""
         self._comm.broadcast([*parameters_of(self._model), *self._model.buffers()])
+
+    def wrap(self, kind: type[ShardedDDP], optimizers: Sequence[OSS], **options: Any) -> ShardedDDP:
+        """Collective. The model in a wrapper of stage 1 or 2, whose optimizers were given `dtypes`."""
+        rest = self.round_rest(optimizers)
+        wrapped = kind(self._model, optimizers, precision=self._policy, **options)
+        wrapped.rounded += rest
+        self.cast_inputs(wrapped.casts)
+        return wrapped
 
     def round_rest(self, optimizers: Sequence[OSS]) -> list[nn.Parameter]:
         """Rounds the frozen parameters that the optimizers do not have, and returns these."""

@@ -193,11 +193,7 @@ def _with_oss(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> tuple[nn.M
     comm.compare(_POLICIES, [])
     rounding.start_alike()
     sharding = made(asked, comm, {**options, "precision": policy, "rounded": rounding.dtypes})
-    rest = rounding.round_rest(sharding)
-    wrapped = kind(model, sharding, precision=policy)
-    wrapped.rounded += rest
-    rounding.cast_inputs(wrapped.casts)
-    return wrapped, sharding
+    return rounding.wrap(kind, sharding), sharding
 
 
 def _oss(asked: Arguments, comm: Comm, options: dict[str, Any]) -> list[OSS]:

@@ -483,6 +483,10 @@ REFUSED: list[tuple[Callable[[int, int], Any], list[str]]] = [
         lambda *of: averaging(*of, pl.callbacks.EMAWeightAveraging(), 2, checkpoint="sharded"),
         ["ValueError", "EMAWeightAveraging", "checkpoint='full'"],
     ),
+    (
+        lambda *of: strategy(2, precision="fp16")._take_precision(MixedPrecision("bf16-mixed", "cpu")),
+        ["ValueError", "precision='bf16-mixed' of Lightning", "float16"],
+    ),
 ]
 
 

@@ -741,6 +741,10 @@ def test_what_cannot_be_is_refused_on_every_rank(rank: int, world: int) -> None:
         "offload: for stages 1 to 3": lambda: of(0, offload=zero.CPUOffload()),
         "FULL_STATE_DICT or SHARDED_STATE_DICT": lambda: of(3, state_dict_type="LOCAL_STATE_DICT"),
         "precision=torch.float64 is unknown": lambda: of(3, precision=torch.float64),
+        "mixed_precision='bf16' and MixedPrecision(param_dtype=None": lambda: of(
+            3, precision="fp32", mixed_precision="bf16"
+        ),
+        "of the ZeroPlugin say different things": lambda: of(2, precision="fp16"),
         "deepspeed_plugin: DeepSpeed's own": lambda: build(None, deepspeed_plugin=object()),
     }
     for expected, call in told.items():

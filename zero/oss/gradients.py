@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from zero._torch.tensors import as_plain_tensors
-from zero.comm import Comm
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.shard_group import ShardGroup
 from zero.wrap.bucket import FullBucket
@@ -20,9 +19,8 @@ from zero.wrap.refused import refuse_sparse
 class OwnedGradients:
     """`are_sharded`: whether ShardedDDP brings them, each to its owner."""
 
-    def __init__(self, shards: OwnedShards, comm: Comm) -> None:
-        self.are_sharded = False
-        self._shards, self._comm = shards, comm
+    def __init__(self, shards: OwnedShards) -> None:
+        self.are_sharded, self._shards = False, shards
         # By module: what brings full averages into `param.grad`.
         self._filled_by: WeakKeyDictionary[nn.Module, Sequence[FullBucket]] = WeakKeyDictionary()
         # Gradients of shards that were shown between steps, by parameter: others were assigned.

@@ -111,7 +111,7 @@ class OSS(Optimizer):
         self.shards = how.lay_out(self.param_groups)
         if others := others_of(params_of(self)):
             fail_together([self.comm, *others], next(iter(self.shards.shard_groups)).full.device)
-        self.gradients = OwnedGradients(self.shards, self.comm)
+        self.gradients = OwnedGradients(self.shards)
         self.optim = build_inner(self.comm, self.shards, self.param_groups, optim, defaults)
         self.defaults = dict(self.optim.defaults)
         self.state_view = StateView(self.optim, self.shards)

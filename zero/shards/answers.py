@@ -127,9 +127,11 @@ def write_back(own: Tensor, cut: Cut, full: Tensor) -> None:
 
 
 def own_elements(value: Tensor, own: Tensor, cut: Cut) -> Tensor | None:
-    """This rank's elements of a plain tensor beside a shard, which stands for a full one; None if they do not fit."""
+    """This rank's elements of a plain tensor beside a shard, which stands for a full one; None if they do not fit. They
+    lie where the shard does, which with offload is elsewhere than a gradient of stage 2 says."""
     owner, index = owner_of(cut), cut.position
     shape = owner.shapes.full[index]
+    value = value if value.device == own.device else value.to(own.device)
     if value.dim() == 0:  # beside a tensor of no dimensions, too, it has a say in the dtype
         return value.reshape(1) if own.dim() and not shape else value
     try:

@@ -130,10 +130,10 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
     # where(condition) alone returns positions: how many depends on the values of each rank.
     by_element = kind is Kind.LIKE_ANOTHER or (kind is Kind.ELEMENTWISE and (len(args) > 1 or word != "where"))
     by_element = by_element and not _reordered(word, args, kwargs, first)
-    owner = cut_of(first).owner()
-    has_dims = owner is None or bool(owner.shapes.full[cut_of(first).position])
-    if by_element and has_dims and args and args[0] is first and not kwargs and all(map(_is_number, args[1:])):
-        return _element_by_element(func, word, args, ([_in_graph(first), *args[1:]], kwargs))
+    if by_element and args and args[0] is first and not kwargs and all(map(_is_number, args[1:])):
+        own, cut = own_of(first), cut_of(first)
+        numbers = [own_elements(one, own, cut) if isinstance(one, Tensor) else one for one in args[1:]]
+        return _element_by_element(func, word, args, ([_in_graph(first), *numbers], kwargs))
     with as_plain_tensors():
         reading = [one for one in _shards_in((*args, *kwargs.values())) if one.requires_grad]
     of = cut_of(reading[0]).name if reading and torch.is_grad_enabled() else None

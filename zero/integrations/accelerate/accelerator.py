@@ -73,7 +73,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         plugins.ask_for_ram_efficient_loading(options.pop("cpu_ram_efficient_loading", False))
         self._max_norm = options.pop("gradient_clipping", None)
         asked = options.pop("precision", None) if plugin.stage else None  # of which stage 0 says that it has none
-        precision = as_precision(DTYPES.get(self.mixed_precision) if asked is None else asked)
+        dtype = DTYPES.get(self.mixed_precision)
+        precision = as_precision(dtype if asked is None else asked)
+        # Without "fp16" of its own the Accelerator scales no loss.
+        if precision.param_dtype != dtype and (dtype is not None or precision.param_dtype == DTYPES["fp16"]):
+            raise ValueError(
+                f"mixed_precision={self.mixed_precision!r} and {precision} of the ZeroPlugin say different things. "
+                "Pass mixed_precision alone, or a policy with the same param_dtype beside it."
+            )
         self.saved_dtype = precision.param_dtype if options.pop("save_16bit_model", False) else None
         kind = options.pop("state_dict_type", "FULL_STATE_DICT")
         if kind not in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):

@@ -142,19 +142,11 @@ class Sharding:
         if not own and self.stage == 2:
             raise ValueError(f"a model was prepared at stage 2 without its optimizer, {_TOGETHER}")
         kind, rounding = ShardedDDP if self.stage == 2 else AveragingDDP, self._roundings.pop(model, None)
-        rest = [] if rounding is None else rounding.round_rest(own)
-        wrapped = kind(
-            model,
-            own,
-            broadcast_buffers=broadcast_buffers,
-            sync_models_at_startup=self._synced,
-            reduce_buffer_size=int(cap_mb * 2**20 / 4) if cap_mb else None,
-            precision=self._precision,
-        )
+        how: dict[str, Any] = {"broadcast_buffers": broadcast_buffers, "sync_models_at_startup": self._synced}
+        how["reduce_buffer_size"] = int(cap_mb * 2**20 / 4) if cap_mb else None
         if rounding is not None:
-            rounding.cast_inputs(wrapped.casts)
-        wrapped.rounded += rest
-        return wrapped
+            return rounding.wrap(kind, own, **how)
+        return kind(model, own, precision=self._precision, **how)
 
     def _fsdp(self, model: nn.Module, *, broadcast_buffers: bool) -> FSDP:
         as_one_unit = _classes(model, self._as_one_unit, "as_one_unit")

@@ -82,7 +82,14 @@ class ShardedStrategy:
     def _take_precision(self, plugin: Any) -> None:
         """Has the plugin of "bf16-mixed" and "16-mixed" mean `precision`, as at every stage: its autocast ends."""
         if isinstance(plugin, (fabric.MixedPrecision, pytorch.MixedPrecision)):
-            self._policy = MixedPrecision(torch.float16 if plugin.precision == "16-mixed" else torch.bfloat16)
+            dtype = torch.float16 if plugin.precision == "16-mixed" else torch.bfloat16
+            if self._policy == MixedPrecision():
+                self._policy = MixedPrecision(dtype)
+            if self._policy.param_dtype != dtype:
+                raise ValueError(
+                    f"precision={plugin.precision!r} of Lightning and {self._policy} of the strategy both say in which "
+                    "dtype the model computes. Pass one of them."
+                )
             vars(plugin)["forward_context"] = nullcontext
 
     def _round(self, module: nn.Module) -> None:
@@ -114,11 +121,10 @@ class ShardedStrategy:
             return wrapped
         own = [one for one in optimizers if isinstance(one, OSS)]
         rounding, kind = self._roundings.pop(module, None), ShardedDDP if self._stage == 2 else AveragingDDP
-        rest = [] if rounding is None else rounding.round_rest(own)
-        model = kind(module, own, precision=self._policy, **self._options)
         if rounding is not None:
-            rounding.cast_inputs(model.casts)
-        model.rounded += rest
+            model = rounding.wrap(kind, own, **self._options)
+        else:
+            model = kind(module, own, precision=self._policy, **self._options)
         if isinstance(model, AveragingDDP) and not own:
             self._averaging.add(model)
         return model
