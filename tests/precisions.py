@@ -3,7 +3,7 @@ at a stage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -142,10 +142,10 @@ class Loop:
         return self.losses(take, model)
 
 
-def masters(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+def masters(model: nn.Module, optimizer: Optimizer, names: Sequence[str] = ()) -> dict[str, Tensor]:
     """What is stepped, under the model's own names: the full weights, or masters in the place of what they were rounded
-    to. Buffers are left out."""
-    names = [name for name, _ in Net().named_parameters()]
+    to. Buffers are left out. names: of the optimizer's parameters, by default all."""
+    names = names or [name for name, _ in Net().named_parameters()]
     weights = zero.full_state_dict(model, to=None)
     state = zero.full_optimizer_state_dict(model, optimizer, to=None)["state"]
     return {name: state.get(number, {}).get("master", weights[name]) for number, name in enumerate(names)}

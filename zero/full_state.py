@@ -19,11 +19,13 @@ from zero.comm.together import MOST_FLAGS, Together
 from zero.comm.waiting import calling
 from zero.fsdp.full_weights import Recipient, full_weights, gathered, named_tensors
 from zero.oss import OSS
+from zero.sdp import ShardedDDP
 from zero.state import gathered as states
 from zero.state import leaves
 from zero.state.optimizer_state import Leaf
 from zero.state.stepped import SteppedShards
 from zero.tensor_parallel.parts import is_first
+from zero.wrap.precision import original_dtypes
 from zero.wrappers import comms_of, each, names_of, stepped_for, taken_out, unwrapped
 
 Device = torch.device | str | None
@@ -32,7 +34,9 @@ WITHIN = "/"
 
 
 @calling("zero.full_state_dict")
-def full_state_dict(model: nn.Module, to: int | None = 0, device: Device = "cpu") -> dict[str, Any]:
+def full_state_dict(
+    model: nn.Module, to: int | None = 0, device: Device = "cpu", dtype: torch.dtype | None = None
+) -> dict[str, Any]:
     """Collective. The full weights as copies, under the module's own names, whatever wraps it.
 
     Takes FSDP, ShardedDDP, DistributedDataParallel, modules that contain them, plain ones, and modules inside of these,
@@ -44,6 +48,8 @@ def full_state_dict(model: nn.Module, to: int | None = 0, device: Device = "cpu"
         hybrid strategies ranks are numbered through the first replica first. None: every rank gets the weights, which
         takes as many copies on a host as it has ranks.
     device: the weights' device, by default the CPU, whose memory they need; None for that of the parameters.
+    dtype: of floating-point tensors, by default that of the model as the user made it: where `precision=` stores
+        parameters rounded, these are the masters.
 
     Weights of a tensor parallel model are whole tensors; `to` then means one of the ranks that have the parts.
 
@@ -52,7 +58,7 @@ def full_state_dict(model: nn.Module, to: int | None = 0, device: Device = "cpu"
     inner, wrappers = unwrapped(model)
     receives = to is None or is_first(parameters_of(inner))
     with taken_out(inner):
-        full = full_weights(inner, comms_of(wrappers)[0], Recipient(to, device))
+        full = full_weights(inner, comms_of(wrappers)[0], _recipient(inner, wrappers, to, device, dtype))
     return renamed(full, name_without_compile) if receives else {}
 
 
@@ -105,6 +111,7 @@ def full_tensors(
     optimizer: Optimizer | Sequence[Optimizer] | None = None,
     to: int | None = 0,
     device: Device = "cpu",
+    dtype: torch.dtype | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Collective while it is iterated, on every rank. Yields the full weights and then, of an optimizer, its state, as
     pairs of name and tensor, at any stage: for a file, or for an inference engine that takes weights from a trainer.
@@ -117,16 +124,25 @@ def full_tensors(
     was broken off, as a traceback keeps it, has to be closed by its `close()`. Extra state of modules is not in it.
 
     optimizer: that trains the model, or several as a list. Its state has names such as "layers.0.weight/exp_avg", and
-        numbers are tensors without dimensions. to, device: as of `full_state_dict`.
+        numbers are tensors without dimensions. to, device, and for weights dtype: as of `full_state_dict`.
 
     Raises as `full_state_dict` and `full_optimizer_state_dict`; ValueError for state in other containers than dicts.
     """
     inner, wrappers = unwrapped(model)
     comms = comms_of(wrappers)
-    batches = _weights(inner, comms[0], Recipient(to, device))
+    batches = _weights(inner, comms[0], _recipient(inner, wrappers, to, device, dtype))
     of_optimizers = [stepped_for(inner, wrappers, one, to) for one in (() if optimizer is None else each(optimizer))]
     batches = chain(batches, *(_state(inner, device, *one) for one in of_optimizers))
     return _in_step(comms, batches, receives_some=to is None)
+
+
+def _recipient(
+    inner: nn.Module, wrappers: Sequence[nn.Module], to: int | None, device: Device, dtype: torch.dtype | None
+) -> Recipient:
+    dtypes: dict[Any, torch.dtype] = {**original_dtypes(inner)}
+    for one in wrappers:
+        dtypes |= one.rounded if isinstance(one, ShardedDDP) else {}
+    return Recipient(to, device, dtype, dtypes)
 
 
 def _in_step(

@@ -26,6 +26,7 @@ from zero.measure.built import first_state, state_made_by
 from zero.measure.kinds import Kind, known
 from zero.measure.param_groups import options, params_of
 from zero.oss import OSS
+from zero.shards.owned_shards import LoadsMasters
 from zero.state import leaves
 from zero.state.given import OPTION, STATE, WEIGHT, FromFirst, Label, first_alone
 from zero.state.optimizer_state import (
@@ -55,6 +56,8 @@ Given = Mapping[str, Any] | Iterable[tuple[str, Tensor]] | None
 def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) -> Any:
     """Collective. Loads full weights into a model of any stage: what `full_state_dict` returns or `full_tensors`
     yields, or a file of the plain model's. Returns what `load_state_dict` does: missing and unexpected names.
+
+    Where `precision=` stores parameters rounded, their masters get the values as they are given.
 
     weights: a mapping, or an iterator of pairs (name, tensor), by the module's own names, with or without `_orig_mod.`
         of torch.compile; an iterator may read a file tensor by tensor. If all names begin with `module.`, as in files
@@ -87,7 +90,7 @@ def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) 
         elif isinstance(weights, Mapping):
             shapes = [f"{name}: {list(value.shape)}" for name, value in weights.items() if isinstance(value, Tensor)]
             comms[0].compare(what, sorted(shapes))
-        with loading(sharded):
+        with loading(sharded), LoadsMasters():
             try:
                 weights = _without_ddps(inner, weights)
                 with taken_out(inner):

@@ -69,13 +69,13 @@ class Rounding:
         """Collective. The model in a wrapper of stage 1 or 2, whose optimizers were given `dtypes`."""
         rest = self.round_rest(optimizers)
         wrapped = kind(self._model, optimizers, precision=self._policy, **options)
-        wrapped.rounded += rest
+        wrapped.rounded |= rest
         self.cast_inputs(wrapped.casts)
         return wrapped
 
-    def round_rest(self, optimizers: Sequence[OSS]) -> list[nn.Parameter]:
-        """Rounds the frozen parameters that the optimizers do not have, and returns these."""
-        rest = [param for param in self.dtypes if not any(param in one.shards for one in optimizers)]
+    def round_rest(self, optimizers: Sequence[OSS]) -> dict[nn.Parameter, torch.dtype]:
+        """Rounds the frozen parameters that the optimizers do not have, and returns these with their dtypes before."""
+        rest = {param: param.dtype for param in self.dtypes if not any(param in one.shards for one in optimizers)}
         for param in rest:
             param.data = param.data.to(self.dtypes[param])
         return rest

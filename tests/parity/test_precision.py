@@ -261,7 +261,7 @@ def test_casts_end_with_the_wrapper(rank, world, stage):
 @pytest.mark.parametrize("stage", [1, 2])
 @ranks.on(2)
 def test_masters_are_the_weights_where_no_masters_are_kept(rank, world, stage, optim, alone):
-    """Full weights of stages 1 and 2 are rounded; what is stepped goes with the state. One layer is frozen."""
+    """What is stepped is in the weights and goes with the state. One layer is frozen."""
     net = Net()
     net.first.requires_grad_(False)
     model, optimizer = zero.setup(net, OPTIMIZERS[optim], stage=stage, precision="bf16")
@@ -293,6 +293,59 @@ def test_masters_change_no_parameters_that_other_ranks_have_as_well(rank, world,
     assert not any("master" in of_one for of_one in fresh.state.values())
     for name, value in zero.full_state_dict(again, to=None).items():
         assert torch.equal(value, weights[name].to(value.dtype)), name
+
+
+class Saves(Net):
+    """Whose user's hook sees what is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(
+            lambda module, saved, *_: saved.update(seen=module.last.bias.detach().clone())
+        )
+        self.register_load_state_dict_pre_hook(lambda module, saved, *_: saved.pop("seen", None))
+
+
+WAYS: dict[str, Callable[..., dict[str, Tensor]]] = {
+    "dict": zero.full_state_dict,
+    "stream": lambda *a, **k: dict(zero.full_tensors(*a, **k)),
+}
+
+
+@matrix.combined("stage, kind, way, offload", [1, 2, 3], [Net, Saves], WAYS, [None, zero.CPUOffload()])
+@ranks.on(2)
+def test_full_weights_are_the_masters_and_are_loaded_into_them(rank, world, stage, kind, way, offload):
+    """A hook of the user's sees them, too; what no optimizer has keeps its dtype; `dtype` rounds."""
+
+    def at_stage(stage: int, name: str) -> tuple[nn.Module, Optimizer]:
+        net = kind()
+        optimizer = OPTIMIZERS[name]([param for param in net.parameters() if param.requires_grad])
+        precision = zero.MixedPrecision(BF16, buffer_dtype=BF16)
+        return zero.setup(net, optimizer, stage=stage, precision=precision, offload=offload)
+
+    model, optimizer = at_stage(stage, "adam")
+    Loop(rank).at_stage(model, optimizer)
+    found = WAYS[way](model, to=None)
+    trained = [name for name, param in Net().named_parameters() if param.requires_grad]
+    stepped = masters(model, optimizer, trained)
+    same({name: found[name] for name in trained}, stepped, "the masters")
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in stepped.values())
+    assert {value.dtype for value in found.values() if value.is_floating_point()} == {torch.float32}
+    if way == "dict" and kind is Saves:
+        assert torch.equal(found.pop("seen"), found["last.bias"])
+    rounded = WAYS[way](model, to=None, dtype=BF16)
+    same(
+        {name: rounded[name] for name in found},
+        {n: v.bfloat16() if v.is_floating_point() else v for n, v in found.items()},
+    )
+    for alone in (False, True):
+        given = found if way == "dict" else found.items()
+        for other in (1, 2, 3):
+            again, fresh = at_stage(other, "sgd")
+            zero.load_full_state_dict(again, given if rank == 0 or not alone else None)
+            seen = zero.full_state_dict(again, to=None)
+            same({name: seen[name] for name in trained}, stepped, f"from stage {stage} to {other}")
+            assert Loop(rank).at_stage(again, fresh)
 
 
 def alone(rank: int, world: int, stage: int) -> list[float]:

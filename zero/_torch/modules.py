@@ -84,6 +84,11 @@ def saves_by_itself(module: nn.Module) -> bool:
     return own or not all(isinstance(hook, OwnHook) for hook in hooks)
 
 
+def hooks_on_saving(module: nn.Module) -> list[Any]:
+    """The module's own hooks after its state_dict()."""
+    return [*module._state_dict_hooks.values()]
+
+
 def loads_by_itself(module: nn.Module) -> bool:
     """Whether the user's class or hooks load it in another way than by copying into parameters and buffers. torch's own
     classes convert files of earlier versions, and copy."""

@@ -51,6 +51,7 @@ from zero.shards.partition import Place, places_in
 from zero.shards.shard_group import ShardGroup
 from zero.state.stepped import SteppedShards
 from zero.tensor_parallel import parts
+from zero.wrap.precision import original_dtypes
 from zero.wrappers import Wrapped, comms_of, prepared, stepped_by, taken_out, unwrapped
 
 
@@ -158,18 +159,16 @@ class Training:
         self._kept = {param for one in known for param in parameters_of(one)}
         sharded = [stepped for one in self.optimizers if (stepped := getattr(one, "stepped_shards", None)) is not None]
         groups = [*dict.fromkeys(group for stepped in sharded for group in stepped.shard_groups)]
-        dtypes: dict[Tensor, torch.dtype] = {}
         self._in_shards = set[Any]()
         for one in self._wrappers:
             if isinstance(one, FSDP):
                 one.reshard()
                 groups += running_model(one).index.groups
                 self._in_shards |= running_model(one).index.keys()
-                dtypes |= {cast.tensor: cast.dtype for cast in running_model(one).cast_buffers}
         self._places = dict[Any, Place](places_in(groups))
         self._refuse_misfits(groups)
         self.shards = [stepped_by(self.module, self._wrappers, one) for one in self.optimizers]
-        self.parts: dict[str, Part] = {}
+        self.parts, dtypes = dict[str, Part](), original_dtypes(self.module)
         for name, tensor in self.tensors.items():
             if tensor in self._places:
                 self.parts[name] = _of_full(self._places[tensor])

@@ -21,7 +21,6 @@ from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup
 from zero.shards.shares import Shares
 from zero.tensor_parallel.shown import take_out_of
-from zero.wrap.precision import CastBuffer
 
 # Who needs a unit full for longer than a forward.
 _BUSY = {Need.BACKWARD, Need.SUMMONED}
@@ -34,7 +33,7 @@ class Builder:
     whether it has failed on any. If it has, the units that were sharded before are gathered again.
 
     param_init_fn: initialises modules that were built on the meta device. whole: the parameters that are not cut.
-    `cast_buffers`, `hooks`: the buffers that mixed precision has cast, and its hooks on modules.
+    `hooks`: those of mixed precision on modules.
     """
 
     def __init__(
@@ -48,7 +47,6 @@ class Builder:
         self._choice, self._placement, self._options = choice, placement, options
         self._values = Materialiser(choice.module, param_init_fn, initialises=placement.first)
         self._division = Shares(placement.comm.world).divide([param for _, param in choice.own()], whole)
-        self.cast_buffers: list[CastBuffer] = []
         self.hooks: list[RemovableHandle] = []
         self._can_fail = False
 
@@ -72,11 +70,11 @@ class Builder:
             if self._options.synced:
                 self._values.materialise(self._choice.ignored)
                 self._agree()
-            self.cast_buffers, self.hooks = self._options.precision.prepare(self._choice.modules)
+            self.hooks = self._options.precision.prepare(self._choice.modules)
             if self._options.synced:
                 self._placement.broadcast([*self._choice.ignored, *self._choice.module.buffers()])
         except ValueError:  # of all ranks
-            restore_module(units, (), ())
+            restore_units(units)
             take_out_of(self._choice.module)
             self._values.undo()
             raise
@@ -129,11 +127,10 @@ class Builder:
         self._placement.compare("the units of FSDP", [], problem)
 
 
-def restore_module(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], hooks: Sequence[RemovableHandle]) -> None:
-    """Collective. Unshards the units' parameters for good on every rank, drops gradients, and undoes casts of buffers.
+def restore_units(units: Sequence[Unit]) -> None:
+    """Collective. Unshards the units' parameters for good on every rank, and drops gradients.
 
-    hooks: those of mixed precision on modules, which are removed. Raises RuntimeError within forward, backward and
-    summon_full_params().
+    Raises RuntimeError within forward, backward and summon_full_params().
     """
     refuse_busy(units, "zero.unwrap()")
     for unit in units:
@@ -145,10 +142,6 @@ def restore_module(units: Sequence[Unit], cast_buffers: Sequence[CastBuffer], ho
         for group in unit.groups:
             group.stay_full()
         forget(unit.params)
-    for cast in cast_buffers:
-        cast.holder[cast.name] = cast.tensor.to(cast.dtype)
-    for hook in hooks:
-        hook.remove()
 
 
 def refuse_busy(units: Sequence[Unit], call: str) -> None:

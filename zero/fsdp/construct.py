@@ -102,12 +102,11 @@ def construct(module: nn.Module, given: Arguments, nested: dict[str, Inside]) ->
     put_into(module, choice.ignored)
     builder = Builder(choice, placement, options, given.param_init_fn, {*map(parts.of, whole)})
     with Together(placement.all_groups(), "the construction of FSDP"):
-        units, hooks, cast_buffers = builder.build(), builder.hooks, builder.cast_buffers  # nothing after this fails
+        units, hooks = builder.build(), builder.hooks  # nothing after this fails
     for name, fsdp in nested.items():
         _dissolve(fsdp, module, name)
         units, hooks = [*units, *fsdp.model.units], [*hooks, *fsdp.hooks]
-        cast_buffers = [*cast_buffers, *fsdp.model.cast_buffers]
-    model = Model(module, units, placement, options, asked.ignored_modules, cast_buffers)
+    model = Model(module, units, placement, options, asked.ignored_modules)
     _announce(model, strategy, len(choice.ignored))
     return model, hooks
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zero._torch.compiling import named_as_compiled, never_traced
 from zero._torch.modules import children_of, parameters_of
 from zero.fsdp import full_weights, optimizer_state
-from zero.fsdp.build import restore_module
+from zero.fsdp.build import restore_units
 from zero.fsdp.compile import BETWEEN_UNITS, Compiling
 from zero.fsdp.construct import Arguments, Inside, construct
 from zero.fsdp.model import Model
@@ -31,6 +31,7 @@ from zero.shards.sharded_parameter import NO_COPIES
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import take_out_of
 from zero.wrap.buffers import BufferSync
+from zero.wrap.precision import uncast
 from zero.wrap.saved import COPIED, as_weights
 from zero.wrap.wrapper import UNWRAPPED, Wrapper, refuse_steps
 
@@ -130,7 +131,10 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
     def unwrap(self) -> nn.Module:
         """Collective. Returns the plain module, with full parameters and without gradients; see zero.unwrap."""
         self._model.refuse_moved()
-        restore_module(self._model.units, self._model.cast_buffers, self._hooks)
+        restore_units(self._model.units)
+        uncast(self.module)
+        for hook in self._hooks:
+            hook.remove()
         take_out_of(self.module)
         self._end()
         refuse_steps(optimizer_state.registered(self._model))

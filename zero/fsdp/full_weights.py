@@ -12,9 +12,9 @@ Buffers that mixed precision has cast are saved in their original dtype.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from zero.fsdp.model import Model, models_of
 from zero.fsdp.summon import summoned
 from zero.fsdp.unit import Unit
 from zero.shards.layout import runs
+from zero.shards.owned_shards import gather_masters, rounded_groups
 from zero.shards.placement import Placement
 from zero.shards.read_only import writable
 from zero.shards.shard_group import ShardGroup
@@ -44,10 +45,13 @@ Sharded = Sequence[tuple[Model, list[Unit]]]
 
 @dataclass(frozen=True)
 class Recipient:
-    """to: the rank that receives full weights, None for all. device: None for the device that computes."""
+    """to: the rank that receives full weights, None for all. device: None for the device that computes. dtype: to which
+    floating-point tensors are rounded; None for their own. dtypes: those of tensors that are stored in other ones."""
 
     to: int | None = None
     device: torch.device | str | None = "cpu"
+    dtype: torch.dtype | None = None
+    dtypes: Mapping[Any, torch.dtype] = field(default_factory=dict)
 
     def receives(self, placement: Placement) -> bool:
         """Returns whether this rank receives the weights."""
@@ -64,13 +68,17 @@ class Recipient:
     def moved(self, value: Tensor) -> Tensor:
         """Returns a tensor that nobody else keeps, on the recipient's device; a copy if it is elsewhere."""
         here = self.device is None or torch.device(self.device) == value.device
-        return value.detach() if here else self.copy(value)
+        return self.rounded(value.detach()) if here else self.copy(value)
 
-    def copy(self, value: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns a copy on the recipient's device, with storage of its own."""
+    def copy(self, value: Tensor, of: Tensor | None = None) -> Tensor:
+        """Returns a copy on the recipient's device, with storage of its own. of: the tensor whose value it is."""
         if wraps_others(value):
             return value.detach().clone().to(self.device)
-        return value.detach().to(self.device or value.device, dtype or value.dtype, copy=True)
+        dtype = (self.dtype if value.is_floating_point() else None) or self.dtypes.get(of, value.dtype)
+        return value.detach().to(self.device or value.device, dtype, copy=True)
+
+    def rounded(self, value: Tensor) -> Tensor:
+        return value.to(self.dtype) if value.is_floating_point() and not wraps_others(value) else value
 
 
 def gathered(module: nn.Module, comm: Comm, recipient: Recipient) -> Iterator[dict[Tensor, Tensor]]:
@@ -91,12 +99,14 @@ def gathered(module: nn.Module, comm: Comm, recipient: Recipient) -> Iterator[di
         for unit in units:
             held |= unit.params
             yield from _of_unit(unit, model.placement, recipient)
-    casts = {cast.tensor: cast.dtype for model, _ in sharded for cast in model.cast_buffers}
+    for group in rounded_groups(parameters_of(module)):
+        yield _masters(group, recipient)
+        held.update(group.params)
     in_parts = parts.ranks(parameters_of(module)) is not None
     others = [*dict.fromkeys(one for one in (*parameters_of(module), *module.buffers()) if one not in held)]
     for run in runs([one.nbytes for one in others], AT_ONCE):
         members = [others[index] for index in run] if receives else []
-        yield {one: recipient.copy(parts.whole(one, one) if in_parts else one, casts.get(one)) for one in members}
+        yield {one: recipient.copy(parts.whole(one, one) if in_parts else one, one) for one in members}
 
 
 def _of_unit(unit: Unit, placement: Placement, recipient: Recipient) -> Iterator[dict[Tensor, Tensor]]:
@@ -122,6 +132,12 @@ def _of_group(group: ShardGroup, placement: Placement, recipient: Recipient) -> 
         return {param: recipient.moved(parts.whole(param, param)) for param in params}
     finally:
         group.dismiss(keep=False)
+
+
+def _masters(group: ShardGroup, recipient: Recipient) -> dict[Tensor, Tensor]:
+    """Collective."""
+    full = gather_masters(group, recipient.to)
+    return {param: recipient.moved(parts.whole(param, value)) for param, value in full.items()}
 
 
 def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[str, Any]:
@@ -169,11 +185,22 @@ def _by_the_module(module: nn.Module, sharded: Sharded, comm: Comm, recipient: R
     receives = _receives(sharded, comm, recipient)
     for model, _ in sharded:
         model.refuse_moved()
-    found: dict[str, Any] = state_dict(module, sharded, recipient, receives=receives)
+    dtypes = {param: dtype for param, dtype in recipient.dtypes.items() if isinstance(param, nn.Parameter)}
+    rounded: dict[Any, Tensor] = {param: param.data.to(dtype) for param, dtype in dtypes.items()}
+    for group in rounded_groups(parameters_of(module)):
+        rounded.update(gather_masters(group, recipient.to))
+    kept = {param: param.data for param in rounded}
+    try:
+        for param, value in rounded.items():
+            param.data = value
+        found: dict[str, Any] = state_dict(module, sharded, recipient, receives=receives)
+    finally:
+        for param, value in kept.items():
+            param.data = value
     in_parts = receives and parts.ranks(parameters_of(module)) is not None
-    for name, value in found.items() if in_parts else ():
+    for name, value in found.items():
         if isinstance(value, Tensor):
-            found[name] = parts.whole(value, value)
+            found[name] = recipient.rounded(parts.whole(value, value) if in_parts else value)
     return found
 
 

@@ -24,7 +24,6 @@ from zero.shards.claimed import claim, release
 from zero.shards.group_state import GroupState
 from zero.shards.placement import Placement
 from zero.tensor_parallel.parts import others_of
-from zero.wrap.precision import CastBuffer
 from zero.wrap.wrapper import NOT_SCRIPTED
 
 # All models that exist, in the order of their construction, which is the same on all ranks.
@@ -47,7 +46,7 @@ class Model:
     it keeps no module.
 
     module: the user's. units: the root first. ignored: modules that are not sharded.
-    partition: the user's. cast_buffers: the buffers that mixed precision has cast.
+    partition: the user's.
     `index`: where the parameters lie. `together`: around what ranks do together with it.
     """
 
@@ -58,10 +57,9 @@ class Model:
         placement: Placement,
         options: Options,
         ignored: Sequence[nn.Module] = (),
-        cast_buffers: Sequence[CastBuffer] = (),
     ) -> None:
         self._module, self.units, self.placement, self.ignored = ref(module), units, placement, WeakSet(ignored)
-        self.partition, self.cast_buffers = options.partition, cast_buffers
+        self.partition = options.partition
         self.index = Index(units)
         comms = placement.all_groups()
         self.together = Together(comms, "a call of FSDP, such as forward, backward or state_dict")

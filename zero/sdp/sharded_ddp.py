@@ -27,13 +27,14 @@ from zero.sdp.reducer import Reducer
 from zero.shards.announce import announce
 from zero.shards.arguments import on_two_devices
 from zero.shards.claimed import claim, release
+from zero.shards.owned_shards import gather_masters
 from zero.shards.shapes import unsendable
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, show_everywhere, take_out_of
 from zero.wrap.buffers import BufferSync
 from zero.wrap.ddp import ddp_within
 from zero.wrap.gradients import refuse_left
-from zero.wrap.precision import as_precision
+from zero.wrap.precision import as_precision, uncast
 from zero.wrap.saved import as_weights
 from zero.wrap.wrapper import UNWRAPPED, Wrapper, describe, refuse_steps, scripted
 
@@ -121,8 +122,8 @@ class ShardedDDP(Wrapper):
         kind = type(self).__name__
         sent_as = policy.reduce_dtype
         self._reducer = Reducer(module, self._optimizers, self._comm, kind, full=self._full, sent_as=sent_as)
-        self._cast_buffers, self.casts = policy.prepare(module.modules())
-        self.rounded: list[nn.Parameter] = []
+        self.casts = policy.prepare(module.modules())
+        self.rounded: dict[nn.Parameter, torch.dtype] = {}  # of what no optimizer has, and the original dtypes
         if policy.param_dtype is not None:
             self.casts.append(policy.register_cast(module, root=True))
         finalize(self, _remove, self.casts)  # whoever goes on without the wrapper has the plain module
@@ -225,18 +226,19 @@ class ShardedDDP(Wrapper):
         """Collective. Returns the plain module, without gradients and hooks; see zero.unwrap. What `precision` has
         rounded has the values of the masters again."""
         for optimizer in self._optimizers:
-            optimizer.shards.restore_rounded()
-        for param in self.rounded:
-            param.data = param.data.float()
+            for group in optimizer.shards.rounded:
+                for param, full in gather_masters(group).items():
+                    param.data = full
+        for param, dtype in self.rounded.items():
+            param.data = param.data.to(dtype)
         for param in parameters_of(self.module):
             param.grad = None
         for optimizer in self._optimizers:
             optimizer.zero_grad()
         self._reducer.retire(UNWRAPPED)
         release(parameters_of(self.module), self)
+        uncast(self.module)
         _remove(self.casts)
-        for buffer in self._cast_buffers:
-            buffer.holder[buffer.name] = buffer.tensor.to(buffer.dtype)
         take_out_of(self.module)
         if not self._full:
             refuse_steps(self._optimizers)

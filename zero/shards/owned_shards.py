@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch.autograd import writes_so_far
@@ -38,6 +39,40 @@ WRITTEN = (
 )
 
 
+def holder_of(param: Tensor) -> OwnedShards | None:
+    """The shards of a parameter that were made of it last, while their optimizer lives."""
+    holder = _holders.get(param)
+    return None if holder is None else holder()
+
+
+def rounded_groups(params: Iterable[Tensor]) -> list[ShardGroup]:
+    """The groups of those of the parameters that are stored in fewer bits than their masters."""
+    params = dict.fromkeys(params)
+    holders = {id(holder): holder for param in params if (holder := holder_of(param)) is not None}
+    return [flat for one in holders.values() for flat in one.rounded if not params.keys().isdisjoint(flat.params)]
+
+
+def gather_masters(group: ShardGroup, to: int | None = None) -> dict[nn.Parameter, Tensor]:
+    """Collective. The full values of a group's masters, as the next step uses them, on rank `to` of the group (None: on
+    all); nothing elsewhere."""
+    full = group.gather_full(masters.settled(group.main, group.shard), to)
+    views = [] if full is None else group.shapes.views_of_full(full)
+    return {param: with_own_storage(view) for param, view in zip(group.params if views else [], views, strict=True)}
+
+
+class LoadsMasters(TorchFunctionMode):
+    """A context in which what is copied into parameters that are stored rounded is copied into their masters, too."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        holder = holder_of(args[0]) if func is Tensor.copy_ else None
+        if holder is not None and args[0] in holder.rounded_to and args[0].dtype is holder.rounded_to[args[0]]:
+            master = holder[args[0]]
+            value = args[1].detach().to(args[0].device, master.dtype)  # receives it, where another rank sends it
+            holder.load_master(args[0], value)
+            args = args[0], value
+        return func(*args, **(kwargs or {}))
+
+
 class OwnedShards(dict[nn.Parameter, nn.Parameter]):
     """Maps each parameter to the shard that this rank steps: a view of its shard group, or of the group's stepped
     tensor (masters.py). A shard is empty if this rank owns nothing of the parameter.
@@ -58,7 +93,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         offload: Offload = DEVICE,
     ) -> None:
         super().__init__()
-        self._rounded = {} if rounded is None else rounded  # later ones are added to it
+        self.rounded_to = {} if rounded is None else rounded  # later ones are added to it
         self._comm, self._is_whole = comm, is_whole
         self._shares_before = shares or Shares(comm.world)
         self._master_dtype, self.offload = master_dtype, offload
@@ -91,8 +126,8 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         names_of = [name for group in param_groups for name in names(group)][::-1]
         added: list[ShardGroup] = []
         division = self.shares.divide(params, {*filter(self._is_whole, params)})
-        for dtype in dict.fromkeys(map(self._rounded.get, params)):
-            alike = [index for index, param in enumerate(params) if self._rounded.get(param) is dtype]
+        for dtype in dict.fromkeys(map(self.rounded_to.get, params)):
+            alike = [index for index, param in enumerate(params) if self.rounded_to.get(param) is dtype]
             added += lay_out(
                 [params[index] for index in alike],
                 [names_of[index] for index in alike],
@@ -108,7 +143,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         offloads = self.offload.of_groups([flat.layout.numel for flat in reversed(added)])
         for flat, offload in zip(added, reversed(offloads), strict=True):
             flat.offload = offload
-            masters.make_main(flat, self._master_dtype, self._rounded.get(flat.params[0]))
+            masters.make_main(flat, self._master_dtype, self.rounded_to.get(flat.params[0]))
             stepped = flat.shapes.views_of_shard(flat.main)
             for index, param in enumerate(flat.params):
                 self[param] = nn.Parameter(stepped[index], requires_grad=param.requires_grad)
@@ -121,7 +156,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
     def taken_by_another(self) -> str | None:
         """Returns the name of a parameter of which another optimizer's shards were made since, if there is one."""
         for param, place in self.places.items():
-            holder = _holders[param]()
+            holder = holder_of(param)
             if holder is not None and holder is not self:
                 return place.name
         return None
@@ -143,14 +178,20 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         """The shard groups that have master weights."""
         return [flat for flat in self.shard_groups if flat.master is not None]
 
-    def restore_rounded(self) -> None:
-        """Collective. Gives the parameters that were rounded what their masters have; no step may follow."""
-        for flat in self.masters:
-            if flat.params[0] in self._rounded:
-                full = flat.gather_full(masters.settled(flat.main, flat.shard))
-                assert full is not None
-                for param, view in zip(flat.params, flat.shapes.views_of_full(full), strict=True):
-                    param.data = with_own_storage(view)
+    @property
+    def rounded(self) -> list[ShardGroup]:
+        """The shard groups whose parameters are stored in fewer bits than the user gave them; masters have these."""
+        return [flat for flat in self.masters if flat.params[0] in self.rounded_to]
+
+    def load_master(self, param: nn.Parameter, value: Tensor) -> None:
+        """Gives the master of a parameter into which a full value is loaded that value's elements."""
+        group, index = self.places[param]
+        if index in group.shapes.spans:
+            known = writes_so_far([group.main]) == self._versions[group]  # else the next step refuses what was written
+            self[param].copy_(group.own_slice(index, value.expand(param.shape)))
+            group.offload.used(group.main)
+            if known:
+                self._versions[group] = writes_so_far([group.main])
 
     def refresh(self) -> None:
         """Copies what was written into parameters since the last step into the tensors that are stepped."""

@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch.modules import BATCH_NORM, OwnHook, buffers_of, classes_to_ignore
+from zero._torch.modules import BATCH_NORM, OwnHook, buffers_of, classes_to_ignore, hooks_on_saving
 from zero._torch.tensors import wraps_others
 from zero.wrap.tensors import map_tensors
 
@@ -88,42 +88,20 @@ class MixedPrecision:
 
         return module.register_forward_pre_hook(cast_given, with_kwargs=True)
 
-    def buffers_to_cast(self, modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, CastBuffer]]:
-        """Yields the buffers of these modules that are to be cast to `buffer_dtype`, with their modules."""
-        for module in modules:
-            if self.buffer_dtype is not None and not isinstance(module, self.keep_fp32):
-                for name, buffer in module.named_buffers(recurse=False):
-                    if buffer.is_floating_point():
-                        yield module, CastBuffer(buffers_of(module), name, buffer.dtype)
-
-    def prepare(self, modules: Iterable[nn.Module]) -> tuple[list[CastBuffer], list[RemovableHandle]]:
+    def prepare(self, modules: Iterable[nn.Module]) -> list[RemovableHandle]:
         """Casts buffers, and registers hooks that cast inputs and outputs of modules kept in float32."""
-        modules = [*modules]
-        buffers: list[CastBuffer] = []
         hooks: list[RemovableHandle] = []
-        for module, buffer in self.buffers_to_cast(modules):
-            buffer.holder[buffer.name] = buffer.tensor.to(self.buffer_dtype)
-            hooks.append(module.register_state_dict_post_hook(Uncast(buffer.name, buffer.dtype)))
-            buffers.append(buffer)
         for module in modules:
-            if self.param_dtype is not None and isinstance(module, self.keep_fp32):
-                hooks.append(module.register_forward_pre_hook(_cast_arguments, with_kwargs=True))
-                hooks.append(module.register_forward_hook(_cast_output(self.param_dtype)))
-        return buffers, hooks
-
-
-class CastBuffer(NamedTuple):
-    """A buffer that is cast, and its original dtype. holder: the dictionary of buffers that has it."""
-
-    holder: dict[str, Tensor | None]
-    name: str
-    dtype: torch.dtype
-
-    @property
-    def tensor(self) -> Tensor:
-        tensor = self.holder[self.name]
-        assert tensor is not None, f"the buffer {self.name} was removed"
-        return tensor
+            if isinstance(module, self.keep_fp32):
+                if self.param_dtype is not None:
+                    hooks.append(module.register_forward_pre_hook(_cast_arguments, with_kwargs=True))
+                    hooks.append(module.register_forward_hook(_cast_output(self.param_dtype)))
+            elif self.buffer_dtype is not None:
+                for name, buffer in [*module.named_buffers(recurse=False)]:
+                    if buffer.is_floating_point():
+                        buffers_of(module)[name] = buffer.to(self.buffer_dtype)
+                        hooks.append(module.register_state_dict_post_hook(Uncast(name, buffer.dtype)))
+        return hooks
 
 
 @dataclass
@@ -137,6 +115,26 @@ class Uncast(OwnHook):
         saved = state_dict.get(prefix + self.name)
         if isinstance(saved, Tensor) and saved is not buffers_of(module).get(self.name):
             state_dict[prefix + self.name] = saved.to(self.dtype)
+
+
+def _casts(module: nn.Module) -> Iterator[tuple[dict[str, Tensor | None], str, torch.dtype]]:
+    """The buffers inside of a module that are cast: the dictionaries that hold them, their names, original dtypes."""
+    for one in module.modules():
+        for hook in hooks_on_saving(one):
+            if isinstance(hook, Uncast):
+                yield buffers_of(one), hook.name, hook.dtype
+
+
+def original_dtypes(module: nn.Module) -> dict[Tensor, torch.dtype]:
+    """Those of buffers inside of a module that are cast."""
+    return {buffer: dtype for of, name, dtype in _casts(module) if (buffer := of.get(name)) is not None}
+
+
+def uncast(module: nn.Module) -> None:
+    """Gives buffers inside of a module their original dtypes, before the hooks of `prepare` are removed."""
+    for of, name, dtype in _casts(module):
+        if (buffer := of.get(name)) is not None:
+            of[name] = buffer.to(dtype)
 
 
 def rounds(param: Tensor, dtype: torch.dtype) -> bool:

@@ -130,7 +130,7 @@ class Sharding:
         ):
             if (rounding := self._roundings.pop(model, None)) is not None:
                 rounding.round_rest(())
-                rounding.cast_inputs(self._precision.prepare(model.modules())[1], root=True)
+                rounding.cast_inputs(self._precision.prepare(model.modules()), root=True)
             return model
         else:
             wrapped = self._with_oss(model, options.get("bucket_cap_mb"), broadcast_buffers=synced)
