@@ -109,7 +109,11 @@ def test_the_averages_are_torchs_and_training_goes_on_from_the_weights(rank, wor
         same(average, masters)
         assert all(one.dtype == torch.float32 for one in average)
         for one, other in zip(found, expected, strict=True):
-            same(one, other if isinstance(other, Tensor) else {k: v.to(one[k].dtype) for k, v in other.items()})
+            if isinstance(one, dict):  # what no optimizer has is stored rounded at stages 1 and 2
+                assert torch.equal(
+                    one.pop("3.bias"), other.pop("3.bias") if stage == 3 else other.pop("3.bias").bfloat16()
+                )
+            same(one, other)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

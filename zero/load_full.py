@@ -39,7 +39,7 @@ from zero.state.optimizer_state import (
     numbered_groups,
     refuse_other_options,
     refuse_other_shard,
-    shards_of,
+    stepped_here,
     unsharded,
 )
 from zero.state.own_dtypes import keep_dtypes
@@ -292,7 +292,7 @@ def load_shards(stepped: SteppedShards, optimizer: Optimizer, taken: Taken, grou
     if not isinstance(optimizer, OSS):
         hand_over(stepped, taken, groups)
         return
-    own = {owned.number: stepped.part(owned.param) for owned in shards_of(stepped, stepped.comm.rank)}
+    own = {owned.number: stepped.part(owned.param) for owned in stepped_here(stepped)}
     own |= dict(unsharded(stepped))
 
     def load(state_dict: dict[str, Any]) -> None:

@@ -86,7 +86,7 @@ def test_what_no_rank_used_has_no_gradient_and_does_not_decay(rank, world, bucke
     for name, param in model.named_parameters():
         used = not name.startswith(("layers.1.", "spare.", "frozen."))
         assert (param.grad is not None) == used, name
-        assert (optimizer.part(param).grad is not None) == (used and optimizer.part(param).numel() > 0), name
+        assert (optimizer.part(param).grad is not None) == used, name
         if used:
             shown = param.grad
             assert (shown.shape, shown.dtype, shown.device) == (param.shape, param.dtype, param.device)

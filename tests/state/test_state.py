@@ -4,18 +4,22 @@ import copy
 
 import pytest
 import torch
-from torch import nn
-from torch.optim import SGD, Adam, AdamW
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, RMSprop
 from torch.optim.lr_scheduler import StepLR
 
+import matrix
 import ranks
+import zero
 from assertions import same, same_weights
 from inner import Meter, set_bucket_size, shard_groups
 from optimizers import Lamb
 from ranks import refusal
 from runs import pair, train
 from zero import OSS, traffic
-from zoo import OddNet, filled, matrices, odd_loss
+from zero.measure.kinds import ELEMENTWISE, SINGLE
+from zero.shards.sharded_parameter import Shard
+from zoo import OddNet, data, filled, matrices, odd_loss
 
 
 def strided():
@@ -201,16 +205,93 @@ def test_saved_on_some_ranks_it_trains_on_anywhere_as_the_plain_optimizer_does(n
 
 @pytest.mark.parametrize("partition", ["whole", "even"])
 @ranks.on(2, timeout=20)
-def test_state_shows_this_ranks_part(rank, world, partition):
+def test_state_answers_as_the_full_one_on_every_rank(rank, world, partition):
+    """Also where a rank owns nothing of a parameter; it is plain again in a step, and in what is saved."""
     (model, plain), (sharded_model, sharded) = plain_and_sharded("AdamW", partition)
-    train(model, plain, rank, range(2))
-    train(sharded_model, sharded, rank, range(2))
-    for whole, part in zip(model.parameters(), sharded_model.parameters(), strict=True):
-        if sharded.part(part).numel():
-            state, expected = sharded.state.get(part, {}), plain.state[whole]
+    for steps in (range(2), range(2, 4)):
+        train(model, plain, rank, steps)
+        train(sharded_model, sharded, rank, steps)
+        for whole, part in zip(model.parameters(), sharded_model.parameters(), strict=True):
+            state, expected = sharded.state.get(part, {}), plain.state.get(whole, {})
             assert state.keys() == expected.keys()  # of what is not trained none
-            assert not expected or state["exp_avg"].shape == sharded.part(part).shape
-            assert partition == "even" or all(torch.equal(state[key], value) for key, value in expected.items())
+            for key, value in expected.items():
+                assert state[key].shape == value.shape and state[key].numel() == value.numel()
+                assert torch.equal(torch.as_tensor(state[key].tolist(), dtype=value.dtype), value), key
+            if expected:
+                state["exp_avg"].mul_(0.5)
+                expected["exp_avg"].mul_(0.5)
+                assert state["exp_avg"].norm(1) == pytest.approx(expected["exp_avg"].norm(1).item())
+        assert not any(isinstance(one, Shard) for of in sharded.state_dict()["state"].values() for one in of.values())
+
+
+class Small(nn.Module):
+    """With parameters of one element, with and without dimensions, of which most ranks own nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+        self.rare, self.once = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.gain, self.shift = nn.Parameter(torch.tensor(1.1)), nn.Parameter(torch.tensor([0.1]))
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x) * self.gain)) + self.shift + self.rare(x) + self.once(x)
+
+
+def _through_a_file(model, optimizer, other, fresh, folder):
+    zero.checkpoint.save(folder, model, optimizer)
+    zero.checkpoint.load(folder, other, fresh)
+
+
+def _in_full(model, optimizer, other, fresh, _):
+    zero.load_full_optimizer_state_dict(other, fresh, zero.full_optimizer_state_dict(model, optimizer))
+
+
+WAYS = {
+    "as it is": lambda *_: None,
+    "own": lambda model, optimizer, other, fresh, _: fresh.load_state_dict(optimizer.state_dict()),
+    "full": _in_full,
+    "file": _through_a_file,
+}
+KINDS = {kind.__name__: kind for kind in sorted(ELEMENTWISE, key=lambda kind: kind.__name__)}
+
+
+@matrix.combined("stage, way, kind", [1, 2, 3], WAYS, KINDS, each=3)
+@ranks.on(2)
+def test_state_is_there_on_every_rank_also_once_it_was_loaded(rank, world, stage, way, kind, tmp_path):
+    def start(stage):
+        torch.manual_seed(0)
+        net = Small()
+        given = {"momentum": 0.9} if KINDS[kind] in (SGD, RMSprop) else {}
+        return zero.setup(net, KINDS[kind](net.parameters(), lr=0.01, **given), stage=stage)
+
+    def trained(model, optimizer, steps):
+        for step in steps:
+            optimizer.zero_grad()
+            model(data(4, 6, rank=rank, step=step)).square().mean().backward()
+            for layer in [model.module.rare] * (step % 2) + [model.module.once] * (step > 0):  # it counts fewer steps
+                layer.zero_grad()
+            optimizer.step()
+
+    def values(model, optimizer):
+        return [
+            {key: value.tolist() if isinstance(value, Tensor) else value for key, value in optimizer.state[one].items()}
+            for one in model.parameters()
+        ]
+
+    (reference, plain), (model, optimizer), (other, fresh) = start(0), start(stage), start(stage)
+    trained(reference, plain, range(2))
+    trained(model, optimizer, range(2))
+    WAYS[way](model, optimizer, other, fresh, tmp_path)
+    held = (model, optimizer) if way == "as it is" else (other, fresh)
+    assert values(*held) == (found := values(reference, plain))
+    weight = reference.module.up.weight
+    single = {key for key, one in plain.state[weight].items() if one.shape != weight.shape}
+    assert single == plain.state[weight].keys() & SINGLE
+    if way != "as it is":
+        zero.load_full_state_dict(other, zero.full_state_dict(model, to=None))
+    trained(reference, plain, range(2, 4))
+    trained(*held, range(2, 4))
+    assert values(*held) == values(reference, plain) != found
 
 
 def _part(rank, world, partition):

@@ -28,6 +28,7 @@ from zero.checkpoint.shards import Held, Training, whole
 from zero.checkpoint.storage import Place
 from zero.checkpoint.values import encode
 from zero.measure.param_groups import options
+from zero.shards.sharded_parameter import plain_state
 from zero.state.stepped import SteppedShards
 
 # Bytes. Every copy starts at a multiple of these, so that it can be viewed as any dtype.
@@ -119,7 +120,7 @@ def _plan_optimizer(plan: SavePlan, training: Training, shards: SteppedShards) -
     if unknown := [key for key in state if not isinstance(key, Tensor)]:
         raise ValueError(f"the {shards.kind} keeps state under {unknown[0]!r}, which is no parameter and has no owner.")
     for one in training.stepped(shards):
-        for key, value in {} if training.repeats(one.name) else state.get(one.tensor, {}).items():
+        for key, value in {} if training.repeats(one.name) else plain_state(state.get(one.tensor, {})).items():
             path = f"{prefix}/{one.name}/{key}"
             if not isinstance(key, str) or "/" in key:
                 raise ValueError(f"{path}: names of state must be strings without a slash.")

@@ -36,6 +36,7 @@ from zero.checkpoint.values import decode
 from zero.checkpoint.write import finish
 from zero.comm.waiting import calling
 from zero.load_full import load_shards
+from zero.measure.kinds import SINGLE
 from zero.shards.log import logger
 from zero.state.stepped import SteppedShards
 
@@ -243,8 +244,13 @@ class LoadPlan:
         here = [[self._stored_as[name] for name in names] for names in self._training.group_names(shards)]
         _refuse_other_groups(kind, groups, here, {name for name, *_ in self._index.state(number)})
         stepped = {self._stored_as[one.name]: one for one in self._training.stepped(shards)}
+        empty = {self._stored_as[name]: part for name, part in self._training.stepped_empty(shards).items()}
         taken: dict[Any, dict[str, Any]] = {}  # by what is stepped
         for name, key, value in self._index.state(number):
+            if (part := empty.get(name)) is not None:
+                own = part if isinstance(value, Entry) else decode(value)
+                like_part = isinstance(own, Tensor) and key not in SINGLE
+                taken.setdefault(part, {})[key] = torch.empty_like(part) if like_part else own
             if (one := stepped.get(name)) is None:
                 continue
             state = taken.setdefault(one.tensor, {})

@@ -49,6 +49,7 @@ from zero.shards.group_state import GroupState
 from zero.shards.masters import settled
 from zero.shards.partition import Place, places_in
 from zero.shards.shard_group import ShardGroup
+from zero.state.optimizer_state import stepped_here
 from zero.state.stepped import SteppedShards
 from zero.tensor_parallel import parts
 from zero.wrap.precision import original_dtypes
@@ -299,6 +300,11 @@ class Training:
         full, start = replace(self.parts[name].full, dtype=shards.dtype), self.parts[name].start + span.start
         own = shards[span.offset : span.offset + span.numel]
         return Held(full, start, start + span.numel, f"{prefix}{name}", own)
+
+    def stepped_empty(self, shards: SteppedShards) -> dict[str, nn.Parameter]:
+        """The empty shards that an optimizer steps and keeps state of, by the names of their parameters."""
+        empty = (owned for owned in stepped_here(shards) if not owned.span.numel)
+        return {self._names[owned.param]: shards.part(owned.param) for owned in empty}
 
     def stepped(self, shards: SteppedShards) -> Iterator[Held]:
         """What this rank's optimizer steps, parameter by parameter, by their names."""

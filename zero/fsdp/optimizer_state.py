@@ -21,6 +21,7 @@ from zero.measure.param_groups import SHARD_MARK, params_of
 from zero.shards.shard_group import ShardGroup
 from zero.shards.sharded_parameter import mark_states, plain_state
 from zero.state import optimizer_state as state
+from zero.state.empty import share
 from zero.state.own_dtypes import keep_dtypes
 from zero.state.shard_mark import mark, texts_of
 from zero.state.stepped import SteppedShards, of_user
@@ -42,6 +43,7 @@ def register(model: Model, optimizer: Optimizer) -> None:
     shard_groups, comm = model.index.groups, model.comm  # not the model, which the hooks would keep alive
 
     taken: list[dict[str, Any]] = []
+    empty = {param for param, place in model.index.items() if place.span is None}
 
     def cut(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
         stepped = of_user(optimizer, shard_groups, comm)
@@ -55,6 +57,7 @@ def register(model: Model, optimizer: Optimizer) -> None:
     def keep(optimizer: Optimizer) -> None:
         if taken:
             keep_dtypes(optimizer, taken.pop())
+        share(optimizer, empty)
         mark_states(optimizer)
 
     optimizer.register_state_dict_post_hook(_Marks(shard_groups, comm))
@@ -79,6 +82,7 @@ def cut_full(model: Model, optimizer: Optimizer) -> None:
         held.clear()
         for param, of_shard in own_states.items():
             held[param] = of_shard
+        share(optimizer, {param for param, place in model.index.items() if place.span is None})
         mark_states(optimizer)
 
 

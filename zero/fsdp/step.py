@@ -4,7 +4,8 @@ torch calls hooks around each step. Around one of an optimizer that holds parame
 
     check     that nobody would step what is wrong on any rank
     hide      that parameters are shards: they and their gradients are plain tensors while the optimizer steps, and
-              gradients of which this rank owns nothing are None, as some optimizers divide by the number of elements
+              of optimizers that are not torch's, which may divide by the number of elements, gradients of which this
+              rank owns nothing are None
     restore   both
 
 The hooks are the optimizer's own: the last before a step and the first after it, whichever the user registers and when.
@@ -39,6 +40,7 @@ from zero.shards.bound import take_back
 from zero.shards.cut import Cut
 from zero.shards.offload import Offload
 from zero.shards.sharded_parameter import GRADIENT, AtRest, mark, mark_states, rest, unmark, unmark_all, wake
+from zero.state.empty import Led, follow, led
 from zero.tensor_parallel import table
 from zero.wrap.dtensor_checks import refuse_dtensors
 
@@ -53,6 +55,7 @@ class Steps:
         self._checks = StepChecks(model)
         # What an optimizer steps now: its gradient, where this rank owns nothing of it, is hidden here.
         self._stepping: dict[nn.Parameter, Tensor | None] = {}
+        self._led: Led = {}
         self._empty = {param for param, place in model.index.items() if place.span is None}
         self._offloads = any(group.offload.active for group in model.index.groups)
         _watch()
@@ -94,8 +97,11 @@ class Steps:
                 unmark(gradient)
             # Also without a hidden gradient: the key says that the parameter is being stepped.
             self._stepping[param] = None
-            if param in self._empty:
-                self._stepping[param], param.grad = gradient, None
+        leading = led(optimizer, self._empty)
+        for param in hidden:
+            if param in self._empty and param not in leading:
+                self._stepping[param], param.grad = param.grad, None
+        self._led = {**self._led, **leading}
         for offload, own in self._by_offload(params):
             groups = [*dict.fromkeys(self._index[param].group for param in own)]
             offload.before_step(optimizer, own, groups, closure=closure)
@@ -107,6 +113,8 @@ class Steps:
         """Collective with `unshard` where a forward is running, which gets its parameters back."""
         for offload, own in self._by_offload(params):
             offload.after_step(optimizer, own)
+        follow(optimizer, self._led)
+        self._led = {}
         for param in hidden:
             gradient, now = self._stepping.pop(param), param.grad
             if now is None:

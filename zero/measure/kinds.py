@@ -26,6 +26,9 @@ ELEMENTWISE: frozenset[type] = frozenset(
 )
 """torch's optimizers whose step of one element reads no other element: a shard is stepped as in the full parameter."""
 
+SINGLE = frozenset({"step", "mu_product", "eta", "mu"})
+"""The entries of their state that are one value a parameter. All other tensors have the parameter's shape."""
+
 _Key = tuple[str, torch.dtype | None]
 _found: WeakKeyDictionary[Any, dict[_Key, Finding]] = WeakKeyDictionary()
 

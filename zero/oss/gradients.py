@@ -70,7 +70,7 @@ class OwnedGradients:
 
     def of_shard(self, param: nn.Parameter) -> Tensor | None:
         """What ShardedDDP has brought of a parameter's gradient to this rank."""
-        return param.grad.shard if isinstance(param.grad, OwnedGradient) and self._shards.owns(param) else None
+        return param.grad.shard if isinstance(param.grad, OwnedGradient) else None
 
     def show(self, param: nn.Parameter) -> None:
         """Gives the shard of a parameter its gradient, for whoever reads it between steps."""
@@ -91,11 +91,12 @@ class OwnedGradients:
         shards = self._shards
         for param, shard in shards.items():
             shard.grad = self.of_shard(param) if self.are_sharded else None
+            if not self.are_sharded and param.grad is not None and shard in shards.empty:
+                shard.grad = shard.data
         if self.are_sharded:
             return True
         for group, index, share in self._shares():
             shards[group.params[index]].grad = group.to_main(share, for_step=True)
-        # Full gradients, not the shards': a rank that owns nothing has none, and would warn that no gradient came.
         return any(param.grad is not None for param in shards)
 
     def _positions(self) -> Iterator[tuple[ShardGroup, int]]:

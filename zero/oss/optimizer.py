@@ -226,9 +226,10 @@ class OSS(Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> MutableMapping[nn.Parameter, dict[str, Any]]:
-        """The inner optimizer's state of this rank's shards, by the user's parameters: what is written into it counts.
+        """The inner optimizer's state, by the user's parameters, in shards that answer as the full tensors.
 
-        A parameter of which this rank owns nothing has an empty entry.
+        What is written into it counts. Of a parameter of which this rank owns nothing it has the same entries with
+        torch's element-wise optimizers, and none with others.
         """
         return self.state_view if self._built else {}
 

@@ -11,6 +11,7 @@ from zero._torch.optimizers import takes_state_hooks
 from zero.comm import AGREEMENT
 from zero.comm.together import Together
 from zero.measure.param_groups import params_of
+from zero.shards.sharded_parameter import plain_state
 from zero.state import optimizer_state as state
 from zero.state.gathered import consolidate
 from zero.state.shard_mark import mark
@@ -51,6 +52,7 @@ def mark_shards(inner: Optimizer, of: ReferenceType[Any]) -> None:
     def marked(_: Optimizer, state_dict: dict[str, Any]) -> None:
         outer = of()
         if outer is not None and outer.comm.world > 1:
+            state_dict["state"] = {number: plain_state(of_one) for number, of_one in state_dict["state"].items()}
             mark(state_dict, state.fingerprint(outer.stepped_shards))
 
     if takes_state_hooks(inner):

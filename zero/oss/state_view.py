@@ -2,58 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from zero.shards.owned_shards import OwnedShards
+from zero.shards.sharded_parameter import mark_held, unmark_all
 
 State = dict[str, Any]
 
 
 class StateView(MutableMapping[nn.Parameter, State]):
-    """Reads and writes the state of the inner optimizer, which has that of this rank's shards. A parameter of which
-    this rank owns nothing has an empty entry once it was stepped.
+    """Reads and writes the state of the inner optimizer, which has that of this rank's shards.
 
+    Once any of it was read, tensors of a shard's shape answer as full ones (sharded_parameter.py) until the next step.
     As with torch's optimizers, reading the entry of a parameter that has none makes an empty one. Raises KeyError for
     what is no parameter of the optimizer.
     """
 
     def __init__(self, inner: Optimizer, shards: OwnedShards) -> None:
-        self._inner, self._shards = inner, shards
-        # The entries of parameters of which this rank owns nothing.
-        self._elsewhere: dict[nn.Parameter, State] = {}
+        self._inner, self._shards, self._answers = inner, shards, False
 
-    def note_stepped(self, params: Iterable[nn.Parameter]) -> None:
-        """Makes the entries of parameters that were stepped, and of which this rank owns nothing."""
-        for param in params:
-            if not self._shards.owns(param):
-                self._elsewhere.setdefault(param, {})
+    def show(self) -> None:
+        """Has it answer as full state."""
+        if not self._answers:
+            self._answers, state, shards = True, self._inner.state, self._shards
+            several = [group for group in shards.shard_groups if group.layout.world > 1]
+            cuts = [pair for group in several for pair in zip(group.params, group.bound.cuts, strict=True)]
+            held = [(shards[param], cut, state[shards[param]]) for param, cut in cuts if shards[param] in state]
+            mark_held(held, type(self._inner))
 
-    def _held_in(self, param: nn.Parameter) -> tuple[MutableMapping[Any, State], nn.Parameter]:
-        return (self._inner.state, self._shards[param]) if self._shards.owns(param) else (self._elsewhere, param)
+    def hide(self) -> None:
+        """Has it be plain again, as the inner optimizer needs it."""
+        if self._answers:
+            self._answers = False
+            unmark_all(self._inner.state.values())
 
     def __getitem__(self, param: nn.Parameter) -> State:
-        held, key = self._held_in(param)
-        return held.setdefault(key, {})
+        self._shards.place(param)  # raises
+        self.show()
+        entry: State = self._inner.state.setdefault(self._shards[param], {})
+        return entry
 
     def __setitem__(self, param: nn.Parameter, state: State) -> None:
         """state: tensors have the shape of the shard, or of the full parameter, which are cut."""
-        held, key = self._held_in(param)
-        own = self._shards.owns(param)
-        held[key] = {name: self._shards.cut_to_shard(param, value) for name, value in state.items()} if own else {}
+        own = {name: self._shards.cut_to_shard(param, value) for name, value in state.items()}
+        self._inner.state[self._shards[param]] = own
+        self.hide()
 
     def __delitem__(self, param: nn.Parameter) -> None:
-        held, key = self._held_in(param)
-        del held[key]
+        del self._inner.state[self._shards[param]]
 
     def __contains__(self, param: object) -> bool:
-        if not isinstance(param, Tensor) or param not in self._shards:
-            return False
-        held, key = self._held_in(param)  # type: ignore[arg-type]
-        return key in held
+        return isinstance(param, nn.Parameter) and self._shards.get(param) in self._inner.state
 
     def __iter__(self) -> Iterator[nn.Parameter]:
         return (param for param in self._shards if param in self)

@@ -30,6 +30,7 @@ from zero.shards import masters
 from zero.shards.bound import MOVED
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.shard_group import ShardGroup
+from zero.state.empty import Led, follow, led
 
 _WITHIN_BACKWARD = (
     "step() was called within a backward, from a hook: other gradients are not there yet, and none is averaged. Call "
@@ -62,6 +63,7 @@ class Step:
         self._state_view, self._state_dicts, self._checks = state_view, state_dicts, checks
         self._writes_frozen = writes_frozen
         self._gathered: list[str] = []  # the groups of the last step
+        self._led: Led = {}
         self.together = Together([comm], "the step of OSS")
 
     def _stepped_groups(self) -> Sequence[ShardGroup]:
@@ -101,6 +103,10 @@ class Step:
         if problem is not None:
             raise RuntimeError(problem)
         self._shards.refresh()
+        self._state_view.hide()
+        self._led = led(self._inner, self._shards.empty)
+        for shard in self._shards.empty.difference(self._led):
+            shard.grad = None
 
     def end(self, outer: Optimizer, *, by_group: bool = False) -> None:
         """Collective. Copies the options back, and gathers the shards that the step may have changed. by_group: steps
@@ -116,9 +122,12 @@ class Step:
             # Graphs that saved a parameter before the step cannot be used any more, as if it was stepped itself.
             stepped = [param for group in groups for param in group.params if param.grad is not None]
             increment_version(stepped)
-            self._state_view.note_stepped(stepped)
+            if type(self._inner) not in ELEMENTWISE:  # others are not given gradients of empty shards
+                for param in stepped:
+                    self._inner.state.setdefault(self._shards[param], {})
         finally:
             self._shards.after_step(self._inner)
+        follow(self._inner, self._led)
         self._gradients.drop_of_shards()
 
     def gather(self, groups: Sequence[ShardGroup], *, by_group: bool = False) -> None:
@@ -201,6 +210,7 @@ class Step:
         with self.together:
             self.refuse_changes(outer)
             self._shards.refresh()
+            self._state_view.hide()
             result = method(*args, **kwargs)
             self.return_options(outer)
             self.gather(self._shards.shard_groups)

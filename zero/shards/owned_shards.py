@@ -79,7 +79,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
 
     is_whole: whether a parameter stays with one rank. shares: what other optimizers of the model have given each rank.
     `shard_groups`: in the order in which backward is expected to reach them. `places`: each parameter's, in these.
-    `given`: the parameters of each group, as they were laid out. `shares`: with these shards.
+    `given`: the parameters of each group, as they were laid out. `shares`: with these shards. `empty`: those that are.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
     def _begin(self) -> None:
         self.shares = self._shares_before.copy()
         self.given: list[list[nn.Parameter]] = []
-        self._owned: set[nn.Parameter] = set()
+        self.empty: set[nn.Parameter] = set()
         self._trained: set[ShardGroup] = set()
         self.shard_groups: list[ShardGroup] = []
         self.places: dict[nn.Parameter, Place] = {}
@@ -147,8 +147,8 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
             stepped = flat.shapes.views_of_shard(flat.main)
             for index, param in enumerate(flat.params):
                 self[param] = nn.Parameter(stepped[index], requires_grad=param.requires_grad)
-                if index in flat.shapes.spans:
-                    self._owned.add(param)
+                if index not in flat.shapes.spans:
+                    self.empty.add(self[param])
             # Weak: once the optimizer that took a parameter last is dropped, the one before it may step again.
             _holders.update(dict.fromkeys(flat.params, ref(self)))
         self.note_versions()
@@ -225,12 +225,9 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
                 self._trained.add(flat)
 
     def group(self, group: dict[str, Any]) -> dict[str, Any]:
-        """A parameter group for the inner optimizer: this rank's shards that are not empty."""
-        owned = [index for index, param in enumerate(group["params"]) if param in self._owned]
-        given = {**options(group), "params": [self[group["params"][index]] for index in owned]}
-        if "param_names" in group:
-            given["param_names"] = [group["param_names"][index] for index in owned]
-        return given
+        """A parameter group for the inner optimizer: this rank's shards, of which some may be empty."""
+        names = {"param_names": group["param_names"]} if "param_names" in group else {}
+        return {**options(group), **names, "params": [self[param] for param in group["params"]]}
 
     def place(self, param: nn.Parameter) -> Place:
         """Where a parameter lies. Raises KeyError for what is no parameter here."""
@@ -242,13 +239,6 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
                 "it has those of its param_groups."
             )
         return found
-
-    def owns(self, param: nn.Parameter) -> bool:
-        """Whether the shard of a parameter is not empty. Raises KeyError for what is no parameter here."""
-        if param not in self._owned:
-            self.place(param)  # raises
-            return False
-        return True
 
     def cut_to_shard(self, param: nn.Parameter, value: Any) -> Any:
         """Returns this rank's elements of a tensor of the full shape of a parameter; anything else as it is."""
@@ -297,8 +287,8 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
             return
         for flat in self.shard_groups:
             flat.synchronize()
-        self.offload.after_step(optimizer, [self[param] for param in self._owned])
+        self.offload.after_step(optimizer, [*self.values()])
 
     def step_group(self, optimizer: Optimizer, flat: ShardGroup, **how: Any) -> None:
         """Steps the shards of one group only. how: as of `Offload.step_group`."""
-        flat.offload.step_group(flat, optimizer, [self[flat.params[index]] for index in flat.shapes.spans], **how)
+        flat.offload.step_group(flat, optimizer, [self[param] for param in flat.params], **how)

@@ -33,6 +33,7 @@ from zero._torch.tensors import FakeTensor as Fake
 from zero._torch.tensors import Rebound, as_plain_tensors, has_values, shares_memory
 from zero.comm.channels import READ
 from zero.comm.waiting import calling
+from zero.measure.kinds import ELEMENTWISE, SINGLE
 from zero.shards.answers import (
     LEFT,
     full_of,
@@ -753,21 +754,28 @@ def unmark(tensor: Tensor) -> None:
 
 
 def mark_states(optimizer: Optimizer) -> None:
-    """Makes tensors of an optimizer's state say that they are shards: those of the shard's shape, of parameters that
-    are sharded now. Where this rank has one element of a parameter, a tensor of one element may be a single value of
-    all ranks: it is, if the same entry of longer shards never has their shape."""
+    """Makes tensors of an optimizer's state of parameters that are sharded now say that they are shards."""
+    held = [(one, cut_of(one), state) for one, state in optimizer.state.items() if isinstance(one, _Sharded)]
+    mark_held(held, type(optimizer))
+
+
+def mark_held(held: Sequence[tuple[Tensor, Cut, dict[Any, Any]]], kind: type) -> None:
+    """The same of shards, which cut they are, and their state, in an optimizer of this class: tensors that have the
+    shard's shape. Where this rank has one element of a parameter, a tensor of one element may be a single value of all
+    ranks. Which ones are is known of torch's; of others it is, if the same entry of longer shards never has their
+    shape."""
     with as_plain_tensors():
-        held = [(param, state) for param, state in optimizer.state.items() if isinstance(param, _Sharded)]
-        shaped, single = set[Any](), set[Any]()
-        for param, state in held if any(param.numel() == 1 for param, _ in held) else ():
-            for key, value in state.items() if param.numel() > 1 else ():
+        shaped, single = set[Any](), set[Any](SINGLE if kind in ELEMENTWISE else ())
+        for shard, _, state in held if not single and any(shard.numel() == 1 for shard, *_ in held) else ():
+            for key, value in state.items() if shard.numel() > 1 else ():
                 if isinstance(value, Tensor):
-                    (shaped if value.shape == param.shape else single).add(key)
-        for param, state in held:
-            others = single - shaped if single and param.numel() == 1 else ()
+                    (shaped if value.shape == shard.shape else single).add(key)
+        for shard, cut, state in held:
+            others = single - shaped if single and shard.numel() == 1 else ()
             for key, value in state.items():
-                if type(value) is Tensor and value.dim() and value.shape == param.shape and key not in others:
-                    mark(value, cut_of(param))
+                is_like = type(value) is Tensor and value.shape == shard.shape and key not in others
+                if is_like and (value.dim() or kind in ELEMENTWISE):
+                    mark(value, cut)
 
 
 def unmark_all(values: Iterable[Any]) -> list[tuple[Tensor, Cut]]:

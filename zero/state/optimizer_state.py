@@ -22,11 +22,13 @@ from torch.optim import Optimizer
 
 from zero._torch.tensors import as_plain_tensors
 from zero.measure import param_groups
-from zero.measure.kinds import known
+from zero.measure.kinds import ELEMENTWISE, SINGLE, known
 from zero.measure.param_groups import params_of
+from zero.shards.layout import Span
 from zero.shards.masters import settled
 from zero.shards.sharded_parameter import mark_states, plain_state
 from zero.state import leaves
+from zero.state.empty import share
 from zero.state.own_dtypes import keep_dtypes
 from zero.state.param_shard import ParamShard
 from zero.state.shard_mark import mark, marks_of
@@ -40,7 +42,7 @@ Leaf = tuple[int, str, Any]
 def shard_of(optimizer: SteppedShards, *, settle: bool = True) -> dict[str, Any]:
     """This rank's shard of the state, without communication. If there is one rank, it is full and has no mark."""
     comm = optimizer.comm
-    states = {owned.number: state_of(optimizer, owned, settle) for owned in shards_of(optimizer, comm.rank)}
+    states = {owned.number: state_of(optimizer, owned, settle) for owned in stepped_here(optimizer)}
     states |= {number: dict(optimizer.optim.state.get(param, {})) for number, param in unsharded(optimizer)}
     state = {number: state for number, state in sorted(states.items()) if state}
     found = {"state": state, "param_groups": numbered_groups(optimizer)}
@@ -53,7 +55,7 @@ def state_of(optimizer: SteppedShards, owned: ParamShard, settle: bool) -> dict[
     """The state of one of this rank's shards. settle: master weights have the values for the next step."""
     shard = optimizer.part(owned.param)
     state = plain_state(optimizer.optim.state.get(shard, {}))
-    if optimizer.keeps_masters and owned.group.master is not None:
+    if optimizer.keeps_masters and owned.group.master is not None and owned.span.numel:
         held = owned.group.shard_views[owned.index]
         state["master"] = settled(shard.detach(), held) if settle else shard.detach()
     return state
@@ -68,6 +70,19 @@ def shards_of(optimizer: SteppedShards, rank: int | None = None) -> Iterator[Par
                 number = numbers.get(group.params[span.index])
                 if number is not None:  # otherwise another optimizer has it
                     yield ParamShard(number, group, span.index, owner, span)
+
+
+def stepped_here(optimizer: SteppedShards) -> Iterator[ParamShard]:
+    """Yields this rank's shards; at last the empty ones, if the optimizer steps them and keeps state of them, too."""
+    own, rank = {*()}, optimizer.comm.rank
+    for owned in shards_of(optimizer, rank):
+        own.add(owned.number)
+        yield owned
+    numbers = {param: number for number, param in enumerate(params_of(optimizer))}
+    for group in optimizer.shard_groups if type(optimizer.optim) in ELEMENTWISE else ():
+        for index, param in enumerate(group.params):
+            if (number := numbers.get(param)) is not None and number not in own:
+                yield ParamShard(number, group, index, rank, Span(index, 0, 0, 0))
 
 
 def unsharded(optimizer: SteppedShards) -> Iterator[tuple[int, nn.Parameter]]:
@@ -149,11 +164,13 @@ def cut(
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """Returns copies of this rank's shards of states, by `part(param)`. is_shard: they are its shards already.
     Otherwise raises ValueError for what does not fit, on every rank alike."""
-    own = {owned.number: owned for owned in shards_of(optimizer, optimizer.comm.rank)}
+    own = {owned.number: owned for owned in stepped_here(optimizer)}
     whole, taken = dict(unsharded(optimizer)), dict[nn.Parameter, dict[str, Any]]()
     for number, key, leaf in found if is_shard else _fitting(optimizer, found):
         if owned := own.get(number):
             part = owned.taken_from(leaf if is_shard else _part(owned, key, leaf), is_shard=is_shard)
+            if not owned.span.numel and key not in SINGLE and isinstance(part, Tensor):  # one element has no slice
+                part = part.new_empty(owned.shape)
             taken.setdefault(optimizer.part(owned.param), {})[key] = part
         elif number in whole:
             taken.setdefault(whole[number], {})[key] = deepcopy(leaf)
@@ -220,6 +237,7 @@ def hand_over(
     with torch.no_grad(), as_plain_tensors():
         for shard, master in masters.items() if writes_masters else ():
             shard.copy_(master)
+    share(optimizer.optim, {optimizer.part(owned.param) for owned in stepped_here(optimizer) if not owned.span.numel})
     mark_states(optimizer.optim)
     optimizer.loaded()
 
