@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from inspect import signature
 from typing import Any, SupportsIndex
 
@@ -17,21 +17,21 @@ from torch.optim import Optimizer
 from zero._torch.compiling import unwrapped_of_torchs
 from zero._torch.modules import parameters_of
 from zero.comm import Comm
-from zero.comm.together import told_by_comparing
+from zero.comm.together import alike
 from zero.fsdp import FSDP
 from zero.measure.built import finding_of_built, refuse_arguments, refuse_unbuilt, small
 from zero.measure.kinds import Finding, finding_of, known, title
 from zero.measure.param_groups import called, described_options, nearest, options, params_of
 from zero.oss import OSS
-from zero.oss.from_optimizer import problem_of, states_of, uncut_state
-from zero.precision import precision_problem
-from zero.shards.arguments import as_groups, named_params, on_two_devices
-from zero.shards.partition import Partition, cut_for, optimizer_problem, partition_problem, whole_among
-from zero.shards.shapes import shared_memory, unsendable
+from zero.oss.from_optimizer import refuse_uncut, refuse_unfit, states_of
+from zero.precision import refuse_precision
+from zero.shards.arguments import as_groups, named_params, refuse_two_devices
+from zero.shards.partition import Partition, cut_for, refuse_optimizer, refuse_partition, whole_among
+from zero.shards.shapes import refuse_shared, refuse_unsendable
 from zero.tensor_parallel import parts
 from zero.wrap.gradients import refuse_left
 from zero.wrap.precision import MixedPrecision, as_precision
-from zero.wrap.wrapper import describe, scripted
+from zero.wrap.wrapper import describe, refuse_scripted
 from zero.wrappers import Wrapped
 
 One = Callable[..., Optimizer] | Optimizer
@@ -59,6 +59,8 @@ class Arguments:
     params: Iterable[Any] | None
     partition: Partition
     precision: Any
+    process_group: Any
+    device_mesh: DeviceMesh | None
     options: dict[str, Any]
     defaults: dict[str, Any]
     names: Sequence[str] = ()
@@ -70,24 +72,17 @@ class Arguments:
         self.policy = MixedPrecision()
         self.optims: list[Any] = [self.optim] if self.is_one else [*self.optim]  # type: ignore[misc]
 
-    def agree(self, comm: Comm, problem: str | None) -> None:
-        """Collective. Raises ValueError on every rank for what cannot be used on any. problem: one found before."""
-        with told_by_comparing(partial(comm.compare, _GIVEN, [])):
-            problem = problem or self._problem(comm)
-            for optim in self.optims if self.stage and not problem else ():
-                found, unfit = self._measured(optim, comm)
-                self.found.append(found)
-                problem = problem or unfit
-            whole = {} if problem or not self.found else self.whole
-        lines = [f"stage {self.stage}, {self.policy}", *map(_described, self.optims)]
-        lines += [
-            f"optimizer options {_plain(self.defaults)}",
-            *(f"group options {_plain(one)}" for one in self._groups),
-        ]
-        lines.append(f"whole {[*whole.values()]}")
-        if self.policy.param_dtype is not None:  # before stages 1 and 2 are built, values are sent
-            lines += describe(self.model)
-        comm.compare(_GIVEN, lines, problem)
+    def agree(self, comm: Comm) -> None:
+        """Collective. Raises ValueError on every rank for what cannot be used on any."""
+        with alike([comm], _GIVEN) as lines:
+            self._refuse_unusable(comm)
+            self.found = [self._measured(optim, comm) for optim in self.optims if self.stage]
+            lines += [f"stage {self.stage}, {self.policy}", *map(_described, self.optims)]
+            lines.append(f"optimizer options {_plain(self.defaults)}")
+            lines += [f"group options {_plain(one)}" for one in self._groups]
+            lines.append(f"whole {[*self.whole.values()] if self.found else []}")
+            if self.policy.param_dtype is not None:  # before stages 1 and 2 are built, values are sent
+                lines += describe(self.model)
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
@@ -119,19 +114,29 @@ class Arguments:
                 whole |= whole_among(cut_for(self.partition, found), named)
         return whole
 
-    def _problem(self, comm: Comm) -> str | None:
+    def _refuse_unusable(self, comm: Comm) -> None:
+        mesh = self.device_mesh
+        if mesh is not None and mesh.ndim > 1:
+            raise ValueError(
+                f"device_mesh={mesh} has {mesh.ndim} dimensions. Pass the one that the model trains over: mesh['dp']. "
+                "Hybrid strategies take two: zero.FSDP(model, device_mesh=mesh, sharding_strategy='HYBRID_SHARD')."
+            )
+        if mesh is not None and self.process_group is not None:
+            raise ValueError("process_group and device_mesh both say which ranks train the model. Pass one of them.")
         self._refuse_other_kinds()
         self.policy = as_precision(self.precision)
-        problem = scripted(self.model, inside=False) or _unusable(self.stage, self.options, self.model)
-        problem = problem or precision_problem(self.policy, self.model, self.stage)
-        problem = problem or _of_wrappers(self.defaults) or parts.problem(self.model.named_parameters(), [comm])
-        for optim in () if problem else self.optims:
+        refuse_scripted(self.model, inside=False)
+        _refuse_unusable(self.stage, self.options, self.model)
+        refuse_precision(self.policy, self.model, self.stage)
+        _refuse_of_wrappers(self.defaults)
+        parts.refuse_unfit(self.model.named_parameters(), [comm])
+        for optim in self.optims:
             self._refuse_unknown(optim)
-        if problem is None and self.params is not None:
-            self.groups, problem = as_groups(self.params, call="zero.setup")
-        problem = problem or partition_problem(self.partition)
-        problem = problem or _foreign("zero.setup(params=) was given", self.model, self.groups)
-        if problem is None and self.groups and self.stage in (1, 2):
+        if self.params is not None:
+            self.groups = as_groups(self.params, call="zero.setup")
+        refuse_partition(self.partition)
+        _refuse_foreign("zero.setup(params=) was given", self.model, self.groups)
+        if self.groups and self.stage in (1, 2):
             own = {param for _, param in named_params(self.groups)}
             left = [name for name, one in self.model.named_parameters() if one.requires_grad and one not in own]
             if left:
@@ -139,12 +144,11 @@ class Arguments:
                     f"zero.setup(params=) lacks {len(left)} trained parameters, such as {left[0]!r}, whose gradients "
                     f"stage {self.stage} would not average. Add them, or freeze them by requires_grad_(False)."
                 )
-        if problem is None and (not self.is_one or isinstance(self.optim, Optimizer)):
-            beside = [*([] if self.params is None else ["params"]), *self.defaults]
-            problem = _unfit(self.optims, self.model, self.stage, beside)
-        elif problem is None:
+        if self.is_one and not isinstance(self.optim, Optimizer):
             self._refuse_unbuilt(self.optim)
-        return problem
+        else:
+            beside = [*([] if self.params is None else ["params"]), *self.defaults]
+            _refuse_unfit(self.optims, self.model, self.stage, beside)
 
     def _refuse_other_kinds(self) -> None:
         """Raises ValueError for a model and optimizers that are none, or that stand in one another's place."""
@@ -182,8 +186,8 @@ class Arguments:
         elif self.stage in (1, 2) and self.policy.param_dtype is not None:
             refuse_unbuilt(optim, [{**group} for group in given], self.defaults)
 
-    def _measured(self, optim: Any, comm: Comm) -> tuple[Finding | None, str | None]:
-        """Returns what is known or measured of an optimizer, and an error message if it cannot be sharded so."""
+    def _measured(self, optim: Any, comm: Comm) -> Finding | None:
+        """Returns what is known or measured of an optimizer. Raises ValueError if it cannot be sharded so."""
         partition = self.partition
         if comm.world == 1:
             found = known(_class(optim))
@@ -191,10 +195,11 @@ class Arguments:
             found = finding_of_built(optim)
         else:
             found = finding_of(optim, self.defaults, [options(group) for group in self.groups or [{}]])
-        problem = None if found is None else optimizer_problem(title(_class(optim)), found, partition)
-        if problem is None and isinstance(optim, Optimizer) and comm.world > 1 and cut_for(partition, found) == "even":
-            problem = uncut_state(optim)
-        return found, problem
+        if found is not None:
+            refuse_optimizer(title(_class(optim)), found, partition)
+        if isinstance(optim, Optimizer) and comm.world > 1 and cut_for(partition, found) == "even":
+            refuse_uncut(optim)
+        return found
 
 
 _GIVEN = "the stages, models and optimizers given to zero.setup"
@@ -204,81 +209,79 @@ def _class(optim: Any) -> Callable[..., Optimizer]:
     return type(optim) if isinstance(optim, Optimizer) else optim
 
 
-def _of_wrappers(defaults: Iterable[str]) -> str | None:
-    """Returns an error message for options of FSDP among the optimizer's."""
+def _refuse_of_wrappers(defaults: Iterable[str]) -> None:
+    """Raises ValueError for options of FSDP, or of DistributedDataParallel, among the optimizer's."""
     known = {name for name, one in signature(FSDP).parameters.items() if one.kind is one.KEYWORD_ONLY}
     for option in sorted(known & {*defaults}):
-        return (
+        raise ValueError(
             f"{option}= is an option of FSDP that zero.setup does not take. Wrap the model by zero.FSDP(model, "
             f"{option}=...), and build the optimizer of the parameters() of what that returns."
         )
     for option in sorted(signature(DistributedDataParallel).parameters.keys() & {*defaults}):
-        return (
+        raise ValueError(
             f"{option}= is an option of DistributedDataParallel. Leave it out: stages 1 to 3 average gradients "
             "themselves. Or build zero.OSS.from_optimizer(optimizer) and DistributedDataParallel(model, "
             f"{option}=..., gradient_as_bucket_view=True) yourself, which is stage 1."
         )
-    return None
 
 
-def _foreign(given: str, model: nn.Module, groups: list[dict[str, Any]]) -> str | None:
-    """Returns an error message for parameters that are none of the model's. given: its beginning."""
+def _refuse_foreign(given: str, model: nn.Module, groups: list[dict[str, Any]]) -> None:
+    """Raises ValueError for parameters that are none of the model's. given: its beginning."""
     own = {*parameters_of(model)}
     foreign = [(name, param) for name, param in named_params(groups) if param not in own]
     if not foreign:
-        return None
+        return
     name, param = foreign[0]
-    return (
+    raise ValueError(
         f"{given} {len(foreign)} parameters that are not the model's, such as {name} of shape "
         f"{list(param.shape)}. Pass parameters of the same model object, as it is now; of two models, set up each, or "
         "one module that holds both."
     )
 
 
-def _unfit(optims: Sequence[Any], model: nn.Module, stage: int, beside: Iterable[str]) -> str | None:
-    """Returns an error message for built optimizers that cannot train the model at the stage. beside: the names of
-    options for them."""
+def _refuse_unfit(optims: Sequence[Any], model: nn.Module, stage: int, beside: Iterable[str]) -> None:
+    """Raises ValueError for built optimizers that cannot train the model at the stage.
+
+    beside: the names of options for them.
+    """
     odd = [one for one in optims if not isinstance(one, Optimizer)]
     if odd or not optims:
-        return (
+        raise ValueError(
             f"zero.setup was given a list of optimizers with {called(odd[0]) if odd else 'nothing'} in it. Pass "
             "optimizers that are built, each of its own parameters: [Muon(matrices, ...), AdamW(rest, ...)]."
         )
     names = " and the ".join(map(called, optims))
     for option in beside:
-        return (
+        raise ValueError(
             f"zero.setup was given an {names} that is built already, and {option}= for it. Set options in its "
             f"param_groups; or pass its class: zero.setup(model, {called(optims[0])}, stage={stage}, {option}=...)."
         )
     if any(map(parts.takes, parameters_of(model))):
-        return (
+        raise ValueError(
             f"the model has DTensors, and the {names} was built of these, while plain parameters are stepped in their "
             f"place. Pass its class and its arguments: zero.setup(model, {called(optims[0])}, stage={stage}, ...)."
         )
     named, counts = dict(model.named_parameters()), Counter(param for one in optims for param in params_of(one))
     missing = [own for own, param in named.items() if param.requires_grad and param not in counts]
     if missing and not counts.keys() & {*named.values()}:
-        return (
+        raise ValueError(
             f"the {names} given to zero.setup has none of the model's parameters: those of another one, of a copy, "
             "or from before the model was moved or loaded with assign=True. Build it of model.parameters()."
         )
     if missing:
-        return (
+        raise ValueError(
             f"the {names} given to zero.setup does not have {len(missing)} trained parameters of the model, such as "
             f"{missing[0]!r}, which nothing would step. Add them by its add_param_group, or freeze them by "
             "requires_grad_(False)."
         )
     if twice := [own for own, param in named.items() if counts[param] > 1]:
-        return (
+        raise ValueError(
             f"{twice[0]!r} is a parameter of several of the optimizers given to zero.setup ({names}), each of which "
             "would step it. Give each parameter to one of them."
         )
-    problems = (
-        _foreign(f"the {called(one)} given to zero.setup has", model, one.param_groups)
-        or problem_of(one, OSS, rebuilds=stage in (1, 2))
-        for one in optims
-    )
-    return next(filter(None, problems), None)
+    for one in optims:
+        _refuse_foreign(f"the {called(one)} given to zero.setup has", model, one.param_groups)
+        refuse_unfit(one, OSS, rebuilds=stage in (1, 2))
 
 
 def _described(optim: Any) -> str:
@@ -294,21 +297,6 @@ def _plain(given: Mapping[str, Any]) -> str:
     return described_options({name: value for name, value in given.items() if isinstance(value, kinds)})
 
 
-def ranks_of(group: Any, mesh: DeviceMesh | None) -> tuple[Comm, str | None]:
-    """Returns the ranks that train the model together, and an error message if they cannot."""
-    problem = None
-    if mesh is not None and mesh.ndim > 1:
-        problem = (
-            f"device_mesh={mesh} has {mesh.ndim} dimensions. Pass the one that the model trains over: mesh['dp']. "
-            "Hybrid strategies take two: zero.FSDP(model, device_mesh=mesh, sharding_strategy='HYBRID_SHARD')."
-        )
-    elif mesh is not None:
-        if group is not None:
-            problem = "process_group and device_mesh both say which ranks train the model. Pass one of them."
-        group = mesh.get_group()
-    return Comm(group), problem
-
-
 # The stages at which an option means something.
 
 
@@ -320,30 +308,33 @@ _INSTEAD = {
 }
 
 
-def _unusable(stage: object, given: Mapping[str, Any], model: nn.Module) -> str | None:
-    """Returns an error message for a stage that is unknown, a model, or options that mean nothing at the stage."""
+def _refuse_unusable(stage: object, given: Mapping[str, Any], model: nn.Module) -> None:
+    """Raises ValueError for a stage that is unknown, a model, or options that mean nothing at the stage."""
     if isinstance(stage, bool) or not isinstance(stage, SupportsIndex) or stage not in (0, 1, 2, 3):
-        return f"stage={stage!r} is no stage. Pass an int: 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP)."
+        raise ValueError(f"stage={stage!r} is no stage. Pass an int: 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).")
     wrapped = next(((name, one) for name, one in model.named_modules() if isinstance(one, Wrapped)), None)
     if wrapped is not None and (stage < 3 or isinstance(unwrapped_of_torchs(model), Wrapped)):
         where = f", as {wrapped[0]!r}," if wrapped[0] else ""
-        return (
+        raise ValueError(
             f"zero.setup was given a model that is wrapped already{where} in a {type(wrapped[1]).__name__}, as in a "
             "notebook whose cell runs again. Pass what zero.unwrap(model) returns."
         )
     refuse_left(model.named_parameters())
     for name, param in model.named_parameters() if stage < 3 else ():
         if param.is_meta:
-            return (
+            raise ValueError(
                 f"{name!r} is on the meta device and has no values, which stage 3 alone initialises. Call "
                 "model.to_empty(device=...) and initialise the model first."
             )
     if stage == 0 and any(map(parts.takes, parameters_of(model))):
-        return "the model has DTensors, which DistributedDataParallel (stage 0) does not take. Take stage 1, 2 or 3."
+        raise ValueError(
+            "the model has DTensors, which DistributedDataParallel (stage 0) does not take. Take stage 1, 2 or 3."
+        )
     wrong = next((name for name in given if stage not in _STAGES[name]), None)
     if wrong is not None:
-        return f"{wrong}={given[wrong]!r} means nothing at stage {stage}. {_INSTEAD[wrong]}"
-    if stage in (1, 2) and (problem := on_two_devices(model.named_parameters()) or unsendable(model.named_buffers())):
-        return problem
-    named = ((repr(name), param) for name, param in model.named_parameters())
-    return shared_memory(named, model.named_buffers()) if stage else None
+        raise ValueError(f"{wrong}={given[wrong]!r} means nothing at stage {stage}. {_INSTEAD[wrong]}")
+    if stage in (1, 2):
+        refuse_two_devices(model.named_parameters())
+        refuse_unsendable(model.named_buffers())
+    if stage:
+        refuse_shared(((repr(name), param) for name, param in model.named_parameters()), model.named_buffers())

@@ -17,7 +17,7 @@ from zero._torch.modules import loads_by_itself, parameters_of
 from zero._torch.optimizers import with_load_hooks
 from zero._torch.telling import warn_user
 from zero.comm import AGREEMENT
-from zero.comm.together import Together, compare, told_by_comparing
+from zero.comm.together import Together, alike
 from zero.comm.waiting import calling
 from zero.fsdp.full_weights import loading, named_tensors
 from zero.fsdp.model import models_of
@@ -240,10 +240,9 @@ def load_full_optimizer_state_dict(
     for unit in (unit for one, _ in models_of(inner) for unit in one.units):
         unit.reshard()  # a forward without backward may have left it unsharded
     if not alone and isinstance(given, Mapping):
-        with told_by_comparing(lambda problem: compare(comms, what, [], problem)):
+        with alike(comms, what):
             refuse_other_shard(stepped, marks_of(given), "Load what zero.full_optimizer_state_dict returns.")
             refuse_other_options(stepped, given["param_groups"])
-        compare(comms, what, [], None)
         with Together(comms, AGREEMENT) as together:
             _load_state(stepped, optimizer, dict(given))
             together.agree()

@@ -26,21 +26,20 @@ from zero.tensor_parallel import parts
 from zero.wrap.precision import MixedPrecision, rounds
 
 
-def precision_problem(policy: MixedPrecision, model: nn.Module, stage: object) -> str | None:
-    """Returns an error message for a precision that a model cannot have at a stage, else None."""
+def refuse_precision(policy: MixedPrecision, model: nn.Module, stage: object) -> None:
+    """Raises ValueError for a precision that a model cannot have at a stage."""
     dtype = policy.param_dtype
     for name, param in model.named_parameters() if dtype is not None else ():
         if param.requires_grad and param.is_floating_point() and param.itemsize < 4:
-            return (
+            raise ValueError(
                 f"precision={str(dtype).removeprefix('torch.')} keeps float32 masters of a float32 model, but {name!r} "
                 f"is {param.dtype}. Load the model in float32, or call model.float()."
             )
     if stage in (1, 2) and dtype is not None and any(map(parts.takes, parameters_of(model))):
-        return (
+        raise ValueError(
             f"the model has DTensors, which stage {stage} cannot round. Take stage 3; or convert the model to 16 bits "
             "before it is parallelised, and build zero.OSS(params, precision='bf16') yourself."
         )
-    return None
 
 
 class Rounding:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
@@ -15,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from zero._torch.modules import parameters_of
-from zero.arguments import Arguments, Optim, ranks_of
+from zero.arguments import Arguments, Optim
 from zero.comm import Comm
-from zero.comm.together import Together, told_by_comparing
+from zero.comm.together import Together, alike
 from zero.fsdp import FSDP
 from zero.fsdp.units import Policy
 from zero.measure.param_groups import params_of
@@ -133,10 +132,12 @@ def setup(
     given = {} if offload is None else {"offload": offload}
     if not reshard_after_forward:
         given["reshard_after_forward"] = reshard_after_forward
-    comm, problem = ranks_of(process_group, device_mesh)
+    one_mesh = device_mesh is not None and device_mesh.ndim == 1
+    comm = Comm(device_mesh.get_group() if one_mesh and device_mesh is not None else process_group)
+    where = process_group, device_mesh
     names = [*signature(setup).parameters]
-    asked = Arguments(model, optim, stage, params, partition, precision, given, defaults, names)
-    asked.agree(comm, problem)
+    asked = Arguments(model, optim, stage, params, partition, precision, *where, given, defaults, names)
+    asked.agree(comm)
     with _telling(asked.call):
         if stage in (1, 2):
             wrapped, optimizers = _with_oss(asked, comm, auto_wrap_policy)
@@ -188,9 +189,8 @@ def _with_oss(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> tuple[nn.M
             return model, _oss(asked, comm, options)
         sharding = made(asked, comm, options)
         return kind(model, sharding, precision=policy), sharding
-    with told_by_comparing(partial(comm.compare, _POLICIES, [])):
+    with alike([comm], _POLICIES):
         rounding = Rounding(policy, model, auto_wrap_policy, comm)
-    comm.compare(_POLICIES, [])
     rounding.start_alike()
     sharding = made(asked, comm, {**options, "precision": policy, "rounded": rounding.dtypes})
     return rounding.wrap(kind, sharding), sharding

@@ -18,7 +18,7 @@ import zero
 from processes import ROOT
 from ranks import refusal
 from zero.checkpoint import CheckpointError, write
-from zero.checkpoint.ranks import Ranks
+from zero.checkpoint.write import Saving
 
 ON_FULL_DISK = """
 import atexit, sys
@@ -158,7 +158,7 @@ def test_a_wait_that_is_interrupted_while_a_file_is_written_can_be_called_again(
 
 def test_a_wait_that_is_interrupted_among_ranks_does_not_return_as_if_all_were_complete(tmp_path):
     saving = zero.checkpoint.save(tmp_path, tiny(), wait=False)
-    with mock.patch.object(Ranks, "compare", raising(KeyboardInterrupt)), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(Saving, "_agree", raising(KeyboardInterrupt)), pytest.raises(KeyboardInterrupt):
         saving.wait()
     with pytest.raises(CheckpointError, match=r"interrupted \(KeyboardInterrupt\(\)\).* nobody knows"):
         saving.wait()

@@ -191,7 +191,7 @@ def test_without_a_process_group_this_process_is_a_world_of_its_own():
     comm.collect([(0, full)], 0, HERE)
     comm.collect([(0, full)], None, HERE)
     same(full, torch.arange(5.0), "what was sent about")
-    assert refusal(lambda: comm.compare("things", ["one"], "a bad thing")) == "ValueError: a bad thing"
+    assert refusal(lambda: comm.compare("things", ["one"], ValueError("a bad thing"))) == "ValueError: a bad thing"
     assert traffic() == before
     same(comm.reduce([(torch.ones(3, dtype=torch.bfloat16), [3])]).wait(), torch.ones(3), "the sum, in float32")
 
@@ -303,8 +303,8 @@ COMPARED = {  # what the last rank has in place of a: 1 and b: 2, its problem, a
     "another value": (["a: 1", "b: 3"], None, "differ .* position 1, rank 0 has b: 2, rank {last} has b: 3"),
     "fewer": (["a: 1"], None, "differ .* position 1, rank 0 has b: 2, rank {last} has nothing"),
     "more": (["a: 1", "b: 2", "c"], None, "differ .* position 2, rank 0 has nothing, rank {last} has c"),
-    "a problem": (["a: 1", "b: 2"], "a is bad.", r"^ValueError: a is bad\. \(on rank {last}\)$"),
-    "a problem and a difference": (["a: 3"], "a is bad.", r"^ValueError: a is bad\. \(on rank {last}\)$"),
+    "a problem": (["a: 1", "b: 2"], ValueError("a is bad."), r"^ValueError: a is bad\. \(on rank {last}\)$"),
+    "a problem and a difference": (["a: 3"], ValueError("a is bad."), r"^ValueError: a is bad\. \(on rank {last}\)$"),
 }
 
 
@@ -317,7 +317,7 @@ def test_a_difference_or_a_problem_raises_the_same_on_every_rank(rank, world):
         assert re.search(fact.format(last=last), text), f"{name}: {text}"
         assert comm.all_gather_text(text) == [text] * world, name
     everyone = ", ".join(map(str, range(world)))
-    assert f"(on rank {everyone})" in refusal(lambda: comm.compare("the things", ["a: 1"], "a is bad."))
+    assert f"(on rank {everyone})" in refusal(lambda: comm.compare("the things", ["a: 1"], ValueError("a is bad.")))
 
 
 # ------------------------------------------------------------------------------------------------- Nobody waits for it

@@ -255,6 +255,7 @@ WAYS = {
 KINDS = {kind.__name__: kind for kind in sorted(ELEMENTWISE, key=lambda kind: kind.__name__)}
 
 
+@pytest.mark.filterwarnings("ignore:Sharded tensors were gathered")
 @matrix.combined("stage, way, kind", [1, 2, 3], WAYS, KINDS, each=3)
 @ranks.on(2)
 def test_state_is_there_on_every_rank_also_once_it_was_loaded(rank, world, stage, way, kind, tmp_path):

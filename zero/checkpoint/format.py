@@ -155,17 +155,18 @@ def memory_order(shape: Iterable[int], stride: Iterable[int]) -> tuple[int, ...]
     return (*(dim for dim in range(len(sizes)) if dim not in long), *ordered)
 
 
-def tensor_problem(tensor: Tensor) -> str | None:
-    """Why a tensor cannot be stored, as an error message for the user; None if it can."""
+def refuse_unstorable(name: str, tensor: Tensor) -> None:
+    """Raises ValueError for a tensor that cannot be stored. name: in the error."""
     if wraps_others(tensor):
-        return f"is a {type(tensor).__name__}, which wraps other tensors (DTensor, quantised). Store plain tensors"
+        raise ValueError(
+            f"{name} is a {type(tensor).__name__}, which wraps other tensors (DTensor, quantised). Store plain tensors."
+        )
     if tensor.layout != torch.strided:
-        return f"has layout {tensor.layout}. Store dense tensors"
+        raise ValueError(f"{name} has layout {tensor.layout}. Store dense tensors.")
     if tensor.is_meta:
-        return "is on the meta device and has no values. Give it values first"
+        raise ValueError(f"{name} is on the meta device and has no values. Give it values first.")
     if tensor.dtype not in NAMES:
-        return f"has dtype {tensor.dtype}, which safetensors files cannot hold"
-    return None
+        raise ValueError(f"{name} has dtype {tensor.dtype}, which safetensors files cannot hold.")
 
 
 @dataclass(frozen=True)
@@ -200,8 +201,8 @@ class Entry:
         known = [one.name for one in fields(ParamShard)]
         return Entry(full, tuple(ParamShard(*(shard[name] for name in known)) for shard in entry["shards"]))
 
-    def problem(self) -> str | None:
-        """Why it cannot be read, as the end of an error message for the user; None if it can."""
+    def refuse_unsound(self, what: str) -> None:
+        """Raises ValueError if it cannot be read. what: begins the text."""
         shape, (order, slices) = self.geometry.shape, self.geometry.counting
         sound = all(isinstance(size, int) and size >= 0 for size in shape)
         if order is not None:
@@ -210,13 +211,16 @@ class Entry:
             dim, width = slices  # every slice has a shard
             sound = sound and isinstance(width, int) and dim >= 0 and width * len(self.shards) >= shape[dim]
         if not sound:
-            return f"is described as {self.geometry!r}"
+            raise ValueError(f"{what} is described as {self.geometry!r}")
         end = 0
         for shard in self.shards:
             if shard.start != end or shard.stop < end:
-                return f"lacks elements from {end}"
+                break
             end = shard.stop
-        return None if end == self.geometry.numel and self.shards else f"lacks elements from {end}"
+        else:
+            if end == self.geometry.numel and self.shards:
+                return
+        raise ValueError(f"{what} lacks elements from {end}")
 
 
 def listed(names: Sequence[str]) -> str:
@@ -329,8 +333,7 @@ class Index:
                 raise ValueError("has a configuration of the model that is none")
             room = {name: file["bytes"] for name, file in index.files.items() if "/" not in name}
             for path, entry in index.tensors.items():
-                if problem := entry.problem():
-                    raise ValueError(f"says that {path} {problem}")
+                entry.refuse_unsound(f"says that {path}")
                 for shard in entry.shards:
                     if shard.file not in room:
                         raise ValueError(f"names {shard.file!r}, which is none of its files")

@@ -22,7 +22,7 @@ from zero._torch.telling import warn_user
 from zero._torch.tensors import as_plain_tensors, tree_iter
 from zero.checkpoint import directory
 from zero.checkpoint.files import Chunk, progress, write
-from zero.checkpoint.format import CONFIGS, LONGEST, Entry, Index, ParamShard, tensor_problem
+from zero.checkpoint.format import CONFIGS, LONGEST, Entry, Index, ParamShard, refuse_unstorable
 from zero.checkpoint.ranks import Ranks
 from zero.checkpoint.shards import Held, Training, whole
 from zero.checkpoint.storage import Place
@@ -138,8 +138,7 @@ def _plan_optimizer(plan: SavePlan, training: Training, shards: SteppedShards) -
 
 def _state_held(path: str, one: Held, value: Tensor) -> Held:
     """A state tensor of a parameter that this rank steps: it is elements of a full tensor, or a full tensor itself."""
-    if problem := tensor_problem(value):
-        raise ValueError(f"{path} {problem}.")
+    refuse_unstorable(path, value)
     with as_plain_tensors():
         alike = value.shape == one.tensor.shape
     if alike:
@@ -228,8 +227,10 @@ def seal(checkpoint: Place, index: Index, *, keep: int | None) -> None:
         shards = sorted((shard for one in entries for shard in one.shards), key=lambda one: (one.start, one.stop))
         index.tensors[path] = Entry(entries[0].geometry, tuple(shards))
         index.left_out.pop(path.removeprefix("model/"), None)
-        if problem := index.tensors[path].problem():
-            raise ValueError(f"{path}, as the ranks wrote it, {problem}: they do not hold the same model")
+        try:
+            index.tensors[path].refuse_unsound(f"{path}, as the ranks wrote it,")
+        except ValueError as error:
+            raise ValueError(f"{error}: they do not hold the same model") from None
     # The version from where it is, because no room imports the package that holds all of them.
     by, at = sys.modules["zero"].__version__, datetime.now(timezone.utc).isoformat(timespec="seconds")
     index.saved = {"by": by, "torch": torch.__version__, "at": at}

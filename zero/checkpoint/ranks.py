@@ -9,7 +9,7 @@ from typing import Any
 
 from zero.checkpoint.format import CheckpointError
 from zero.comm import Comm
-from zero.comm.together import compare
+from zero.comm.together import alike
 
 
 class Ranks:
@@ -39,13 +39,6 @@ class Ranks:
             gathered = [one for text in comm.all_gather_text(json.dumps(gathered)) for one in json.loads(text)]
         return gathered
 
-    def compare(self, what: str, lines: Sequence[str] = (), problem: str | None = None) -> None:
-        """Collective. Raises CheckpointError on every rank if any has a problem, or if the lines differ."""
-        try:
-            compare(self.comms, what, lines, problem)
-        except ValueError as error:
-            raise CheckpointError(str(error)) from None
-
     @contextmanager
     def together(
         self, what: str = "", *, writing: object = None, before: str = "", after: str = ""
@@ -54,12 +47,14 @@ class Ranks:
         that are put into the list differ.
 
         what: the lines. writing: see `described`. before, after: added to the message."""
-        lines, problem = list[str](), None
         try:
-            yield lines
-        except Exception as error:  # also from the user's optimizer, modules or values
-            problem = f"{before}{described(error, writing)}{after}"
-        self.compare(what, lines, problem)
+            with alike(self.comms, what) as lines:
+                try:
+                    yield lines
+                except Exception as error:  # also from the user's optimizer, modules or values
+                    raise ValueError(f"{before}{described(error, writing)}{after}") from None
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
 
 
 def described(error: Exception, writing: object = None) -> str:

@@ -33,7 +33,7 @@ from zero.checkpoint.format import (
     geometry_of,
     listed,
     memory_order,
-    tensor_problem,
+    refuse_unstorable,
     under,
 )
 from zero.checkpoint.ranks import Ranks
@@ -191,8 +191,7 @@ class Training:
                     self.tied[name] = self._names[value]
                     continue
                 self._names[value], self.tensors[name] = name, value
-                if problem := tensor_problem(value):
-                    raise ValueError(f"{name!r} {problem}")
+                refuse_unstorable(repr(name), value)
             elif name.rpartition(".")[2] == "_extra_state":
                 self.values[name] = value
                 self.holders[name] = module.get_submodule(given.rpartition(".")[0])
@@ -303,7 +302,7 @@ class Training:
 
     def stepped_empty(self, shards: SteppedShards) -> dict[str, nn.Parameter]:
         """The empty shards that an optimizer steps and keeps state of, by the names of their parameters."""
-        empty = (owned for owned in stepped_here(shards) if not owned.span.numel)
+        empty = (owned for owned in stepped_here(shards) if owned.empty)
         return {self._names[owned.param]: shards.part(owned.param) for owned in empty}
 
     def stepped(self, shards: SteppedShards) -> Iterator[Held]:

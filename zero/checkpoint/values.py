@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zero.checkpoint.format import DTYPES, NAMES, tensor_problem
+from zero.checkpoint.format import DTYPES, NAMES, refuse_unstorable
 
 # numpy's names for the dtypes that a checkpoint can hold.
 _ARRAYS = {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
@@ -60,8 +60,7 @@ def encode(value: Any, where: str) -> Any:
             _TAG: "array",
         }
     if isinstance(value, Tensor):
-        if problem := tensor_problem(value):
-            raise ValueError(f"{where} {problem}.")
+        refuse_unstorable(where, value)
         encoded = {_TAG: "tensor", "dtype": NAMES[value.dtype], "shape": list(value.shape)}
         if value.dim() == 0 and not value.dtype.is_complex and value.dtype.itemsize != 1:
             return {**encoded, "value": value.item()}

@@ -196,6 +196,11 @@ class Saving:
             raise RuntimeError("the checkpoint is still being written. Call wait() first.")
         return Path(self._place.path) if self._place.mounted else self._place.url
 
+    def _agree(self) -> None:
+        with self._ranks.together():
+            if self._problem is not None:
+                raise ValueError(self._problem)
+
     def wait(self) -> None:
         """Collective. Returns when the checkpoint is complete, on disk, and the run's latest.
 
@@ -210,13 +215,13 @@ class Saving:
         if _unfinished.get(self._place.parent) is self:
             del _unfinished[self._place.parent]
         try:
-            self._ranks.compare("", problem=self._problem)  # the first's thread waits for a file that may never come
+            self._agree()  # the first's thread waits for a file that may never come
             self._all_written = True
             if self._thread is not None:
                 self._thread.join()
             elif self._ranks.first:
                 self._publish()
-            self._ranks.compare("", problem=self._problem)
+            self._agree()
         except BaseException as error:
             # Interrupted here it raises from then on: the other ranks may have come to either end.
             unknown = f"wait() was interrupted ({error!r}): nobody knows whether it is complete. Save again."

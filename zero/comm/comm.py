@@ -30,9 +30,6 @@ from zero.comm.traffic import sent
 from zero.comm.transport import Message, Scattered
 from zero.comm.work import Work
 
-Problem = str | Exception | None
-"""What a rank cannot do, as the text of a ValueError or as its own error; None if it can."""
-
 
 class Comm:
     """One process group, seen from this rank. `rank` and `world` count the ranks of the group, not of the job.
@@ -95,16 +92,16 @@ class Comm:
         """Returns whether transfers of tensors on this device overlap with computing. Collective the first time."""
         return self.world > 1 and self._transports[tensor.device.type].overlaps
 
-    def device_problem(self, devices: Sequence[torch.device]) -> str | None:
-        """Returns why this group cannot send tensors on these devices, in words for the user; None if it can."""
+    def refuse_devices(self, devices: Sequence[torch.device]) -> None:
+        """Raises ValueError, in words for the user, if this group cannot send tensors on these devices."""
         missing = None if self.group is None else self.link.without_backend(devices)
         if missing is None:
-            return None
+            return
         if not any(missing in types for types in dist.Backend.backend_capability.values()):
-            return (
+            raise ValueError(
                 f'torch.distributed has no backend for {missing}: move the model to the CPU by model.to("cpu") first.'
             )
-        return (
+        raise ValueError(
             f"parameters are on {missing}, but the process group has no backend for that device (its backend is "
             f"{dist.get_backend(self.group)}). Call torch.cuda.set_device(local_rank) and move the model with "
             "model.to(device) first, or initialise the group with a backend for both devices: "
@@ -132,16 +129,15 @@ class Comm:
         """Collective the first time. Has the ranks reach one another, so that they have a name for what they tell."""
         _ = self._transports["cpu"]
 
-    def compare(self, what: str, lines: Sequence[str], problem: Problem = None, channel: int = COMPARISON) -> None:
-        """Collective. Raises an error of one class on every rank if any rank has a `problem`, and ValueError if the
-        signature `lines` differs between ranks. Otherwise it costs one exchange of 32 bytes."""
-        own = ValueError(problem) if isinstance(problem, str) else problem
+    def compare(self, what: str, lines: Sequence[str], own: Exception | None = None, channel: int = COMPARISON) -> None:
+        """Collective. Raises an error of one class on every rank if any rank has an error of its `own`, and ValueError
+        if the signature `lines` differs between ranks. Otherwise it costs one exchange of 32 bytes."""
         texts = [json.dumps({"problem": own and described(own, text_of(own)), "lines": list(lines)})]
         if self.world > 1:
             # First: Gloo ends the process where an all-gather of 32 bytes meets another operation.
             self.agree(channel)
             digests = self._exchange(hashlib.sha256(texts[0].encode()).digest())
-            if problem is not None or len(set(digests)) > 1:
+            if own is not None or len(set(digests)) > 1:
                 texts = self.all_gather_text(texts[0])
             else:
                 return

@@ -13,10 +13,11 @@ there that they are out of step; they read its text in the group's store (`Raise
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from zero.comm.comm import Comm, Problem
+from zero.comm.channels import COMPARISON
+from zero.comm.comm import Comm
 from zero.comm.told import dumped, is_told, loaded, mark_told
 
 MOST_FLAGS, _PROBLEM = 1, 2
@@ -86,32 +87,27 @@ class Together:
         return flags, raised
 
 
-def compare(comms: Sequence[Comm], what: str, lines: Sequence[str], problem: Problem) -> None:
-    """Collective. Comm.compare over all ranks: where it raises on one, it does on all. comms: as of `Together`."""
-    for comm in comms:
-        try:
-            comm.compare(what, lines, problem)
-        except Exception as error:
-            if not is_told(error, [comm.log]):  # the comparison itself has failed
-                raise
-            problem = error
-    try:
-        if isinstance(problem, Exception):
-            raise problem
-    finally:
-        del problem  # else this frame, which its traceback keeps, would keep it, and so the user's model
-
-
 @contextmanager
-def told_by_comparing(compare: Callable[[Exception], object]) -> Iterator[None]:
-    """Around what a rank does before ranks compare what they were given: what it raises here is the others' problem
-    there. compare: takes part in that comparison, with a problem."""
+def alike(comms: Sequence[Comm], what: str, channel: int = COMPARISON) -> Iterator[list[str]]:
+    """Collective at its end: around what each rank does before anything is changed. What any rank raises in it all
+    raise, an error of its class; and ValueError if the lines that ranks put into the list differ, `what` in its text.
+
+    comms: as of `Together`."""
+    lines, own = list[str](), None
     try:
-        yield
-    except ValueError as error:
-        compare(error)  # raises one of this class, which says which ranks have the problem
-        raise
+        yield lines
     except Exception as error:
-        with suppress(Exception):
-            compare(error)
-        raise
+        own = error
+    told = own
+    try:
+        for comm in comms:
+            try:
+                comm.compare(what, lines, told, channel)
+            except Exception as error:
+                if not is_told(error, [comm.log]):  # the comparison itself has failed
+                    raise own or error from None
+                told = error
+        if told is not None:
+            raise told if own is None or isinstance(own, ValueError) else own  # the first says which ranks have it
+    finally:
+        del own, told  # else this frame, which the traceback keeps, would keep them, and so the user's model

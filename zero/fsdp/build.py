@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zero.comm.together import alike
 from zero.fsdp.choice import UnitChoice
 from zero.fsdp.meta import Materialiser
 from zero.fsdp.options import Options
@@ -123,8 +124,10 @@ class Builder:
         """Collective, if building can fail. Raises ValueError on every rank if it has failed on any."""
         if not self._can_fail:
             return
-        problem = self._values.problem or self._options.offload.problem(f"the shards of {title}")
-        self._placement.compare("the units of FSDP", [], problem)
+        with alike(self._placement.all_groups(), "the units of FSDP"):
+            if self._values.problem is not None:
+                raise ValueError(self._values.problem)
+            self._options.offload.refuse_full(f"the shards of {title}")
 
 
 def restore_units(units: Sequence[Unit]) -> None:

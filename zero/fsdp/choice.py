@@ -11,8 +11,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero._torch.modules import parameters_of
 from zero._torch.tensors import wraps_others
 from zero.fsdp.units import Policy, params_by_unit, unit_modules
-from zero.shards.arguments import on_two_devices
-from zero.shards.shapes import shared_memory, unsendable, unusable
+from zero.shards.arguments import refuse_two_devices
+from zero.shards.shapes import refuse_shared, refuse_unsendable, refuse_unusable
 from zero.wrap.wrapper import describe
 
 # Parameters of models whose construction an error has ended: some of them are shards.
@@ -41,19 +41,13 @@ class UnitChoice:
         self._left_out = {*ignored, *sharded}
         self.units: dict[str, nn.Module] = {}
 
-    def divide(
-        self, policy: Policy, as_one_unit: Sequence[nn.Module | type[nn.Module]], leaves: float | None
-    ) -> str | None:
-        """Chooses the units, see `unit_modules`. Returns an error message if the policy is unusable, else None."""
+    def divide(self, policy: Policy, as_one_unit: Sequence[nn.Module | type[nn.Module]], leaves: float | None) -> None:
+        """Chooses the units, see `unit_modules`. Raises ValueError if the policy is unusable."""
         excluded = [*self._nested.values()]
-        try:
-            self.units = unit_modules(self.module, policy, as_one_unit, excluded=excluded, leaves_from=leaves)
-        except ValueError as error:
-            return str(error)
-        return None
+        self.units = unit_modules(self.module, policy, as_one_unit, excluded=excluded, leaves_from=leaves)
 
-    def unusable(self, *, synced: bool, sharded: Collection[nn.Parameter]) -> str | None:
-        """Returns an error message if the model cannot be sharded, else None.
+    def refuse_unusable(self, *, synced: bool, sharded: Collection[nn.Parameter]) -> None:
+        """Raises ValueError if the model cannot be sharded.
 
         synced: whether meta parameters receive the first rank's values.
         sharded: the parameters of all FSDPs, nested ones and others.
@@ -63,7 +57,7 @@ class UnitChoice:
         for name, param in self.module.named_parameters():
             if param in ignored:
                 if synced and param.is_meta and wraps_others(param):
-                    return (
+                    raise ValueError(
                         f"{name!r} is a {type(param).__name__} on the meta device, which wraps other tensors and would "
                         "not get the first rank's values. Build it with values on every rank."
                     )
@@ -72,28 +66,26 @@ class UnitChoice:
             if param in self._sharded:
                 continue
             if param in _half_sharded:
-                return (
+                raise ValueError(
                     f"{name!r} may be a shard: an error ended an earlier FSDP(...) of this model, and left it half "
                     "sharded. Build the model again."
                 )
             if param in sharded:
-                return (
+                raise ValueError(
                     f"{name!r} is sharded by another FSDP already. Wrap a module once, or wrap the FSDP around it; in "
                     "a notebook whose cell runs again wrap what zero.unwrap(model) of that FSDP returns."
                 )
-            problem = None if param.is_meta and synced else unusable(param, repr(name))
-            if problem is not None:
-                return problem
+            if not (param.is_meta and synced):
+                refuse_unusable(param, repr(name))
         for name, buffer in self.module.named_buffers():
             if buffer.is_meta and not synced:
-                return unusable(buffer, f"the buffer {name!r}")
+                refuse_unusable(buffer, f"the buffer {name!r}")
         whole = [(name, param) for name, param in self.module.named_parameters() if param in ignored]
-        if problem := unsendable([*whole, *self.module.named_buffers()]):
-            return problem
+        refuse_unsendable([*whole, *self.module.named_buffers()])
         if not has_parameters:
-            return "FSDP was given a module without parameters: there is nothing to shard."
-        own = ((repr(name), param) for name, param in self.own())
-        return on_two_devices(self.own()) or shared_memory(own, self.module.named_buffers())
+            raise ValueError("FSDP was given a module without parameters: there is nothing to shard.")
+        refuse_two_devices(self.own())
+        refuse_shared(((repr(name), param) for name, param in self.own()), self.module.named_buffers())
 
     def own(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters to shard, with their names."""

@@ -135,11 +135,11 @@ class Compiling:
         schedule = self._schedule
         searches = module.training not in schedule.modes and schedule.installed and not self._root.summoned
         if searches:
-            problem = compiling_problem(
-                module, {unit.module for unit in self._units[1:] if unit.exists}, records=self._records
-            )
-            if problem is not None:
-                raise RuntimeError(problem)
+            units = {unit.module for unit in self._units[1:] if unit.exists}
+            try:
+                refuse_compiled(module, units, records=self._records)
+            except ValueError as error:
+                raise RuntimeError(str(error)) from None
         if not (traced or is_compiled(module)):
             return module
         if searches and {*_compiled_in(module)} <= {module, uncompiled(module)}:
@@ -199,23 +199,22 @@ def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-def compiling_problem(root: nn.Module, units: Collection[nn.Module], *, records: bool) -> str | None:
-    """Returns an error message if torch.compile was called with modules or options that FSDP cannot run, else None.
+def refuse_compiled(root: nn.Module, units: Collection[nn.Module], *, records: bool) -> None:
+    """Raises ValueError if torch.compile was called with modules or options that FSDP cannot run.
 
     units: the modules of all units below the root. records: whether CUDA graphs could read parameters that are freed.
     """
     if records and called_by_cuda_graphs():
-        return f"the code that calls the FSDP {_AS_GRAPHS}"
+        raise ValueError(f"the code that calls the FSDP {_AS_GRAPHS}")
     for name, module in root.named_modules():
         if not is_compiled(module):
             continue
         title = f"{type(uncompiled(module)).__name__} {name!r}"
         inside = {*module.modules()} - {module, uncompiled(module)}
         if compiled_without_breaks(module) and not inside.isdisjoint(units):
-            return f"{title} was compiled with fullgraph=True, and units are inside it. {BETWEEN_UNITS}."
+            raise ValueError(f"{title} was compiled with fullgraph=True, and units are inside it. {BETWEEN_UNITS}.")
         if records and compiled_to_cuda_graphs(module):
-            return f"{title} {_AS_GRAPHS}"
-    return None
+            raise ValueError(f"{title} {_AS_GRAPHS}")
 
 
 def _compiled_in(root: nn.Module) -> list[nn.Module]:

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch.modules import children_of
-from zero.comm.together import Together
+from zero.comm.together import Together, alike
 from zero.fsdp.build import Builder
 from zero.fsdp.choice import UnitChoice
-from zero.fsdp.compile import RECORDING, compiling_problem
+from zero.fsdp.compile import RECORDING, refuse_compiled
 from zero.fsdp.model import Model, sharded_params
 from zero.fsdp.options import (
     GivenOptions,
@@ -32,13 +32,13 @@ from zero.fsdp.units import Policy, largest_unit, smallest_leaves
 from zero.offload import NAMES as OFFLOAD
 from zero.offload import take_offload
 from zero.shards.announce import announce
-from zero.shards.partition import Partition, whole_among
+from zero.shards.partition import Partition, refuse_partition, whole_among
 from zero.shards.placement import Placement
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into
-from zero.wrap.ddp import ddp_within
+from zero.wrap.ddp import refuse_ddp_within
 from zero.wrap.precision import as_precision
-from zero.wrap.wrapper import scripted
+from zero.wrap.wrapper import refuse_scripted
 
 if TYPE_CHECKING:
     from zero.wrap.precision import GivenPrecision
@@ -83,8 +83,8 @@ def construct(module: nn.Module, given: Arguments, nested: dict[str, Inside]) ->
     nested: FSDPs inside the module by name, which this one dissolves. None contains another.
     """
     asked = GivenOptions(given.prefetch, [*given.ignored_modules], [*given.ignored_parameters])
-    strategy, placement, problem = place(given.sharding_strategy, given.process_group, given.device_mesh)
-    with placement.raised_everywhere(_GIVEN):
+    strategy, placement = place(_GIVEN, given.sharding_strategy, given.process_group, given.device_mesh)
+    with alike(placement.all_groups(), _GIVEN) as lines:
         options = _understand(given, asked, strategy)
         for change in asked.before:
             change(module)
@@ -92,13 +92,11 @@ def construct(module: nn.Module, given: Arguments, nested: dict[str, Inside]) ->
         choice = UnitChoice(module, {name: fsdp.wrapper for name, fsdp in nested.items()}, sharded, asked.ignored)
         beside = any(comm.link.overlaps(device) for comm in placement.all_groups() for device in choice.devices())
         leaves = smallest_leaves(options.prefetch, beside=beside)
-        problem = (
-            problem or scripted(module, inside=True) or choice.divide(given.auto_wrap_policy, given.as_one_unit, leaves)
-        )
-        problem = problem or _problem(choice, nested, options, placement)
-        whole = {} if problem else whole_among(options.partition, choice.own())
-        lines = [f"{strategy}, {options.signature()}, whole {[*whole.values()]}", *choice.signature()]
-    placement.compare(_GIVEN, lines, problem)
+        refuse_scripted(module, inside=True)
+        choice.divide(given.auto_wrap_policy, given.as_one_unit, leaves)
+        _refuse_unusable(choice, nested, options, placement)
+        whole = whole_among(options.partition, choice.own())
+        lines += [f"{strategy}, {options.signature()}, whole {[*whole.values()]}", *choice.signature()]
     put_into(module, choice.ignored)
     builder = Builder(choice, placement, options, given.param_init_fn, {*map(parts.of, whole)})
     with Together(placement.all_groups(), "the construction of FSDP"):
@@ -128,9 +126,7 @@ def _understand(given: Arguments, asked: GivenOptions, strategy: ShardingStrateg
     more = {**given.more}
     own = [*(one.name for one in fields(Arguments)), "broadcast_buffers"]
     refuse_unknown(more, known=(*OFFLOAD, *NAMES), own=own)
-    offload, wrong = take_offload(more)
-    if wrong is not None:
-        raise ValueError(wrong)
+    offload = take_offload(more)
     from_torch(more, asked)
     stays = strategy.keeps_parameters or given.reshard_after_forward is False
     precision, prefetch = as_precision(given.precision), as_prefetch(asked.prefetch)
@@ -145,33 +141,26 @@ def _announce(model: Model, strategy: ShardingStrategy, ignored: int) -> None:
     announce(title, model.comm, model.index.groups, left_out, stage=3)
 
 
-def _problem(choice: UnitChoice, nested: dict[str, Inside], options: Options, placement: Placement) -> str | None:
-    """Returns an error message if the module cannot be wrapped with these options, else None."""
+def _refuse_unusable(choice: UnitChoice, nested: dict[str, Inside], options: Options, placement: Placement) -> None:
+    """Raises ValueError if the module cannot be wrapped with these options."""
     frees = placement.comm.world > 1 or options.offload.active or options.precision.param_dtype is not None
     records = frees and any(device.type in RECORDING for device in choice.devices())
     units = [module for name, module in choice.units.items() if name]
     units += [unit.module for fsdp in nested.values() for unit in fsdp.model.units[1:]]
-    return (
-        options.problem()
-        or _nesting_problem(nested, placement)
-        or compiling_problem(choice.module, units, records=records)
-        or ddp_within(choice.module, choice.ignored)
-        or parts.problem(choice.own(), placement.all_groups())
-        or choice.unusable(synced=options.synced, sharded=sharded_params())
-        or placement.comm.device_problem(choice.devices())
-    )
-
-
-def _nesting_problem(nested: dict[str, Inside], placement: Placement) -> str | None:
+    refuse_partition(options.partition)
     if "" in nested:
-        return (
+        raise ValueError(
             "the module is an FSDP already. Wrap it once, and choose units by auto_wrap_policy; zero.unwrap(model) "
             "makes it plain."
         )
     for name, fsdp in nested.items():
         if fsdp.model.placement.groups != placement.groups:
-            return (
+            raise ValueError(
                 f"{name!r} is an FSDP over another process group than the FSDP around it. Wrap both over the same "
                 "groups, or leave its parameters out by ignored_modules and average their gradients yourself."
             )
-    return None
+    refuse_compiled(choice.module, units, records=records)
+    refuse_ddp_within(choice.module, choice.ignored)
+    parts.refuse_unfit(choice.own(), placement.all_groups())
+    choice.refuse_unusable(synced=options.synced, sharded=sharded_params())
+    placement.comm.refuse_devices(choice.devices())

@@ -19,7 +19,7 @@ from zero.fsdp.options import Options, in_flight
 from zero.fsdp.reads import Reads, ShownUnits
 from zero.fsdp.schedule import Schedule
 from zero.fsdp.unit import Index, Unit
-from zero.shards.bound import moved_problem
+from zero.shards.bound import refuse_moved
 from zero.shards.claimed import claim, release
 from zero.shards.group_state import GroupState
 from zero.shards.placement import Placement
@@ -113,28 +113,25 @@ class Model:
         params = {*parameters_of(module)}
         return [unit for unit in self.units if not params.isdisjoint(unit.params)]
 
-    def replaced_problem(self) -> str | None:
-        """Returns an error message if a module holds another sharded parameter than when it was wrapped."""
+    def refuse_replaced(self) -> None:
+        """Raises RuntimeError if a module holds another sharded parameter than when it was wrapped."""
         for held, name, param in self._holders:
             now = held.get(name)
             if now is None or now is param:
                 continue
             other = next((model.index[now] for model in models() if now in model.index), None)
             if other is not None:
-                return (
+                raise RuntimeError(
                     f"{self.index[param].name!r} was replaced by the sharded {other.name!r} since the model was "
                     "wrapped, but units gather what they were built with. Tie parameters first, then wrap the model."
                 )
-        return None
 
     def begin_forward(self) -> None:
         """Collective where it raises: RuntimeError if parameters were moved, cast, replaced or given other data."""
         if torch.jit.is_tracing():
             raise RuntimeError(NOT_SCRIPTED.format("FSDP"))
         self.refuse_moved()
-        problem = self.replaced_problem()
-        if problem is not None:
-            raise RuntimeError(problem)
+        self.refuse_replaced()
 
     def finish_steps(self) -> None:
         """Restores what steps have hidden that have raised."""
@@ -146,10 +143,8 @@ class Model:
         """Collective where it raises: RuntimeError if parameters were moved, cast or given other data. Before, restores
         what steps have hidden that have raised: the caller binds parameters anew, or gathers what they wrote."""
         self.finish_steps()
-        problem = moved_problem(group.bound for group in self.index.groups if group.state is not GroupState.SUMMONED)
-        if problem is not None:
-            with self.together:
-                raise RuntimeError(problem)
+        with self.together:
+            refuse_moved(group.bound for group in self.index.groups if group.state is not GroupState.SUMMONED)
 
     def refuse_unreduced(self) -> None:
         """Collective where it raises: RuntimeError if no_sync has left full gradients, of which no rank has the

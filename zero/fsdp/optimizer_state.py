@@ -106,13 +106,13 @@ def registered(model: Model) -> list[Optimizer]:
     return [*_registered.get(model, ())]
 
 
-def problem_of_state(model: Model, optimizer: Optimizer) -> str | None:
-    """The error message for an optimizer that has loaded another rank's shard; None for others."""
+def refuse_other_state(model: Model, optimizer: Optimizer) -> None:
+    """Raises RuntimeError for an optimizer that has loaded another rank's shard."""
     try:
         _marked_as_own(_shards(model, optimizer), optimizer.param_groups)
     except ValueError as error:
-        return f"{type(optimizer).__name__} has loaded what does not belong to it: {error}"
-    return None
+        told = f"{type(optimizer).__name__} has loaded what does not belong to it: {error}"
+        raise RuntimeError(told) from None
 
 
 def _shards(model: Model, optimizer: Optimizer) -> SteppedShards:

@@ -13,9 +13,10 @@ from torch import nn
 
 from zero._torch.modules import parameters_of
 from zero.comm import Comm
+from zero.comm.together import alike
 from zero.measure.param_groups import nearest
 from zero.shards.offload import Offload
-from zero.shards.partition import Partition, described, partition_problem
+from zero.shards.partition import Partition, described
 from zero.shards.placement import Placement
 from zero.wrap.precision import MixedPrecision
 
@@ -43,10 +44,6 @@ class Options:
             f"reshard_after_forward {not self.stays}, partition {described(self.partition)}, {self.precision}, "
             f"{self.offload.alike}, prefetch {self.prefetch}"
         )
-
-    def problem(self) -> str | None:
-        """Returns an error message for a value that no FSDP takes, else None."""
-        return partition_problem(self.partition)
 
 
 def as_prefetch(given: Any) -> int | None:
@@ -92,11 +89,10 @@ def as_strategy(given: Any) -> ShardingStrategy:
     return ShardingStrategy[name]
 
 
-def place(strategy: Any, process_group: Any, device_mesh: Any) -> tuple[ShardingStrategy, Placement, str | None]:
-    """Returns the strategy, its groups, and None; or, for unusable arguments, a default for both and an error message.
+def place(what: str, strategy: Any, process_group: Any, device_mesh: Any) -> tuple[ShardingStrategy, Placement]:
+    """Returns the strategy and its groups. Raises ValueError for unusable arguments on every rank: collective then.
 
-    The default groups let ranks exchange the message.
-
+    what: is given, in errors.
     process_group: one group, or for hybrid strategies a pair: the shard group and the replicate group.
     device_mesh: the groups as a DeviceMesh of one dimension, or of two for hybrid strategies: (replicas, shards).
     """
@@ -109,9 +105,10 @@ def place(strategy: Any, process_group: Any, device_mesh: Any) -> tuple[Sharding
         if device_mesh is not None and process_group is not None:
             raise ValueError("process_group and device_mesh both say which ranks to shard over. Pass one of them.")
         known = as_strategy(strategy)
-        return known, _placement_of(known, groups), None
-    except ValueError as error:
-        return ShardingStrategy.FULL_SHARD, Placement(Comm(groups[0] if groups else None)), str(error)
+        return known, _placement_of(known, groups)
+    except ValueError:
+        with alike([Comm(groups[0] if groups else None)], what):  # where ranks that have a placement compare first
+            raise
 
 
 def _placement_of(strategy: ShardingStrategy, groups: Sequence[Any]) -> Placement:

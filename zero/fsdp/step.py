@@ -72,9 +72,7 @@ class Steps:
         with self.together, as_plain_tensors():
             if self._stepping:  # an optimizer around this one steps, too
                 self.take_back(optimizer, [param for param in params if param in self._stepping])
-            problem = next(filter(None, self._checks.problems(optimizer, params)), None)
-            if problem is not None:
-                raise RuntimeError(problem)
+            self._checks.refuse(optimizer, params)
             for unit in self._units_of(params):  # here, where what it raises is raised on every rank
                 unit.reshard()
             self.together.agree()

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from zero._torch.tensors import as_plain_tensors
-from zero.comm.together import told_by_comparing
+from zero.comm.together import alike
 from zero.fsdp.build import refuse_busy
 from zero.fsdp.model import Model, models
 from zero.fsdp.unit import Unit
-from zero.shards.bound import moved_problem
+from zero.shards.bound import refuse_moved
 from zero.shards.shard_group import ShardGroup
 from zero.tensor_parallel import table
 from zero.tensor_parallel.shown import Slot, slots_of
@@ -96,10 +95,9 @@ def summoned(
         for of_group in gradients:
             of_group.show()
         if writeback:
-            compare = partial(model.placement.compare, "the full parameters of FSDP", [])
-            with told_by_comparing(compare):
+            with alike(model.comms, "the full parameters of FSDP"):
                 yield
-            compare(moved_problem(group.bound for group in groups))
+                refuse_moved(group.bound for group in groups)
         else:
             yield
         keep = writeback  # not after an exception: what is half written would reach the owners

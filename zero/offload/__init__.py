@@ -129,14 +129,12 @@ NAMES = ("offload", "cpu_offload")
 """The options that say where shards are stored; the second is PyTorch's name."""
 
 
-def take_offload(options: dict[str, Any]) -> tuple[Offload, str | None]:
-    """Takes these options out of arguments; returns where shards lie, and an error message for a value."""
+def take_offload(options: dict[str, Any]) -> Offload:
+    """Takes these options out of arguments, and returns where shards lie. Raises ValueError for a value."""
     asked = {name: options.pop(name) for name in NAMES if name in options}
     given = [name for name, value in asked.items() if value not in (None, False)]
     if len(given) > 1:
-        return DEVICE, f"{given[0]} and {given[1]} both say where shards are stored. Pass one of them."
-    try:  # PyTorch takes False for none
-        found = [offload_of(None if value is False and name == NAMES[1] else value) for name, value in asked.items()]
-    except ValueError as error:
-        return DEVICE, str(error)
-    return next((offload for offload in found if offload.active), DEVICE), None
+        raise ValueError(f"{given[0]} and {given[1]} both say where shards are stored. Pass one of them.")
+    # PyTorch takes False for none.
+    found = [offload_of(None if value is False and name == NAMES[1] else value) for name, value in asked.items()]
+    return next((offload for offload in found if offload.active), DEVICE)

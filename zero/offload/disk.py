@@ -40,10 +40,12 @@ class Disk(OnHost):
             self._full = str(error)
             return shard.clone()
 
-    def problem(self, what: str) -> str | None:
+    def refuse_full(self, what: str) -> None:
         if self._full is None:
-            return None
-        return f"there is no room for {what} in {self._offload}: {self._full}. Free some, or choose another directory."
+            return
+        raise ValueError(
+            f"there is no room for {what} in {self._offload}: {self._full}. Free some, or choose another directory."
+        )
 
     def map(self, shard: Tensor) -> Tensor:
         """Copies a tensor into a file. Raises OSError where the disk is full."""

@@ -17,7 +17,7 @@ from zero.wrap.dtensor_checks import DTensorCheck
 
 
 class StepChecks:
-    """Checks the steps of one OSS. Error messages that it returns raise RuntimeError on every rank.
+    """Checks the steps of one OSS. What is wrong raises RuntimeError, on every rank as it is called in `Together`.
 
     inner: the optimizer of the shards. finding: what that was measured to need; None for torch's own.
     """
@@ -27,52 +27,47 @@ class StepChecks:
         self._steps_without = 0
         self._dtensors = DTensorCheck()
 
-    def changed(self, param_groups: Sequence[dict[str, Any]]) -> str | None:
-        """Returns an error message if optimizer, groups or parameters were changed so that it cannot step.
+    def refuse_changes(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Raises if optimizer, groups or parameters were changed so that it cannot step. param_groups: of the OSS."""
+        _refuse_moved(self._shards)
+        _refuse_edited(param_groups, self._shards)
+        self._dtensors.refuse(self._shards.places, self._inner, self._finding)
+        ddp.refuse_joined(self._shards)
 
-        param_groups: the groups of the OSS."""
-        shards, dtensors = self._shards, self._dtensors
-        problem = _moved_problem(shards) or _edited_problem(param_groups, shards) or dtensors.problem
-        if problem is None and len(shards.places) != dtensors.looked_at:
-            problem = dtensors.look(shards.places, self._inner, self._finding)
-        return problem or ddp.joined_problem(shards)
-
-    def gradients(self, *, found: bool, are_sharded: bool) -> str | None:
-        """Returns an error message if the gradients cannot be stepped.
+    def refuse_gradients(self, *, found: bool, are_sharded: bool) -> None:
+        """Raises if the gradients cannot be stepped.
 
         found: whether there are any. are_sharded: whether ShardedDDP brings them."""
         self._steps_without = 0 if found else self._steps_without + 1
         if self._steps_without == 2:  # one is normal: a first step for a scheduler, a skipped batch
             warn_user(f"In two steps one after another {ddp.NO_GRADIENT}")
         if not found:
-            return ddp.replaced_problem(self._shards)
-        if are_sharded or self._comm.world == 1:
-            return None
-        return ddp.unfrozen_problem(self._shards)
+            ddp.refuse_replaced(self._shards)
+        elif not are_sharded and self._comm.world > 1:
+            ddp.refuse_unfrozen(self._shards)
 
 
-def _moved_problem(shards: OwnedShards) -> str | None:
-    """Returns an error message if parameters no longer lie in their shard groups."""
+def _refuse_moved(shards: OwnedShards) -> None:
+    """Raises if parameters no longer lie in their shard groups."""
     for group in shards.shard_groups:
         name = group.bound.moved()
         if name is None:
             continue
         taken = shards.taken_by_another()
         if taken is not None:
-            return (
+            raise RuntimeError(
                 f"{taken} was given to another OSS since, which shards and steps it now. Give each parameter to "
                 "one OSS, drop the one that you do not step, and wrap again what zero.unwrap(model) returns."
             )
-        return (
+        raise RuntimeError(
             f"{name} was moved, cast or given other data after OSS was built, and would no longer be trained. "
             "Move and cast the model first, then build OSS; load weights with load_state_dict (assign=False); write "
             "others in place, `p.data.copy_(...)`."
         )
-    return None
 
 
-def _edited_problem(param_groups: Sequence[dict[str, Any]], shards: OwnedShards) -> str | None:
-    """Returns an error message if the groups no longer hold the parameters that were laid out."""
+def _refuse_edited(param_groups: Sequence[dict[str, Any]], shards: OwnedShards) -> None:
+    """Raises if the groups no longer hold the parameters that were laid out."""
     found, given = [group["params"] for group in param_groups], shards.given
     expected, counts = [len(params) for params in given], [len(params) for params in found]
     if counts == expected and all(
@@ -80,11 +75,11 @@ def _edited_problem(param_groups: Sequence[dict[str, Any]], shards: OwnedShards)
         all(map(operator.is_, params, own))
         for params, own in zip(found, given, strict=True)
     ):
-        return None
+        return
     kept = {param for params in found for param in params}
     named = (pair for flat in shards.shard_groups for pair in zip(flat.params, flat.bound.names, strict=True))
     gone = next((name for param, name in named if param not in kept), None)
-    return (
+    raise RuntimeError(
         f"param_groups were edited: OSS was given groups of {expected} parameters, and finds groups of {counts}, "
         f"{f'without {gone}' if gone else 'not the same ones in the same order'}. Add a group by add_param_group; "
         "to step fewer parameters, freeze them by requires_grad_(False), or build OSS again."

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from zero._torch.optimizers import call_stepped
 from zero.comm import Comm
+from zero.comm.together import alike
 from zero.measure.built import argument_names
 from zero.measure.param_groups import called, params_of
 from zero.state import leaves
@@ -47,10 +48,10 @@ def from_optimizer(
     Raises ValueError on every rank for anything but a torch optimizer, for an OSS, for arguments that the optimizer
     does not store, and for state that does not fit; TypeError for unknown options.
     """
-    problem = problem_of(optimizer, sharded, rebuilds=optim is None)
-    states = states_of(optimizer) if problem is None else {}
-    signature = [f"optimizer {type(optimizer).__name__} with state of {len(states)} parameters"]
-    Comm(group).compare("the optimizers given to OSS.from_optimizer", signature, problem)
+    with alike([Comm(group)], "the optimizers given to OSS.from_optimizer") as lines:
+        refuse_unfit(optimizer, sharded, rebuilds=optim is None)
+        states = states_of(optimizer)
+        lines.append(f"optimizer {type(optimizer).__name__} with state of {len(states)} parameters")
     kept = arguments(optimizer)[0] if optim is None else {}
     built = sharded(optimizer.param_groups, optim or type(optimizer), group, **options, **kept)
     if states:
@@ -62,23 +63,25 @@ def from_optimizer(
     return built
 
 
-def problem_of(optimizer: object, sharded: Any, *, rebuilds: bool = True) -> str | None:
-    """Returns an error message for what no OSS can be built from, else None. sharded: OSS. rebuilds: from the arguments
-    that the optimizer stores."""
+def refuse_unfit(optimizer: object, sharded: Any, *, rebuilds: bool = True) -> None:
+    """Raises ValueError for what no OSS can be built from.
+
+    sharded: OSS. rebuilds: from the arguments that the optimizer stores.
+    """
     if not isinstance(optimizer, Optimizer):
-        return f"OSS.from_optimizer was given a {type(optimizer).__name__}. Pass a torch.optim.Optimizer."
+        raise ValueError(f"OSS.from_optimizer was given a {type(optimizer).__name__}. Pass a torch.optim.Optimizer.")
     if optimizer in _given:
-        return (
+        raise ValueError(
             f"the {type(optimizer).__name__} was given to OSS.from_optimizer, or to zero.setup, before, as in a "
             "notebook whose cell runs again, and has no state any more. Build it again, of the module's parameters."
         )
     if isinstance(optimizer, sharded):
-        return "OSS.from_optimizer was given an OSS, which shards its state already. Use it as it is."
+        raise ValueError("OSS.from_optimizer was given an OSS, which shards its state already. Use it as it is.")
     missing = arguments(optimizer)[1] if rebuilds else []
     if not missing:
-        return None
+        return
     name = called(type(optimizer))
-    return (
+    raise ValueError(
         f"{name} does not keep what it was built with: {', '.join(missing)} is neither in its defaults nor an "
         f"attribute. Pass zero.setup or OSS the class and its arguments; or pass OSS.from_optimizer optim={name}, or a "
         "functools.partial of it with the arguments that are not its defaults."
@@ -98,18 +101,17 @@ def states_of(optimizer: Optimizer) -> dict[int, dict[str, Any]]:
     return {number: optimizer.state[param] for number, param in params if optimizer.state.get(param)}
 
 
-def uncut_state(optimizer: Optimizer) -> str | None:
-    """Returns an error message for state that cannot be cut with its parameter, else None."""
+def refuse_uncut(optimizer: Optimizer) -> None:
+    """Raises ValueError for state that cannot be cut with its parameter."""
     params = params_of(optimizer)
     for number, of_one in states_of(optimizer).items():
         for key, leaf in leaves.opened(of_one).items():
             if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape != params[number].shape:
-                return (
+                raise ValueError(
                     f"the {type(optimizer).__name__} has for its parameter {number}, of shape "
                     f"{list(params[number].shape)}, the state {leaves.entry_of(key)!r} of shape {list(leaf.shape)}, "
                     "which cannot be cut between ranks with the parameter. Pass partition='whole', or clear the state."
                 )
-    return None
 
 
 def refuse_use(optimizer: Optimizer) -> None:

@@ -49,8 +49,9 @@ class StateView(MutableMapping[nn.Parameter, State]):
     def __setitem__(self, param: nn.Parameter, state: State) -> None:
         """state: tensors have the shape of the shard, or of the full parameter, which are cut."""
         own = {name: self._shards.cut_to_shard(param, value) for name, value in state.items()}
-        self._inner.state[self._shards[param]] = own
         self.hide()
+        unmark_all([own])
+        self._inner.state[self._shards[param]] = own
 
     def __delitem__(self, param: nn.Parameter) -> None:
         del self._inner.state[self._shards[param]]

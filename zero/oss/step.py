@@ -99,9 +99,7 @@ class Step:
     def collect(self, outer: Optimizer) -> None:
         """Collective where it fails. Puts gradients and parameters where the inner optimizer steps them."""
         found = self._gradients.collect()
-        problem = self._checks.gradients(found=found, are_sharded=self._gradients.are_sharded)
-        if problem is not None:
-            raise RuntimeError(problem)
+        self._checks.refuse_gradients(found=found, are_sharded=self._gradients.are_sharded)
         self._shards.refresh()
         self._state_view.hide()
         self._led = led(self._inner, self._shards.empty)
@@ -167,9 +165,7 @@ class Step:
 
     def refuse_changes(self, outer: Optimizer) -> None:
         """Raises RuntimeError if the optimizer or its parameters were changed. Call it in `together`."""
-        problem = self._checks.changed(outer.param_groups)
-        if problem is not None:
-            raise RuntimeError(problem)
+        self._checks.refuse_changes(outer.param_groups)
 
     # ------------------------------------------------------------------------------------------- options
 

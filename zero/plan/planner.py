@@ -18,7 +18,7 @@ from zero.plan.rehearsal import Offloaded
 from zero.plan.result import Plan
 from zero.plan.stages import STAGES, Job, cost_of
 from zero.plan.transport import Rehearsed
-from zero.shards.partition import Partition, optimizer_problem, partition_problem
+from zero.shards.partition import Partition, refuse_optimizer, refuse_partition
 from zero.wrap.precision import as_precision
 
 if TYPE_CHECKING:
@@ -75,8 +75,7 @@ def _planned(
     worlds = [ranks] if isinstance(ranks, int) else list(ranks)
     default = _OFFLOADED if job.offload else STAGES
     wanted = [str(stage) for stage in (default if stages is None else stages)]
-    if problem := _misfit(job, worlds, wanted, memory):
-        raise ValueError(problem)
+    _refuse_misfit(job, worlds, wanted, memory)
     leaves = smallest_leaves(job.prefetch, beside=job.like == "nccl" and max(worlds) > 1)
     units = [*unit_modules(job.module, policy, leaves_from=leaves)]
     job = replace(job, units=units)
@@ -84,22 +83,23 @@ def _planned(
     return Plan(sum(param.numel() for param in job.module.parameters()), tuple(costs), memory, job.batch is not None)
 
 
-def _misfit(job: Job, worlds: Sequence[int], stages: Sequence[str], memory: object) -> str | None:
-    """Why the stages could not train so."""
+def _refuse_misfit(job: Job, worlds: Sequence[int], stages: Sequence[str], memory: object) -> None:
+    """Raises ValueError if the stages cannot train so."""
     if not isinstance(job.module, nn.Module):
-        return f"the model is a {type(job.module).__name__}. Pass a torch.nn.Module."
+        raise ValueError(f"the model is a {type(job.module).__name__}. Pass a torch.nn.Module.")
     if next(job.module.parameters(), None) is None:
-        return "the model has no parameters: there is nothing to plan."
-    if problem := partition_problem(job.partition):
-        return problem
+        raise ValueError("the model has no parameters: there is nothing to plan.")
+    refuse_partition(job.partition)
     if unknown := [stage for stage in stages if stage not in STAGES]:
-        return f"stages has {unknown[0]!r}. Choose of {', '.join(map(repr, STAGES))}."
+        raise ValueError(f"stages has {unknown[0]!r}. Choose of {', '.join(map(repr, STAGES))}.")
     if job.offload and not {*stages} <= {*_OFFLOADED}:
-        return f"stages={[*stages]} with offload: only stages {', '.join(_OFFLOADED)} take it. Pass these."
+        raise ValueError(f"stages={[*stages]} with offload: only stages {', '.join(_OFFLOADED)} take it. Pass these.")
     if not isinstance(memory, (int, float, type(None))):
-        return f"memory={memory!r}: pass a number of bytes, such as 24 * 2**30."
+        raise ValueError(f"memory={memory!r}: pass a number of bytes, such as 24 * 2**30.")
     if not worlds or min(worlds) < 1:
-        return f"world_size={worlds}: pass a number of ranks, at least 1, or several."
+        raise ValueError(f"world_size={worlds}: pass a number of ranks, at least 1, or several.")
     if odd := [world for world in worlds if world % job.replicas]:
-        return f"{odd[0]} ranks cannot be divided into {job.replicas} replicas. Choose a divisor of {odd[0]}."
-    return optimizer_problem(title(job.optim), job.finding, job.partition)
+        raise ValueError(
+            f"{odd[0]} ranks cannot be divided into {job.replicas} replicas. Choose a divisor of {odd[0]}."
+        )
+    refuse_optimizer(title(job.optim), job.finding, job.partition)

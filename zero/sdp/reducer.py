@@ -339,8 +339,8 @@ class Reducer:
             self._refuse_replaced()
             self._registrations = registrations()
         self._queue.finish()
-        for written in filter(None, (optimizer.shards.written_between_steps() for optimizer in self._optimizers)):
-            raise RuntimeError(written)
+        for optimizer in self._optimizers:
+            optimizer.shards.refuse_written()
         self._end.reach(self._queue.buckets, reduces=self.active)
         for optimizer in self._optimizers:
             # The user reads gradients once backward() has returned; copies to the CPU may still be on their way.

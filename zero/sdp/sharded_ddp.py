@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
@@ -21,22 +20,22 @@ from torch.utils.hooks import RemovableHandle
 from zero._torch.compiling import named_as_compiled
 from zero._torch.modules import children_of, parameters_of
 from zero.comm import Comm
-from zero.comm.together import told_by_comparing
+from zero.comm.together import alike
 from zero.oss.optimizer import OSS, retire, set_bucket_size
 from zero.sdp.reducer import Reducer
 from zero.shards.announce import announce
-from zero.shards.arguments import on_two_devices
+from zero.shards.arguments import refuse_two_devices
 from zero.shards.claimed import claim, release
 from zero.shards.owned_shards import gather_masters
-from zero.shards.shapes import unsendable
+from zero.shards.shapes import refuse_unsendable
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, show_everywhere, take_out_of
 from zero.wrap.buffers import BufferSync
-from zero.wrap.ddp import ddp_within
+from zero.wrap.ddp import refuse_ddp_within
 from zero.wrap.gradients import refuse_left
 from zero.wrap.precision import as_precision, uncast
 from zero.wrap.saved import as_weights
-from zero.wrap.wrapper import UNWRAPPED, Wrapper, describe, refuse_steps, scripted
+from zero.wrap.wrapper import UNWRAPPED, Wrapper, describe, refuse_scripted, refuse_steps
 
 if TYPE_CHECKING:
     from zero.wrap.precision import GivenPrecision
@@ -101,12 +100,12 @@ class ShardedDDP(Wrapper):
         of_optimizer = process_group is None and bool(self._optimizers) and isinstance(self._optimizers[0], OSS)
         self._comm = self._optimizers[0].comm if of_optimizer else Comm(process_group)
         names = {parts.of(param): name for name, param in module.named_parameters()}
-        with told_by_comparing(partial(self._comm.compare, _GIVEN, [])):
+        with alike([self._comm], _GIVEN) as lines:
             policy = as_precision(precision)
-            problem = self._misfit(names) or on_two_devices(module.named_parameters())
-            problem = problem or unsendable([*module.named_parameters(), *module.named_buffers()])
-            lines = [f"reduce_buffer_size {reduce_buffer_size}, {policy}", *describe(module)]
-        self._comm.compare(_GIVEN, lines, problem)
+            self._refuse_misfit(names)
+            refuse_two_devices(module.named_parameters())
+            refuse_unsendable([*module.named_parameters(), *module.named_buffers()])
+            lines += [f"reduce_buffer_size {reduce_buffer_size}, {policy}", *describe(module)]
         held = {param for optimizer in self._optimizers for param in optimizer.shards.places}
         put_into(module, {param for param in parameters_of(module) if parts.of(param) not in held})
         show_everywhere(module)
@@ -130,45 +129,43 @@ class ShardedDDP(Wrapper):
         claim(parameters_of(module), self, _AVERAGES)
         self._announce(names)
 
-    def _misfit(self, names: dict[nn.Parameter, str]) -> str | None:
-        """Returns why module, optimizers and group do not belong together, in words for the user; None if they do."""
+    def _refuse_misfit(self, names: dict[nn.Parameter, str]) -> None:
+        """Raises ValueError if module, optimizers and group do not belong together."""
         if isinstance(self.module, Wrapper):
-            return (
+            raise ValueError(
                 f"the module is a {type(self.module).__name__} already, as in a notebook whose cell runs again. Wrap "
                 "what zero.unwrap(model) returns."
             )
-        if problem := scripted(self.module, inside=False):
-            return problem
+        refuse_scripted(self.module, inside=False)
         refuse_left(self.module.named_parameters())
         if not self._optimizers and not self._full:
-            return "ShardedDDP was given no optimizer. Pass the zero.OSS that holds the module's parameters."
+            raise ValueError("ShardedDDP was given no optimizer. Pass the zero.OSS that holds the module's parameters.")
         for optimizer in self._optimizers:
             if not isinstance(optimizer, OSS):
-                return (
+                raise ValueError(
                     f"ShardedDDP was given a {type(optimizer).__name__}. Pass an optimizer that shards its state: "
                     "zero.OSS(model.parameters(), optim=..., ...)."
                 )
             if optimizer.comm.group is not self._comm.group:
-                return "ShardedDDP and its optimizers were given different process groups. Pass the same group to both."
+                raise ValueError(
+                    "ShardedDDP and its optimizers were given different process groups. Pass the same group to both."
+                )
             if optimizer.gradients.are_sharded:
-                return "this OSS already belongs to another ShardedDDP. Build one OSS for each ShardedDDP."
+                raise ValueError("this OSS already belongs to another ShardedDDP. Build one OSS for each ShardedDDP.")
             foreign = [place.name for param, place in optimizer.shards.places.items() if param not in names]
             if foreign and not self._full:
-                return (
+                raise ValueError(
                     f"the optimizer has {len(foreign)} parameters that are not in the module, such as {foreign[0]}. "
                     "Build OSS from the parameters of the same module object that is wrapped."
                 )
-        problem = ddp_within(self.module)
-        if problem is not None:
-            return problem
+        refuse_ddp_within(self.module)
         held = {param for optimizer in self._optimizers for param in optimizer.shards.places}
         missing = [name for param, name in names.items() if param.requires_grad and param not in held]
         if missing and self._optimizers:
-            return (
+            raise ValueError(
                 f"{len(missing)} trained parameters are in no optimizer, such as {missing[0]!r}: their gradients would "
                 "not be averaged. Add them to OSS, or freeze them with requires_grad_(False)."
             )
-        return None
 
     def _announce(self, names: dict[nn.Parameter, str]) -> None:
         groups = [group for optimizer in self._optimizers for group in optimizer.shards.shard_groups]

@@ -10,25 +10,25 @@ import torch
 from torch import Tensor, nn
 
 from zero.measure.param_groups import described_options, options
-from zero.shards.shapes import shared_memory, unusable
+from zero.shards.shapes import refuse_shared, refuse_unusable
 from zero.tensor_parallel import parts
 
 
 def as_groups(
     params: Iterable[Any], seen: set[nn.Parameter] | None = None, *, call: str = "OSS"
-) -> tuple[list[dict[str, Any]], str | None]:
-    """Returns parameter groups in torch's form, and an error message if they cannot be used. call: to what the user
-    gave them."""
-    if isinstance(params, Tensor) or _has_no_order(params):
-        return [], _unordered(call, params)
+) -> list[dict[str, Any]]:
+    """Returns parameter groups in torch's form. Raises ValueError if they cannot be used. call: to what the user gave
+    them."""
+    _refuse_unordered(call, params, one=False)
     given: list[Any] = list(params)
     in_dicts = [isinstance(entry, dict) for entry in given]
     if any(in_dicts) and not all(in_dicts):
-        return [], f"{call} was given parameters and groups (dicts) in one list. Pass either the one or the other."
+        raise ValueError(
+            f"{call} was given parameters and groups (dicts) in one list. Pass either the one or the other."
+        )
     groups: list[dict[str, Any]] = given if any(in_dicts) else [{"params": given}]
     for position, group in enumerate(groups):
-        if _has_no_order(group.get("params", ())):
-            return [], _unordered(f"group {position}", group["params"])
+        _refuse_unordered(f"group {position}", group.get("params", ()))
     groups = [{**group, "params": _listed(group.get("params"))} for group in groups]
     if any("param_names" in group or isinstance(entry, tuple) for group in groups for entry in group["params"][:1]):
         # torch has all groups named or none, and an empty one shows no names.
@@ -40,32 +40,33 @@ def as_groups(
             named = isinstance(entry, tuple)
             param = entry[1] if named else entry
             name = repr(entry[0]) if named else f"parameter {index} of group {position}"
-            problem = unusable(param, name)
-            if problem:
-                return groups, problem
+            refuse_unusable(param, name)
             if param in found or param in seen:
-                return groups, (
+                raise ValueError(
                     f"{name} was given before{f' as {found[param]}' if param in found else ''}: each parameter must "
                     "be in exactly one group, once. Tied weights are one parameter; model.parameters() lists it once."
                 )
             found[param] = name
     if not found:
-        return groups, (
+        raise ValueError(
             f"{call} was given no parameters. Pass model.parameters() (a generator is used up after one pass)."
         )
-    return groups, shared_memory((name, param) for param, name in found.items())
+    refuse_shared((name, param) for param, name in found.items())
+    return groups
 
 
-def _has_no_order(params: object) -> bool:
-    """Whether the order may differ between ranks, as the order of a set does."""
-    return isinstance(params, (set, frozenset)) or not isinstance(params, Iterable)
-
-
-def _unordered(given_to: str, params: object) -> str:
-    return (
-        f"{given_to} was given a {type(params).__name__} for parameters. Pass an iterable that has an order, such as "
-        "model.parameters()."
-    )
+def _refuse_unordered(given_to: str, params: object, *, one: bool = True) -> None:
+    """Raises ValueError where the order may differ between ranks, as that of a set does. one: whether a tensor alone
+    stands for a list of it."""
+    if (
+        isinstance(params, (set, frozenset))
+        or not isinstance(params, Iterable)
+        or (isinstance(params, Tensor) and not one)
+    ):
+        raise ValueError(
+            f"{given_to} was given a {type(params).__name__} for parameters. Pass an iterable that has an order, such "
+            "as model.parameters()."
+        )
 
 
 def _listed(params: Any) -> list[Any]:
@@ -110,17 +111,17 @@ def devices_of(groups: list[dict[str, Any]]) -> list[torch.device]:
     return [*{param.device: None for param in params if isinstance(param, Tensor)}]
 
 
-def on_two_devices(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """The error message if trained parameters are on several devices; None if all are on one."""
+def refuse_two_devices(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises ValueError if trained parameters are on several devices."""
     # autograd runs a thread for each device, so ranks might launch their operations in different orders.
     devices: dict[torch.device, str] = {}
     for name, param in named:
         if param.requires_grad and not param.is_meta:
             devices.setdefault(param.device, name)
     if len(devices) < 2:
-        return None
+        return
     (device, name), (other, further), *_ = devices.items()
-    return (
+    raise ValueError(
         f"{name!r} is on {device}, but {further!r} on {other}: parameters that are trained at stages 2 and 3 must be "
         "on one device. Move the model there by model.to(device), or train at stage 1."
     )

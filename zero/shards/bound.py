@@ -77,11 +77,11 @@ def elsewhere(params: Iterable[Tensor], views: Iterable[Tensor]) -> list[int]:
     return [index for index, (one, other) in enumerate(zip(here, there, strict=True)) if one != other]
 
 
-def moved_problem(bound: Iterable[BoundParams]) -> str | None:
-    """Returns an error message if one of these parameters has different data, else None. Takes 0.1 ms for 258
-    parameters."""
-    name = next((name for one in bound if (name := one.moved()) is not None), None)
-    return None if name is None else MOVED.format(name)
+def refuse_moved(bound: Iterable[BoundParams]) -> None:
+    """Raises RuntimeError if one of these parameters has different data. Takes 0.1 ms for 258 parameters."""
+    for one in bound:
+        if (name := one.moved()) is not None:
+            raise RuntimeError(MOVED.format(name))
 
 
 def take_back(params: Sequence[Tensor], views: Sequence[Tensor], held: Iterable[Any]) -> None:

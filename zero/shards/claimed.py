@@ -46,10 +46,9 @@ def claimed(param: nn.Parameter) -> tuple[object, str] | None:
     return None if found is None or owner is None else (owner, found.why)
 
 
-def sharded_problem(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-    """Returns an error message if any of these parameters is sharded already, else None."""
+def refuse_sharded(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises ValueError if any of these parameters is sharded already."""
     for name, param in named:
         # Asked first: the claim of an owner that is gone stays in the table, and does not count.
         if claimed(param) is not None and _claims[param].sharded is not None:
-            return f"{name} {_claims[param].sharded}"
-    return None
+            raise ValueError(f"{name} {_claims[param].sharded}")

@@ -71,9 +71,8 @@ class Offload:
     def used(self, shard: Tensor) -> None:
         """Called after a placed tensor was read or written, when it will not be used for a while."""
 
-    def problem(self, what: str) -> str | None:
-        """Returns the error message if there was no room for a tensor, else None. what: the shards in the message."""
-        return None
+    def refuse_full(self, what: str) -> None:
+        """Raises ValueError if there was no room for a tensor. what: the shards in the message."""
 
     def step_group(
         self,

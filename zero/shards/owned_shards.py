@@ -165,13 +165,14 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         """Counts what was written into the shards so far as known to all ranks."""
         self._versions = {flat: writes_so_far([flat.main]) for flat in self.shard_groups}
 
-    def written_between_steps(self) -> str | None:
-        """Returns an error message if shards were written since the last step; torch counts that, except through
-        `.data`."""
-        for flat, version in self._versions.items():
-            if writes_so_far([flat.main]) != version:
-                return f"of {flat.label}, {WRITTEN}"
-        return None
+    def written_between_steps(self) -> ShardGroup | None:
+        """Returns a group whose shard was written since the last step; torch counts that, except through `.data`."""
+        return next((flat for flat, seen in self._versions.items() if writes_so_far([flat.main]) != seen), None)
+
+    def refuse_written(self) -> None:
+        """Raises RuntimeError if there is one."""
+        if (flat := self.written_between_steps()) is not None:
+            raise RuntimeError(f"of {flat.label}, {WRITTEN}")
 
     @property
     def masters(self) -> list[ShardGroup]:

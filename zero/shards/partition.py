@@ -31,14 +31,13 @@ _PADS_UP_TO = 1.25
 _LARGEST_BESIDE = 1 << 28
 
 
-def partition_problem(partition: object) -> str | None:
-    """The error message for a choice of partition; None if it is valid."""
+def refuse_partition(partition: object) -> None:
+    """Raises ValueError for what is no choice of partition."""
     if not callable(partition) and partition not in ("auto", "even", "whole"):
-        return (
+        raise ValueError(
             f"partition={partition!r} is unknown. Choose 'auto', 'even' or 'whole', or pass a function of (name, "
             "parameter) that returns 'even' or 'whole'."
         )
-    return None
 
 
 def described(partition: Partition) -> str:
@@ -63,43 +62,42 @@ def whole_among(partition: Partition, named: Iterable[tuple[str, nn.Parameter]])
     return found
 
 
-def optimizer_problem(optim: str, found: Finding, partition: Partition, *, of: str = "") -> str | None:
-    """The error message if an optimizer with this finding cannot be sharded so; None if it can.
+def refuse_optimizer(optim: str, found: Finding, partition: Partition, *, of: str = "") -> None:
+    """Raises ValueError if an optimizer with this finding cannot be sharded so.
 
     of: "FSDP" if the partition is an argument of FSDP.
     """
     whole, even = (f"{of}(partition={cut!r})" if of else f"partition={cut!r}" for cut in ("whole", "even"))
     if found.kind is Kind.COUPLED:
-        return (
+        raise ValueError(
             f"{optim} computes a step of one parameter from others, too: {found.reason}. A rank steps the parameters "
             f"that it owns, and would train to other numbers, whatever the partition: {optim} cannot be sharded. "
             "Use it without zero (stage 0); if one of its options does so, such as a clipping by the norm of all "
             "gradients, or rounding at random, switch that off."
         )
     if found.kind is Kind.COLLECTIVE:
-        return (
+        raise ValueError(
             f"{optim} calls collectives of its own ({found.reason}): it spreads its step over the ranks, as zero does, "
             "and would count on ranks that step other parameters now. It cannot be sharded. Pass the optimizer that "
             "steps all parameters on every rank, such as torch.optim.Muon, or use it without zero (stage 0)."
         )
     if found.kind is Kind.HOOKED:
-        return (
+        raise ValueError(
             f"{optim} takes gradients in hooks that it registers on parameters, which are not called for the shards "
             "that a rank steps: it cannot be sharded. Pass a plain optimizer; to step it on the CPU, or during "
             "backward, is an option of zero's own (docs/precision_and_memory.md)."
         )
     if found.kind is Kind.TENSORWISE and partition == "even":
-        return (
+        raise ValueError(
             f"partition='even' cuts inside parameters, but {optim} needs each parameter whole: {found.reason}. "
             f"Choose {whole}, or leave it at 'auto'."
         )
     if found.kind is Kind.UNKNOWN and partition == "auto":
-        return (
+        raise ValueError(
             f"{optim} is not known, and could not be measured: {found.reason}. If it treats each element of a "
             f"parameter by itself, say {even}; if it reads the whole of one parameter to step that, but no other, "
             f"{whole}. Otherwise it cannot be sharded: use it without zero (stage 0)."
         )
-    return None
 
 
 def cut_for(partition: Partition, found: Finding | None) -> Partition:

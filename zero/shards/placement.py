@@ -5,16 +5,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zero.comm import Comm, Work
-from zero.comm.comm import Problem
 from zero.comm.streams import HOST, HostStreams, on_other_device
-from zero.comm.together import compare, told_by_comparing
 from zero.comm.transport import Message
 from zero.shards.layout import Layout
 
@@ -164,14 +162,6 @@ class Placement:
     def first(self) -> bool:
         """Whether this rank is the one whose values all start from."""
         return all(comm.rank == 0 for comm in self.all_groups())
-
-    def compare(self, what: str, lines: Sequence[str], problem: Problem) -> None:
-        """Collective. Comm.compare over all ranks: where it raises on one, it does on all."""
-        compare(self.all_groups(), what, lines, problem)
-
-    def raised_everywhere(self, what: str) -> AbstractContextManager[None]:
-        """Collective where it fails: a context for what comes before `compare`, where the other ranks raise it, too."""
-        return told_by_comparing(lambda problem: self.compare(what, [], problem))
 
     def scatter(self, read: Callable[[int, Tensor], None], bounds: Sequence[int], own: Tensor) -> None:
         """Collective. Overwrites `own` by this rank's segment of what the first rank of all reads. See Comm.scatter."""

@@ -118,50 +118,54 @@ def refuse_lazy(named: Iterable[tuple[str, object]]) -> None:
             )
 
 
-def unusable(param: object, name: str) -> str | None:
-    """The error message if a parameter cannot be sharded; None if it can."""
+def refuse_unusable(param: object, name: str) -> None:
+    """Raises ValueError if a parameter cannot be sharded."""
     if not isinstance(param, Tensor):
-        return f"{name} is a {type(param).__name__}, not a torch.Tensor. Pass model.parameters()."
+        raise ValueError(f"{name} is a {type(param).__name__}, not a torch.Tensor. Pass model.parameters().")
     refuse_lazy([(name, param)])
     if param.grad_fn is not None or not (param.is_leaf):
-        return f"{name} is not a leaf tensor: it was computed from others. Pass the nn.Parameter itself."
+        raise ValueError(f"{name} is not a leaf tensor: it was computed from others. Pass the nn.Parameter itself.")
     if wraps_others(param) and not parts.takes(param):
-        return (
+        raise ValueError(
             f"{name} is a {type(param).__name__}, which wraps other tensors (DTensor, quantised). zero shards plain "
             "parameters: undo the other library's sharding or quantisation first. torchao's float8 layers have plain "
             "parameters with enable_fsdp_float8_all_gather=False."
         )
     if param.layout != torch.strided:
-        return f"{name} has layout {param.layout}. zero shards dense parameters: call .to_dense() on it first."
+        raise ValueError(
+            f"{name} has layout {param.layout}. zero shards dense parameters: call .to_dense() on it first."
+        )
     if param.is_inference():
-        return f"{name} was made under torch.inference_mode, and cannot be written into. Build the model outside of it."
+        raise ValueError(
+            f"{name} was made under torch.inference_mode, and cannot be written into. Build the model outside of it."
+        )
     if param.is_meta:
-        return (
+        raise ValueError(
             f"{name} is on the meta device and has no values. Call model.to_empty(device=...) and initialise it first."
         )
     if has_values(param) and param.device.type == "cpu" and param.is_shared():  # on a GPU it always is
-        return (
+        raise ValueError(
             f"{name} lies in memory that processes share, as after share_memory(): the others would go on to read what "
             "it was before it moved into a buffer. Give it memory of its own, param.data = param.data.clone(), and "
             "share copies of trained weights, as zero.full_state_dict(model) returns."
         )
-    return None
 
 
-def unsendable(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Returns an error message for a tensor that no rank can send another, else None."""
+def refuse_unsendable(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Raises ValueError for a tensor that no rank can send another."""
     for name, tensor in named:
         if tensor.layout != torch.strided:
-            return (
+            raise ValueError(
                 f"{name!r} has layout {tensor.layout}, which ranks cannot send one another, as they send buffers and "
                 "what is not sharded. Call .to_dense() on it first, or pass it to forward as an argument."
             )
-    return None
 
 
-def shared_memory(named: Iterable[tuple[str, Any]], buffers: Iterable[tuple[str, Tensor]] = ()) -> str | None:
-    """Returns an error message if a parameter and another one, or a buffer, lie in overlapping ranges of memory, else
-    None. Parameters that lie side by side in one storage, as cuDNN's weights do, are none."""
+def refuse_shared(named: Iterable[tuple[str, Any]], buffers: Iterable[tuple[str, Tensor]] = ()) -> None:
+    """Raises ValueError if a parameter and another one, or a buffer, lie in overlapping ranges of memory.
+
+    Parameters that lie side by side in one storage, as cuDNN's weights do, do not.
+    """
     ranges, alone = [], {f"the buffer {name!r}": buffer for name, buffer in buffers}
     with as_plain_tensors():
         for name, param in (*named, *alone.items()):
@@ -176,10 +180,9 @@ def shared_memory(named: Iterable[tuple[str, Any]], buffers: Iterable[tuple[str,
         for of_buffers in (False,) if name in alone else (False, True):
             reached, other = furthest.get((device, of_buffers), (begin, ""))
             if begin < reached:
-                return _shared(name, other, with_buffer=of_buffers or name in alone)
+                raise ValueError(_shared(name, other, with_buffer=of_buffers or name in alone))
         kind = device, name in alone
         furthest[kind] = max(furthest.get(kind, (end, name)), (end, name))
-    return None
 
 
 def _shared(name: str, other: str, *, with_buffer: bool) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.comm import COLLECTION
+from zero.comm.together import alike
 from zero.measure.param_groups import params_of
 from zero.shards.layout import runs
 from zero.state import leaves
@@ -190,18 +191,18 @@ def _described(optimizer: SteppedShards, own: dict[ParamShard, dict[str, Any]]) 
 
     Raises ValueError on every rank if the state of any cannot be described, or has tensors whose class would be lost.
     """
-    described, problem = {}, None
-    try:
-        for owned, state in own.items():
-            described[owned.number] = leaves.all_described(state, owned.name)
-        for number, param in unsharded(optimizer):
-            state = leaves.opened(dict(optimizer.optim.state.get(param, {})))
-            wrapping = {key: leaf for key, leaf in state.items() if leaves.wraps(leaf)}
-            leaves.all_described(wrapping, f"parameter {number}")
-    except ValueError as error:
-        problem = (
-            f"{error}: in a consolidated state it would come out as another. Save each rank's own state_dict() "
-            "instead, which loads into the same model on as many ranks."
-        )
-    optimizer.comm.compare("the states to consolidate", [], problem, COLLECTION)
+    described = {}
+    with alike([optimizer.comm], "the states to consolidate", COLLECTION):
+        try:
+            for owned, state in own.items():
+                described[owned.number] = leaves.all_described(state, owned.name)
+            for number, param in unsharded(optimizer):
+                state = leaves.opened(dict(optimizer.optim.state.get(param, {})))
+                wrapping = {key: leaf for key, leaf in state.items() if leaves.wraps(leaf)}
+                leaves.all_described(wrapping, f"parameter {number}")
+        except ValueError as error:
+            raise ValueError(
+                f"{error}: in a consolidated state it would come out as another. Save each rank's own state_dict() "
+                "instead, which loads into the same model on as many ranks."
+            ) from None
     return json.dumps(described)

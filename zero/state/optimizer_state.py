@@ -55,7 +55,7 @@ def state_of(optimizer: SteppedShards, owned: ParamShard, settle: bool) -> dict[
     """The state of one of this rank's shards. settle: master weights have the values for the next step."""
     shard = optimizer.part(owned.param)
     state = plain_state(optimizer.optim.state.get(shard, {}))
-    if optimizer.keeps_masters and owned.group.master is not None and owned.span.numel:
+    if optimizer.keeps_masters and owned.group.master is not None and not owned.empty:
         held = owned.group.shard_views[owned.index]
         state["master"] = settled(shard.detach(), held) if settle else shard.detach()
     return state
@@ -82,7 +82,7 @@ def stepped_here(optimizer: SteppedShards) -> Iterator[ParamShard]:
     for group in optimizer.shard_groups if type(optimizer.optim) in ELEMENTWISE else ():
         for index, param in enumerate(group.params):
             if (number := numbers.get(param)) is not None and number not in own:
-                yield ParamShard(number, group, index, rank, Span(index, 0, 0, 0))
+                yield ParamShard(number, group, index, rank, Span(index, 0, 0, 0), empty=True)
 
 
 def unsharded(optimizer: SteppedShards) -> Iterator[tuple[int, nn.Parameter]]:
@@ -169,7 +169,7 @@ def cut(
     for number, key, leaf in found if is_shard else _fitting(optimizer, found):
         if owned := own.get(number):
             part = owned.taken_from(leaf if is_shard else _part(owned, key, leaf), is_shard=is_shard)
-            if not owned.span.numel and key not in SINGLE and isinstance(part, Tensor):  # one element has no slice
+            if owned.empty and key not in SINGLE and isinstance(part, Tensor):  # one element has no slice
                 part = part.new_empty(owned.shape)
             taken.setdefault(optimizer.part(owned.param), {})[key] = part
         elif number in whole:
@@ -237,7 +237,7 @@ def hand_over(
     with torch.no_grad(), as_plain_tensors():
         for shard, master in masters.items() if writes_masters else ():
             shard.copy_(master)
-    share(optimizer.optim, {optimizer.part(owned.param) for owned in stepped_here(optimizer) if not owned.span.numel})
+    share(optimizer.optim, {optimizer.part(owned.param) for owned in stepped_here(optimizer) if owned.empty})
     mark_states(optimizer.optim)
     optimizer.loaded()
 

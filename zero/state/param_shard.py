@@ -21,6 +21,7 @@ class ParamShard:
     """Elements [span.start, span.stop) of a parameter, which rank `owner` owns.
 
     number: position of the parameter in all groups of the optimizer. group, index: its shard group and place there.
+    empty: the rank owns nothing, and the optimizer steps an empty shard.
     """
 
     number: int
@@ -28,6 +29,7 @@ class ParamShard:
     index: int
     owner: int
     span: Span
+    empty: bool = False
 
     @property
     def param(self) -> nn.Parameter:
@@ -49,7 +51,7 @@ class ParamShard:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the tensor that the owner steps."""
-        return shard_shape(self.full_shape, self.span.numel) if self.cut else self.full_shape
+        return shard_shape(self.full_shape, self.span.numel) if self.cut or self.empty else self.full_shape
 
     def slot(self, full: Tensor) -> Tensor:
         """This shard's elements of a full tensor, which has the parameter's shape; flat.

@@ -22,30 +22,27 @@ def takes(param: Tensor) -> bool:
     return table.is_dtensor(param)
 
 
-def problem(named: Iterable[tuple[str, Any]], comms: Sequence[Comm]) -> str | None:
-    """Returns an error message if DTensors among the parameters cannot be sharded over these ranks, else None."""
+def refuse_unfit(named: Iterable[tuple[str, Any]], comms: Sequence[Comm]) -> None:
+    """Raises ValueError if DTensors among the parameters cannot be sharded over these ranks."""
     groups = [table.ranks_of(comm) for comm in comms]
     meshes: dict[Any, str] = {}
     for name, param in named:
         if is_of_ddp(param):
-            return (
+            raise ValueError(
                 f"{name!r} is the local tensor of a DTensor, as DistributedDataParallel(device_mesh=) makes it. "
                 "Call zero.setup(model, optim, stage=1, device_mesh=mesh['dp']) with the model as it was."
             )
         dtensor = param if table.is_dtensor(param) else table.dtensor_of(param)
         if dtensor is None:
             continue
-        problem = _problem(name, dtensor, groups)
-        if problem is not None:
-            return problem
+        _refuse_unfit(name, dtensor, groups)
         meshes.setdefault(dtensor.device_mesh, name)
         if len(meshes) > 1:
             (one, first), (other, second) = [*meshes.items()]
-            return (
+            raise ValueError(
                 f"{first!r} is a DTensor over {one}, and {second!r} over {other}. zero shards models that are "
                 "parallelised over one mesh: pass the same DeviceMesh to parallelize_module everywhere."
             )
-    return None
 
 
 def of(param: Any) -> Any:
@@ -126,25 +123,28 @@ def is_first(params: Iterable[Tensor]) -> bool:
     return comm is None or comm.rank == 0
 
 
-def _problem(name: str, param: Any, groups: Sequence[set[int]]) -> str | None:
-    """Returns an error message if a DTensor cannot be sharded over these ranks, else None."""
+def _refuse_unfit(name: str, param: Any, groups: Sequence[set[int]]) -> None:
+    """Raises ValueError if a DTensor cannot be sharded over these ranks."""
     from torch.distributed.tensor import Replicate, Shard
 
     mesh, placements = param.device_mesh, param.placements
     at = f"{name!r} is a DTensor with placements {placements} over {mesh}"
     if mesh.ndim != 1:
-        return f"{at}. zero shards DTensors over one dimension of a mesh: parallelise over mesh['tp'], or {_REMEDY}."
+        raise ValueError(
+            f"{at}. zero shards DTensors over one dimension of a mesh: parallelise over mesh['tp'], or {_REMEDY}."
+        )
     if type(placements[0]) not in (Shard, Replicate):
-        return f"{at}. zero shards DTensors that are Shard or Replicate. Redistribute it, or {_REMEDY}."
+        raise ValueError(f"{at}. zero shards DTensors that are Shard or Replicate. Redistribute it, or {_REMEDY}.")
     over = {*mesh.mesh.flatten().tolist()}
     if any(len(over & group) > 1 for group in groups):
-        return (
+        raise ValueError(
             f"{at}, over ranks that are to shard the model as well: another library (FSDP2) has sharded it already. "
             "Undo that, or give zero another dimension of the mesh than the model is parallelised over, by "
             "FSDP(device_mesh=mesh['dp']) or OSS(group=mesh['dp'].get_group())."
         )
     if param.is_meta:
-        return f"{at}, on the meta device. Give the model memory and values first: to_empty(), and initialise it."
+        raise ValueError(
+            f"{at}, on the meta device. Give the model memory and values first: to_empty(), and initialise it."
+        )
     if has_hooks(param):
-        return f"{at}, with hooks on its gradient. Register hooks after wrapping."
-    return None
+        raise ValueError(f"{at}, with hooks on its gradient. Register hooks after wrapping.")

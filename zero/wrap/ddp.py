@@ -28,41 +28,38 @@ NO_GRADIENT = (
 )
 
 
-def joined_problem(params: Mapping[nn.Parameter, object]) -> str | None:
-    """Returns an error message after torch's Join of what averages any of the parameters: ranks whose data has ended
-    would not step their shards. torch does not take its mark away when a Join ends."""
+def refuse_joined(params: Mapping[nn.Parameter, object]) -> None:
+    """Raises RuntimeError after torch's Join of what averages any of the parameters: ranks whose data has ended would
+    not step their shards. torch does not take its mark away when a Join ends."""
     if any(join_mark(ddp).enable and _averages(ddp, params) for ddp in _alive):
-        return (
+        raise RuntimeError(
             "DistributedDataParallel was put into torch's Join: ranks whose data has ended would not step what "
             "they own. In place of `with ddp.join():` write `for batch, weight in zero.join(batches, ddp):`, and "
             "multiply the loss by the weight. If that Join was of another optimizer and has ended, wrap the "
             "module again."
         )
-    return None
 
 
-def replaced_problem(params: Mapping[nn.Parameter, object]) -> str | None:
-    """Returns an error message if a module had some of the parameters when it was put into a DistributedDataParallel,
+def refuse_replaced(params: Mapping[nn.Parameter, object]) -> None:
+    """Raises RuntimeError if a module had some of the parameters when it was put into a DistributedDataParallel,
     and has none now."""
     own = params.keys()
     for ddp in _alive:
         if not own.isdisjoint(averaged_by(ddp)) and own.isdisjoint(parameters_of(ddp)):
-            return NO_GRADIENT
-    return None
+            raise RuntimeError(NO_GRADIENT)
 
 
-def unfrozen_problem(params: Mapping[nn.Parameter, object]) -> str | None:
-    """Returns an error message if any of the parameters has a gradient of a backward that the DistributedDataParallel
+def refuse_unfrozen(params: Mapping[nn.Parameter, object]) -> None:
+    """Raises RuntimeError if any of the parameters has a gradient of a backward that the DistributedDataParallel
     of its module does not average: it was frozen when that was built."""
     for frozen in _frozen.values():
         for param, name in frozen.items():
             if param.grad is not None and param.requires_grad and param in params:
-                return (
+                raise RuntimeError(
                     f"{name} was frozen when DistributedDataParallel wrapped the model, which does not average its "
                     "gradient. Wrap the model again, with the same optimizer: DistributedDataParallel(zero.unwrap("
                     "model)); ShardedDDP and FSDP need not be."
                 )
-    return None
 
 
 def _averages(ddp: DistributedDataParallel, params: Mapping[nn.Parameter, object]) -> bool:
@@ -74,16 +71,15 @@ def _averaged(ddp: DistributedDataParallel) -> list[nn.Parameter]:
     return [param for name, param in ddp.module.named_parameters() if name not in ddp.parameters_to_ignore]
 
 
-def ddp_within(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> str | None:
-    """The error message for a module that contains a DistributedDataParallel, except of ignored parameters."""
+def refuse_ddp_within(module: nn.Module, ignored: Collection[nn.Parameter] = ()) -> None:
+    """Raises ValueError for a module that contains a DistributedDataParallel, except of ignored parameters."""
     for name, one in module.named_modules():
         if isinstance(one, DistributedDataParallel) and not {*_averaged(one)} <= {*ignored}:
             which = f"{name!r} is" if name else "the module is"
-            return (
+            raise ValueError(
                 f"{which} a DistributedDataParallel, which averages gradients of full parameters by itself. Wrap "
                 "its .module instead, which zero.unwrap(model) returns."
             )
-    return None
 
 
 def _registered(module: nn.Module, name: str, submodule: nn.Module | None) -> None:

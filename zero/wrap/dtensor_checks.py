@@ -17,8 +17,8 @@ from zero.measure.param_groups import params_of
 from zero.shards.partition import Place
 from zero.tensor_parallel import table
 
-# By optimizer: how many plain parameters there had been when it was looked at, and what is wrong with it.
-_found: WeakKeyDictionary[Optimizer, tuple[int, str | None]] = WeakKeyDictionary()
+# By optimizer: how many plain parameters there had been when it was looked at, and was right.
+_right: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
 
 
 # All OSS.
@@ -28,26 +28,26 @@ _checked_by_itself: WeakSet[Optimizer] = WeakSet()
 class DTensorCheck:
     """Refuses an OSS whose parameters' gradients no ShardedDDP brings, and optimizers that need whole parameters.
 
-    `looked_at`: how many parameters there were that modules have, or that are no DTensors. `problem`: an error message
-    about these, or None.
+    `_looked_at`: how many parameters there were that modules have, or that are no DTensors, and were right.
     """
 
     def __init__(self) -> None:
-        self.looked_at = 0
-        self.problem: str | None = None
+        self._looked_at = 0
         watch_steps()
 
-    def look(self, places: Mapping[nn.Parameter, Place], inner: Optimizer, finding: Finding | None) -> str | None:
-        """Returns an error message, or None. places: of the parameters. finding: what the optimizer inside needs."""
+    def refuse(self, places: Mapping[nn.Parameter, Place], inner: Optimizer, finding: Finding | None) -> None:
+        """Raises RuntimeError. places: of the parameters. finding: what the optimizer inside needs."""
+        if len(places) == self._looked_at:
+            return
         if any(map(table.is_apart, places)):
-            return (
+            raise RuntimeError(
                 "OSS was given DTensors of tensor parallelism, but no ShardedDDP has the model. Wrap it: "
                 "ShardedDDP(model, optimizer). For stage 1 call zero.setup: DistributedDataParallel takes no DTensors."
             )
-        self.looked_at = len(places)
         cut, found = _cut(places), known(type(inner)) or finding
-        self.problem = None if cut is None or found is None else _unfit(inner, found, places[cut].name)
-        return self.problem
+        if cut is not None and found is not None:
+            _refuse_unfit(inner, found, places[cut].name)
+        self._looked_at = len(places)
 
 
 def checked_by_itself(optimizer: Optimizer) -> None:
@@ -64,36 +64,30 @@ def _cut(params: Iterable[nn.Parameter]) -> nn.Parameter | None:
     return None
 
 
-def _unfit(optimizer: Optimizer, found: Finding, name: str) -> str | None:
+def _refuse_unfit(optimizer: Optimizer, found: Finding, name: str) -> None:
     if found.kind is Kind.ELEMENTWISE:
-        return None
-    return (
+        return
+    raise RuntimeError(
         f"{title(type(optimizer))} does not treat each element by itself ({found.reason}), but {name} is tensor "
         "parallel: each rank has a part of it. Use an optimizer that does, such as AdamW, or train without tensor "
         "parallelism."
     )
 
 
-def _problem(optimizer: Optimizer) -> str | None:
+def refuse_dtensors(optimizer: Optimizer, *_: Any) -> None:
+    """The hook before a step of any optimizer. Raises RuntimeError, on all ranks alike, for one that would be wrong."""
+    if _right.get(optimizer, 0) == table.made:
+        return
     params = params_of(optimizer)
     if any(table.plain_of(param) is not None for param in params):
-        return (
+        raise RuntimeError(
             f"this {type(optimizer).__name__} holds DTensors that a model had before FSDP or ShardedDDP wrapped it, "
             "which has other parameters now. Build the optimizer from the wrapped model: optim(model.parameters())."
         )
     cut = _cut(params)
-    if cut is None or optimizer in _checked_by_itself:
-        return None
-    return _unfit(optimizer, finding_of_built(optimizer), f"a parameter of shape {list(cut.shape)}")
-
-
-def refuse_dtensors(optimizer: Optimizer, *_: Any) -> None:
-    """The hook before a step of any optimizer. Raises RuntimeError, on all ranks alike, for one that would be wrong."""
-    if _found.get(optimizer, (0, None))[0] != table.made:
-        _found[optimizer] = table.made, _problem(optimizer)
-    problem = _found[optimizer][1]
-    if problem is not None:
-        raise RuntimeError(problem)
+    if cut is not None and optimizer not in _checked_by_itself:
+        _refuse_unfit(optimizer, finding_of_built(optimizer), f"a parameter of shape {list(cut.shape)}")
+    _right[optimizer] = table.made
 
 
 def watch_steps() -> None:

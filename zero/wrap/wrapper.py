@@ -91,18 +91,16 @@ NOT_SCRIPTED = (
 )
 
 
-def scripted(module: nn.Module, *, inside: bool) -> str | None:
-    """Returns an error message if the module, or with `inside` one inside it, is of TorchScript; else None. Raises
-    ValueError for a lazy module inside it."""
+def refuse_scripted(module: nn.Module, *, inside: bool) -> None:
+    """Raises ValueError if the module, or with `inside` one inside it, is of TorchScript; and for lazy ones inside."""
     refuse_lazy((repr(name), one) for name, one in (*module.named_parameters(), *module.named_buffers()))
     for name, one in module.named_modules() if inside else [("", module)]:
         if isinstance(one, torch.jit.ScriptModule):
             which = f"the module {name!r}" if name else "the model"
-            return (
+            raise ValueError(
                 f"{which} is of TorchScript ({type(one).__name__}), whose modules take no hooks. Wrap the module that "
                 "was scripted or traced, and compile by torch.compile."
             )
-    return None
 
 
 UNWRAPPED = (

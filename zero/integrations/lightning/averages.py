@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
 from zero.comm import Comm
+from zero.comm.together import alike
 from zero.fsdp import FSDP
 from zero.full_state import full_state_dict
 
@@ -44,9 +45,12 @@ def shard_averages(trainer: Any, model: FSDP, options: Mapping[str, Any]) -> Non
         average = ShardedAverage(getattr(holder, name), **{"device_id": root, **options})
         setattr(holder, name, average)
         there = callback._device is None or torch.device(callback._device).type == root.type
-        alike = [one.shape for one in model.parameters()] == [one.shape for one in average.parameters()]
-        problem = "at stage 3 pass device=None, and name classes of modules in FSDP's options, not single modules."
-        Comm().compare(f"the averages of {type(callback).__name__}", [], None if there and alike else problem)
+        same = [one.shape for one in model.parameters()] == [one.shape for one in average.parameters()]
+        with alike([Comm()], f"the averages of {type(callback).__name__}"):
+            if not there or not same:
+                raise ValueError(
+                    "at stage 3 pass device=None, and name classes of modules in FSDP's options, not single modules."
+                )
 
 
 def refuse_directories(trainer: Any) -> None:

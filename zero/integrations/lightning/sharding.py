@@ -27,7 +27,7 @@ from zero.fsdp.model import sharded_params
 from zero.full_state import full_optimizer_state_dict
 from zero.measure.param_groups import steps
 from zero.oss import OSS
-from zero.precision import Rounding, precision_problem
+from zero.precision import Rounding, refuse_precision
 from zero.scripts import no_sync, unwrap
 from zero.sdp import AveragingDDP, ShardedDDP
 from zero.wrap.precision import MixedPrecision, as_precision
@@ -95,8 +95,7 @@ class ShardedStrategy:
     def _round(self, module: nn.Module) -> None:
         """Collective at stages 1 and 2 in 16 bits: before the module's optimizers are sharded."""
         if self._stage < 3 and self._policy.param_dtype is not None:
-            if problem := precision_problem(self._policy, module, self._stage):
-                raise ValueError(problem)
+            refuse_precision(self._policy, module, self._stage)
             rounding = self._roundings[module] = Rounding(self._policy, module, None, Comm())
             rounding.start_alike()
 
