@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from zero._torch.modules import parameters_of
 from zero._torch.tensors import as_plain_tensors
 from zero.comm.together import Together
-from zero.fsdp.build import refuse_busy
+from zero.fsdp.unit import refuse_busy
 from zero.measure.param_groups import SHARD_MARK
 from zero.shards.sharded_parameter import mark_states
 from zero.state.optimizer_state import OWN, load, shard_of

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero._torch.modules import parameters_of
 from zero.comm import Comm
-from zero.fsdp.units import smallest_leaves, unit_modules
+from zero.fsdp.choice import smallest_leaves, unit_modules
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.tensor_parallel import parts

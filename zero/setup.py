@@ -18,7 +18,7 @@ from zero.arguments import Arguments, Optim
 from zero.comm import Comm
 from zero.comm.together import Together, alike
 from zero.fsdp import FSDP
-from zero.fsdp.units import Policy
+from zero.fsdp.choice import Policy
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.precision import Rounding, compute_under_autocast

@@ -40,8 +40,8 @@ from zero.checkpoint.ranks import Ranks
 from zero.comm import Comm
 from zero.comm.waiting import running_call
 from zero.fsdp import FSDP
-from zero.fsdp.build import refuse_busy
 from zero.fsdp.fsdp import running_model
+from zero.fsdp.unit import refuse_busy
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,19 +14,19 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from zero._torch.compiling import named_as_compiled, never_traced
-from zero._torch.modules import children_of, parameters_of
-from zero.fsdp import full_weights, optimizer_state
-from zero.fsdp.build import restore_units
+from zero._torch.modules import OwnHook, children_of, parameters_of
+from zero.fsdp import full_weights
+from zero.fsdp.choice import Policy
 from zero.fsdp.compile import BETWEEN_UNITS, Compiling
-from zero.fsdp.construct import Arguments, Inside, construct
+from zero.fsdp.construct import Arguments, Inside, construct, restore_units
+from zero.fsdp.full_weights import summon
 from zero.fsdp.model import Model
-from zero.fsdp.state_dict_guard import StateDictGuard
-from zero.fsdp.step import Steps
-from zero.fsdp.summon import summon
-from zero.fsdp.torch_options import MoreOptions, TorchMethods, refuse_method
-from zero.fsdp.units import Policy
-from zero.shards.partition import Partition
+from zero.fsdp.options import MoreOptions, TorchMethods, refuse_method
+from zero.fsdp.step import Steps, cut_full, register, registered
+from zero.shards.group_state import GroupState
+from zero.shards.partition import Partition, Place
 from zero.shards.read_only import read_only
+from zero.shards.shard_group import ShardGroup
 from zero.shards.sharded_parameter import NO_COPIES
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import take_out_of
@@ -39,6 +39,54 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
     from zero.wrap.precision import GivenPrecision
+
+# ----------------------------------------------------------------------------------------------------------- state_dict
+#
+# Refuses state_dict(), load_state_dict() and copies of modules inside an FSDP, which have shards in place of full
+# weights.
+
+
+class StateDictGuard:
+    """Registers refusals on every module that holds parameters of the index.
+
+    keeps: what is to live as long as these modules, also if the FSDP is dropped and the module inside is used.
+    """
+
+    def __init__(self, root: nn.Module, index: Mapping[nn.Parameter, Place], keeps: object) -> None:
+        self._hooks = []
+        for module in root.modules():
+            groups = [index[param].group for param in parameters_of(module, recurse=False) if param in index]
+            if groups:
+                self._hooks.append(module.register_state_dict_pre_hook(Refusal(groups, keeps)))
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+class Refusal(OwnHook):
+    """A hook before the state_dict() of a module, which raises RuntimeError. Copying it raises TypeError."""
+
+    def __init__(self, groups: Sequence[ShardGroup], keeps: object) -> None:
+        self._groups, self._keeps = groups, keeps
+
+    def __call__(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        reads = self._groups[0].reads()
+        if reads is not None and reads.without_values:  # then nothing is taken for a full weight
+            return
+        sharded = [one for one in self._groups if one.comm.world > 1 and one.state is not GroupState.SUMMONED]
+        if sharded and not keep_vars:
+            raise RuntimeError(
+                f"state_dict() of a module inside FSDP ({type(module).__name__} {prefix.rstrip('.')!r}) would hold "
+                "this rank's shards, not full weights. Call state_dict() of the FSDP model, or zero.full_state_dict"
+                "(model), on every rank; or call this one inside summon_full_params(). keep_vars=True gives the shards."
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(NO_COPIES)
+
+
+# ----------------------------------------------------------------------------------------------------------------- FSDP
 
 
 class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
@@ -137,7 +185,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
             hook.remove()
         take_out_of(self.module)
         self._end()
-        refuse_steps(optimizer_state.registered(self._model))
+        refuse_steps(registered(self._model))
         self._unwrapped = True
         return self.module
 
@@ -323,8 +371,8 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
     def register_optimizer(self, optimizer: Optimizer) -> None:
         """Cuts state that the optimizer had before the model was wrapped, the same on every rank; and lets
         `optimizer.load_state_dict` take full state from now on, as it does after its first step anyway."""
-        optimizer_state.cut_full(self._model, optimizer)
-        optimizer_state.register(self._model, optimizer)
+        cut_full(self._model, optimizer)
+        register(self._model, optimizer)
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(NO_COPIES)

@@ -13,11 +13,9 @@ from zero._torch.modules import parameters_of, params_of
 from zero.comm import Comm, fail_together
 from zero.comm.streams import streams_in
 from zero.comm.together import Together
-from zero.fsdp.backward import Backward
-from zero.fsdp.in_flight import Order
+from zero.fsdp.backward import Backward, Order
 from zero.fsdp.options import Options, in_flight
-from zero.fsdp.reads import Reads, ShownUnits
-from zero.fsdp.schedule import Schedule
+from zero.fsdp.schedule import Reads, Schedule, ShownUnits
 from zero.fsdp.unit import Index, Unit
 from zero.shards.bound import refuse_moved
 from zero.shards.claimed import claim, release

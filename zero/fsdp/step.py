@@ -17,9 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -27,22 +28,272 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from zero._torch.compiling import never_traced
-from zero._torch.optimizers import HooksOfSteps, call_first
+from zero._torch.modules import OwnHook, parameters_of, params_of_each
+from zero._torch.optimizers import HooksOfSteps, call_first, takes_state_hooks
 from zero._torch.tensors import as_plain_tensors
+from zero.comm import Comm
 from zero.comm.together import Together
 from zero.fsdp.model import Model
-from zero.fsdp.optimizer_state import register
-from zero.fsdp.step_checks import StepChecks
 from zero.fsdp.unit import Need, Unit
-from zero.measure.kinds import ELEMENTWISE
+from zero.measure.built import around, finding_of_built
+from zero.measure.kinds import ELEMENTWISE, Finding, Kind, title
 from zero.measure.param_groups import SHARD_MARK, params_of
-from zero.shards.bound import take_back
+from zero.shards.bound import refuse_moved, take_back
 from zero.shards.cut import Cut
 from zero.shards.offload import Offload
-from zero.shards.sharded_parameter import GRADIENT, AtRest, mark, mark_states, rest, unmark, unmark_all, wake
-from zero.state.empty import Led, follow, led
+from zero.shards.partition import refuse_optimizer
+from zero.shards.shard_group import ShardGroup
+from zero.shards.sharded_parameter import (
+    GRADIENT,
+    AtRest,
+    mark,
+    mark_states,
+    plain_state,
+    rest,
+    unmark,
+    unmark_all,
+    wake,
+)
+from zero.state import optimizer_state as state
+from zero.state import shard_mark
+from zero.state.empty import Led, follow, led, share
+from zero.state.own_dtypes import keep_dtypes
+from zero.state.shard_mark import texts_of
+from zero.state.stepped import SteppedShards, of_user
 from zero.tensor_parallel import table
 from zero.wrap.dtensor_checks import refuse_dtensors
+
+# ---------------------------------------------------------------------------------------------------------------- state
+#
+# The state of a user's optimizer that steps shards of an FSDP, as it is saved and loaded.
+#
+# Hooks on the optimizer mark this rank's shard, so that no other rank loads it as its own, and convert to and from full
+# state.
+
+
+def register(model: Model, optimizer: Optimizer) -> None:
+    """Registers hooks on the optimizer's state_dict() and load_state_dict(). The second time does nothing.
+
+    state_dict() marks this rank's shard. load_state_dict() cuts a full state, and raises ValueError for another rank's
+    shard.
+    """
+    known = _registered.setdefault(model, WeakSet())
+    if optimizer in known:
+        return
+    # Before any return: FSDP.unwrap refuses later steps of all of these, also with one rank.
+    known.add(optimizer)
+    if model.comm.world == 1 or not takes_state_hooks(optimizer):
+        return
+    shard_groups, comm = model.index.groups, model.comm  # not the model, which the hooks would keep alive
+
+    taken: list[dict[str, Any]] = []
+    empty = {param for param, place in model.index.items() if place.span is None}
+
+    def cut(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
+        stepped = of_user(optimizer, shard_groups, comm)
+        if given.get(SHARD_MARK) == state.OWN:
+            return None
+        if not _marked_as_own(stepped, given["param_groups"]):
+            given = state.numbered(optimizer, *state.own_shard(stepped, given))
+        taken[:] = [given]
+        return given
+
+    def keep(optimizer: Optimizer) -> None:
+        if taken:
+            keep_dtypes(optimizer, taken.pop())
+        share(optimizer, empty)
+        mark_states(optimizer)
+
+    optimizer.register_state_dict_post_hook(_Marks(shard_groups, comm))
+    optimizer.register_load_state_dict_pre_hook(cut)
+    optimizer.register_load_state_dict_post_hook(keep)
+
+
+def cut_full(model: Model, optimizer: Optimizer) -> None:
+    """Cuts the state that an optimizer had before its parameters were cut, the same on every rank. Raises ValueError
+    where it does not fit them."""
+    groups, held = model.index.groups, optimizer.state
+    with as_plain_tensors():
+        is_full = any(
+            isinstance(value, Tensor) and value.dim() and value.shape == full != own.shape
+            for group in groups
+            for param, own, full in zip(group.params, group.shard_views, group.shapes.full, strict=True)
+            for value in held.get(param, {}).values()
+        )
+    if is_full:
+        states = {number: held[param] for number, param in enumerate(params_of(optimizer)) if held.get(param)}
+        own_states = state.cut(_shards(model, optimizer), state.leaves_of(states))
+        held.clear()
+        for param, of_shard in own_states.items():
+            held[param] = of_shard
+        share(optimizer, {param for param, place in model.index.items() if place.span is None})
+        mark_states(optimizer)
+
+
+class _Marks(OwnHook):
+    """Marks the state as this rank's shard."""
+
+    def __init__(self, shard_groups: list[ShardGroup], comm: Comm) -> None:
+        self._shard_groups, self._comm = shard_groups, comm
+
+    def __call__(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        state_dict["state"] = {number: plain_state(of_one) for number, of_one in state_dict["state"].items()}
+        shard_mark.mark(state_dict, state.fingerprint(of_user(optimizer, self._shard_groups, self._comm)))
+
+
+# By model: the optimizers that have hooks, all that have stepped its parameters.
+_registered: WeakKeyDictionary[Model, WeakSet[Optimizer]] = WeakKeyDictionary()
+
+
+def registered(model: Model) -> list[Optimizer]:
+    """The optimizers that have stepped parameters of the model."""
+    return [*_registered.get(model, ())]
+
+
+def refuse_other_state(model: Model, optimizer: Optimizer) -> None:
+    """Raises RuntimeError for an optimizer that has loaded another rank's shard."""
+    try:
+        _marked_as_own(_shards(model, optimizer), optimizer.param_groups)
+    except ValueError as error:
+        told = f"{type(optimizer).__name__} has loaded what does not belong to it: {error}"
+        raise RuntimeError(told) from None
+
+
+def _shards(model: Model, optimizer: Optimizer) -> SteppedShards:
+    return of_user(optimizer, model.index.groups, model.comm)
+
+
+def _marks_of(groups: list[dict[str, Any]]) -> set[str]:
+    return {text for group in groups for text in texts_of(group.get(SHARD_MARK))}
+
+
+def _marked_as_own(stepped: SteppedShards, groups: list[dict[str, Any]]) -> bool:
+    """Whether the groups have marks of this rank's shard. Raises ValueError for marks of another shard."""
+    marks = _marks_of(groups)
+    remedy = "Save state that loads anywhere: zero.full_optimizer_state_dict, or zero.checkpoint."
+    state.refuse_other_shard(stepped, marks, remedy)
+    return bool(marks)
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+#
+# What is checked before an optimizer steps parameters of FSDP. OSS has its own checks in zero/oss/checks.py.
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What an optimizer was found to need, when it had so many groups.
+
+    tensorwise: the parameters that must not be cut, with the name of the optimizer that needs them so, and why.
+    """
+
+    groups: int
+    tensorwise: dict[nn.Parameter, tuple[str, Finding]]
+
+
+class StepChecks:
+    """Checks the steps of optimizers that hold parameters of one model."""
+
+    def __init__(self, model: Model) -> None:
+        self.model, self._index = model, model.index
+        self._module_params = {*parameters_of(model.module)}
+        self._findings: WeakKeyDictionary[Optimizer, _Measured] = WeakKeyDictionary()
+
+    def refuse(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        """Raises RuntimeError for what is wrong on this rank."""
+        found = self._measured(optimizer)
+        units = [unit for unit in self._index.units if Need.SUMMONED not in unit.needed_by]
+        refuse_moved(group.bound for unit in units for group in unit.groups)
+        self._refuse_new_parameters()
+        if any(SHARD_MARK in group for group in optimizer.param_groups):
+            refuse_other_state(self.model, optimizer)
+        self._refuse_gradients(optimizer, params, found.tensorwise)
+
+    def _measured(self, optimizer: Optimizer) -> _Measured:
+        """Measures an optimizer at its first step, and again if the number of its groups has changed."""
+        found = self._findings.get(optimizer)
+        if found is None or found.groups != len(optimizer.param_groups):
+            found = self._findings[optimizer] = self._measure(optimizer)
+        return found
+
+    def _measure(self, optimizer: Optimizer) -> _Measured:
+        """Measures the optimizer, and optimizers around it that step by it (SAM)."""
+        each = (*around(optimizer), optimizer) if self.model.comm.world > 1 else ()
+        findings = {title(type(one)): finding_of_built(one) for one in each}
+        for name, finding in findings.items():
+            if finding.kind is not Kind.TENSORWISE:  # refused only if a parameter with a gradient is cut
+                try:
+                    refuse_optimizer(name, finding, self.model.partition, of="FSDP")
+                except ValueError as error:
+                    raise RuntimeError(str(error)) from None
+        return _Measured(
+            groups=len(optimizer.param_groups),
+            tensorwise=self._tensorwise(each) if Kind.TENSORWISE in {one.kind for one in findings.values()} else {},
+        )
+
+    def _tensorwise(self, each: Sequence[Optimizer]) -> dict[nn.Parameter, tuple[str, Finding]]:
+        """Group by group: an optimizer may treat some as Muon does, and others as AdamW."""
+        found = {}
+        for one in each:
+            for group in one.param_groups:
+                finding = finding_of_built(one, group)
+                if finding.kind is Kind.TENSORWISE:
+                    found.update(dict.fromkeys(group["params"], (title(type(one)), finding)))
+        return found
+
+    def _refuse_new_parameters(self) -> None:
+        module, known = self.model.module, self._module_params
+        new = {param for param in params_of_each(module) if param not in known and param.grad is not None}
+        for name, param in module.named_parameters() if new else ():
+            if param in new:
+                if any(param is ignored for module in self.model.ignored for ignored in parameters_of(module)):
+                    continue
+                raise RuntimeError(
+                    f"{name!r} is in no unit of FSDP: it was replaced (by load_state_dict with assign=True, say) or "
+                    "added since the model was wrapped, and FSDP does not average its gradient. Change the model "
+                    "first, then wrap it; or list its module in ignored_modules, and average its gradient yourself."
+                )
+
+    def _refuse_gradients(
+        self,
+        optimizer: Optimizer,
+        params: Sequence[nn.Parameter],
+        tensorwise: dict[nn.Parameter, tuple[str, Finding]],
+    ) -> None:
+        stepped = [param for param in params if GRADIENT.__get__(param) is not None]
+        kind, held = type(optimizer).__name__, {*stepped}
+        for unit in self._index.units_of(stepped):
+            if Need.SUMMONED in unit.needed_by or Need.BACKWARD in unit.needed_by:
+                name = next(self._index[param].name for param in stepped if param in unit.params)
+                raise RuntimeError(
+                    f"{name!r} is unsharded, not this rank's shard, while {kind}.step() is called: backward is not "
+                    "complete, or this is inside summon_full_params(). Step after backward, outside it."
+                )
+            for name in filter(None, [bucket.name_of_unreduced(held) for bucket in unit.buckets]):
+                raise RuntimeError(
+                    f"{name!r} has a gradient that was not reduced: the last backward ran under no_sync(). Run the "
+                    "last backward before step() outside it."
+                )
+        for param in stepped:
+            group, index = self._index[param]
+            name, own, full_shape = group.bound.names[index], group.shard_views[index], group.shapes.full[index]
+            needs_whole = tensorwise.get(param)
+            if needs_whole is not None and group.layout.numels[index] != own.numel() != 0:
+                raise RuntimeError(
+                    f"{needs_whole[0]} needs each parameter whole, but {name!r} is cut between ranks: "
+                    f"{needs_whole[1].reason}. Wrap the model with FSDP(partition='whole')."
+                )
+            for key, value in optimizer.state.get(param, {}).items():
+                if isinstance(value, Tensor) and value.dim() and value.shape == full_shape != own.shape:
+                    raise RuntimeError(
+                        f"the state {key!r} of {name!r} has the shape of the full parameter, {list(full_shape)}, but "
+                        f"this rank steps a shard of shape {list(own.shape)}. It was made before wrapping, or loaded "
+                        "full: wrap before the first step, and load full state by "
+                        "zero.load_full_optimizer_state_dict(model, optimizer, state)."
+                    )
+
+
+# ---------------------------------------------------------------------------------------------------------------- steps
 
 
 class Steps:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from zero.fsdp.choice import Policy, smallest_leaves, unit_modules
 from zero.fsdp.options import as_prefetch
-from zero.fsdp.units import Policy, smallest_leaves, unit_modules
 from zero.measure.kinds import title
 from zero.offload import CPUOffload, DiskOffload, offload_of
 from zero.plan.rehearsal import Offloaded

@@ -22,7 +22,7 @@ from zero.comm.host_memory.transport import QueuedWork
 from zero.comm.streams import HostStreams
 from zero.comm.traffic import sent
 from zero.fsdp import MixedPrecision
-from zero.fsdp.units import params_by_unit
+from zero.fsdp.choice import params_by_unit
 from zero.plan.meter import Meter
 from zero.shards.offload import Offload
 from zero.wrap.tensors import tensors_in

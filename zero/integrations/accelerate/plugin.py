@@ -9,7 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from zero.fsdp.torch_options import MoreOptions
+from zero.fsdp.options import MoreOptions
 from zero.integrations.accelerate.sections import NOT_READ, of_deepspeed, of_environment, of_fsdp, of_plugin
 from zero.measure.param_groups import nearest
 

@@ -12,7 +12,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer
 
 from zero._torch.telling import warn_user
 from zero.fsdp import MixedPrecision
-from zero.fsdp.torch_options import of_fsdp1
+from zero.fsdp.options import of_fsdp1
 from zero.integrations.accelerate import keys
 from zero.integrations.accelerate.keys import flag, one_of
 from zero.offload import CPUOffload, DiskOffload

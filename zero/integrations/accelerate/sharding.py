@@ -20,8 +20,8 @@ from zero._torch.modules import children_of, recomputed_in_backward
 from zero._torch.tensors import wraps_others
 from zero.comm import Comm
 from zero.fsdp import FSDP
+from zero.fsdp.choice import unit_modules
 from zero.fsdp.options import as_strategy
-from zero.fsdp.units import unit_modules
 from zero.integrations.accelerate.sections import WRAPPING
 from zero.measure.built import finding_of_built
 from zero.measure.param_groups import params_of, steps
