@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import zero
 from zero.checkpoint import files
 from zero.comm import Comm as Comm
-from zero.comm.host_memory.peers import Peers
-from zero.comm.work import GroupWork
+from zero.comm.host_memory.transport import Peers
+from zero.comm.transport import GroupWork
 from zero.fsdp.fsdp import FSDP, running_model
 from zero.offload import offload_of as offload_of
 from zero.oss.optimizer import set_bucket_size as set_bucket_size

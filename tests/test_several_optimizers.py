@@ -21,8 +21,7 @@ from assertions import close, plain, same
 from llama import WORDS, Llama, matrices
 from transports import TRANSPORTS, by
 from zero.fsdp.fsdp import running_model
-from zero.shards.partition import arrange
-from zero.shards.shares import Shares, cost
+from zero.shards.partition import Shares, arrange, cost
 
 
 def optimizers(model: nn.Module) -> list[Optimizer]:

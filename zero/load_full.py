@@ -34,6 +34,7 @@ from zero.state.optimizer_state import (
     cut,
     fitting,
     hand_over,
+    keep_dtypes,
     leaves_of,
     load,
     numbered_groups,
@@ -42,7 +43,6 @@ from zero.state.optimizer_state import (
     stepped_here,
     unsharded,
 )
-from zero.state.own_dtypes import keep_dtypes
 from zero.state.shard_mark import marks_of
 from zero.state.stepped import SteppedShards
 from zero.wrappers import Wrapped, comms_of, each, names_of, stepped_by, taken_out, unwrapped

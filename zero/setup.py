@@ -25,8 +25,7 @@ from zero.precision import Rounding, compute_under_autocast
 from zero.sdp import AveragingDDP, ShardedDDP
 from zero.shards.announce import without_announcing
 from zero.shards.arguments import parts_of
-from zero.shards.partition import Partition
-from zero.shards.shares import Shares
+from zero.shards.partition import Partition, Shares
 from zero.state.shard_mark import refuse_shards
 from zero.tensor_parallel import parts
 

@@ -13,8 +13,7 @@ from unittest import mock
 import torch.distributed as dist
 
 from axes import Axis, happens
-from zero.comm.host_memory.peers import Peers
-from zero.comm.host_memory.transport import HostMemory
+from zero.comm.host_memory.transport import HostMemory, Peers
 from zero.comm.oplog import Log
 from zero.comm.process_group import ProcessGroupTransport
 

@@ -22,7 +22,7 @@ from zero.comm import Comm, Traffic, Work, traffic
 from zero.comm import comm as comm_module
 from zero.comm.oplog import Log
 from zero.comm.streams import StreamWork
-from zero.comm.work import GroupWork, SumWork
+from zero.comm.transport import GroupWork, SumWork
 from zero.shards.placement import ReplicaWork
 
 WORLDS = [2, 3, 4] if matrix.WHOLE else [2, 3]

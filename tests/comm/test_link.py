@@ -26,11 +26,12 @@ from runs import sgd, take_step
 from simulated.world import simulated
 from transports import TRANSPORTS, between_hosts, by, overlapping
 from zero._torch.process_groups import abort
-from zero.comm import Comm, settings, work
-from zero.comm.gloo import Gloo
+from zero.comm import Comm, settings
+from zero.comm import transport as all_transports
 from zero.comm.host_memory import attach
 from zero.comm.link import Link
 from zero.comm.oplog import Log
+from zero.comm.process_group import Gloo
 from zero.comm.store import RaisedText, StoreRendezvous
 from zero.comm.together import Together
 from zoo import WIDTH, Stack, loss_on
@@ -53,7 +54,7 @@ def test_what_was_in_flight_when_a_transfer_failed_has_not_arrived(rank, world, 
         channel = comm.channel("a test")
         comm.agree(channel)
         first, second = (comm.gather(torch.ones(40_000), [0, 20_000, 40_000], channel) for _ in range(2))
-        where = (work, "wait_watching") if way == "gloo" else (attach, "read")
+        where = (all_transports, "wait_watching") if way == "gloo" else (attach, "read")
         if rank == 0:
             with mock.patch.object(*where, side_effect=OSError("cut off")):
                 told = [refusal(second.wait)]

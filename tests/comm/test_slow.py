@@ -19,7 +19,7 @@ import ranks
 from assertions import same
 from inner import Comm
 from transports import TRANSPORTS, by
-from zero.comm.host_memory.peers import Peers
+from zero.comm.host_memory.transport import Peers
 from zero.comm.process_group import ProcessGroupTransport
 
 LATE = 0.6

@@ -37,9 +37,8 @@ from transports import between_hosts, overlapping
 from zero.comm import waiting
 from zero.comm.forked import held
 from zero.comm.oplog import Log
-from zero.comm.watchdog import hub, standing
-from zero.comm.watchdog.hub import Hub
-from zero.comm.watchdog.watchdog import Peer
+from zero.comm.watchdog import watchdog
+from zero.comm.watchdog.watchdog import Hub, Peer
 from zoo import WIDTH, Stack, loss_on
 
 VICTIM = 1
@@ -256,11 +255,11 @@ def test_a_rank_that_evaluates_while_others_are_in_a_barrier_is_told_unless_a_th
     """As in `if rank == 0: evaluate(model)` before `dist.barrier()`."""
     said: list[str] = []
     of_tests = {ranks.__file__}  # whose threads call nothing
-    is_idle = standing._is_idle
+    is_idle = watchdog._is_idle
     with (
         between_hosts(),
-        mock.patch.object(hub, "APART", 1.0),
-        mock.patch.object(standing, "_is_idle", lambda file: file in of_tests or is_idle(file)),
+        mock.patch.object(watchdog, "APART", 1.0),
+        mock.patch.object(watchdog, "_is_idle", lambda file: file in of_tests or is_idle(file)),
         mock.patch.object(waiting, "say", said.append),
     ):
         model, optimizer = zero.setup(Stack(), sgd, stage=3)

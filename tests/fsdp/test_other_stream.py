@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import gpus
 import ranks
 from runs import SideBySide
-from zero.shards.bound import BoundParams
+from zero.shards.shard_group import BoundParams
 from zoo import WIDTH, Stack, loss_on
 
 pytestmark = gpus.gpu_only("the CPU has no streams")

@@ -23,7 +23,7 @@ from inner import set_bucket_size
 from simulated.memory import FROM_CPU, NUMBERS, TO_CPU, Race
 from simulated.scenarios import HALF, SCENARIOS, WORLD, block, built, in_two_backwards, ones, sgd, step, with_clipping
 from simulated.world import Simulated, pinning, simulated
-from zero.comm.pinned import PinnedMemory
+from zero.comm.streams import PinnedMemory
 from zoo import Block, Stack
 
 pytestmark = gpus.cpu_only("the GPU is a simulated one")

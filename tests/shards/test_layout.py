@@ -10,8 +10,7 @@ from torch import nn
 
 from matrix import WHOLE
 from zero.shards import layout
-from zero.shards.partition import arrange, bucket_limit
-from zero.shards.shares import Shares, assign
+from zero.shards.partition import Shares, arrange, assign, bucket_limit
 
 exhaustively = settings(deadline=None, max_examples=200)
 

@@ -45,10 +45,9 @@ from zero.fsdp.unit import refuse_busy
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
-from zero.shards.group_state import GroupState
 from zero.shards.masters import settled
 from zero.shards.partition import Place, places_in
-from zero.shards.shard_group import ShardGroup
+from zero.shards.shard_group import GroupState, ShardGroup
 from zero.state.optimizer_state import stepped_here
 from zero.state.stepped import SteppedShards
 from zero.tensor_parallel import parts

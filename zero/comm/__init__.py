@@ -9,6 +9,6 @@ Transport   the interface of process_group (Gloo, and backends that overlap) and
 from zero.comm.channels import AGREEMENT, COLLECTION
 from zero.comm.comm import Comm, fail_together
 from zero.comm.traffic import Traffic, traffic
-from zero.comm.work import Work
+from zero.comm.transport import Work
 
 __all__ = ["AGREEMENT", "COLLECTION", "Comm", "Traffic", "Work", "fail_together", "traffic"]

@@ -24,11 +24,10 @@ from torch import Tensor
 
 from zero.comm.channels import COMPARISON, GATHER, REDUCTION, SCATTER, SUM
 from zero.comm.link import Link, link_of
+from zero.comm.oplog import described, dumped, loaded, mark_told, rebuilt, text_of
 from zero.comm.packing import BATCH, batches, copy_into, empty_flat, flatten, lengths
-from zero.comm.told import described, dumped, loaded, mark_told, rebuilt, text_of
 from zero.comm.traffic import sent
-from zero.comm.transport import Message, Scattered
-from zero.comm.work import Work
+from zero.comm.transport import Message, Scattered, Work
 
 
 class Comm:

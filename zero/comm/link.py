@@ -28,12 +28,10 @@ from zero._torch.process_groups import (
     timeout_of,
 )
 from zero.comm import settings
-from zero.comm.gloo import Gloo
 from zero.comm.host_memory import attach
-from zero.comm.host_memory.rendezvous import rendezvous
-from zero.comm.host_memory.transport import HostMemory
+from zero.comm.host_memory.transport import HostMemory, rendezvous
 from zero.comm.oplog import Log
-from zero.comm.process_group import Overlapping
+from zero.comm.process_group import Gloo, Overlapping
 from zero.comm.store import StoreRendezvous
 from zero.comm.transport import Local, Transport
 from zero.comm.watchdog.watchdog import Watchdog

@@ -8,14 +8,145 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from itertools import chain, repeat
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zero.comm.oplog import TAIL, Log
 from zero.comm.packing import sum_in_rank_order
-from zero.comm.work import SumWork, Work
+
+# ----------------------------------------------------------------------------------------------------------------- work
+#
+# Transfers in flight, and the context in which a part of one may fail.
+#
+#     Work        of any transport. Each kind has a `wait` of its own, and holds no method of its own: an object that
+# does
+#                 is a cycle, and its buffers would live until garbage is collected where nobody waits for it
+#     GroupWork   collectives of a process group
+#     SumWork     sums of what an all-to-all brings
+#
+# StreamWork is in streams.py, QueuedWork in host_memory/transport.py, ReplicaWork in zero/shards/placement.py.
+
+
+# Times between looks at the other ranks while a rank waits; the last one is repeated.
+_INTERVALS = [timedelta(seconds=seconds) for seconds in (0.25, 0.25, 0.25, 0.25, 0.5, 1, 2, 4)]
+
+
+class Work:
+    """A transfer in flight, which owns its buffers until `wait` has returned; by itself, one that is complete."""
+
+    before: Work | None = None
+    """What may be waited for earlier, where this one goes on with its result."""
+
+    def __init__(self, result: Any = None) -> None:
+        self._result = result
+
+    def wait_for_sent(self) -> bool:
+        """Waits for what this rank has sent, and frees it. Returns whether `wait` then has more to do than to return;
+        otherwise has done nothing."""
+        before, self.before = self.before, None
+        if before is None:
+            return False
+        before.wait()
+        return True
+
+    def wait(self) -> Any:
+        """Waits for the transfer and returns its result, or raises its error. Must not be called after it returned."""
+        return self._result
+
+
+class Operation:
+    """A context for a part of an operation that can fail: its launch, or the wait for it. Keeps the buffers alive if it
+    does, as what is in flight may still write into them. A class, as a context of contextlib takes as long as a launch.
+
+    channel: None before ranks have channels.
+    Raises RuntimeError for errors of a backend or the system, and if an earlier transfer has failed.
+    """
+
+    def __init__(self, log: Log, channel: int | None, buffers: object) -> None:
+        self._log, self._channel, self._buffers = log, channel, buffers
+
+    def __enter__(self) -> None:
+        if self._log.failure.broken:
+            self._log.failure.refuse_if_broken(self._buffers)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            self._log.failure.of_transfer(self._channel, self._buffers, error)
+
+
+class GroupWork(Work):
+    """Collectives of a process group that were launched. `wait` returns `times` the result.
+
+    blocks: whether a wait blocks the host, which looks meanwhile whether another rank is known to be missing.
+    works: of torch; None for what NCCL runs on the current stream, where there is nothing to wait for.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        blocks: bool,
+        channel: int,
+        buffers: object,
+        works: Sequence[dist.Work | None],
+        result: Any = None,
+        times: float = 1,
+    ) -> None:
+        self._log, self._channel, self._buffers = log, channel, buffers
+        self._works, self._result, self._times, self._blocks = works, result, times, blocks
+
+    def wait(self) -> Any:
+        if self._log.failure.broken:
+            self._log.failure.refuse_if_broken(self._buffers)
+        try:  # not `Operation`, which costs two calls in each wait
+            for work in filter(None, self._works):
+                if self._blocks:
+                    wait_watching(work, self._log)
+                else:
+                    work.wait()
+        except BaseException as error:
+            self._log.failure.of_transfer(self._channel, self._buffers, error)
+            raise
+        self._buffers, self._works = None, ()  # what was sent is freed before the result gets memory
+        return self._result if self._times == 1 else self._result.mul_(self._times)
+
+
+def wait_watching(work: dist.Work, log: Log) -> None:
+    """Waits in intervals, and looks in between whether another rank is known to be missing."""
+    for interval in chain(_INTERVALS, repeat(_INTERVALS[-1])):
+        try:
+            work.wait(interval)
+            return
+        # A wait that runs out raises it, too, and may be tried again: of a collective of Gloo it leaves all as it was.
+        # (Of a `send` or `recv` it closes all connections: there are none here. tests/comm/test_slow.py)
+        except RuntimeError:
+            if work.is_completed():
+                break
+            log.failure.refuse_if_broken()
+    work.wait()  # raises why it failed; nothing if it was completed just after the interval
+
+
+class SumWork(Work):
+    """add: of a transport, sums what `received` brings, with a factor."""
+
+    def __init__(self, add: Callable[[Sequence[Tensor], float], Tensor], received: Work, times: float) -> None:
+        self._add, self._received, self._times = add, received, times
+
+    def wait_for_sent(self) -> bool:
+        self._received = Work(self._received.wait())
+        return True
+
+    def wait(self) -> Tensor:
+        return self._add(self._received.wait(), self._times)
+
+
+# ----------------------------------------------------------------------------------------------------------- transports
+
 
 Scattered = tuple[list[Tensor], Tensor]
 """The pieces of a part, one a rank, on the rank that sends them; and what this rank gets."""

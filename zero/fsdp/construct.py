@@ -35,12 +35,10 @@ from zero.offload import NAMES as OFFLOAD
 from zero.offload import take_offload
 from zero.shards.announce import announce
 from zero.shards.cut import forget
-from zero.shards.group_state import GroupOptions
 from zero.shards.offload import Offload
-from zero.shards.partition import Partition, lay_out, refuse_partition, whole_among
+from zero.shards.partition import Partition, Shares, lay_out, refuse_partition, whole_among
 from zero.shards.placement import Placement
-from zero.shards.shard_group import ShardGroup
-from zero.shards.shares import Shares
+from zero.shards.shard_group import GroupOptions, ShardGroup
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, take_out_of
 from zero.wrap.ddp import refuse_ddp_within

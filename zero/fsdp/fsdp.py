@@ -23,17 +23,15 @@ from zero.fsdp.full_weights import summon
 from zero.fsdp.model import Model
 from zero.fsdp.options import MoreOptions, TorchMethods, refuse_method
 from zero.fsdp.step import Steps, cut_full, register, registered
-from zero.shards.group_state import GroupState
+from zero.shards.answers import read_only
 from zero.shards.partition import Partition, Place
-from zero.shards.read_only import read_only
-from zero.shards.shard_group import ShardGroup
+from zero.shards.shard_group import GroupState, ShardGroup
 from zero.shards.sharded_parameter import NO_COPIES
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import take_out_of
 from zero.wrap.buffers import BufferSync
 from zero.wrap.precision import uncast
-from zero.wrap.saved import COPIED, as_weights
-from zero.wrap.wrapper import UNWRAPPED, Wrapper, refuse_steps
+from zero.wrap.wrapper import COPIED, UNWRAPPED, Wrapper, as_weights, refuse_steps
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack

@@ -28,12 +28,11 @@ from zero.comm import Comm
 from zero.comm.together import alike
 from zero.fsdp.model import Model, models, models_of
 from zero.fsdp.unit import Unit, refuse_busy
-from zero.shards.bound import refuse_moved
+from zero.shards.answers import writable
 from zero.shards.layout import runs
 from zero.shards.owned_shards import gather_masters, rounded_groups
 from zero.shards.placement import Placement
-from zero.shards.read_only import writable
-from zero.shards.shard_group import ShardGroup
+from zero.shards.shard_group import ShardGroup, refuse_moved
 from zero.shards.sharded_parameter import AtRest
 from zero.state.gathered import AT_ONCE, refuse_no_rank
 from zero.tensor_parallel import parts, table

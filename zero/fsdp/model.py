@@ -17,10 +17,9 @@ from zero.fsdp.backward import Backward, Order
 from zero.fsdp.options import Options, in_flight
 from zero.fsdp.schedule import Reads, Schedule, ShownUnits
 from zero.fsdp.unit import Index, Unit
-from zero.shards.bound import refuse_moved
-from zero.shards.claimed import claim, release
-from zero.shards.group_state import GroupState
+from zero.shards.cut import claim, release
 from zero.shards.placement import Placement
+from zero.shards.shard_group import GroupState, refuse_moved
 from zero.tensor_parallel.parts import others_of
 from zero.wrap.wrapper import NOT_SCRIPTED
 

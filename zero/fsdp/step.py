@@ -38,11 +38,10 @@ from zero.fsdp.unit import Need, Unit
 from zero.measure.built import around, finding_of_built
 from zero.measure.kinds import ELEMENTWISE, Finding, Kind, title
 from zero.measure.param_groups import SHARD_MARK, params_of
-from zero.shards.bound import refuse_moved, take_back
 from zero.shards.cut import Cut
 from zero.shards.offload import Offload
 from zero.shards.partition import refuse_optimizer
-from zero.shards.shard_group import ShardGroup
+from zero.shards.shard_group import ShardGroup, refuse_moved, take_back
 from zero.shards.sharded_parameter import (
     GRADIENT,
     AtRest,
@@ -56,8 +55,7 @@ from zero.shards.sharded_parameter import (
 )
 from zero.state import optimizer_state as state
 from zero.state import shard_mark
-from zero.state.empty import Led, follow, led, share
-from zero.state.own_dtypes import keep_dtypes
+from zero.state.optimizer_state import Led, follow, keep_dtypes, led, share
 from zero.state.shard_mark import texts_of
 from zero.state.stepped import SteppedShards, of_user
 from zero.tensor_parallel import table
@@ -177,7 +175,7 @@ def _marked_as_own(stepped: SteppedShards, groups: list[dict[str, Any]]) -> bool
 
 # --------------------------------------------------------------------------------------------------------------- checks
 #
-# What is checked before an optimizer steps parameters of FSDP. OSS has its own checks in zero/oss/checks.py.
+# What is checked before an optimizer steps parameters of FSDP. OSS has its own checks in zero/oss/step.py.
 
 
 @dataclass(frozen=True)

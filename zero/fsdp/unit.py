@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from zero._torch.autograd import writes_so_far
-from zero.shards.group_state import GroupState
 from zero.shards.partition import Place, places_in
-from zero.shards.shard_group import ShardGroup
+from zero.shards.shard_group import GroupState, ShardGroup
 from zero.tensor_parallel.shown import Shown
 from zero.wrap.bucket import GradBucket
 from zero.wrap.precision import MixedPrecision

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch.tensors import has_values
-from zero.comm.pinned import pinned
+from zero.comm.streams import pinned
 from zero.offload.digests import digest
 from zero.offload.disk import Disk
 from zero.offload.on_host import OnHost

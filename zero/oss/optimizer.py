@@ -19,17 +19,13 @@ from torch.optim import Optimizer
 from zero._torch.optimizers import move_hooks, with_load_hooks, with_state_hooks
 from zero.comm import Comm, fail_together
 from zero.measure.param_groups import called, params_of
-from zero.oss.checks import StepChecks
 from zero.oss.from_optimizer import from_optimizer, refuse_use
-from zero.oss.gradients import OwnedGradients
 from zero.oss.options import Arguments, build_inner
-from zero.oss.state_dicts import StateDicts, mark_shards
-from zero.oss.state_view import StateView
-from zero.oss.step import Step, share_options
+from zero.oss.state_dicts import StateDicts, StateView, mark_shards
+from zero.oss.step import OwnedGradients, Step, StepChecks, share_options
 from zero.shards.announce import announce
 from zero.shards.masters import differs
-from zero.shards.partition import Partition
-from zero.shards.shares import Shares
+from zero.shards.partition import Partition, Shares
 from zero.state.gathered import gathered
 from zero.state.optimizer_state import cut, hand_over, numbered_groups
 from zero.state.stepped import SteppedShards
@@ -62,7 +58,7 @@ class OSS(Optimizer):
     partition: "even" cuts inside parameters into shards of equal size, for optimizers that treat each element by
         itself. "whole" gives each parameter to one rank, for optimizers that need matrices or norms of parameters.
         "auto" chooses for the optimizer: torch's are known, others are measured in a few steps on small tensors.
-        A function of (name, parameter) that returns "even" or "whole" chooses for each: see zero/shards/shares.py.
+        A function of (name, parameter) that returns "even" or "whole" chooses for each: see zero/shards/partition.py.
     precision: "bf16", "fp16", a dtype or a MixedPrecision: parameters are stored in these 16 bits, also those that are
         so already, and owners keep float32 master weights of their shards (2Ψ + 2Ψ + 12Ψ/W bytes with Adam; section 3.1
         of the paper). zero.setup also casts inputs, and keeps batch normalisation in float32.

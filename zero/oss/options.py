@@ -25,19 +25,19 @@ from zero.shards.arguments import (
     named_params,
     parts_of,
 )
-from zero.shards.claimed import refuse_sharded
+from zero.shards.cut import refuse_sharded
 from zero.shards.offload import Offload
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.partition import (
     Cut,
     Partition,
+    Shares,
     cut_for,
     described,
     refuse_optimizer,
     refuse_partition,
     whole_among,
 )
-from zero.shards.shares import Shares
 from zero.tensor_parallel import parts
 from zero.wrap.precision import MixedPrecision, as_precision, rounds
 

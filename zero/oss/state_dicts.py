@@ -2,21 +2,96 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 from weakref import ReferenceType
 
+from torch import nn
 from torch.optim import Optimizer
 
 from zero._torch.optimizers import takes_state_hooks
 from zero.comm import AGREEMENT
 from zero.comm.together import Together
 from zero.measure.param_groups import params_of
-from zero.shards.sharded_parameter import plain_state
+from zero.shards.owned_shards import OwnedShards
+from zero.shards.sharded_parameter import mark_held, plain_state, unmark_all
 from zero.state import optimizer_state as state
 from zero.state.gathered import consolidate
 from zero.state.shard_mark import mark
 from zero.state.stepped import SteppedShards
 from zero.tensor_parallel import parts
+
+# ------------------------------------------------------------------------------------------------------ optimizer.state
+#
+# What `optimizer.state` is for an OSS: the inner optimizer's state, by the user's parameters.
+
+
+State = dict[str, Any]
+
+
+class StateView(MutableMapping[nn.Parameter, State]):
+    """Reads and writes the state of the inner optimizer, which has that of this rank's shards.
+
+    Once any of it was read, tensors of a shard's shape answer as full ones (sharded_parameter.py) until the next step.
+    As with torch's optimizers, reading the entry of a parameter that has none makes an empty one. Raises KeyError for
+    what is no parameter of the optimizer.
+    """
+
+    def __init__(self, inner: Optimizer, shards: OwnedShards) -> None:
+        self._inner, self._shards, self._answers = inner, shards, False
+
+    def show(self) -> None:
+        """Has it answer as full state."""
+        if not self._answers:
+            self._answers, state, shards = True, self._inner.state, self._shards
+            several = [group for group in shards.shard_groups if group.layout.world > 1]
+            cuts = [pair for group in several for pair in zip(group.params, group.bound.cuts, strict=True)]
+            held = [(shards[param], cut, state[shards[param]]) for param, cut in cuts if shards[param] in state]
+            mark_held(held, type(self._inner))
+
+    def hide(self) -> None:
+        """Has it be plain again, as the inner optimizer needs it."""
+        if self._answers:
+            self._answers = False
+            unmark_all(self._inner.state.values())
+
+    def __getitem__(self, param: nn.Parameter) -> State:
+        self._shards.place(param)  # raises
+        self.show()
+        entry: State = self._inner.state.setdefault(self._shards[param], {})
+        return entry
+
+    def __setitem__(self, param: nn.Parameter, state: State) -> None:
+        """state: tensors have the shape of the shard, or of the full parameter, which are cut."""
+        own = {name: self._shards.cut_to_shard(param, value) for name, value in state.items()}
+        self.hide()
+        unmark_all([own])
+        self._inner.state[self._shards[param]] = own
+
+    def __delitem__(self, param: nn.Parameter) -> None:
+        del self._inner.state[self._shards[param]]
+
+    def __contains__(self, param: object) -> bool:
+        return isinstance(param, nn.Parameter) and self._shards.get(param) in self._inner.state
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return (param for param in self._shards if param in self)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def replace(self, state: Mapping[nn.Parameter, Mapping[str, Any]]) -> None:
+        """Takes over the entries of another mapping, in place of its own."""
+        entries = {**state}
+        self.clear()
+        for param, values in entries.items():
+            self[param] = {**values}
+
+
+# --------------------------------------------------------------------------------------------------------- state_dict()
 
 
 class StateDicts:

@@ -7,30 +7,226 @@ gather     every rank's shards reach all ranks in the flat buffers of the parame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from zero._torch.autograd import in_a_backward
 from zero._torch.optimizers import without_optimizer_hooks
+from zero._torch.telling import warn_user
+from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm
 from zero.comm.together import Together
-from zero.measure.kinds import ELEMENTWISE
+from zero.measure.kinds import ELEMENTWISE, Finding
 from zero.measure.param_groups import NO_OPTIONS
-from zero.oss.checks import StepChecks
-from zero.oss.gradients import OwnedGradients
-from zero.oss.state_dicts import StateDicts
-from zero.oss.state_view import StateView
+from zero.oss.state_dicts import StateDicts, StateView
 from zero.shards import masters
-from zero.shards.bound import MOVED
 from zero.shards.owned_shards import OwnedShards
-from zero.shards.shard_group import ShardGroup
-from zero.state.empty import Led, follow, led
+from zero.shards.shard_group import MOVED, ShardGroup
+from zero.state.optimizer_state import Led, follow, led
+from zero.wrap import ddp
+from zero.wrap.bucket import FullBucket
+from zero.wrap.dtensor_checks import DTensorCheck
+from zero.wrap.gradients import OWN_ONLY, OwnedGradient, WideAverage, refuse_sparse
+
+# --------------------------------------------------------------------------------------------------------------- checks
+#
+# What is checked around the steps of OSS. Stage 3 has its own in zero/fsdp/step.py.
+
+
+class StepChecks:
+    """Checks the steps of one OSS. What is wrong raises RuntimeError, on every rank as it is called in `Together`.
+
+    inner: the optimizer of the shards. finding: what that was measured to need; None for torch's own.
+    """
+
+    def __init__(self, comm: Comm, inner: Optimizer, shards: OwnedShards, finding: Finding | None) -> None:
+        self._comm, self._inner, self._shards, self._finding = comm, inner, shards, finding
+        self._steps_without = 0
+        self._dtensors = DTensorCheck()
+
+    def refuse_changes(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Raises if optimizer, groups or parameters were changed so that it cannot step. param_groups: of the OSS."""
+        _refuse_moved(self._shards)
+        _refuse_edited(param_groups, self._shards)
+        self._dtensors.refuse(self._shards.places, self._inner, self._finding)
+        ddp.refuse_joined(self._shards)
+
+    def refuse_gradients(self, *, found: bool, are_sharded: bool) -> None:
+        """Raises if the gradients cannot be stepped.
+
+        found: whether there are any. are_sharded: whether ShardedDDP brings them."""
+        self._steps_without = 0 if found else self._steps_without + 1
+        if self._steps_without == 2:  # one is normal: a first step for a scheduler, a skipped batch
+            warn_user(f"In two steps one after another {ddp.NO_GRADIENT}")
+        if not found:
+            ddp.refuse_replaced(self._shards)
+        elif not are_sharded and self._comm.world > 1:
+            ddp.refuse_unfrozen(self._shards)
+
+
+def _refuse_moved(shards: OwnedShards) -> None:
+    """Raises if parameters no longer lie in their shard groups."""
+    for group in shards.shard_groups:
+        name = group.bound.moved()
+        if name is None:
+            continue
+        taken = shards.taken_by_another()
+        if taken is not None:
+            raise RuntimeError(
+                f"{taken} was given to another OSS since, which shards and steps it now. Give each parameter to "
+                "one OSS, drop the one that you do not step, and wrap again what zero.unwrap(model) returns."
+            )
+        raise RuntimeError(
+            f"{name} was moved, cast or given other data after OSS was built, and would no longer be trained. "
+            "Move and cast the model first, then build OSS; load weights with load_state_dict (assign=False); write "
+            "others in place, `p.data.copy_(...)`."
+        )
+
+
+def _refuse_edited(param_groups: Sequence[dict[str, Any]], shards: OwnedShards) -> None:
+    """Raises if the groups no longer hold the parameters that were laid out."""
+    found, given = [group["params"] for group in param_groups], shards.given
+    expected, counts = [len(params) for params in given], [len(params) for params in found]
+    if counts == expected and all(
+        # Not `params == own`, which compares the elements of tensors that are not the same object.
+        all(map(operator.is_, params, own))
+        for params, own in zip(found, given, strict=True)
+    ):
+        return
+    kept = {param for params in found for param in params}
+    named = (pair for flat in shards.shard_groups for pair in zip(flat.params, flat.bound.names, strict=True))
+    gone = next((name for param, name in named if param not in kept), None)
+    raise RuntimeError(
+        f"param_groups were edited: OSS was given groups of {expected} parameters, and finds groups of {counts}, "
+        f"{f'without {gone}' if gone else 'not the same ones in the same order'}. Add a group by add_param_group; "
+        "to step fewer parameters, freeze them by requires_grad_(False), or build OSS again."
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ gradients
+#
+# The gradients that one OSS steps: what stands in `param.grad` (zero/wrap/gradients.py), or this rank's slices.
+
+
+class OwnedGradients:
+    """`are_sharded`: whether ShardedDDP brings them, each to its owner."""
+
+    def __init__(self, shards: OwnedShards) -> None:
+        self.are_sharded, self._shards = False, shards
+        # By module: what brings full averages into `param.grad`.
+        self._filled_by: WeakKeyDictionary[nn.Module, Sequence[FullBucket]] = WeakKeyDictionary()
+        # Gradients of shards that were shown between steps, by parameter: others were assigned.
+        self._shown: dict[nn.Parameter, Tensor | None] = {}
+
+    def filled_by(self, buckets: Sequence[FullBucket], module: nn.Module) -> None:
+        """These buckets bring full averages of the module's gradients from here on."""
+        self._filled_by[module] = buckets
+
+    def cleared(self) -> None:
+        """The user has cleared all gradients."""
+        self.drop_of_shards()
+        for buckets in self._filled_by.values():
+            for bucket in buckets:
+                bucket.unreduced.clear()
+
+    def wait_for_copies(self) -> None:
+        """Makes the host wait for gradients that are on their way to it."""
+        for group in self._shards.shard_groups:
+            if group.copies:
+                group.wait_for_copies()
+
+    def refuse(self) -> None:
+        """Raises RuntimeError for a gradient that cannot be stepped: that was not reduced, was assigned, or is another
+        parameter's. The other ranks find the same, or wait for this one in vain."""
+        for bucket in (bucket for buckets in self._filled_by.values() for bucket in buckets):
+            for index in bucket.unreduced:
+                if bucket.params[index].grad is not None:
+                    raise RuntimeError(
+                        f"{bucket.names[index]} has a gradient that was not averaged over the ranks: the "
+                        "last backward ran under no_sync(), or failed. Run the last backward before step() outside "
+                        "no_sync(), or call reduce(). To average gradients by hand build zero.OSS without zero.setup."
+                    )
+        for group, index in self._positions() if self.are_sharded else ():
+            name, param = group.names[index], group.params[index]
+            held, of_shard = param.grad, self._shards[param].grad
+            if isinstance(held, OwnedGradient):
+                held.refuse_of_others(group, index)
+            if of_shard is not None and of_shard is not self._shown.get(param):
+                raise RuntimeError(f"the shard of {name} was given a gradient that no backward has brought. {_BY_HAND}")
+            if held is not None and (not isinstance(held, OwnedGradient) or held.unreduced is not None):
+                raise RuntimeError(
+                    f"{name} has a gradient that was not reduced: the last backward ran under no_sync(), or went "
+                    "around ShardedDDP, or the gradient was assigned. Run the last backward before step() outside "
+                    f"no_sync(), or call reduce(). {OWN_ONLY} {_BY_HAND}"
+                )
+
+    def of_shard(self, param: nn.Parameter) -> Tensor | None:
+        """What ShardedDDP has brought of a parameter's gradient to this rank."""
+        return param.grad.shard if isinstance(param.grad, OwnedGradient) else None
+
+    def show(self, param: nn.Parameter) -> None:
+        """Gives the shard of a parameter its gradient, for whoever reads it between steps."""
+        shard = self._shards[param]
+        if self.are_sharded and shard.grad is self._shown.get(param):
+            self._shown[param] = shard.grad = self.of_shard(param)
+
+    def drop_of_shards(self) -> None:
+        """Leaves shards without gradients: views would keep those of full parameters past model.zero_grad()."""
+        self._shown.clear()
+        for shard in self._shards.values():
+            shard.grad = None
+
+    def collect(self) -> bool:
+        """Puts gradients where the inner optimizer finds them. Returns whether there are any (True if ShardedDDP brings
+        them). Raises RuntimeError as `refuse`, and for sparse ones."""
+        self.refuse()
+        shards = self._shards
+        for param, shard in shards.items():
+            shard.grad = self.of_shard(param) if self.are_sharded else None
+            if not self.are_sharded and param.grad is not None and shard in shards.empty:
+                shard.grad = shard.data
+        if self.are_sharded:
+            return True
+        for group, index, share in self._shares():
+            shards[group.params[index]].grad = group.to_main(share, for_step=True)
+        return any(param.grad is not None for param in shards)
+
+    def _positions(self) -> Iterator[tuple[ShardGroup, int]]:
+        return ((group, index) for group in self._shards.shard_groups for index in range(len(group.params)))
+
+    def _shares(self) -> Iterator[tuple[ShardGroup, int, Tensor]]:
+        """Yields this rank's slices of the gradients of full parameters, with their groups and positions: views where
+        their order in memory allows, with averages in place of what was rounded. Raises RuntimeError for a sparse
+        gradient, whichever rank owns it, on all alike."""
+        for group, index in self._positions():
+            full = group.params[index].grad
+            if full is not None and full.is_sparse:
+                refuse_sparse(group.names[index])
+        for group in self._shards.shard_groups:
+            for index in group.shapes.spans:
+                full = group.params[index].grad
+                if full is None:
+                    continue
+                with as_plain_tensors():
+                    share = group.own_slice(index, full)
+                    if isinstance(full, WideAverage):
+                        share = torch.where(full.wide.to(share.dtype) == share, full.wide, share.to(full.wide.dtype))
+                yield group, index, share
+
+
+_BY_HAND = "Gradients that no backward computes, as in evolution strategies, are for stage 1: OSS without ShardedDDP."
+
+
+# ------------------------------------------------------------------------------------------------------------- the step
+
 
 _WITHIN_BACKWARD = (
     "step() was called within a backward, from a hook: other gradients are not there yet, and none is averaged. Call "

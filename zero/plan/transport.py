@@ -19,8 +19,7 @@ from zero.comm.link import Link, Transports
 from zero.comm.oplog import Log
 from zero.comm.packing import summed_as
 from zero.comm.process_group import by_rings
-from zero.comm.transport import Message, Scattered, Transport
-from zero.comm.work import SumWork, Work
+from zero.comm.transport import Message, Scattered, SumWork, Transport, Work
 
 # The name of the rehearsed transport; "nccl" stands for all backends that overlap.
 Rehearsed = Literal["gloo", "host memory", "nccl"]

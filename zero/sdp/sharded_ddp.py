@@ -25,7 +25,7 @@ from zero.oss.optimizer import OSS, retire, set_bucket_size
 from zero.sdp.reducer import Reducer
 from zero.shards.announce import announce
 from zero.shards.arguments import refuse_two_devices
-from zero.shards.claimed import claim, release
+from zero.shards.cut import claim, release
 from zero.shards.owned_shards import gather_masters
 from zero.shards.shapes import refuse_unsendable
 from zero.tensor_parallel import parts
@@ -34,8 +34,7 @@ from zero.wrap.buffers import BufferSync
 from zero.wrap.ddp import refuse_ddp_within
 from zero.wrap.gradients import refuse_left
 from zero.wrap.precision import as_precision, uncast
-from zero.wrap.saved import as_weights
-from zero.wrap.wrapper import UNWRAPPED, Wrapper, describe, refuse_scripted, refuse_steps
+from zero.wrap.wrapper import UNWRAPPED, Wrapper, as_weights, describe, refuse_scripted, refuse_steps
 
 if TYPE_CHECKING:
     from zero.wrap.precision import GivenPrecision

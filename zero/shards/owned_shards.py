@@ -19,14 +19,11 @@ from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import options
 from zero.shards import masters
 from zero.shards.arguments import names
-from zero.shards.bound import elsewhere, take_back
-from zero.shards.group_state import GroupOptions
 from zero.shards.offload import DEVICE, Offload
-from zero.shards.partition import Place, bucket_limit, lay_out, places_in
+from zero.shards.partition import Place, Shares, bucket_limit, lay_out, places_in
 from zero.shards.placement import Placement
 from zero.shards.shapes import with_own_storage
-from zero.shards.shard_group import ShardGroup
-from zero.shards.shares import Shares
+from zero.shards.shard_group import GroupOptions, ShardGroup, elsewhere, take_back
 
 # By parameter: a reference to the shards that were made of it last.
 _holders: WeakIdKeyDictionary = WeakIdKeyDictionary()

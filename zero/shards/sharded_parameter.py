@@ -35,20 +35,24 @@ from zero.comm.channels import READ
 from zero.comm.waiting import calling
 from zero.measure.kinds import ELEMENTWISE, SINGLE
 from zero.shards.answers import (
+    FINITE_CHECK,
     LEFT,
+    VIEWING,
+    Kind,
     full_of,
+    in_place,
+    kind_of,
     norm_of,
     number_of,
     order_of,
     own_elements,
     ranks_of,
+    read_only,
     settled,
     without_graph,
     write_back,
 )
 from zero.shards.cut import Asked, Cut, find, of_param, process_of_shards
-from zero.shards.functions import FINITE_CHECK, VIEWING, Kind, in_place, kind_of
-from zero.shards.read_only import read_only
 from zero.shards.shapes import with_own_storage
 
 

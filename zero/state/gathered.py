@@ -21,8 +21,7 @@ from zero.measure.param_groups import params_of
 from zero.shards.layout import runs
 from zero.state import leaves
 from zero.state.optimizer_state import Leaf, numbered_groups, shards_of, state_of, unsharded
-from zero.state.param_shard import ParamShard
-from zero.state.stepped import SteppedShards
+from zero.state.stepped import ParamShard, SteppedShards
 from zero.tensor_parallel import parts
 
 AT_ONCE = 1 << 24

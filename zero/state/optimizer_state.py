@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import count
 from typing import Any
@@ -22,18 +22,111 @@ from torch.optim import Optimizer
 
 from zero._torch.tensors import as_plain_tensors
 from zero.measure import param_groups
+from zero.measure.built import state_made_by
 from zero.measure.kinds import ELEMENTWISE, SINGLE, known
 from zero.measure.param_groups import params_of
 from zero.shards.layout import Span
 from zero.shards.masters import settled
 from zero.shards.sharded_parameter import mark_states, plain_state
 from zero.state import leaves
-from zero.state.empty import share
-from zero.state.own_dtypes import keep_dtypes
-from zero.state.param_shard import ParamShard
 from zero.state.shard_mark import mark, marks_of
-from zero.state.stepped import SteppedShards
+from zero.state.stepped import ParamShard, SteppedShards
 from zero.tensor_parallel import parts
+
+# --------------------------------------------------------------------------------------------------------- empty shards
+#
+# The state of empty shards. torch's element-wise optimizers have as many entries there as elsewhere, and take as long
+# for an empty tensor as for a small one. So of those that were stepped in the same steps one is stepped, and the others
+# take over what it has: the single values of their state, such as the count of steps, are the same tensors.
+
+
+Led = dict[nn.Parameter, list[nn.Parameter]]
+"""By an empty shard that is stepped those that take over its state."""
+
+
+def led(optimizer: Optimizer, empty: Collection[nn.Parameter]) -> Led:
+    """Call it before a step, which is to find no gradients of those that are led. Of optimizers that are not torch's,
+    which may divide by the number of elements, nobody leads. empty: the empty shards."""
+    if type(optimizer) not in ELEMENTWISE:
+        return {}
+    found: Led = {}
+    for alike in _alike(optimizer, empty, id):
+        stepped = [param for param in alike if param.grad is not None]
+        if stepped and len(stepped) < len(alike):  # the others keep the values from before
+            state = optimizer.state[stepped[0]]
+            state.update({key: state[key].clone() for key in SINGLE & state.keys()})
+        if stepped:
+            found[stepped[0]] = stepped[1:]
+    return found
+
+
+def follow(optimizer: Optimizer, led: Led) -> None:
+    """Call it after the step."""
+    for leader, others in led.items():
+        _share(optimizer, leader, others)
+
+
+def share(optimizer: Optimizer, empty: Collection[nn.Parameter]) -> None:
+    """Call it after a state was loaded: single values that are equal are the same tensors from then on."""
+    for first, *others in _alike(optimizer, empty, Tensor.tolist):
+        _share(optimizer, first, others)
+
+
+def _alike(
+    optimizer: Optimizer, empty: Collection[nn.Parameter], value: Callable[[Any], Any]
+) -> Iterator[list[nn.Parameter]]:
+    """The empty shards in the same group, of the same history."""
+    for group in optimizer.param_groups:
+        found: dict[Any, list[nn.Parameter]] = {}
+        for param in group["params"]:
+            if param in empty:
+                state = optimizer.state.get(param, {})
+                history = [(key, value(one)) for key, one in state.items() if key in SINGLE]
+                found.setdefault((param.dtype, param.device, len(state), *history), []).append(param)
+        yield from found.values()
+
+
+def _share(optimizer: Optimizer, leader: nn.Parameter, others: Iterable[nn.Parameter]) -> None:
+    state = optimizer.state.get(leader, {})
+    for other in others if state else ():
+        own = optimizer.state[other]
+        for key, one in state.items():
+            if key in SINGLE or not isinstance(one, Tensor):
+                own[key] = one
+            elif not isinstance(own.get(key), Tensor):
+                own[key] = one.new_empty(other.shape)
+
+
+# ---------------------------------------------------------------------------------------------------- dtypes of its own
+#
+# State in a dtype of its own, such as moments in 16 bits of float32 parameters.
+#
+# torch's `load_state_dict` casts state to the dtype of the parameter, because that of torch's optimizers has it. State
+# of
+# other optimizers gets the dtype back that it was saved in, if that is the dtype in which the optimizer makes it.
+
+
+def keep_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
+    """Call it after `optimizer.load_state_dict(loaded)`."""
+    for group, given in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
+        for param, number in zip(group["params"], given["params"], strict=True):
+            saved = leaves.opened(loaded["state"].get(number, {}))
+            held = leaves.opened(dict(optimizer.state.get(param, {})))
+            cast = [key for key, value in held.items() if _differ(value, saved.get(key))]
+            made = leaves.opened(state_made_by(optimizer, group, param.dtype)) if cast else {}
+            kept = [key for key in cast if isinstance(made.get(key), Tensor) and made[key].dtype == saved[key].dtype]
+            if kept:
+                own = {key: saved[key].to(held[key].device) for key in kept}
+                optimizer.state[param].update(leaves.closed({**held, **own}))
+
+
+def _differ(one: object, other: object) -> bool:
+    """Whether they are tensors of two dtypes. A number that became a tensor was converted by the optimizer's class."""
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype != other.dtype
+
+
+# ---------------------------------------------------------------------------------------------------------------- state
+
 
 Leaf = tuple[int, str, Any]
 """Of a state: the number of the parameter, the key of the leaf (leaves.py), and the leaf."""

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from zero._torch.modules import averaged_by, join_mark, parameters_of
-from zero.shards.claimed import claimed
+from zero.shards.cut import claimed
 
 _alive: WeakSet[DistributedDataParallel] = WeakSet()
 

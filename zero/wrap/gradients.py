@@ -21,12 +21,30 @@ from torch import Tensor
 from zero._torch.autograd import in_a_backward
 from zero._torch.tensors import WithoutMemory, as_plain_tensors, foreach, tree_iter
 from zero.comm.channels import READ
-from zero.shards.answers import norm_of, order_of, ranks_of, settled
+from zero.shards.answers import FINITE_CHECK, Kind, in_place, kind_of, norm_of, order_of, ranks_of, settled
 from zero.shards.cut import Cut
-from zero.shards.functions import FINITE_CHECK, Kind, in_place, kind_of
 from zero.shards.shard_group import ShardGroup
 from zero.shards.sharded_parameter import AtRest
-from zero.wrap.refused import CREATE_GRAPH
+
+# ------------------------------------------------------------------------------------------------------------- refusals
+#
+# Gradients that no stage takes.
+
+
+CREATE_GRAPH = (
+    "the gradient of {} is itself part of a graph (create_graph=True), but a reduced gradient cannot be "
+    "differentiated. Compute inner derivatives by torch.autograd.grad(..., create_graph=True), and call backward() "
+    "without create_graph."
+)
+
+
+def refuse_sparse(name: str) -> NoReturn:
+    """Raises RuntimeError for the sparse gradient of the parameter of this name."""
+    raise RuntimeError(f"{name} has a sparse gradient. zero shards dense ones: build the embedding with sparse=False.")
+
+
+# ------------------------------------------------------------------------------------------------------------ gradients
+
 
 # Operators that leave it as it is, and those that clear the shard.
 _KEPT, _CLEARED = {"detach", "alias"}, {"zero_", "_foreach_zero_"}
