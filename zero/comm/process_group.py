@@ -326,26 +326,19 @@ def never_drop(group: object) -> None:
 # The transport over Gloo, for tensors on the CPU between hosts.
 #
 # CPU ms of a rank on two cores over Gloo, 4M float32 at 2 and 4 ranks: a broadcast a shard 3.8, 4.2, all-gather 6.3,
-# 6.4
-# (as much as one of 1 KiB to 128 KiB); all-to-all and sum 4.2, 5.6, a reduce a shard 8.7, 7.3, reduce-scatter 12.9,
-# 12.0.
-# Point-to-point messages between all ranks took 3.4, 4.1 and 4.6, 4.1, but small ones stalled for a scheduler's tick (4
-# ms, half of it spinning) whenever cores were scarce: Gloo's event loop spins while the sending thread is preempted
-# with
-# its lock held. With all-gathers of small messages a step of 64 small units takes 0.89 to 0.98 of the time, but Gloo
-# ends
-# the process where one meets a comparison, an all-gather of another length, of a rank that is out of step.
+# 6.4 (as much as one of 1 KiB to 128 KiB); all-to-all and sum 4.2, 5.6, a reduce a shard 8.7, 7.3, reduce-scatter 12.9,
+# 12.0. Point-to-point messages between all ranks took 3.4, 4.1 and 4.6, 4.1, but small ones stalled for a scheduler's
+# tick (4 ms, half of it spinning) whenever cores were scarce: Gloo's event loop spins while the sending thread is
+# preempted with its lock held. With all-gathers of small messages a step of 64 small units takes 0.89 to 0.98 of the
+# time, but Gloo ends the process where one meets a comparison, an all-gather of another length, of a rank that is out
+# of step.
 #
 # A lane is a group of its own, with its own connections. Gloo sends a message once the receiver has said that it is
 # ready, and what says so waits behind all that the receiver itself sends on the same connection: two ranks that send
-# one
-# another large messages take turns. Where each connection carries them one way they do not. Over links of 1 Gbit/s, at
-# 2,
-# 4 and 8 ranks of 109 MB together, of which the links take 438, 657, 766 ms: a gather on one lane 912, 1,580, 2,615, on
-# a
-# lane an owner 458, 700, 811; one all-to-all 889, 870, 838, two 463, 690, 808. A gather of 8 KiB a rank, CPU ms at 2
-# and
-# 4 ranks: 0.24, 0.90 on one lane, 0.21, 0.53 on one an owner.
+# one another large messages take turns. Where each connection carries them one way they do not. Over links of 1 Gbit/s,
+# at 2, 4 and 8 ranks of 109 MB together, of which the links take 438, 657, 766 ms: a gather on one lane 912, 1,580,
+# 2,615, on a lane an owner 458, 700, 811; one all-to-all 889, 870, 838, two 463, 690, 808. A gather of 8 KiB a rank,
+# CPU ms at 2 and 4 ranks: 0.24, 0.90 on one lane, 0.21, 0.53 on one an owner.
 
 
 LANES = 8

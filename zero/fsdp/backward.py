@@ -199,12 +199,10 @@ def recorded_as_shard(group: ShardGroup) -> str | None:
 #     3   both are: the next unit is gathered before the current one computes, in forward and in backward
 #
 # For a unit in flight a rank holds the full parameters (B bytes) and the full gradients (B), or, during their
-# reduction,
-# the gradients and the receive buffers (2 B): never more than 2 B. So besides shards a step takes at most 2 B times the
-# number. Where transfers overlap computing, the receive buffers take B / W (B if gradients are sent in 16 bits; W
-# ranks),
-# and a step takes at most 4 B + B / W: parameters and gradients of the unit that computes, parameters of the next unit,
-# gradients and receive buffers of the last.
+# reduction, the gradients and the receive buffers (2 B): never more than 2 B. So besides shards a step takes at most 2
+# B times the number. Where transfers overlap computing, the receive buffers take B / W (B if gradients are sent in 16
+# bits; W ranks), and a step takes at most 4 B + B / W: parameters and gradients of the unit that computes, parameters
+# of the next unit, gradients and receive buffers of the last.
 #
 # `Order` says which all-gathers run ahead, `Reductions` has those of gradients that are still running.
 

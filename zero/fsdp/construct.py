@@ -159,8 +159,8 @@ class Materialiser:
 
 # ------------------------------------------------------------------------------------------------------------- building
 #
-# Builds the units of a model one by one: initialises, lays out and shards their parameters; and makes the
-# module plain again.
+# Builds the units of a model one by one: initialises, lays out and shards their parameters; and makes the module plain
+# again.
 
 
 class Builder:

@@ -46,9 +46,8 @@ from zero.wrap.dtensor_checks import watch_steps
 # What those read who read parameters.
 #
 # Outside of their own unit's forward the forward of another unit, a hook in backward and a checkpoint that computes
-# again
-# read full parameters, and torch.amp.GradScaler reads all gradients: sharded parameters ask here. Within it modules of
-# tensor parallelism read DTensors in place of the plain parameters.
+# again read full parameters, and torch.amp.GradScaler reads all gradients: sharded parameters ask here. Within it
+# modules of tensor parallelism read DTensors in place of the plain parameters.
 
 
 _OUTSIDE = (

@@ -19,13 +19,12 @@ from zero.shards.shard_group import IN_PLACE, GroupOptions, ShardGroup
 
 # ------------------------------------------------------------------------------------------------------ shares of ranks
 #
-# Which rank gets how much: whole parameters by what their steps cost, and of those that are cut as much as makes
-# memory equal.
+# Which rank gets how much: whole parameters by what their steps cost, and of those that are cut as much as makes memory
+# equal.
 #
 # An optimizer such as Muon needs each matrix whole, and takes for its step a time that grows faster than the matrix.
 # Ranks with equal times then have unequal memory, which the parameters beside the matrices, an embedding above all,
-# make
-# up for.
+# make up for.
 
 
 @dataclass(frozen=True)

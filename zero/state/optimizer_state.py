@@ -102,8 +102,7 @@ def _share(optimizer: Optimizer, leader: nn.Parameter, others: Iterable[nn.Param
 # State in a dtype of its own, such as moments in 16 bits of float32 parameters.
 #
 # torch's `load_state_dict` casts state to the dtype of the parameter, because that of torch's optimizers has it. State
-# of
-# other optimizers gets the dtype back that it was saved in, if that is the dtype in which the optimizer makes it.
+# of other optimizers gets the dtype back that it was saved in, if that is the dtype in which the optimizer makes it.
 
 
 def keep_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
