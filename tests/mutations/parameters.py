@@ -96,7 +96,7 @@ def shard_not_written_back(dismiss, self, *, keep):
     dismiss(self, keep=False)
 
 
-@mutant("Writes.take_over")
+@mutant("ShardGroup._take_over")
 def writes_in_forward_lost(_, self, **how):
     """What a forward writes into parameters is lost at the reshard."""
 

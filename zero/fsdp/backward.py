@@ -212,6 +212,7 @@ class Order:
     which computes around all others, follows none.
 
     in_flight: how many units are in flight. overlaps: whether transfers overlap computing.
+    `before`: by unit the one that ran before it; by the root the one that backward reaches first.
     """
 
     def __init__(self, index: Index, in_flight: int, *, overlaps: bool) -> None:
@@ -219,7 +220,7 @@ class Order:
         self._index, self._root = index, index.root
         self._ahead_in_forward = in_flight == 3 or (in_flight == 2 and overlaps)
         self._after: dict[Unit, Unit] = {}
-        self._before: dict[Unit, Unit] = {}
+        self.before: dict[Unit, Unit] = {}
         self._last_entered = self._root
         # Gathered ahead, and did not begin their forward yet.
         self.ahead: set[Unit] = set()
@@ -228,7 +229,7 @@ class Order:
         """A forward of the unit begins. Launches the all-gather of the one that followed last time."""
         # A unit that runs twice in a row would follow itself, and the unit after it would not be gathered ahead.
         if unit is not self._root and unit is not self._last_entered:
-            self._after[self._last_entered], self._before[unit] = unit, self._last_entered
+            self._after[self._last_entered], self.before[unit] = unit, self._last_entered
         self._last_entered = unit
         self.ahead.discard(unit)
         unit.needed_by.discard(Need.AHEAD)
@@ -250,20 +251,16 @@ class Order:
     def leave_root(self) -> None:
         """The forward of the model ends: backward begins with the unit that ran last."""
         # If no other unit has run, backward has no first unit; the one of the forward before must not stay.
-        self._before.pop(self._root, None)
+        self.before.pop(self._root, None)
         if self._last_entered is not self._root:
-            self._before[self._root] = self._last_entered
+            self.before[self._root] = self._last_entered
         while self.ahead:
             self.ahead.pop().release(Need.AHEAD)  # it did not run this time
-
-    def is_first_in_backward(self, unit: Unit) -> bool:
-        """Whether backward reached this unit first, last time."""
-        return unit is self._before.get(self._root)
 
     def launch_before(self, unit: Unit) -> None:
         """Launches the all-gather of the unit that backward is expected to reach after this one, unless it is in
         backward."""
-        following = self._before.get(unit)
+        following = self.before.get(unit)
         if following is not None and following.calls and Need.BACKWARD not in following.needed_by:
             following.unshard(for_backward=True, ahead=True)
             following.needed_by.add(Need.AHEAD)
@@ -371,16 +368,6 @@ class Backward:
         self._in_backward: list[Unit] = []
         self._reductions = Reductions(order.in_flight, to_replicas=len(comms) > 1)
 
-    @property
-    def _interrupted(self) -> bool:
-        """Whether an error has ended the backward: autograd has dropped its callback without calling it."""
-        return self.active and self._end_callback is not None and self._end_callback() is None
-
-    @property
-    def _within_forward(self) -> bool:
-        """Whether the backward runs within a forward, such as for forces from an energy."""
-        return bool(self._index.running)
-
     def reached_inside(self, unit: Unit, call: Call, graph: Graph, _: Any) -> None:
         """The hook on outputs of modules inside the unit's."""
         if not unit.running:  # else its forward takes a gradient, such as forces from an energy, and it is unsharded
@@ -412,7 +399,10 @@ class Backward:
             for caller, of_graph in graph:
                 self._expect(caller, of_graph)
         self._expect(unit, call)  # once more if a backward within the forward has passed it
-        self._complete_units_after(call)
+        # Backward has passed units that began to compute after this call had ended.
+        for each in self._in_backward[::-1]:
+            if each is not self._index.root and each.calls and all(other.begun > call.ended for other in each.calls):
+                self._reduce_unit(each)
         entered = [each for each in (unit, *self._index.reads[unit]) if Need.BACKWARD not in each.needed_by]
         for each in entered:
             self._enter(each)
@@ -438,7 +428,9 @@ class Backward:
         ]
         for unit in self._index.units[1:] if self._order.in_flight == 2 else ():
             param = half_way(unit)
-            if unit.travels_meanwhile and param is not None and param.is_floating_point():
+            # By threads, those of Gloo, while the host computes.
+            travels = not unit.overlaps and not any(group.comm.reads(group.full.device) for group in unit.groups)
+            if travels and param is not None and param.is_floating_point():
                 handles.append(watch_param(param, Backward.half_way, self, unit))
         return handles
 
@@ -470,7 +462,8 @@ class Backward:
                         raise
 
     def _begin(self) -> None:
-        if self._interrupted:
+        # An error has ended the last one, if autograd has dropped its callback without calling it.
+        if self.active and self._end_callback is not None and self._end_callback() is None:
             self.abandon()
         if not self.active:
             self.active = True
@@ -519,12 +512,6 @@ class Backward:
         unit.pre_backward()
         self._in_backward.append(unit)
 
-    def _complete_units_after(self, call: Call) -> None:
-        """Completes the units that began to compute after this call had ended: backward has passed them."""
-        for unit in self._in_backward[::-1]:
-            if unit is not self._index.root and unit.calls and all(other.begun > call.ended for other in unit.calls):
-                self._reduce_unit(unit)
-
     def _reduce_unit(self, unit: Unit, *, at_end: bool = False) -> None:
         """Collective. Reshards the unit, launches the next all-gather, which is needed first, and then the reduction;
         under no_sync leaves the gradients where they are."""
@@ -549,7 +536,7 @@ class Backward:
             self._finish_together()
 
     def _finish_together(self) -> None:
-        within = self._within_forward
+        within = bool(self._index.running)  # a forward, such as for forces from an energy
         for unit in reversed(self._index.units):
             if unit.calls and Need.BACKWARD not in unit.needed_by and not within and (unit.unsharded or unit.gathering):
                 self._enter(unit)  # backward did not reach it here, but may have on other ranks, which reduce it
@@ -597,7 +584,7 @@ class Backward:
         if self.active and not self._in_callers_thread and all(param.grad is None for param in self._index):
             for unit in self._index.units:
                 for bucket in unit.buckets:
-                    bucket.forget_set_aside()
+                    bucket.set_aside.clear()  # the user has cleared what there was
         self._reductions.clear()
         self.active = False
         self._graphs.clear()

@@ -31,7 +31,7 @@ from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import take_out_of
 from zero.wrap.buffers import BufferSync
 from zero.wrap.precision import uncast
-from zero.wrap.wrapper import COPIED, UNWRAPPED, Wrapper, as_weights, refuse_steps
+from zero.wrap.wrapper import COPIED, NOT_SCRIPTED, UNWRAPPED, Wrapper, as_weights, refuse_steps
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -216,7 +216,10 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         with self._model.together:
             run = self._compiling.runner(self.module, traced=traced)
             self._model.schedule.interrupted()  # of a unit by itself, which is known only now
-            self._model.begin_forward()
+            if torch.jit.is_tracing():
+                raise RuntimeError(NOT_SCRIPTED.format("FSDP"))
+            self._model.refuse_moved()
+            self._model.refuse_replaced()
             if self._buffer_sync is not None:
                 self._buffer_sync.before_forward()
             return run

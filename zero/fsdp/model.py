@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from weakref import ReferenceType, WeakSet, ref
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -21,7 +20,6 @@ from zero.shards.cut import claim, release
 from zero.shards.placement import Placement
 from zero.shards.shard_group import GroupState, refuse_moved
 from zero.tensor_parallel.parts import others_of
-from zero.wrap.wrapper import NOT_SCRIPTED
 
 # All models that exist, in the order of their construction, which is the same on all ranks.
 _alive: list[ReferenceType[Model]] = []
@@ -122,13 +120,6 @@ class Model:
                     f"{self.index[param].name!r} was replaced by the sharded {other.name!r} since the model was "
                     "wrapped, but units gather what they were built with. Tie parameters first, then wrap the model."
                 )
-
-    def begin_forward(self) -> None:
-        """Collective where it raises: RuntimeError if parameters were moved, cast, replaced or given other data."""
-        if torch.jit.is_tracing():
-            raise RuntimeError(NOT_SCRIPTED.format("FSDP"))
-        self.refuse_moved()
-        self.refuse_replaced()
 
     def finish_steps(self) -> None:
         """Restores what steps have hidden that have raised."""

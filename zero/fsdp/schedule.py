@@ -7,7 +7,7 @@ whose orders differ raise when an all-gather arrives.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from functools import partial
 from threading import get_ident
 from typing import Any, NoReturn
@@ -239,8 +239,10 @@ class Schedule:
         for unit in reversed(self._index.units):  # so that a unit around another is entered first
             self._kept[unit] = Kept(unit, inside)
             inside.update(unit.module.modules())
-            for module in (unit.module, *_holders(unit)):
+            for module in unit.module.modules():
                 own = module is unit.module
+                if not own and unit.params.isdisjoint(parameters_of(module, recurse=False)):
+                    continue  # it holds no parameters of the unit
                 before = hidden(unit, module, partial(self._together_with, self._pre_forward, unit, own))
                 after = hidden(unit, module, partial(self._together_with, self._post_forward, unit, own))
                 self._hooks.setdefault(module, []).extend(
@@ -302,7 +304,11 @@ class Schedule:
             if not own:
                 return None
         elif Need.SUMMONED in unit.needed_by:
-            _refuse_to_train_summoned(unit)
+            if torch.is_grad_enabled() and any(param.requires_grad for param in unit.params):
+                raise RuntimeError(
+                    f"{unit.title} ran forward inside summon_full_params() with gradients, which FSDP would not "
+                    "average. Train outside of it, or run this forward under torch.no_grad()."
+                )
             return None
         else:
             unit.entry_module = None if own else module
@@ -326,8 +332,12 @@ class Schedule:
         for streams in self._streams:
             streams.expect_computing("{} of FSDP runs", unit.title)
         in_backward = self._backward.active
-        if unit is self._root:
-            self._note_mode(training, whole=unit.entry_module is None and not in_backward)
+        # A forward of the model begins, not another method or one within a backward.
+        begins = unit is self._root and unit.entry_module is None and not in_backward
+        if begins and training not in self.modes:
+            self.modes.add(training)
+            if (begin_search := self._begin_search()) is not None:
+                begin_search()
         if transformed():
             raise RuntimeError(
                 f"torch.func.grad, vjp, jvp or jacrev runs {unit.title} of FSDP, which gathers parameters into memory "
@@ -342,13 +352,6 @@ class Schedule:
         self._index.running.append(unit)
         if not in_backward:
             self._order.enter(unit)
-
-    def _note_mode(self, training: bool, *, whole: bool) -> None:
-        """whole: a forward of the model begins, not another method or one within a backward."""
-        if whole and training not in self.modes:
-            self.modes.add(training)
-            if (begin_search := self._begin_search()) is not None:
-                begin_search()
 
     def _begin_forward(self) -> None:
         """No unit is running: the forward of the model begins, or that of one unit by itself."""
@@ -406,7 +409,7 @@ class Schedule:
         if not unit.running:
             self._kept[unit].refuse()
             # Backward will reach this unit first, as it did last time, and would gather it ahead.
-            first_in_backward = self._order.in_flight == 3 and self._order.is_first_in_backward(unit)
+            first_in_backward = self._order.in_flight == 3 and unit is self._order.before.get(self._root)
             stays = unit is self._root or unit.stays or first_in_backward
             self._leave(unit, stays=needs_backward and stays)
         return output
@@ -430,18 +433,3 @@ class Schedule:
         self._index.running.clear()
         self._order.forget()
         self._backward.abandon()
-
-
-def _holders(unit: Unit) -> Iterator[nn.Module]:
-    """Yields the modules inside the unit's module that hold parameters of the unit."""
-    for module in unit.module.modules():
-        if module is not unit.module and any(param in unit.params for param in parameters_of(module, recurse=False)):
-            yield module
-
-
-def _refuse_to_train_summoned(unit: Unit) -> None:
-    if torch.is_grad_enabled() and any(param.requires_grad for group in unit.groups for param in group.params):
-        raise RuntimeError(
-            f"{unit.title} ran forward inside summon_full_params() with gradients, which FSDP would not average. Train "
-            "outside of it, or run this forward under torch.no_grad()."
-        )

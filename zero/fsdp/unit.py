@@ -15,44 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from zero._torch.autograd import writes_so_far
 from zero.shards.partition import Place, places_in
 from zero.shards.shard_group import GroupState, ShardGroup
 from zero.tensor_parallel.shown import Shown
 from zero.wrap.bucket import GradBucket
 from zero.wrap.precision import MixedPrecision
-
-# --------------------------------------------------------------------------------------------------------------- writes
-#
-# Writes into unsharded parameters, such as averages and clamps: each element keeps its owner's value.
-
-
-# Elements that are compared at a time, so that temporaries are small; on GPUs so that launches are few.
-_CHUNK, _ON_GPU = 2**18, 2**24
-
-
-class Writes:
-    """Copies writes into the unsharded parameters of one shard group into the shard. torch counts them, but not those
-    through `param.data`, which is noted where it is read (FullParameter)."""
-
-    def __init__(self, group: ShardGroup) -> None:
-        self._group = group
-        # torch's count of writes at the last all-gather.
-        self.when_gathered = 0
-
-    def take_over(self) -> None:
-        """Called before the full parameters are freed. After writes it copies elements that differ into the shard;
-        where `full` has a lower precision, the others keep theirs."""
-        group = self._group
-        # With shard_in_full the shard has no memory now; the reshard copies all of it from `full`.
-        if group.shard_in_full or not (group.data_was_read or writes_so_far(group.params) != self.when_gathered):
-            return
-        with torch.no_grad():
-            chunk = _CHUNK if group.full.device.type == "cpu" else _ON_GPU
-            for now, own in zip(group.own_of_full.split(chunk), group.shard.split(chunk), strict=True):
-                same = (now == own.to(now)).to(own.device)
-                own.copy_(torch.where(same, own, now.to(own)))
-
 
 # ------------------------------------------------------------------------------------------------------------ gradients
 #
@@ -66,22 +33,24 @@ class Writes:
 
 
 class UnitBucket(GradBucket):
-    """The bucket of a shard group whose `param.grad` is a full gradient in backward, and a shard at rest."""
+    """The bucket of a shard group whose `param.grad` is a full gradient in backward, and a shard at rest.
+
+    `set_aside`: the gradients of shards from before this backward, by position. `left_full`: positions of the
+        parameters whose `param.grad` no_sync has left full, unless the user has cleared it.
+    """
 
     def __init__(self, group: ShardGroup, *, sent_as: torch.dtype | None = None) -> None:
         super().__init__(group, sent_as=sent_as)
-        # The gradients of shards from before this backward.
-        self._set_aside: dict[int, Tensor] = {}
+        self.set_aside: dict[int, Tensor] = {}
         # Whether a backward under no_sync has gone through the unit since the last one that reduces. It may have left
         # gradients on other ranks only, so all reduce then.
         self._left = False
-        # Positions of the parameters whose `param.grad` no_sync has left full, unless the user has cleared it.
-        self._unreduced: set[int] = set()
+        self.left_full: set[int] = set()
 
     @property
     def left_unreduced(self) -> bool:
         """Whether no_sync has left gradients that a backward is to reduce."""
-        return self._left or any(self.group.params[index].requires_grad for index in self._unreduced)
+        return self._left or any(self.group.params[index].requires_grad for index in self.left_full)
 
     # ------------------------------------------------------------------------------------------- a backward
 
@@ -97,9 +66,9 @@ class UnitBucket(GradBucket):
             param, full = self.group.params[index], self.group.shapes.full[index]
             grad = param.grad
             if grad is None:
-                self._set_aside.pop(index, None)
-            elif index not in self._unreduced:
-                param.grad, self._set_aside[index] = None, self.group.as_shard(index, grad)
+                self.set_aside.pop(index, None)
+            elif index not in self.left_full:
+                param.grad, self.set_aside[index] = None, self.group.as_shard(index, grad)
             elif grad.shape != full:
                 raise RuntimeError(
                     f"{self.group.names[index]} has a `param.grad` of shape {list(grad.shape)} in place of the full "
@@ -107,7 +76,7 @@ class UnitBucket(GradBucket):
                     "backward has averaged yet. Write into that in place (`param.grad.mul_(0.5)`), or set it to None, "
                     "which drops it."
                 )
-        self._unreduced.difference_update(self.trained)
+        self.left_full.difference_update(self.trained)
 
     def take_written(self) -> None:
         """Takes what autograd has written, once backward has passed the unit. Of parameters that this backward did not
@@ -124,15 +93,15 @@ class UnitBucket(GradBucket):
         for index in self.trained:
             param = self.group.params[index]
             if param.grad is None:  # this backward has no gradient of it
-                self._set(index, self._set_aside.pop(index, None))
+                self._set(index, self.set_aside.pop(index, None))
             else:
-                self._unreduced.add(index)
+                self.left_full.add(index)
 
     def finish(self) -> None:
         """Waits for this rank's shards of the gradients, and adds them to those that were set aside."""
         # Before super(), which adds the new gradients to what `param.grad` has.
-        for index in self._set_aside.keys() & self.trained:
-            self._set(index, self._set_aside.pop(index))
+        for index in self.set_aside.keys() & self.trained:
+            self._set(index, self.set_aside.pop(index))
         super().finish()
 
     def _held(self, index: int) -> Tensor | None:
@@ -154,34 +123,20 @@ class UnitBucket(GradBucket):
 
     def unreduced(self, index: int) -> bool:
         """Returns whether `param.grad` of the parameter is a gradient from no_sync that was not reduced."""
-        return index in self._unreduced and self.group.params[index].grad is not None
+        return index in self.left_full and self.group.params[index].grad is not None
 
     def name_of_unreduced(self, params: Container[nn.Parameter]) -> str | None:
         """Returns the name of one of these parameters with such a gradient, if there is one."""
         of_group = self.group.params
-        found = (index for index in self._unreduced if self.unreduced(index) and of_group[index] in params)
+        found = (index for index in self.left_full if self.unreduced(index) and of_group[index] in params)
         return next((self.group.names[index] for index in found), None)
 
     # -------------------------------------------------------------------------------------------- exceptions
 
-    def drop_full(self) -> None:
-        """Drops the full gradients of a backward that an exception has ended."""
-        for index in self.trained:
-            self.group.params[index].grad = None
-
-    @property
-    def has_set_aside(self) -> bool:
-        """Whether gradients from before a backward that an exception has ended are set aside."""
-        return bool(self._set_aside.keys() - self._unreduced)
-
-    def forget_set_aside(self) -> None:
-        """Drops these gradients: the user has cleared what there was."""
-        self._set_aside.clear()
-
     def restore(self) -> None:
         """Puts these gradients back into `param.grad`. Unreduced gradients remain."""
-        for index in self._set_aside.keys() - self._unreduced:
-            self._set(index, self._set_aside.pop(index))
+        for index in self.set_aside.keys() - self.left_full:
+            self._set(index, self.set_aside.pop(index))
 
 
 # ---------------------------------------------------------------------------------------------------------------- units
@@ -230,7 +185,7 @@ class Unit:
         empty it is resharded, whatever else ends.
     `running`: its running calls, the innermost last: more than one where a module calls itself.
     `calls`: those that the running backward is to pass.
-    `buckets`: the gradients of its shard groups. `writes`: into its parameters while they are unsharded, by group.
+    `buckets`: the gradients of its shard groups.
     `shown`: its DTensors while it runs, if it has any.
 
     It keeps neither its module nor other units alive: the hooks on modules keep units.
@@ -249,7 +204,6 @@ class Unit:
         self.params = {param for group in groups for param in group.params}
         self.precision, self.stays = precision, stays
         self.buckets = [UnitBucket(group, sent_as=precision.reduce_dtype) for group in groups]
-        self.writes = {group: Writes(group) for group in groups if group.frees}
         self.shown: Shown | None = None
         self.needed_by: set[object] = set()
         # The module whose call began the running forward, if it is not the unit's own.
@@ -321,11 +275,6 @@ class Unit:
         """Whether all-gathers of its parameters overlap computing."""
         return any(group.overlaps for group in self.groups)
 
-    @property
-    def travels_meanwhile(self) -> bool:
-        """Whether an all-gather that was launched goes on by threads, those of Gloo, while the host computes."""
-        return not self.overlaps and not any(group.comm.reads(group.full.device) for group in self.groups)
-
     def unshard(self, *, for_backward: bool = False, ahead: bool = False) -> None:
         """Collective. Unshards the parameters. ahead: they are needed later, and their all-gather is only launched.
 
@@ -350,24 +299,15 @@ class Unit:
         """
         for group in self.groups:
             if group.state is GroupState.GATHERING:
-                self._finish_unshard(group)
-
-    def _finish_unshard(self, group: ShardGroup) -> None:
-        try:
-            group.finish_unshard()
-        finally:
-            if group in self.writes:
-                self.writes[group].when_gathered = writes_so_far(group.params)
+                group.finish_unshard()
 
     def reshard(self) -> None:
         """Releases the full parameters; this rank's shards remain. Raises as `finish_unshard` does."""
         self.needed_by -= _WHILE_UNSHARDED
         for group in self.groups:
             if group.state is GroupState.GATHERING:
-                self._finish_unshard(group)
+                group.finish_unshard()
             if group.state is GroupState.UNSHARDED:
-                if group in self.writes:
-                    self.writes[group].take_over()
                 group.reshard()
 
     def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
@@ -414,9 +354,10 @@ class Unit:
         """Restores the gradients from before a backward that an exception has ended. Waits for no other rank."""
         if Need.BACKWARD in self.needed_by:
             for bucket in self.buckets:
-                bucket.drop_full()
+                for index in bucket.trained:
+                    bucket.params[index].grad = None
             self.post_backward()
-        if any(bucket.has_set_aside for bucket in self.buckets) and not self.gathering:
+        if any(bucket.set_aside.keys() - bucket.left_full for bucket in self.buckets) and not self.gathering:
             self.reshard()
             for bucket in self.buckets:
                 bucket.restore()

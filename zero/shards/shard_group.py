@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zero._torch.autograd import writes_so_far
 from zero._torch.recording import profiler_range
 from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm, Work
@@ -207,6 +208,9 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 # ------------------------------------------------------------------------------------------------------------ the group
 
 
+# Elements that are compared at a time, so that temporaries are small; on GPUs so that launches are few.
+_CHUNK, _ON_GPU = 2**18, 2**24
+
 ACTS = ("unshard", "wait_for_unshard", "reshard", "reduce", "wait_for_reduce")
 """What is done to a group, in the profiler and the log."""
 
@@ -249,6 +253,8 @@ class ShardGroup:
         # The events after copies of gradients that are on their way to the CPU.
         self.copies: list[Any] = []
         self._summoned: Tensor | None = None
+        # torch's count of writes into the full parameters at the last all-gather, of a group that frees them.
+        self._written: int | None = None
         self.data_was_read = False
         self.stand_ins = torch.empty(len(params), dtype=torch.uint8, device="cpu")
         self._lay_out(placement, options, computed_as)
@@ -397,6 +403,7 @@ class ShardGroup:
         """
         assert self._handle is not None, "no gather is in flight"
         handle, self._handle = self._handle, None
+        self._written = None
         try:
             with self.recorded("wait_for_unshard"):
                 handle.wait()
@@ -416,15 +423,31 @@ class ShardGroup:
             self.bound.forget_leaves()
         if self.shard_in_full:
             self.shard.untyped_storage().resize_(0)
+        if self.frees:
+            self._written = writes_so_far(self.params)
         self._become(GroupState.UNSHARDED)
         if moved is not None:
             raise RuntimeError(MOVED.format(moved))
+
+    def _take_over(self) -> None:
+        """After writes into the full parameters, such as averages and clamps, copies elements that differ into the
+        shard; where `full` has a lower precision, the others keep theirs: each element has its owner's value. torch
+        counts writes, but not those through `param.data`, which is noted where it is read (FullParameter)."""
+        if not (self.data_was_read or writes_so_far(self.params) != self._written):
+            return
+        with torch.no_grad():
+            chunk = _CHUNK if self.full.device.type == "cpu" else _ON_GPU
+            for now, own in zip(self.own_of_full.split(chunk), self.shard.split(chunk), strict=True):
+                same = (now == own.to(now)).to(own.device)
+                own.copy_(torch.where(same, own, now.to(own)))
 
     def reshard(self) -> None:
         """Binds the parameters to `shard`, and frees `full` (unless the group has one rank).
 
         Raises RuntimeError after that if a parameter was given other data.
         """
+        if self._written is not None and not self.shard_in_full:  # else the shard is copied from `full` as a whole
+            self._take_over()
         self._become(GroupState.SHARDED)
         with self.recorded("reshard"):
             if self.shard_in_full:
