@@ -68,7 +68,7 @@ class EMA(Optimizer):
         for model in self._models:
             refuse_busy(model.units, call)
         for one in self._sharding:
-            one.stepper.refuse_changes(one)
+            one.stepper.refuse_changes()
 
     def update(self) -> None:
         """Takes the weights into the averages; the first time, copies them. Call it after each step, on every rank: it

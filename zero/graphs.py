@@ -216,7 +216,7 @@ class _Graphed:
                 unit.reshard()
         for one in self._optimizers:
             if isinstance(one, OSS):
-                one.state_dicts.forget()
+                one.full_state = None
         self._replays += 1
         if self._replays % COMPARED == 0:
             self._together.agree()

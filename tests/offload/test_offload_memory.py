@@ -276,7 +276,7 @@ OFFLOADED = [name for name in SCENARIOS if "offloaded" in name]
 @pytest.mark.matrix
 @pytest.mark.parametrize("scenario", OFFLOADED if matrix.WHOLE else OFFLOADED[::3])
 def test_so_it_is_at_every_stage_also_where_little_is_copied(scenario):
-    with simulated() as there, pinning(there) as runtime, mock.patch("zero.comm.pinned._EXACT", 1):
+    with simulated() as there, pinning(there) as runtime, mock.patch("zero.comm.streams._EXACT", 1):
         SCENARIOS[scenario](there)
         gc.collect()
         assert runtime.cudaHostRegister.called

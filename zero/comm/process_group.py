@@ -5,7 +5,7 @@ gather      one broadcast a shard                   one all-gather; shards of un
                                                     launched as one operation where the backend can
 reduce      one all-to-all from where the           one message in the dtype of the sums: one reduce-scatter of
             gradients lie, of a large message       equal shards, others by one reduce each, launched as one
-            two (gloo.py), and a sum in             operation; 16-bit floats by one all-to-all, and sums in float32
+            two (below), and a sum in             operation; 16-bit floats by one all-to-all, and sums in float32
             rank order
 """
 

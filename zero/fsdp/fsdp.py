@@ -104,7 +104,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         the shard group and the replicate group.
     device_mesh: the groups as a DeviceMesh of one dimension, or of two for hybrid strategies: (replicas, shards).
     auto_wrap_policy: chooses the modules that become units; a policy of torch.distributed.fsdp.wrap. By default these
-        are the blocks that the model repeats in an nn.ModuleList or nn.Sequential; see zero.fsdp.units.
+        are the blocks that the model repeats in an nn.ModuleList or nn.Sequential; see zero.fsdp.choice.
     as_one_unit: modules, or classes of modules, that become one unit each with everything inside them, such as a
         mixture of experts where ranks run different experts.
     ignored_modules, ignored_parameters: are not sharded, and their gradients are not averaged. Quantised parameters
@@ -124,7 +124,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
     broadcast_buffers: broadcast the buffers of rank 0 before each forward, as DistributedDataParallel does.
     more: offload, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload), and options of
         PyTorch's FSDP1 that have another name here: backward_prefetch, device_id, forward_prefetch, ignored_states,
-        limit_all_gathers, use_orig_params. See zero.offload and zero.fsdp.torch_options.
+        limit_all_gathers, use_orig_params. See zero.offload and zero.fsdp.options.
 
     docs/stages.md says what else goes with it, and what does not.
 

@@ -1,7 +1,4 @@
-"""The parameters of one module, which are unsharded while it computes and sharded at rest.
-
-unit_bucket.py has the gradients.
-"""
+"""The parameters of one module, which are unsharded while it computes and sharded at rest."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Stage 1: OSS, an optimizer of which every rank keeps and steps a shard.
 
-It holds its shards (zero/shards/owned_shards.py), its step (step.py) and its saved state (state_dicts.py).
+It holds its shards (zero/shards/owned_shards.py), its step (step.py) and the view of its state (state_view.py).
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from zero._torch.optimizers import move_hooks, with_load_hooks, with_state_hooks
-from zero.comm import Comm, fail_together
+from zero.comm import AGREEMENT, Comm, fail_together
+from zero.comm.together import Together
 from zero.measure.param_groups import called, params_of
 from zero.oss.from_optimizer import from_optimizer, refuse_use
 from zero.oss.options import Arguments, build_inner
-from zero.oss.state_dicts import StateDicts, StateView, mark_shards
-from zero.oss.step import OwnedGradients, Step, StepChecks, share_options
+from zero.oss.state_view import StateView, mark_shards
+from zero.oss.step import OwnedGradients, Step, share_options
 from zero.shards.announce import announce
 from zero.shards.masters import differs
 from zero.shards.partition import Partition, Shares
-from zero.state.gathered import gathered
-from zero.state.optimizer_state import cut, hand_over, numbered_groups
+from zero.state.gathered import consolidate, gathered
+from zero.state.optimizer_state import cut, hand_over, load, numbered_groups, shard_of
 from zero.state.stepped import SteppedShards
 from zero.tensor_parallel.parts import others_of
+from zero.tensor_parallel.parts import ranks as ranks_of_parts
 from zero.wrap.dtensor_checks import checked_by_itself
 
 if TYPE_CHECKING:
@@ -101,8 +103,8 @@ class OSS(Optimizer):
         self.finding = how.finding
         # Before torch's constructor, which adds the groups and sets an empty state: both ask for it.
         self._built = False
-        self.state_dicts = StateDicts()
-        # Without defaults: only the inner optimizer knows them all, and `return_options` brings them into the groups.
+        self.full_state: dict[str, Any] | None = None  # if it was consolidated here since the last step
+        # Without defaults: only the inner optimizer knows them all, and `share_options` brings them into the groups.
         super().__init__(how.groups, {})
         self.shards = how.lay_out(self.param_groups)
         if others := others_of(params_of(self)):
@@ -111,10 +113,8 @@ class OSS(Optimizer):
         self.optim = build_inner(self.comm, self.shards, self.param_groups, optim, defaults)
         self.defaults = dict(self.optim.defaults)
         self.state_view = StateView(self.optim, self.shards)
-        self._checks = StepChecks(self.comm, self.optim, self.shards, self.finding)
-        parts = self.comm, self.optim, self.shards, self.gradients, self.state_view, self.state_dicts, self._checks
-        self.stepper = Step(*parts, writes_frozen=how.writes_frozen)
-        self.stepper.return_options(self)
+        self.stepper = Step(self, writes_frozen=how.writes_frozen)
+        share_options(self.optim.param_groups, self.param_groups)
         checked_by_itself(self)
         for name in ("train", "eval"):  # by which optimizers such as Schedule-Free switch between two sets of weights
             if callable(getattr(self.optim, name, None)):
@@ -154,7 +154,7 @@ class OSS(Optimizer):
         self.optim.add_param_group(given)
         # Only of this group: a scheduler may have written into the others since the last step.
         share_options(self.optim.param_groups[-1:], [added])
-        self.state_dicts.forget()
+        self.full_state = None
 
     def __getattr__(self, name: str) -> Any:
         """Values of the inner optimizer that this one lacks, and its `train` and `eval`, which are collective."""
@@ -250,14 +250,16 @@ class OSS(Optimizer):
 
     def _loaded(self) -> None:
         self.shards.note_versions()
-        self.state_dicts.forget()
+        self.full_state = None
 
     def consolidate_state_dict(self, to: int | None = 0, *, recipient_rank: int | None = None) -> None:
         """Collective. Gathers the full state on rank `to` of the group (None: on all), for `state_dict` to return.
 
         recipient_rank: FairScale's name for `to`.
         """
-        self.state_dicts.consolidate(self.stepped_shards, to if recipient_rank is None else recipient_rank)
+        with Together([self.comm], AGREEMENT) as together:
+            self.full_state = consolidate(self.stepped_shards, to if recipient_rank is None else recipient_rank)
+            together.agree()
 
     def state_dict(self) -> dict[str, Any]:
         """The full state in the plain optimizer's format if `consolidate_state_dict` gathered it here since the last
@@ -265,14 +267,19 @@ class OSS(Optimizer):
 
         Does not communicate and does not raise. torch.distributed.checkpoint.state_dict refuses a shard.
         """
-        return with_state_hooks(self, partial(self.state_dicts.state_dict, self.stepped_shards))
+        stepped, full = self.stepped_shards, self.full_state
+        # One rank's shard is all, and current; what was consolidated is a copy without later writes into the state.
+        if full is None or (self.comm.world == 1 and ranks_of_parts(params_of(self)) is None):
+            return with_state_hooks(self, partial(shard_of, stepped))
+        found = {"state": dict(full["state"]), "param_groups": numbered_groups(stepped)}
+        return with_state_hooks(self, lambda: found)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a full state (of OSS at any world size, or of the plain optimizer) or this rank's own shard.
 
         Does not change the dictionary. Raises ValueError if it does not fit.
         """
-        with_load_hooks(self, state_dict, partial(self.state_dicts.load_state_dict, self.stepped_shards))
+        with_load_hooks(self, state_dict, partial(load, self.stepped_shards))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As torch's own, which takes over the attributes in `state`."""
@@ -305,7 +312,7 @@ def retire(unwrapped: Sequence[OSS]) -> None:
 @Optimizer.profile_hook_step
 @torch.no_grad()
 def _hooked_step(oss: OSS, closure: Callable[[], float] | None, **options: Any) -> Any:
-    return oss.stepper.run(oss, closure, options)
+    return oss.stepper.run(closure, options)
 
 
 def _switch(of: ReferenceType[OSS], name: str, *args: Any, **kwargs: Any) -> Any:
@@ -313,7 +320,7 @@ def _switch(of: ReferenceType[OSS], name: str, *args: Any, **kwargs: Any) -> Any
     outer = of()
     assert outer is not None, f"the OSS does not exist any more whose inner optimizer's {name}() is called"
     # From the class: the instance has this function under the same name, which would call itself.
-    return outer.stepper.call(outer, partial(getattr(type(outer.optim), name), outer.optim), args, kwargs)
+    return outer.stepper.call(partial(getattr(type(outer.optim), name), outer.optim), args, kwargs)
 
 
 def set_bucket_size(optimizer: OSS, numel: int) -> None:
@@ -322,7 +329,7 @@ def set_bucket_size(optimizer: OSS, numel: int) -> None:
     Keeps the optimizer state, and clears gradients. Raises RuntimeError if param_groups were edited.
     """
     with optimizer.stepper.together:
-        optimizer.stepper.refuse_changes(optimizer)
+        optimizer.stepper.refuse_changes()
     # Some ranks may own no shard that has state; before the first step no rank does.
     some_state = optimizer.optim.state or any(map(differs, optimizer.shards.masters))
     somewhere = any(optimizer.comm.all_gather_text("some" if some_state else ""))

@@ -11,22 +11,19 @@ import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, proxy
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.optim import Optimizer
 
 from zero._torch.autograd import in_a_backward
 from zero._torch.optimizers import without_optimizer_hooks
 from zero._torch.telling import warn_user
 from zero._torch.tensors import as_plain_tensors
-from zero.comm import Comm
 from zero.comm.together import Together
-from zero.measure.kinds import ELEMENTWISE, Finding
+from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import NO_OPTIONS
-from zero.oss.state_dicts import StateDicts, StateView
 from zero.shards import masters
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.shard_group import MOVED, ShardGroup
@@ -39,37 +36,6 @@ from zero.wrap.gradients import OWN_ONLY, OwnedGradient, WideAverage, refuse_spa
 # --------------------------------------------------------------------------------------------------------------- checks
 #
 # What is checked around the steps of OSS. Stage 3 has its own in zero/fsdp/step.py.
-
-
-class StepChecks:
-    """Checks the steps of one OSS. What is wrong raises RuntimeError, on every rank as it is called in `Together`.
-
-    inner: the optimizer of the shards. finding: what that was measured to need; None for torch's own.
-    """
-
-    def __init__(self, comm: Comm, inner: Optimizer, shards: OwnedShards, finding: Finding | None) -> None:
-        self._comm, self._inner, self._shards, self._finding = comm, inner, shards, finding
-        self._steps_without = 0
-        self._dtensors = DTensorCheck()
-
-    def refuse_changes(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Raises if optimizer, groups or parameters were changed so that it cannot step. param_groups: of the OSS."""
-        _refuse_moved(self._shards)
-        _refuse_edited(param_groups, self._shards)
-        self._dtensors.refuse(self._shards.places, self._inner, self._finding)
-        ddp.refuse_joined(self._shards)
-
-    def refuse_gradients(self, *, found: bool, are_sharded: bool) -> None:
-        """Raises if the gradients cannot be stepped.
-
-        found: whether there are any. are_sharded: whether ShardedDDP brings them."""
-        self._steps_without = 0 if found else self._steps_without + 1
-        if self._steps_without == 2:  # one is normal: a first step for a scheduler, a skipped batch
-            warn_user(f"In two steps one after another {ddp.NO_GRADIENT}")
-        if not found:
-            ddp.refuse_replaced(self._shards)
-        elif not are_sharded and self._comm.world > 1:
-            ddp.refuse_unfrozen(self._shards)
 
 
 def _refuse_moved(shards: OwnedShards) -> None:
@@ -228,91 +194,84 @@ _BY_HAND = "Gradients that no backward computes, as in evolution strategies, are
 # ------------------------------------------------------------------------------------------------------------- the step
 
 
-_WITHIN_BACKWARD = (
-    "step() was called within a backward, from a hook: other gradients are not there yet, and none is averaged. Call "
-    "it once backward() has returned."
-)
-
-
 class Step:
-    """The steps of one OSS.
-
-    inner: the optimizer of the shards. checks: what is checked around steps.
+    """The steps of one OSS. oss: it, with all that they need: its optimizer, shards, gradients and view of the state.
     writes_frozen: whether the optimizer may write into parameters without gradients.
-
-    outer: the OSS, into whose groups schedulers write. It is an argument: OSS holds this, and is to be freed at once.
     """
 
-    def __init__(
-        self,
-        comm: Comm,
-        inner: Optimizer,
-        shards: OwnedShards,
-        gradients: OwnedGradients,
-        state_view: StateView,
-        state_dicts: StateDicts,
-        checks: StepChecks,
-        *,
-        writes_frozen: bool,
-    ) -> None:
-        self._comm, self._inner, self._shards, self._gradients = comm, inner, shards, gradients
-        self._state_view, self._state_dicts, self._checks = state_view, state_dicts, checks
+    def __init__(self, oss: Any, *, writes_frozen: bool) -> None:
+        self._oss: Any = proxy(oss)  # it holds this, and is to be freed at once
+        self._inner, self._shards, self._gradients = oss.optim, oss.shards, oss.gradients
         self._writes_frozen = writes_frozen
         self._gathered: list[str] = []  # the groups of the last step
         self._led: Led = {}
-        self.together = Together([comm], "the step of OSS")
+        self._steps_without = 0
+        self._dtensors = DTensorCheck()
+        self.together = Together([oss.comm], "the step of OSS")
 
-    def _stepped_groups(self) -> Sequence[ShardGroup]:
-        """Those that a step may have changed, in the order in which gradients arrive."""
-        return self._shards.shard_groups if self._writes_frozen else self._shards.trained_groups()
-
-    def run(self, outer: Optimizer, closure: Callable[[], float] | None, given: dict[str, Any]) -> Any:
+    def run(self, closure: Callable[[], float] | None, given: dict[str, Any]) -> Any:
         """Collective, within `together`. One step. given: further arguments of the inner optimizer's step. Returns the
         closure's loss."""
         inner, loss = self._inner, None
         if in_a_backward():
-            raise RuntimeError(_WITHIN_BACKWARD)
+            raise RuntimeError(
+                "step() was called within a backward, from a hook: other gradients are not there yet, and none is "
+                "averaged. Call it once backward() has returned."
+            )
         if closure is not None and type(inner) not in ELEMENTWISE:
-            self.refuse_changes(outer)
-            self._hand_options(outer)
+            self.refuse_changes()
+            share_options(self._oss.param_groups, inner.param_groups)
             with without_optimizer_hooks():
-                loss = inner.step(closure=self._for_inner(outer, closure), **given)
+                loss = inner.step(closure=self._for_inner(closure), **given)
         else:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
                 self.together.agree()  # before any rank steps: what it raises on one, all raise
-            self.refuse_changes(outer)
-            self.collect(outer)
-            self._hand_options(outer)
+            self.refuse_changes()
+            self._collect()
+            share_options(self._oss.param_groups, inner.param_groups)
             if self._shards.steps_by_group(inner, given):
-                self.end(outer, by_group=True)
+                self._end(by_group=True)
                 return loss
             self._shards.step(inner, **given)
-        self.end(outer)
+        self._end()
         return loss
 
-    def collect(self, outer: Optimizer) -> None:
+    def refuse_changes(self) -> None:
+        """Raises RuntimeError if the optimizer or its parameters were changed. Call it in `together`."""
+        _refuse_moved(self._shards)
+        _refuse_edited(self._oss.param_groups, self._shards)
+        self._dtensors.refuse(self._shards.places, self._inner, self._oss.finding)
+        ddp.refuse_joined(self._shards)
+
+    def _collect(self) -> None:
         """Collective where it fails. Puts gradients and parameters where the inner optimizer steps them."""
         found = self._gradients.collect()
-        self._checks.refuse_gradients(found=found, are_sharded=self._gradients.are_sharded)
+        self._steps_without = 0 if found else self._steps_without + 1
+        if self._steps_without == 2:  # one is normal: a first step for a scheduler, a skipped batch
+            warn_user(f"In two steps one after another {ddp.NO_GRADIENT}")
+        if not found:
+            ddp.refuse_replaced(self._shards)
+        elif not self._gradients.are_sharded and self._oss.comm.world > 1:
+            ddp.refuse_unfrozen(self._shards)
         self._shards.refresh()
-        self._state_view.hide()
+        self._oss.state_view.hide()
         self._led = led(self._inner, self._shards.empty)
         for shard in self._shards.empty.difference(self._led):
             shard.grad = None
 
-    def end(self, outer: Optimizer, *, by_group: bool = False) -> None:
+    def _end(self, *, by_group: bool = False) -> None:
         """Collective. Copies the options back, and gathers the shards that the step may have changed. by_group: steps
         each group before its gather."""
-        self.return_options(outer)
+        share_options(self._inner.param_groups, self._oss.param_groups)  # some optimizers write some
         if type(self._inner) not in ELEMENTWISE:  # torch's own write in place
             with torch.no_grad():
                 self._shards.take_back(self._inner)
-        self._state_dicts.forget()
+        self._oss.full_state = None
         try:
             groups = self._stepped_groups()
-            self.gather(groups, by_group=by_group)
+            self._gather(groups, by_group=by_group)
             # Graphs that saved a parameter before the step cannot be used any more, as if it was stepped itself.
             stepped = [param for group in groups for param in group.params if param.grad is not None]
             increment_version(stepped)
@@ -324,19 +283,29 @@ class Step:
         follow(self._inner, self._led)
         self._gradients.drop_of_shards()
 
-    def gather(self, groups: Sequence[ShardGroup], *, by_group: bool = False) -> None:
-        """Collective. Gathers every rank's shards of these groups on every rank. by_group: steps each before.
+    def _stepped_groups(self) -> Sequence[ShardGroup]:
+        """Those that a step may have changed, in the order in which gradients arrive."""
+        shards: OwnedShards = self._shards
+        return shards.shard_groups if self._writes_frozen else shards.trained_groups()
+
+    def _gather(self, groups: Sequence[ShardGroup], *, by_group: bool = False) -> None:
+        """Collective. Gathers every rank's shards of these groups on every rank. by_group: steps each before, which is
+        offloaded.
 
         Raises ValueError on every rank if ranks have stepped other groups: one alone has frozen or unfrozen parameters,
         or given gradients to some."""
         labels = [group.label for group in groups]
         if self.together.agree(int(labels != self._gathered)):  # on any rank
-            self._comm.compare("the parameters that a step changes", labels)
+            self._oss.comm.compare("the parameters that a step changes", labels)
             self._gathered = labels
         for group in groups:
+            apart = group.main is not group.shard
             if by_group:
-                self._step_group(group)
-            elif group.main is not group.shard:
+                write = partial(masters.write_part, group) if apart else None
+                self._shards.step_group(self._inner, group, then=write)
+                if apart:
+                    masters.written(group)
+            elif apart:
                 masters.write(group)
             group.launch_unshard()
         for group in groups:
@@ -347,35 +316,10 @@ class Step:
         """Collective. Gathers the groups that hold these parameters, into whose shards was written between steps."""
         with self.together:
             groups = [group for group in self._shards.shard_groups if any(param in params for param in group.params)]
-            self.gather(groups)
+            self._gather(groups)
             increment_version([param for group in groups for param in group.params])
 
-    def _step_group(self, group: ShardGroup) -> None:
-        """Steps the shards of one group, which are offloaded."""
-        write = partial(masters.write_part, group) if group.main is not group.shard else None
-        self._shards.step_group(self._inner, group, then=write)
-        if write is not None:
-            masters.written(group)
-
-    # --------------------------------------------------------------------------------------------------- checks
-
-    def refuse_changes(self, outer: Optimizer) -> None:
-        """Raises RuntimeError if the optimizer or its parameters were changed. Call it in `together`."""
-        self._checks.refuse_changes(outer.param_groups)
-
-    # ------------------------------------------------------------------------------------------- options
-
-    def _hand_options(self, outer: Optimizer) -> None:
-        """Copies the options to the inner optimizer."""
-        share_options(outer.param_groups, self._inner.param_groups)
-
-    def return_options(self, outer: Optimizer) -> None:
-        """Copies the options back, of which some optimizers write some."""
-        share_options(self._inner.param_groups, outer.param_groups)
-
-    # --------------------------------------------------------------------------------------------------- closures
-
-    def _for_inner(self, outer: Optimizer, closure: Callable[[], float]) -> Callable[[], float]:
+    def _for_inner(self, closure: Callable[[], float]) -> Callable[[], float]:
         """Wraps the closure for an optimizer that calls it within its step, once or more."""
         called = False
 
@@ -385,27 +329,27 @@ class Step:
                 name = self._shards.given_other_data()
                 if name is not None:  # what it keeps of the data before would be overwritten
                     raise RuntimeError(MOVED.format(name))
-                self.gather(self._stepped_groups())
+                self._gather(self._stepped_groups())
             called = True
             with torch.enable_grad():
                 loss = closure()
             self.together.agree()
-            self.refuse_changes(outer)
-            self.collect(outer)
+            self.refuse_changes()
+            self._collect()
             self._gradients.wait_for_copies()
             return loss
 
         return evaluate
 
-    def call(self, outer: Optimizer, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Collective. Calls a method of the inner optimizer that writes into shards, and gathers these."""
         with self.together:
-            self.refuse_changes(outer)
+            self.refuse_changes()
             self._shards.refresh()
-            self._state_view.hide()
+            self._oss.state_view.hide()
             result = method(*args, **kwargs)
-            self.return_options(outer)
-            self.gather(self._shards.shard_groups)
+            share_options(self._inner.param_groups, self._oss.param_groups)
+            self._gather(self._shards.shard_groups)
             return result
 
 

@@ -1,6 +1,6 @@
 """The transport between the ranks of one Linux host, which read one another's memory (attach.py).
 
-Every operation begins with a note to each other rank (peers.py): the channel, and the address of the data to read. So
+Every operation begins with a note to each other rank (Peers): the channel, and the address of the data to read. So
 ranks compare operations at no further cost. An operation ends when all ranks have read: until then no rank overwrites
 or frees data that others still read. Reads happen in `wait`, so they do not overlap with computing.
 

@@ -99,7 +99,7 @@ class State:
     """What a rank has said last of itself.
 
     heard: when. at: its position. log: its last operations if it stands there, `since` then; None while it moves.
-    held: in what it waits there if none of its threads can do anything else (standing.py), and for which ranks of the
+    held: in what it waits there if none of its threads can do anything else, and for which ranks of the
     job, `held_since` then. failed: its error, if a transfer failed there. gone: how it has ended, empty if in order;
     None while it runs.
     """
