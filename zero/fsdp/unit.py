@@ -1,4 +1,4 @@
-"""The parameters of one module, which are unsharded while it computes and sharded at rest."""
+"""The parameters of one module, which are unsharded while it computes and sharded at rest; and their gradients."""
 
 from __future__ import annotations
 

@@ -2,6 +2,6 @@
 
 wrapper, ddp      base class of the wrappers; what a module is; DistributedDataParallel within and around
 tensors, buffers  tensors in what modules take and return; buffers, sent from the first rank
-bucket, messages  how gradients reach their owners at stages 2 and 3; what is refused of a gradient at any stage
+bucket, gradients how gradients reach their owners at stages 2 and 3; what stands in `param.grad`
 dtensor_checks    steps that would be wrong for DTensors
 """
