@@ -6,7 +6,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,6 @@ from zero.fsdp.options import (
     NAMES,
     GivenOptions,
     Options,
-    ShardingStrategy,
     as_prefetch,
     from_torch,
     place,
@@ -35,7 +35,6 @@ from zero.offload import NAMES as OFFLOAD
 from zero.offload import take_offload
 from zero.shards.announce import announce
 from zero.shards.cut import forget
-from zero.shards.offload import Offload
 from zero.shards.partition import Partition, Shares, lay_out, refuse_partition, whole_among
 from zero.shards.placement import Placement
 from zero.shards.shard_group import GroupOptions, ShardGroup
@@ -163,107 +162,75 @@ class Materialiser:
 # again.
 
 
-class Builder:
-    """Builds the units of one model one after another, so that at most one is unsharded.
+def build(
+    choice: UnitChoice,
+    placement: Placement,
+    options: Options,
+    param_init_fn: Callable[[nn.Module], None] | None,
+    whole: Collection[nn.Parameter],
+) -> tuple[list[Unit], list[RemovableHandle]]:
+    """Collective. Returns the units, the root first, and the hooks of mixed precision on modules.
 
-    If this can fail, because modules must be initialised or shards may find no room, ranks compare after each unit
-    whether it has failed on any. If it has, the units that were sharded before are gathered again.
+    Units are built one after another, so that at most one is unsharded. If this can fail, because modules must be
+    initialised or shards may find no room, ranks compare after each whether it has failed on any.
 
     param_init_fn: initialises modules that were built on the meta device. whole: the parameters that are not cut.
-    `hooks`: those of mixed precision on modules.
+
+    Raises ValueError on every rank if, on any, a module could not be initialised or there was no room for a shard. The
+    model is plain then, and can be wrapped again: parameters that had values have those of the first rank (without
+    sync_module_states those of each shard's owner), and the others are on the meta device.
     """
+    values = Materialiser(choice.module, param_init_fn, initialises=placement.first)
+    division = Shares(placement.comm.world).divide([param for _, param in choice.own()], whole)
+    units: list[Unit] = []
+    # torch.set_default_device() may name another, such as meta, on which no rank can send.
+    can_fail = torch.tensor(float(options.offload.active or values.pending), device="cpu")
 
-    def __init__(
-        self,
-        choice: UnitChoice,
-        placement: Placement,
-        options: Options,
-        param_init_fn: Callable[[nn.Module], None] | None,
-        whole: Collection[nn.Parameter],
-    ) -> None:
-        self._choice, self._placement, self._options = choice, placement, options
-        self._values = Materialiser(choice.module, param_init_fn, initialises=placement.first)
-        self._division = Shares(placement.comm.world).divide([param for _, param in choice.own()], whole)
-        self.hooks: list[RemovableHandle] = []
-        self._can_fail = False
+    def agree(title: str = "") -> None:
+        """Raises ValueError on every rank if building has failed on any."""
+        if can_fail:
+            with alike(placement.all_groups(), "the units of FSDP"):
+                if values.problem is not None:
+                    raise ValueError(values.problem)
+                options.offload.refuse_full(f"the shards of {title}")
 
-    def build(self) -> list[Unit]:
-        """Collective. Returns the units, the root first.
-
-        Raises ValueError on every rank if, on any, a module could not be initialised or there was no room for a shard.
-        The model is plain then, and can be wrapped again: parameters that had values have those of the first rank
-        (without sync_module_states those of each shard's owner), and the others are on the meta device.
-        """
-        units: list[Unit] = []
-        try:
-            self._can_fail = self._on_any_rank(self._options.offload.active or self._values.pending)
-            self._values.materialise_buffers()
-            named = self._choice.owned()
-            numels = [sum(param.numel() for _, param in owned) for owned in named.values()]
-            offloads = self._options.offload.of_groups(numels)
-            for (name, owned), offload in zip(named.items(), offloads, strict=True):
-                units.append(self._unit(name, owned, offload))
-                self._agree(units[-1].title)
-            if self._options.synced:
-                self._values.materialise(self._choice.ignored)
-                self._agree()
-            self.hooks = self._options.precision.prepare(self._choice.modules)
-            if self._options.synced:
-                self._placement.broadcast([*self._choice.ignored, *self._choice.module.buffers()])
-        except ValueError:  # of all ranks
-            restore_units(units)
-            take_out_of(self._choice.module)
-            self._values.undo()
-            raise
-        except BaseException:  # perhaps of this rank alone: the others cannot be asked for their shards
-            self._choice.mark_half_sharded()
-            raise
-        return units
-
-    def _unit(self, name: str, owned: list[tuple[str, nn.Parameter]], offload: Offload) -> Unit:
-        params = [param for _, param in owned]
-        title = f"unit {name!r}" if name else "the root unit"
-        self._values.materialise(params)
-        self._agree(title)
-        return Unit(
-            name,
-            self._choice.units[name],
-            self._lay_out(owned, title, offload),
-            precision=self._options.precision,
-            stays=self._options.stays,
-        )
-
-    def _lay_out(self, owned: Sequence[tuple[str, nn.Parameter]], title: str, offload: Offload) -> list[ShardGroup]:
-        """Returns the shard groups of a unit's parameters, one for each dtype of computing."""
-        return [
-            group
-            for dtype, named in self._options.precision.by_dtype(self._choice.module, [*owned]).items()
-            for group in lay_out(
-                [param for _, param in named],
-                [name for name, _ in named],
-                self._placement,
-                self._division,
-                options=GroupOptions(True, dtype, self._options.stays, offload, from_first=self._options.synced),
-                label=title,
-            )
-        ]
-
-    def _on_any_rank(self, flag: bool) -> bool:
-        """Collective. Returns whether any rank has the flag."""
-        # torch.set_default_device() may name another, such as meta, on which no rank can send.
-        result = torch.tensor(float(flag), device="cpu")
-        for comm in self._placement.all_groups():
-            comm.all_reduce(result, maximum=True)
-        return bool(result)
-
-    def _agree(self, title: str = "") -> None:
-        """Collective, if building can fail. Raises ValueError on every rank if it has failed on any."""
-        if not self._can_fail:
-            return
-        with alike(self._placement.all_groups(), "the units of FSDP"):
-            if self._values.problem is not None:
-                raise ValueError(self._values.problem)
-            self._options.offload.refuse_full(f"the shards of {title}")
+    try:
+        for comm in placement.all_groups():
+            comm.all_reduce(can_fail, maximum=True)
+        values.materialise_buffers()
+        named = choice.owned()
+        offloads = options.offload.of_groups([sum(param.numel() for _, param in owned) for owned in named.values()])
+        for (name, owned), offload in zip(named.items(), offloads, strict=True):
+            title = f"unit {name!r}" if name else "the root unit"
+            values.materialise(param for _, param in owned)
+            agree(title)
+            groups: list[ShardGroup] = []
+            for dtype, alike_named in options.precision.by_dtype(choice.module, owned).items():
+                groups += lay_out(
+                    [param for _, param in alike_named],
+                    [name for name, _ in alike_named],
+                    placement,
+                    division,
+                    options=GroupOptions(True, dtype, options.stays, offload, from_first=options.synced),
+                    label=title,
+                )
+            units.append(Unit(name, choice.units[name], groups, precision=options.precision, stays=options.stays))
+            agree(title)
+        if options.synced:
+            values.materialise(choice.ignored)
+            agree()
+        hooks = options.precision.prepare(choice.modules)
+        if options.synced:
+            placement.broadcast([*choice.ignored, *choice.module.buffers()])
+    except ValueError:  # of all ranks
+        restore_units(units)
+        take_out_of(choice.module)
+        values.undo()
+        raise
+    except BaseException:  # perhaps of this rank alone: the others cannot be asked for their shards
+        choice.mark_half_sharded()
+        raise
+    return units, hooks
 
 
 def restore_units(units: Sequence[Unit]) -> None:
@@ -290,26 +257,6 @@ _GIVEN = "the models given to FSDP"
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """Those of FSDP, which says what they mean."""
-
-    process_group: Any
-    device_mesh: DeviceMesh | None
-    auto_wrap_policy: Policy
-    as_one_unit: Sequence[nn.Module | type[nn.Module]]
-    ignored_modules: Iterable[nn.Module]
-    ignored_parameters: Iterable[nn.Parameter]
-    partition: Partition
-    sharding_strategy: enum.Enum | str
-    reshard_after_forward: bool | None
-    precision: GivenPrecision
-    prefetch: int | None
-    param_init_fn: Callable[[nn.Module], None] | None
-    sync_module_states: bool
-    more: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class Inside:
     """An FSDP inside the module. end: takes its hooks on state away."""
 
@@ -320,68 +267,71 @@ class Inside:
     end: Callable[[], None]
 
 
-def construct(module: nn.Module, given: Arguments, nested: dict[str, Inside]) -> tuple[Model, list[RemovableHandle]]:
-    """Collective. Returns the model that an FSDP runs, and the hooks of mixed precision on modules.
+def construct(
+    module: nn.Module,
+    nested: dict[str, Inside],
+    more: dict[str, Any],
+    *,
+    process_group: Any,
+    device_mesh: DeviceMesh | None,
+    auto_wrap_policy: Policy,
+    as_one_unit: Sequence[nn.Module | type[nn.Module]],
+    ignored_modules: Iterable[nn.Module],
+    ignored_parameters: Iterable[nn.Parameter],
+    partition: Partition,
+    sharding_strategy: enum.Enum | str,
+    reshard_after_forward: bool | None,
+    precision: GivenPrecision,
+    prefetch: int | None,
+    param_init_fn: Callable[[nn.Module], None] | None,
+    sync_module_states: bool,
+) -> tuple[Model, list[RemovableHandle]]:
+    """Collective. Returns the model that an FSDP runs, and the hooks of mixed precision on modules. The arguments are
+    those of FSDP, which says what they mean.
 
     nested: FSDPs inside the module by name, which this one dissolves. None contains another.
     """
-    asked = GivenOptions(given.prefetch, [*given.ignored_modules], [*given.ignored_parameters])
-    strategy, placement = place(_GIVEN, given.sharding_strategy, given.process_group, given.device_mesh)
+    asked = GivenOptions(prefetch, [*ignored_modules], [*ignored_parameters])
+    strategy, placement = place(_GIVEN, sharding_strategy, process_group, device_mesh)
     with alike(placement.all_groups(), _GIVEN) as lines:
-        options = _understand(given, asked, strategy)
+        refuse_number_of_ranks(reshard_after_forward)
+        own = [*signature(construct).parameters, "broadcast_buffers"][3:]
+        refuse_unknown(more, known=(*OFFLOAD, *NAMES), own=own)
+        offload = take_offload(more)
+        from_torch(more, asked)
+        stays, units_in_flight = (
+            strategy.keeps_parameters or reshard_after_forward is False,
+            as_prefetch(asked.prefetch),
+        )
+        options = Options(partition, as_precision(precision), stays, sync_module_states, offload, units_in_flight)
         for change in asked.before:
             change(module)
         sharded = {param for fsdp in nested.values() for param in fsdp.model.index}
         choice = UnitChoice(module, {name: fsdp.wrapper for name, fsdp in nested.items()}, sharded, asked.ignored)
         beside = any(comm.link.overlaps(device) for comm in placement.all_groups() for device in choice.devices())
-        leaves = smallest_leaves(options.prefetch, beside=beside)
         refuse_scripted(module, inside=True)
-        choice.divide(given.auto_wrap_policy, given.as_one_unit, leaves)
+        choice.divide(auto_wrap_policy, as_one_unit, smallest_leaves(options.prefetch, beside=beside))
         _refuse_unusable(choice, nested, options, placement)
         whole = whole_among(options.partition, choice.own())
         lines += [f"{strategy}, {options.signature()}, whole {[*whole.values()]}", *choice.signature()]
     put_into(module, choice.ignored)
-    builder = Builder(choice, placement, options, given.param_init_fn, {*map(parts.of, whole)})
     with Together(placement.all_groups(), "the construction of FSDP"):
-        units, hooks = builder.build(), builder.hooks  # nothing after this fails
-    for name, fsdp in nested.items():
-        _dissolve(fsdp, module, name)
+        units, hooks = build(choice, placement, options, param_init_fn, {*map(parts.of, whole)})
+    for name, fsdp in nested.items():  # its module goes back into its place
+        fsdp.end()
+        for parent in module.modules():
+            children = children_of(parent)
+            children.update({at: fsdp.module for at, child in children.items() if child is fsdp.wrapper})
+        for unit in fsdp.model.units:
+            unit.move_below(name)
         units, hooks = [*units, *fsdp.model.units], [*hooks, *fsdp.hooks]
     model = Model(module, units, placement, options, asked.ignored_modules)
-    _announce(model, strategy, len(choice.ignored))
-    return model, hooks
-
-
-def _dissolve(fsdp: Inside, root: nn.Module, name: str) -> None:
-    """Puts the module of an FSDP inside `root` back into its place."""
-    fsdp.end()
-    inner: nn.Module = fsdp.module
-    for parent in root.modules():
-        children = children_of(parent)
-        children.update({name: inner for name, module in children.items() if module is fsdp.wrapper})
-    for unit in fsdp.model.units:
-        unit.move_below(name)
-
-
-def _understand(given: Arguments, asked: GivenOptions, strategy: ShardingStrategy) -> Options:
-    """Raises ValueError or TypeError for what FSDP does not take."""
-    refuse_number_of_ranks(given.reshard_after_forward)
-    more = {**given.more}
-    own = [*(one.name for one in fields(Arguments)), "broadcast_buffers"]
-    refuse_unknown(more, known=(*OFFLOAD, *NAMES), own=own)
-    offload = take_offload(more)
-    from_torch(more, asked)
-    stays = strategy.keeps_parameters or given.reshard_after_forward is False
-    precision, prefetch = as_precision(given.precision), as_prefetch(asked.prefetch)
-    return Options(given.partition, precision, stays, given.sync_module_states, offload, prefetch)
-
-
-def _announce(model: Model, strategy: ShardingStrategy, ignored: int) -> None:
-    number, (largest, share) = len(model.units), largest_unit(model.units)
-    units = f"{number} unit{'s' if number > 1 else ''}, the largest {largest.title} with {share} of all"
-    title = f"FSDP({type(model.module).__name__}, {strategy.name}) of {units},"
+    number, (largest, share) = len(units), largest_unit(units)
+    title = f"{number} unit{'s' if number > 1 else ''}, the largest {largest.title} with {share} of all"
+    title, ignored = f"FSDP({type(module).__name__}, {strategy.name}) of {title},", len(choice.ignored)
     left_out = f"{ignored} parameters, ignored as the caller asked" if ignored else ""
     announce(title, model.comm, model.index.groups, left_out, stage=3)
+    return model, hooks
 
 
 def _refuse_unusable(choice: UnitChoice, nested: dict[str, Inside], options: Options, placement: Placement) -> None:

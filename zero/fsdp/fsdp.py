@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from zero._torch.compiling import named_as_compiled, never_traced
 from zero._torch.modules import OwnHook, children_of, parameters_of
 from zero.fsdp import full_weights
 from zero.fsdp.choice import Policy
 from zero.fsdp.compile import BETWEEN_UNITS, Compiling
-from zero.fsdp.construct import Arguments, Inside, construct, restore_units
+from zero.fsdp.construct import Inside, construct, restore_units
 from zero.fsdp.full_weights import summon
 from zero.fsdp.model import Model
 from zero.fsdp.options import MoreOptions, TorchMethods, refuse_method
@@ -134,6 +135,9 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
     Raises RuntimeError on every rank if ranks run different units.
     """
 
+    _model: Model
+    _hooks: list[RemovableHandle]
+
     def __init__(
         self,
         module: nn.Module,
@@ -157,14 +161,30 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         super().__init__()
         never_traced(FSDP, "_begin", "_end_forward", "_raised", reason=BETWEEN_UNITS)
         self.module, self.broadcast_buffers = module, broadcast_buffers
-        given = Arguments(
-            *(process_group, device_mesh, auto_wrap_policy, as_one_unit, ignored_modules, ignored_parameters),
-            *(partition, sharding_strategy, reshard_after_forward, precision, prefetch, param_init_fn),
-            *(sync_module_states, {**more}),
-        )
         # None of those inside contains another: each has dissolved what was inside it.
-        inside = {name: child._inside() for name, child in module.named_modules() if isinstance(child, FSDP)}
-        self._model, self._hooks = construct(module, given, inside)
+        inside = {
+            name: Inside(child, child.module, child._model, child._hooks, child._end)
+            for name, child in module.named_modules()
+            if isinstance(child, FSDP)
+        }
+        self._model, self._hooks = construct(
+            module,
+            inside,
+            {**more},
+            process_group=process_group,
+            device_mesh=device_mesh,
+            auto_wrap_policy=auto_wrap_policy,
+            as_one_unit=as_one_unit,
+            ignored_modules=ignored_modules,
+            ignored_parameters=ignored_parameters,
+            partition=partition,
+            sharding_strategy=sharding_strategy,
+            reshard_after_forward=reshard_after_forward,
+            precision=precision,
+            prefetch=prefetch,
+            param_init_fn=param_init_fn,
+            sync_module_states=sync_module_states,
+        )
         synced = broadcast_buffers and next(module.buffers(), None) is not None
         self._buffer_sync = BufferSync(module, self._model.comms) if synced else None
         self._compiling = compiling = Compiling(self._model.index, self._model.schedule)
@@ -186,9 +206,6 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         refuse_steps(registered(self._model))
         self._unwrapped = True
         return self.module
-
-    def _inside(self) -> Inside:
-        return Inside(self, self.module, self._model, self._hooks, self._end)
 
     def _end(self) -> None:
         self._model.dismiss()
