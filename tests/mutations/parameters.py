@@ -116,7 +116,7 @@ def moved_parameters_not_noticed(_, self):
     """Parameters that were given other data raise no error, and the data is lost."""
 
 
-@mutant("bound.take_back")
+@mutant("shard_group.take_back")
 def data_given_by_a_step_lost(_, params, views, held):
     """What an optimizer assigns to `param.data` in its step is lost, and later steps as well."""
 

@@ -71,7 +71,7 @@ def state_of_another_parameter(load, optimizer, taken, groups):
     load(optimizer, states, groups)
 
 
-@mutant("own_dtypes.keep_dtypes")
+@mutant("optimizer_state.keep_dtypes")
 def state_loaded_in_the_dtype_of_its_parameter(_, optimizer, loaded):
     """float32 state of 16-bit parameters is rounded as it is loaded."""
 
