@@ -142,10 +142,11 @@ def save_behind_without_a_copy(_, model, held):
     return [*held], lambda: None
 
 
-@mutant("Ranks.compare")
-def rank_that_cannot_write_is_silent(compare, self, what, lines=(), problem=None):
+@mutant("Saving._agree")
+def rank_that_cannot_write_is_silent(agree, self):
     """A rank's problem with a checkpoint is told nobody, and the checkpoint counts as saved."""
-    compare(self, what, lines, problem if self.first else None)
+    self._problem = self._problem if self._ranks.first else None
+    agree(self)
 
 
 # ------------------------------------------------------------------------------------------------ full, out and in
