@@ -282,14 +282,6 @@ class Index:
             param, _, key = rest.rpartition("/")
             yield param, key, one
 
-    def take_extras(self, extras: Sequence[dict[str, Any]]) -> None:
-        """Takes the ranks' extra, as JSON and rank by rank. A value that is the same on all ranks is stored once."""
-        texts = [{key: json.dumps(value) for key, value in one.items()} for one in extras]  # as text NaN equals itself
-        shared = {key for key, text in texts[0].items() if all(one.get(key) == text for one in texts)}
-        self.extra = {key: extras[0][key] for key in extras[0] if key in shared}
-        by_rank = [{key: value for key, value in one.items() if key not in shared} for one in extras]
-        self.extra_by_rank = by_rank if any(by_rank) else []
-
     def dumps(self) -> str:
         """As JSON, with a checksum of itself."""
         entries = {
