@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,8 +24,8 @@ from zero._torch.optimizers import follow
 from zero.comm.comm import launched_ranks
 from zero.integrations.accelerate import plugin as plugins
 from zero.integrations.accelerate import states
-from zero.integrations.accelerate.keys import DTYPES
 from zero.integrations.accelerate.plugin import ZeroPlugin
+from zero.integrations.accelerate.sections import DTYPES
 from zero.integrations.accelerate.sharding import WRAPPERS, Sharding
 from zero.measure.param_groups import params_of
 from zero.wrap.precision import as_precision
@@ -63,14 +64,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             taken = self.distributed_type.value
             raise ValueError(f"another Accelerator has set this process up for {taken}. Build zero's first, or alone.")
-        _refuse_ranks_apart(self.distributed_type)
+        ranks = dist.get_world_size() if dist.is_initialized() else launched_ranks()
+        if self.distributed_type == DistributedType.NO and ranks > 1:
+            raise RuntimeError(
+                f"Accelerate found one process (DistributedType.NO), but there are {ranks} ranks, which would train "
+                "apart. On CPUs pass Accelerator(cpu=True) or TrainingArguments(use_cpu=True), or set "
+                "ACCELERATE_USE_CPU=true in the environment; `accelerate launch` does not pass `use_cpu: true` on. On "
+                "GPUs set `distributed_type: MULTI_GPU` and `use_cpu: false`. For a process that is to train alone set "
+                "`num_processes: 1`."
+            )
         if plugin.stage > 1:
             # Only the Trainer shows whether False was asked for: in a GradientAccumulationPlugin it is the default.
             self.gradient_state.plugin_kwargs.setdefault("sync_each_batch", True)
         self.zero_plugin, options = plugin, {**vars(plugin)}
         for name in ("mixed_precision", "gradient_accumulation_steps"):  # which the constructor has taken
             options.pop(name, None)
-        plugins.ask_for_ram_efficient_loading(options.pop("cpu_ram_efficient_loading", False))
+        if options.pop("cpu_ram_efficient_loading", False):  # `from_pretrained` of transformers reads the environment
+            os.environ.update({plugins.ASKS[0]: "true", plugins.RAM_EFFICIENT: "true"})
+        elif plugins.RAM_EFFICIENT in os.environ:
+            os.environ[plugins.RAM_EFFICIENT] = "false"  # the launcher's default is `true`: ranks would have no values
         self._max_norm = options.pop("gradient_clipping", None)
         asked = options.pop("precision", None) if plugin.stage else None  # of which stage 0 says that it has none
         dtype = DTYPES.get(self.mixed_precision)
@@ -118,7 +130,18 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
         if not self._is_sharded(model):
             self._cast(model, device_placement, rounds=not evaluation_mode)
-            model = self._prepared_inside(model)
+            # Autocast and compilation belong inside the sharding wrapper.
+            before, compiling = [*self._models], self.state.dynamo_plugin
+            backend, compiling.backend = compiling.backend, DynamoBackend.NO
+            try:
+                super().prepare_model(model, device_placement=False, evaluation_mode=True)
+            finally:
+                compiling.backend, self._models = backend, before
+            if backend != DynamoBackend.NO:
+                if compiling.use_regional_compilation:
+                    model = compile_regions(model, **compiling.to_kwargs())
+                else:
+                    model.compile(**compiling.to_kwargs())
             if not evaluation_mode:
                 model = self.sharding.wrap(model, self.ddp_handler)
         elif isinstance(model, WRAPPERS):
@@ -137,20 +160,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 self.sharding.place(model)
             if rounds:
                 self.sharding.round(model)
-
-    def _prepared_inside(self, model: nn.Module) -> nn.Module:
-        """The model with autocast and compilation, which belong inside the sharding wrapper."""
-        before, plugin = [*self._models], self.state.dynamo_plugin
-        backend, plugin.backend = plugin.backend, DynamoBackend.NO
-        try:
-            super().prepare_model(model, device_placement=False, evaluation_mode=True)
-        finally:
-            plugin.backend, self._models = backend, before
-        if backend != DynamoBackend.NO:
-            if plugin.use_regional_compilation:
-                return compile_regions(model, **plugin.to_kwargs())  # type: ignore[no-any-return]
-            model.compile(**plugin.to_kwargs())
-        return model
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Collective below stage 3. As Accelerate's."""
@@ -234,15 +243,3 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield
         finally:
             self.__dict__.update(known)
-
-
-def _refuse_ranks_apart(distributed_type: DistributedType) -> None:
-    """Raises RuntimeError if Accelerate takes this process for the only one, but there are other ranks."""
-    ranks = dist.get_world_size() if dist.is_initialized() else launched_ranks()
-    if distributed_type == DistributedType.NO and ranks > 1:
-        raise RuntimeError(
-            f"Accelerate found one process (DistributedType.NO), but there are {ranks} ranks, which would train apart. "
-            "On CPUs pass Accelerator(cpu=True) or TrainingArguments(use_cpu=True), or set ACCELERATE_USE_CPU=true in "
-            "the environment; `accelerate launch` does not pass `use_cpu: true` on. On GPUs set `distributed_type: "
-            "MULTI_GPU` and `use_cpu: false`. For a process that is to train alone set `num_processes: 1`."
-        )

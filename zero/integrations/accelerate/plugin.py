@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from zero.shards.partition import Partition
     from zero.wrap.precision import GivenPrecision
 
-_ASKS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
-_RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+ASKS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 _OTHERS = (
     "{} is not available: zero shards over data-parallel ranks. Leave it out. For hybrid sharding sharding_strategy or "
     "fsdp_sharding_strategy, is HYBRID_SHARD."
@@ -136,16 +136,8 @@ def taken_from(arguments: dict[str, Any], given: ZeroPlugin | int | None) -> Zer
 @contextmanager
 def hidden_environment() -> Iterator[None]:
     """In this context Accelerate does not see the launcher's environment variables that ask it to shard."""
-    hidden = {name: os.environ.pop(name) for name in _ASKS if name in os.environ}
+    hidden = {name: os.environ.pop(name) for name in ASKS if name in os.environ}
     try:
         yield
     finally:
         os.environ.update(hidden)
-
-
-def ask_for_ram_efficient_loading(wanted: bool) -> None:
-    """Sets the environment variables that `from_pretrained` of transformers reads."""
-    if wanted:
-        os.environ.update({_ASKS[0]: "true", _RAM_EFFICIENT: "true"})
-    elif _RAM_EFFICIENT in os.environ:
-        os.environ[_RAM_EFFICIENT] = "false"  # the launcher's default is `true`: ranks would load without values

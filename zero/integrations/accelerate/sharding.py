@@ -133,20 +133,19 @@ class Sharding:
                 rounding.cast_inputs(self._precision.prepare(model.modules()), root=True)
             return model
         else:
-            wrapped = self._with_oss(model, options.get("bucket_cap_mb"), broadcast_buffers=synced)
+            own = [one for one in self._optimizers if isinstance(one, OSS) and steps(one, model)]
+            if not own and self.stage == 2:
+                raise ValueError(f"a model was prepared at stage 2 without its optimizer, {_TOGETHER}")
+            kind, rounding = ShardedDDP if self.stage == 2 else AveragingDDP, self._roundings.pop(model, None)
+            how: dict[str, Any] = {"broadcast_buffers": synced, "sync_models_at_startup": self._synced}
+            cap_mb = options.get("bucket_cap_mb")
+            how["reduce_buffer_size"] = int(cap_mb * 2**20 / 4) if cap_mb else None
+            if rounding is not None:
+                wrapped = rounding.wrap(kind, own, **how)
+            else:
+                wrapped = kind(model, own, precision=self._precision, **how)
         self.wrapped[wrapped] = None
         return wrapped
-
-    def _with_oss(self, model: nn.Module, cap_mb: float | None, *, broadcast_buffers: bool) -> ShardedDDP:
-        own = [one for one in self._optimizers if isinstance(one, OSS) and steps(one, model)]
-        if not own and self.stage == 2:
-            raise ValueError(f"a model was prepared at stage 2 without its optimizer, {_TOGETHER}")
-        kind, rounding = ShardedDDP if self.stage == 2 else AveragingDDP, self._roundings.pop(model, None)
-        how: dict[str, Any] = {"broadcast_buffers": broadcast_buffers, "sync_models_at_startup": self._synced}
-        how["reduce_buffer_size"] = int(cap_mb * 2**20 / 4) if cap_mb else None
-        if rounding is not None:
-            return rounding.wrap(kind, own, **how)
-        return kind(model, own, precision=self._precision, **how)
 
     def _fsdp(self, model: nn.Module, *, broadcast_buffers: bool) -> FSDP:
         as_one_unit = _classes(model, self._as_one_unit, "as_one_unit")
@@ -168,20 +167,17 @@ class Sharding:
         if "whole" in [cut_for(rest.get("partition", "auto"), finding_of_built(one)) for one in own]:
             rest["partition"] = "whole"
         rest |= {"auto_wrap_policy": policy, "as_one_unit": as_one_unit, "precision": self._precision}
-        wrapped = FSDP(model, device_mesh=self._mesh(), **rest)
+        mesh: DeviceMesh | None = None
+        if as_strategy(strategy := self._rest.get("sharding_strategy", "FULL_SHARD")).hybrid:
+            world = dist.get_world_size()
+            size = self._shard_size or int(os.environ.get("LOCAL_WORLD_SIZE") or world)
+            if world % size:
+                raise ValueError(f"{strategy}: {world} ranks are no multiple of {size}. Set shard_size.")
+            mesh = init_device_mesh(self._device.type, (world // size, size))
+        wrapped = FSDP(model, device_mesh=mesh, **rest)
         for one in own:
             wrapped.register_optimizer(one)
         return wrapped
-
-    def _mesh(self) -> DeviceMesh | None:
-        strategy = self._rest.get("sharding_strategy", "FULL_SHARD")
-        if not as_strategy(strategy).hybrid:
-            return None
-        world = dist.get_world_size()
-        size = self._shard_size or int(os.environ.get("LOCAL_WORLD_SIZE") or world)
-        if world % size:
-            raise ValueError(f"{strategy}: {world} ranks are no multiple of {size}. Set shard_size.")
-        return init_device_mesh(self._device.type, (world // size, size))
 
     def _policy_for(self, model: nn.Module) -> Any:
         """FSDP's auto_wrap_policy. Raises ValueError for an unknown name, and if a class to wrap is not found."""
