@@ -90,7 +90,8 @@ def full_optimizer_state_dict(
     stepped, to, takes_part = stepped_for(inner, wrappers, optimizer, to)
     receives = takes_part and states.receives(stepped, to)
     if not stepped.shard_groups:
-        return _copied(optimizer.state_dict() if receives else {}, device)
+        own = leaves.opened(optimizer.state_dict()) if receives else {}
+        return leaves.closed({key: leaves.copied_to(leaf, device) for key, leaf in own.items()})
     with Together([optimizer.comm] if isinstance(optimizer, OSS) else comms_of(wrappers), AGREEMENT) as together:
 
         def consolidated() -> dict[str, Any]:
@@ -188,23 +189,18 @@ def _state(
     names = names_of(inner, stepped)
 
     def named(batch: list[Leaf]) -> list[tuple[str, Tensor]]:
-        return [(f"{names[number]}{WITHIN}{key}", _as_tensor(names[number], key, leaf)) for number, key, leaf in batch]
+        found = []
+        for number, key, leaf in batch:
+            if not isinstance(leaf, Tensor):
+                leaf = leaf.item() if isinstance(leaf, np.generic) else leaf
+                if not isinstance(leaf, (bool, int, float, complex)):
+                    raise ValueError(
+                        f"the state {leaves.entry_of(key)!r} of {names[number]} is no tensor or number, and cannot be "
+                        "streamed. Call zero.full_optimizer_state_dict."
+                    )
+                dtype = {float: torch.float64, complex: torch.complex128}.get(type(leaf))  # Python's own
+                leaf = torch.tensor(leaf, dtype=dtype, device="cpu")
+            found.append((f"{names[number]}{WITHIN}{key}", leaf))
+        return found
 
     return map(named, states.gathered(stepped, to, device, takes_part=takes_part))  # it keeps no batch
-
-
-def _as_tensor(name: str, key: str, leaf: Any) -> Tensor:
-    if isinstance(leaf, Tensor):
-        return leaf
-    leaf = leaf.item() if isinstance(leaf, np.generic) else leaf
-    if isinstance(leaf, (bool, int, float, complex)):
-        dtype = {float: torch.float64, complex: torch.complex128}.get(type(leaf))  # Python's own
-        return torch.tensor(leaf, dtype=dtype, device="cpu")
-    raise ValueError(
-        f"the state {leaves.entry_of(key)!r} of {name} is no tensor or number, and cannot be streamed. Call "
-        "zero.full_optimizer_state_dict."
-    )
-
-
-def _copied(state_dict: dict[str, Any], device: Device) -> dict[str, Any]:
-    return leaves.closed({key: leaves.copied_to(leaf, device) for key, leaf in leaves.opened(state_dict).items()})

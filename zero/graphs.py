@@ -18,7 +18,6 @@ from zero.comm.together import Together
 from zero.fsdp.model import models_of
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
-from zero.shards.shard_group import ShardGroup
 from zero.wrappers import Wrapped, comms_of, each, stepped_by, unwrapped
 
 T = TypeVar("T")
@@ -75,38 +74,33 @@ def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer | Seq
     cuda: Any = torch.get_device_module(device)
     stream, on_default = cuda.current_stream(), cuda.current_stream() == cuda.default_stream()
     for one, of_one in zip(optimizers, stepped, strict=True):
-        _refuse_unfit(one, of_one.shard_groups, wrappers if on_default else ())
+        if any(group.offload.active for group in of_one.shard_groups):
+            raise ValueError(
+                "zero.graphed was given parameters that are offloaded: the host steps them, and a CUDA graph has "
+                "nothing of the host's. Leave out `offload`, or train without zero.graphed."
+            )
+        if any(group.get("capturable") is False for group in one.param_groups):
+            raise ValueError(
+                f"zero.graphed was given an optimizer ({type(one).__name__}) whose steps read numbers from the "
+                "device. Build it with capturable=True."
+            )
+        for key, value in ((key, value) for group in one.param_groups for key, value in group.items()):
+            if isinstance(value, Tensor) and value.device.type != "cuda":
+                raise ValueError(
+                    f"zero.graphed was given an optimizer whose {key} is a tensor on the {value.device}, which a graph "
+                    f"would read once, when it is recorded. Make it on the GPU: {key}=torch.tensor(..., device='cuda')."
+                )
+    if on_default and any(isinstance(one, DistributedDataParallel) for one in wrappers):
+        raise ValueError(
+            "zero.graphed was given a DistributedDataParallel on the default stream, which cannot be recorded. Call "
+            "zero.setup and zero.graphed within `with torch.cuda.stream(torch.cuda.Stream()):`."
+        )
     for unit in (unit for model, _ in models_of(inner) for unit in model.units):
         unit.reshard()  # a forward without backward may have left it unsharded
         for group in unit.groups:
             group.shard_in_full = False  # a replay reads the shard where it was
     where = cuda.Stream(device) if on_default else stream
     return _Graphed(step, inner, wrappers, optimizers, [one.optim for one in stepped], cuda, where)
-
-
-def _refuse_unfit(optimizer: Optimizer, groups: Sequence[ShardGroup], on_default: Sequence[nn.Module]) -> None:
-    """Raises ValueError. on_default: the wrappers, if they were built on the default stream."""
-    if any(group.offload.active for group in groups):
-        raise ValueError(
-            "zero.graphed was given parameters that are offloaded: the host steps them, and a CUDA graph has nothing "
-            "of the host's. Leave out `offload`, or train without zero.graphed."
-        )
-    if any(group.get("capturable") is False for group in optimizer.param_groups):
-        raise ValueError(
-            f"zero.graphed was given an optimizer ({type(optimizer).__name__}) whose steps read numbers from the "
-            "device. Build it with capturable=True."
-        )
-    for key, value in ((key, value) for group in optimizer.param_groups for key, value in group.items()):
-        if isinstance(value, Tensor) and value.device.type != "cuda":
-            raise ValueError(
-                f"zero.graphed was given an optimizer whose {key} is a tensor on the {value.device}, which a graph "
-                f"would read once, when it is recorded. Make it on the GPU: {key}=torch.tensor(..., device='cuda')."
-            )
-    if any(isinstance(one, DistributedDataParallel) for one in on_default):
-        raise ValueError(
-            "zero.graphed was given a DistributedDataParallel on the default stream, which cannot be recorded. Call "
-            "zero.setup and zero.graphed within `with torch.cuda.stream(torch.cuda.Stream()):`."
-        )
 
 
 class _Graphed:
@@ -146,8 +140,14 @@ class _Graphed:
         given = args, named
         with self._together:
             if self._calls_left:
+                # By the host, on the stream on which it will be recorded, to which belongs what torch keeps from step
+                # to step.
                 self._calls_left -= 1
-                return self._by_the_host(given)
+                self._stream.wait_stream(self._cuda.current_stream())
+                with self._cuda.stream(self._stream):
+                    result = tree_map(_copy, self._step(*args, **named))
+                self._cuda.current_stream().wait_stream(self._stream)
+                return result
             if self._graph is None:
                 self._record(given)
         try:
@@ -159,14 +159,6 @@ class _Graphed:
             raise
         self._graph.replay()
         return tree_map(_copy, self._outputs)
-
-    def _by_the_host(self, given: Given) -> Any:
-        """On the stream on which it will be recorded, to which belongs what torch keeps from step to step."""
-        self._stream.wait_stream(self._cuda.current_stream())
-        with self._cuda.stream(self._stream):
-            result = tree_map(_copy, self._step(*given[0], **given[1]))
-        self._cuda.current_stream().wait_stream(self._stream)
-        return result
 
     def _record(self, given: Given) -> None:
         """Collective. Records a step, which runs nothing."""
@@ -205,9 +197,21 @@ class _Graphed:
         for comm, channel in zip(self._comms, self._replay, strict=True):
             comm.log.failure.refuse_if_broken()
             comm.log.record(channel)
-        self._refuse_changes()
+        now = self._settings_now()
+        for name, value in now.items() if now != self._settings else ():
+            if self._settings.get(name) != value:
+                raise RuntimeError(
+                    f"{name} has changed since the step of zero.graphed was recorded, and a replay would not see it. "
+                    "Options that change, such as lr, are tensors that are written in place, as schedulers do: "
+                    "lr=torch.tensor(1e-3, device='cuda'). After any other change call zero.graphed again."
+                )
         found, nest = tree_flatten(given)
-        self._refuse_others(found, same_nest=nest == self._nest)
+        kinds, expected = [_kind(arg) for arg in found], [_kind(arg) for arg in self._inputs]
+        if kinds != expected or nest != self._nest:
+            raise RuntimeError(
+                f"the step of zero.graphed was recorded with {expected}, and is called with {kinds}. Pad batches to "
+                "one shape, or call the function that was given to zero.graphed for the others."
+            )
         for into, arg in zip(self._inputs, found, strict=True):
             if isinstance(into, Tensor):
                 into.copy_(arg, non_blocking=True)
@@ -224,24 +228,6 @@ class _Graphed:
     @property
     def _groups(self) -> list[dict[str, Any]]:
         return [group for one in self._optimizers for group in one.param_groups]
-
-    def _refuse_others(self, args: Sequence[Any], *, same_nest: bool) -> None:
-        found, expected = [_kind(arg) for arg in args], [_kind(arg) for arg in self._inputs]
-        if found != expected or not same_nest:
-            raise RuntimeError(
-                f"the step of zero.graphed was recorded with {expected}, and is called with {found}. Pad batches to "
-                "one shape, or call the function that was given to zero.graphed for the others."
-            )
-
-    def _refuse_changes(self) -> None:
-        now = self._settings_now()
-        for name, value in now.items() if now != self._settings else ():
-            if self._settings.get(name) != value:
-                raise RuntimeError(
-                    f"{name} has changed since the step of zero.graphed was recorded, and a replay would not see it. "
-                    "Options that change, such as lr, are tensors that are written in place, as schedulers do: "
-                    "lr=torch.tensor(1e-3, device='cuda'). After any other change call zero.graphed again."
-                )
 
     def _settings_now(self) -> Settings:
         """What a step reads on the host."""
