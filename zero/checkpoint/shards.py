@@ -153,7 +153,7 @@ class Held(Part):
             return flat if self.written is None else settled(flat, self.written)
 
 
-def whole(name: str, tensor: Tensor, *, kept: bool) -> Held:
+def whole(name: str, tensor: Tensor, kept: bool) -> Held:
     """All of a tensor that this rank has full, and so have the others."""
     return Held(**vars(all_of(geometry_of(tensor))), name=name, tensor=tensor, shared=True, kept=kept)
 
@@ -381,7 +381,7 @@ class Training:
             # An optimizer without shard groups holds the full parameters, perhaps of another's OSS.
             place = self._places.get(param) if shards.shard_groups else None
             if place is None:
-                yield whole(self._names[param], param, kept=param in self._kept)
+                yield whole(self._names[param], param, param in self._kept)
             elif place.span is not None:
                 yield replace(self._shard("", place, place.group.shard), tensor=shards.part(param))
 

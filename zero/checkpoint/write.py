@@ -292,36 +292,31 @@ class Saving:
             self._publish()
 
     def _publish(self) -> None:
-        """On the first rank, after it has tried to write its own file."""
+        """On the first rank, after it has tried to write its own file; on a thread others may still write theirs."""
         try:
             if self._problem is None:
-                if self._thread is not None:
-                    self._wait_for_files()
+                # Threads send nothing, because training uses the process group. Files appear when they are complete.
+                files = {part_of(rank_file(self._place, rank)).name for rank in range(self._ranks.world)}
+                own, ended, pause = part_of(rank_file(self._place, self._ranks.rank)), math.inf, 0.01
+                while self._thread is not None and (missing := files - {one.name for one in self._place.inside()}):
+                    if own.name in missing:
+                        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(own))
+                    if self._all_written or not threading.main_thread().is_alive():
+                        ended = min(ended, time.monotonic())
+                    if time.monotonic() - ended > _LAST_WAIT:
+                        if self._all_written:
+                            raise ValueError(
+                                f"{self._place} has no {min(missing)}, which another rank has written: all ranks must "
+                                "see the same files"
+                            )
+                        raise ValueError("other ranks have not written their files before the program ended")
+                    if self._given_up.wait(pause):
+                        raise ValueError("another rank could not write its file")
+                    pause = min(2 * pause, _LONGEST_PAUSE)
                 seal(self._place, self._plan.index, keep=self._keep)
                 self._published = True
         except Exception as error:
             self._problem = described(error, self._place)
-
-    def _wait_for_files(self) -> None:
-        """On a thread, where other ranks may still write theirs."""
-        # Threads send nothing, because training uses the process group. Files appear when they are complete.
-        files = {part_of(rank_file(self._place, rank)).name for rank in range(self._ranks.world)}
-        own, ended, pause = part_of(rank_file(self._place, self._ranks.rank)), math.inf, 0.01
-        while missing := files - {one.name for one in self._place.inside()}:
-            if own.name in missing:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(own))
-            if self._all_written or not threading.main_thread().is_alive():
-                ended = min(ended, time.monotonic())
-            if time.monotonic() - ended > _LAST_WAIT:
-                if self._all_written:
-                    raise ValueError(
-                        f"{self._place} has no {min(missing)}, which another rank has written: all ranks must see the "
-                        "same files"
-                    )
-                raise ValueError("other ranks have not written their files before the program ended")
-            if self._given_up.wait(pause):
-                raise ValueError("another rank could not write its file")
-            pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 @atexit.register  # by then Python has waited for the threads
@@ -402,7 +397,19 @@ def plan_save(training: Training, *, frozen: bool = True) -> tuple[SavePlan, lis
                 if not isinstance(key, str) or "/" in key:
                     raise ValueError(f"{path}: names of state must be strings without a slash.")
                 if isinstance(value, Tensor) and value.dim():
-                    (common if one.shared else held_all).append(_state_held(path, one, value))
+                    # Elements of a full tensor, as the parameter that this rank steps, or a full tensor itself.
+                    refuse_unstorable(path, value)
+                    with as_plain_tensors():
+                        alike = value.shape == one.tensor.shape
+                    if not alike and not one.is_full:
+                        raise ValueError(
+                            f"{path} has shape {list(value.shape)}, but this rank's shard of the parameter has "
+                            f"{list(one.tensor.shape)}: only the optimizer knows which elements of the parameter it is "
+                            "for. Build the optimizer, or FSDP, with partition='whole'."
+                        )
+                    full = replace(one.full, dtype=value.dtype)
+                    held = replace(one, name=path, full=full, tensor=value) if alike else whole(path, value, one.kept)
+                    (common if one.shared else held_all).append(held)
                 elif not one.is_full and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_iter(value)):
                     raise ValueError(
                         f"{path} is a {type(value).__name__} of tensors, and the parameter is cut between ranks: only "
@@ -443,22 +450,6 @@ def _configs(module: nn.Module) -> dict[str, dict[str, Any]]:
     if "config.json" in found:
         found["config.json"]["architectures"] = [type(module).__name__]  # as save_pretrained does
     return found
-
-
-def _state_held(path: str, one: Held, value: Tensor) -> Held:
-    """A state tensor of a parameter that this rank steps: it is elements of a full tensor, or a full tensor itself."""
-    refuse_unstorable(path, value)
-    with as_plain_tensors():
-        alike = value.shape == one.tensor.shape
-    if alike:
-        return replace(one, name=path, full=replace(one.full, dtype=value.dtype), tensor=value)
-    if not one.is_full:
-        raise ValueError(
-            f"{path} has shape {list(value.shape)}, but this rank's shard of the parameter has "
-            f"{list(one.tensor.shape)}: only the optimizer knows which elements of the parameter it is for. Build the "
-            "optimizer, or FSDP, with partition='whole'."
-        )
-    return whole(path, value, kept=one.kept)
 
 
 # Another save of the model that begins before the memory is left to it makes copies of its own.

@@ -24,6 +24,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -183,12 +184,40 @@ class _Measure:
         self._until = time.monotonic() + _SECONDS
 
     def find(self) -> Finding:
+        # The shapes that the optimizer takes, without a closure if possible, two tensors of each, and their outcome.
+        full, first = None, None
+        for self._closure, shapes in product((False, True), _LISTS):
+            given = _values([*shapes, *(shape[::-1] for shape in shapes)])
+            try:
+                full = self.run(given)
+                if not all(value.isfinite().all() for value in full.values):
+                    raise ArithmeticError("it made numbers that are not finite")
+                if any(torch.equal(value, old) for value, (old, _) in zip(full.values, given, strict=True)):
+                    raise RuntimeError("it left a tensor as it was")
+                break
+            except Exception as error:
+                full, first = None, first or error
+        if full is None:
+            return Finding(Kind.UNKNOWN, f"steps of small tensors: {_text(first)}")
         try:
-            shapes, given, full = self._first()
-        except Exception as error:
-            return Finding(Kind.UNKNOWN, f"steps of small tensors: {_text(error)}")
-        try:
-            self._compare_lists(given, full)
+            count = len(given) // 2
+            one = [kind + count * (kind % 2) for kind in range(count)][::-1]
+            other = [kind + count * (1 - kind % 2) for kind in range(count)]
+            for half in (one, other):  # each has one tensor of each shape
+                outcome = self.run([given[index] for index in half])
+                _compare_numbers(outcome, full, "some of the parameters")
+                where = "beside other tensors, or at another place in the list"
+                if full.drew:
+                    where += " (it draws random numbers, for one tensor after another)"
+                for index, value, state in zip(half, outcome.values, outcome.states, strict=True):
+                    shape = list(value.shape)
+                    if not _same(value, full.values[index]):
+                        raise _DifferenceError(f"a tensor of shape {shape} was stepped to other values {where}")
+                    for key in state.keys() & full.states[index].keys():
+                        if not _same(state[key], full.states[index][key]):
+                            raise _DifferenceError(
+                                f"the state {key!r} of a tensor of shape {shape} became another {where}"
+                            )
         except _DifferenceError as difference:
             return Finding(Kind.COUPLED, str(difference))
         except Exception as error:
@@ -204,46 +233,6 @@ class _Measure:
             return Finding(Kind.TENSORWISE, f"a step of shards of tensors raised {_text(error)}")
         return Finding(Kind.ELEMENTWISE)
 
-    def _first(self) -> tuple[Shapes, list[tuple[Tensor, Tensor]], _Outcome]:
-        """The shapes that the optimizer takes, without a closure if possible, two tensors of each, and their outcome.
-
-        If no attempt succeeds, raises the error of the first.
-        """
-        first: Exception | None = None
-        for self._closure in (False, True):
-            for shapes in _LISTS:
-                given = _values([*shapes, *(shape[::-1] for shape in shapes)])
-                try:
-                    full = self.run(given)
-                    if not all(value.isfinite().all() for value in full.values):
-                        raise ArithmeticError("it made numbers that are not finite")
-                    if any(torch.equal(value, old) for value, (old, _) in zip(full.values, given, strict=True)):
-                        raise RuntimeError("it left a tensor as it was")
-                    return shapes, given, full
-                except Exception as error:
-                    first = first or error
-        assert first is not None
-        raise first
-
-    def _compare_lists(self, given: Sequence[tuple[Tensor, Tensor]], full: _Outcome) -> None:
-        """Each half has one tensor of each shape."""
-        count = len(given) // 2
-        one = [kind + count * (kind % 2) for kind in range(count)][::-1]
-        other = [kind + count * (1 - kind % 2) for kind in range(count)]
-        for half in (one, other):
-            outcome = self.run([given[index] for index in half])
-            self._compare_numbers(outcome, full, "some of the parameters")
-            where = "beside other tensors, or at another place in the list"
-            if full.drew:
-                where += " (it draws random numbers, for one tensor after another)"
-            for index, value, state in zip(half, outcome.values, outcome.states, strict=True):
-                shape = list(value.shape)
-                if not _same(value, full.values[index]):
-                    raise _DifferenceError(f"a tensor of shape {shape} was stepped to other values {where}")
-                for key in state.keys() & full.states[index].keys():
-                    if not _same(state[key], full.states[index][key]):
-                        raise _DifferenceError(f"the state {key!r} of a tensor of shape {shape} became another {where}")
-
     def _compare_shards(self, shapes: Shapes) -> None:
         given = _values(shapes)
         full, shards = self.run(given), list[list[tuple[Tensor, Tensor]]]([[], []])
@@ -255,7 +244,7 @@ class _Measure:
                 shards[half].append((value.flatten()[part].view(own), gradient.flatten()[part].view(own)))
         halves = [self.run(half) for half in shards]
         for outcome in halves:
-            self._compare_numbers(outcome, full, "shards of them")
+            _compare_numbers(outcome, full, "shards of them")
         for index, (value, state) in enumerate(zip(full.values, full.states, strict=True)):
             for key, leaf in state.items():  # state of rows or matrices may take effect only after some steps
                 plain = leaf is None or isinstance(
@@ -275,15 +264,6 @@ class _Measure:
                 single = leaf.numel() == 1 if isinstance(leaf, Tensor) else isinstance(leaf, (int, float))
                 if single and not all(key in of and _same(of[key], leaf) for of in states):
                     raise _DifferenceError(f"the state {key!r} of a tensor is not that of its shards")
-
-    def _compare_numbers(self, outcome: _Outcome, full: _Outcome, of: str) -> None:
-        for step, (got, expected) in enumerate(zip(outcome.numbers, full.numbers, strict=True)):
-            for key in got.keys() & expected.keys():
-                if got[key] != expected[key]:
-                    raise _DifferenceError(
-                        f"it wrote {key!r} {expected[key]:.6g} into its param_groups in step {step}, and "
-                        f"{got[key]:.6g} where it had {of}"
-                    )
 
     def run(self, given: Sequence[tuple[Tensor, Tensor | None]]) -> _Outcome:
         """Steps copies of tensors, each given with its first gradient if it has one, by a new optimizer."""
@@ -315,6 +295,16 @@ class _Measure:
                 raise _LateError
         states = [dict(_leaves("", optimizer.state.get(param, {}))) for param in params]
         return _Outcome([param.detach() for param in params], states, written, drew)
+
+
+def _compare_numbers(outcome: _Outcome, full: _Outcome, of: str) -> None:
+    for step, (got, expected) in enumerate(zip(outcome.numbers, full.numbers, strict=True)):
+        for key in got.keys() & expected.keys():
+            if got[key] != expected[key]:
+                raise _DifferenceError(
+                    f"it wrote {key!r} {expected[key]:.6g} into its param_groups in step {step}, and "
+                    f"{got[key]:.6g} where it had {of}"
+                )
 
 
 def _made(build: Build, options: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
@@ -375,5 +365,5 @@ def _same(one: Any, other: Any) -> bool:
     return True
 
 
-def _text(error: Exception) -> str:
+def _text(error: Exception | None) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
