@@ -267,10 +267,6 @@ class Index:
         would be if it were not left out."""
         return {name: name for name in [*self.left_out, *under("model/", self.tensors)]} | self.tied
 
-    def geometry(self, name: str) -> Geometry:
-        """Of a parameter or buffer, also of one that was left out."""
-        return self.left_out[name] if name in self.left_out else self.tensors[f"model/{name}"].geometry
-
     def weight(self, name: str, dtype: torch.dtype) -> Entry:
         """What a parameter or buffer is read from that shall have a dtype: if it is stored in another, its master."""
         entry = self.tensors[f"model/{name}"]

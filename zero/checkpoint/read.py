@@ -36,6 +36,7 @@ from zero.comm.waiting import calling
 from zero.load_full import load_shards
 from zero.measure.kinds import SINGLE
 from zero.shards.log import logger
+from zero.state.optimizer_state import stepped_here
 
 _PARTLY_LOADED = (
     " This happened while tensors were being read: model and optimizer are partly as before and partly as saved. Load "
@@ -233,7 +234,7 @@ def _plan(
         kind, groups = index.optimizers[number]["kind"], index.optimizers[number]["groups"]
         if kind != shards.kind:
             raise ValueError(f"it holds the state of {kind}, but the optimizer is {shards.kind}")
-        here = [[stored_as[name] for name in names] for names in training.group_names(shards)]
+        here = [[stored_as[training.names[param]] for param in group["params"]] for group in shards.param_groups]
         if len(here) != len(groups):
             raise ValueError(f"its {kind} has {len(groups)} parameter groups, the optimizer here has {len(here)}")
         group_here = {name: position for position, names in enumerate(here) for name in names}
@@ -243,7 +244,9 @@ def _plan(
         if moved := [name for name, position in group_here.items() if group_there.get(name, position) != position]:
             raise ValueError(f"{listed(moved)} were in other parameter groups of the {kind} when it was saved")
         stepped = {stored_as[one.name]: one for one in training.stepped(shards)}
-        empty = {stored_as[name]: part for name, part in training.stepped_empty(shards).items()}
+        empty = {
+            stored_as[training.names[one.param]]: shards.part(one.param) for one in stepped_here(shards) if one.empty
+        }
         taken: dict[Any, dict[str, Any]] = {}  # by what is stepped
         for name, key, value in index.state(number):
             if (part := empty.get(name)) is not None:

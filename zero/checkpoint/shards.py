@@ -50,7 +50,6 @@ from zero.sdp import ShardedDDP
 from zero.shards.group_state import GroupState
 from zero.shards.masters import settled
 from zero.shards.partition import Place, places_in
-from zero.state.optimizer_state import stepped_here
 from zero.state.stepped import SteppedShards
 from zero.tensor_parallel import parts
 from zero.wrap.precision import original_dtypes
@@ -171,6 +170,7 @@ class Training:
     tensors: parameters and buffers, each once, by the innermost module's name, under which they are stored.
     parts: by these names the full tensors, buffers in their own dtype also where the model has another; and which of
         the elements the ranks of the shard group have.
+    names: those of `tensors`, by tensor.
     tied: for each further name of a tensor the name that it is stored under.
     frozen: the names of frozen parameters.
     values: the entries of the state_dict that are no tensors, by name; holders: the modules that they come from.
@@ -219,7 +219,7 @@ class Training:
 
         stores_frozen: whether frozen modules are stored, with all that is in their state_dict."""
         module = self.module
-        self.tensors, self.tied, self._names = dict[str, Tensor](), dict[str, str](), dict[Tensor, str]()
+        self.tensors, self.tied, self.names = dict[str, Tensor](), dict[str, str](), dict[Tensor, str]()
         self.values, self.holders = dict[str, Any](), dict[str, nn.Module]()
         with taken_out(module):
             known = {*parameters_of(module), *module.buffers()}
@@ -231,10 +231,10 @@ class Training:
             for given, value in given_state.items():
                 name = name_without_compile(given)
                 if isinstance(value, Tensor) and value in known:
-                    if value in self._names:
-                        self.tied[name] = self._names[value]
+                    if value in self.names:
+                        self.tied[name] = self.names[value]
                         continue
-                    self._names[value], self.tensors[name] = name, value
+                    self.names[value], self.tensors[name] = name, value
                     refuse_unstorable(repr(name), value)
                     continue
                 if name.rpartition(".")[2] == "_extra_state":
@@ -280,7 +280,7 @@ class Training:
             if isinstance(optimizer, OSS) and optimizer.comm.group is not self.ranks.comms[0].group:
                 raise ValueError("the model and its OSS were given different process groups. Pass one to both")
             for index, param in enumerate(params_of(getattr(optimizer, "stepped_shards", optimizer))):
-                if param not in self._names:
+                if param not in self.names:
                     raise ValueError(
                         f"parameter {index} of the {type(optimizer).__name__}, of shape {list(param.shape)}, is not in "
                         "the state_dict of the model. Pass the model that the optimizer trains"
@@ -313,7 +313,10 @@ class Training:
                 found.setdefault(name, there[alias])
         differing = []
         for name, stored_as in found.items():
-            stored, full = index.geometry(stored_as), self.parts[name].full
+            stored, full = (
+                index.left_out.get(stored_as) or index.tensors[f"model/{stored_as}"].geometry,
+                self.parts[name].full,
+            )
             convertible = stored.dtype.is_floating_point and full.dtype.is_floating_point
             if stored.shape != full.shape or not (convertible or stored.dtype == full.dtype):
                 differing.append(f"{name} (saved {stored}, here {full})")
@@ -365,15 +368,10 @@ class Training:
         """The elements of a parameter that this rank owns. prefix: of the path. shards: those of the whole group."""
         span = place.span
         assert span is not None
-        name = self._names[place.group.params[place.position]]
+        name = self.names[place.group.params[place.position]]
         full, start = replace(self.parts[name].full, dtype=shards.dtype), self.parts[name].start + span.start
         own = shards[span.offset : span.offset + span.numel]
         return Held(full, start, start + span.numel, f"{prefix}{name}", own)
-
-    def stepped_empty(self, shards: SteppedShards) -> dict[str, nn.Parameter]:
-        """The empty shards that an optimizer steps and keeps state of, by the names of their parameters."""
-        empty = (owned for owned in stepped_here(shards) if owned.empty)
-        return {self._names[owned.param]: shards.part(owned.param) for owned in empty}
 
     def stepped(self, shards: SteppedShards) -> Iterator[Held]:
         """What this rank's optimizer steps, parameter by parameter, by their names."""
@@ -381,9 +379,6 @@ class Training:
             # An optimizer without shard groups holds the full parameters, perhaps of another's OSS.
             place = self._places.get(param) if shards.shard_groups else None
             if place is None:
-                yield whole(self._names[param], param, param in self._kept)
+                yield whole(self.names[param], param, param in self._kept)
             elif place.span is not None:
                 yield replace(self._shard("", place, place.group.shard), tensor=shards.part(param))
-
-    def group_names(self, shards: SteppedShards) -> list[list[str]]:
-        return [[self._names[param] for param in group["params"]] for group in shards.param_groups]

@@ -382,10 +382,10 @@ def plan_save(training: Training, *, frozen: bool = True) -> tuple[SavePlan, lis
     for number, shards in enumerate(training.shards):
         groups: list[dict[str, Any]] = []
         index.optimizers.append({"kind": shards.kind, "groups": groups})
-        for position, names in enumerate(training.group_names(shards)):
-            given = options(shards.param_groups[position]).items()
+        for position, group in enumerate(shards.param_groups):
+            given = options(group).items()
             encoded = {key: encode(value, f"option {key!r} of group {position}") for key, value in given}
-            groups.append({"params": names, "options": encoded})
+            groups.append({"params": [training.names[param] for param in group["params"]], "options": encoded})
         state = shards.optim.state
         if unknown := [key for key in state if not isinstance(key, Tensor)]:
             raise ValueError(

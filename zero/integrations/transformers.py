@@ -208,7 +208,7 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
                 return
             schedule = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
             step.agree()
-            if states.is_sharded(checkpoint):
+            if Path(checkpoint, states.SHARDED).is_dir():
                 states.load_sharded(checkpoint, [self.model_wrapped], [self.optimizer], [self.model_wrapped])
             else:
                 states.load_optimizer(self.optimizer, file, [self.model_wrapped])

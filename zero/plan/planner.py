@@ -82,10 +82,9 @@ def plan(
 
     Raises ValueError for what the stages refuse or forward does not take, RuntimeError for a forward without values.
     """
-    what = model, optimizer, as_precision(precision), as_prefetch(prefetch), batch, partition
+    computed, ahead = as_precision(precision), as_prefetch(prefetch)
     like: Rehearsed = "host memory" if one_host and backend == "gloo" else backend
     offloaded = None if offload is None else Offloaded(offload_of(offload))
-    job = Job(*what, bucket_bytes, offloaded, replicas, like)
     worlds = [world_size] if isinstance(world_size, int) else list(world_size)
     default = _OFFLOADED if offloaded else STAGES
     wanted = [str(stage) for stage in (default if stages is None else stages)]
@@ -104,16 +103,19 @@ def plan(
         raise ValueError(f"world_size={worlds}: pass a number of ranks, at least 1, or several.")
     if odd := [world for world in worlds if world % replicas]:
         raise ValueError(f"{odd[0]} ranks cannot be divided into {replicas} replicas. Choose a divisor of {odd[0]}.")
-    refuse_optimizer(title(optimizer), job.finding, partition)
+    finding = finding_of(optimizer)
+    refuse_optimizer(title(optimizer), finding, partition)
 
-    leaves_from = smallest_leaves(job.prefetch, beside=like == "nccl" and max(worlds) > 1)
+    leaves_from = smallest_leaves(ahead, beside=like == "nccl" and max(worlds) > 1)
     units = [*unit_modules(model, auto_wrap_policy, leaves_from=leaves_from)]
+    device = "cuda" if like == "nccl" and torch.cuda.is_available() else "cpu"
+    what = model, units, optimizer, finding, computed, ahead, batch, partition, bucket_bytes
     costs = []
     for world in worlds:
+        job = Job(*what, offloaded, replicas, like, device, world)
         for stage in (one for one in STAGES if one in wanted):
-            here = replace(job, units=units, world=world)
-            first, fullest = _rehearsed(here, stage, 0)
-            each = [first, *(_rehearsed(here, stage, rank)[0] for rank in dict.fromkeys(fullest) if rank)]
+            first, fullest = _rehearsed(job, stage, 0)
+            each = [first, *(_rehearsed(job, stage, rank)[0] for rank in dict.fromkeys(fullest) if rank)]
             sent = max(cost.sent for cost in each)  # the first rank sends most, because it sends the buffers
             costs.append(replace(max(each, key=lambda cost: cost.peak), sent=sent))
     return Plan(sum(param.numel() for param in model.parameters()), tuple(costs), memory, batch is not None)
@@ -121,10 +123,12 @@ def plan(
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of zero.plan for one number of ranks, and the names of the model's units."""
+    """What zero.plan was asked for, for one number of ranks. units: the names of the model's units."""
 
     module: nn.Module
+    units: Sequence[str]
     optim: Callable[..., Optimizer]
+    finding: Finding
     precision: MixedPrecision
     prefetch: int | None
     batch: Sequence[Any] | None
@@ -133,27 +137,12 @@ class Job:
     offload: Offloaded | None
     replicas: int
     like: Rehearsed
-    units: Sequence[str] = ()
-    world: int = 1
-
-    @property
-    def device(self) -> str:
-        return "cuda" if self.like == "nccl" and torch.cuda.is_available() else "cpu"
-
-    @property
-    def finding(self) -> Finding:
-        return finding_of(self.optim)
+    device: str
+    world: int
 
     @property
     def unit_modules(self) -> dict[str, nn.Module]:
         return {name: self.module.get_submodule(name) for name in self.units}
-
-    def optimizer(self) -> Callable[..., Optimizer]:
-        """The optimizer's class; over NCCL as on CUDA, where torch's step all parameters at once."""
-        parameters = inspect.signature(self.optim).parameters
-        fused = "fused" in parameters and parameters["fused"].default  # which torch takes alone
-        with_all = self.like == "nccl" and "foreach" in parameters and not fused
-        return partial(self.optim, foreach=True) if with_all else self.optim
 
 
 def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[int]]:
@@ -200,6 +189,10 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[int]]:
 
 def _built(job: Job, stage: str, rank: int) -> tuple[nn.Module, Optimizer]:
     """What trains at a stage. Masters at stage 0 are those of an OSS on one rank: full, besides the parameters."""
+    optim, parameters = job.optim, inspect.signature(job.optim).parameters
+    fused = "fused" in parameters and parameters["fused"].default  # which torch takes alone
+    if job.like == "nccl" and "foreach" in parameters and not fused:  # on CUDA torch's step all parameters at once
+        optim = partial(job.optim, foreach=True)
     if stage.startswith("3"):
         hybrid = job.replicas > 1
         comms = rehearsed(rank, job.world // job.replicas, job.like), rehearsed(0, job.replicas, job.like)
@@ -215,7 +208,7 @@ def _built(job: Job, stage: str, rank: int) -> tuple[nn.Module, Optimizer]:
             prefetch=job.prefetch,
             offload=job.offload,
         )
-        return model, job.optimizer()(model.parameters())
+        return model, optim(model.parameters())
     cast(job.module, job.precision)
     if stage == "0":
         for param in job.module.parameters() if job.world > 1 else ():
@@ -225,11 +218,11 @@ def _built(job: Job, stage: str, rank: int) -> tuple[nn.Module, Optimizer]:
                 place = torch.zeros_like(param, requires_grad=False)
                 param.register_post_accumulate_grad_hook(partial(_copy_gradient, place))
         if not job.precision.param_dtype:
-            return job.module, job.optimizer()(job.module.parameters())
+            return job.module, optim(job.module.parameters())
     comm: Any = rehearsed(0, 1, job.like) if stage == "0" else rehearsed(rank, job.world, job.like)
     optimizer = OSS(
         job.module.named_parameters(),
-        job.optimizer(),
+        optim,
         comm,
         partition=job.partition,
         precision=MixedPrecision(job.precision.param_dtype),

@@ -83,9 +83,10 @@ def rehearsing(model: nn.Module, device: str) -> Iterator[tuple[nn.Module, Rehea
         mode = without_values()
         with mode:
             moved = {id(one): faked(one, device) for one in (*model.parameters(), *model.buffers())}
-            for param in model.parameters():
-                moved[id(param)] = nn.Parameter(moved[id(param)], requires_grad=param.requires_grad)
-                let_move(moved[id(param)])
+            for one in (*model.parameters(), *model.buffers()):
+                if isinstance(one, nn.Parameter):
+                    moved[id(one)] = nn.Parameter(moved[id(one)], requires_grad=one.requires_grad)
+                    let_move(moved[id(one)])
         try:
             with copying_without_values(mode):
                 model = deepcopy(model, moved)

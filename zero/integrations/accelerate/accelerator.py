@@ -110,9 +110,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "Build the optimizer and the schedule in the script: docs/integrations.md, Configurations."
             )
         moved: Sequence[bool | None] = device_placement or [None] * len(args)
-        for one, move in zip(args, moved, strict=True):
+        for one, moves in zip(args, moved, strict=True):
             if isinstance(one, nn.Module):
-                self._cast(one, move)
+                self.sharding.prepare(one, moves=self.device_placement if moves is None else moves)
         # An optimizer is sharded after its model is cast, and before that is wrapped.
         plain = (one for one in args if isinstance(one, Optimizer) and not isinstance(one, AcceleratedOptimizer))
         of = {one: self.sharding.shard(one) for one in plain}
@@ -128,8 +128,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Collective. As Accelerate's. With evaluation_mode the model is not sharded."""
         if self.zero_plugin.stage == 0:
             return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
-        if not self._is_sharded(model):
-            self._cast(model, device_placement, rounds=not evaluation_mode)
+        if not self.sharding.has(model):
+            moves = self.device_placement if device_placement is None else device_placement
+            self.sharding.prepare(model, moves=moves, rounds=not evaluation_mode)
             # Autocast and compilation belong inside the sharding wrapper.
             before, compiling = [*self._models], self.state.dynamo_plugin
             backend, compiling.backend = compiling.backend, DynamoBackend.NO
@@ -149,17 +150,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if all(model is not other for other in self._models):
             self._models.append(model)
         return model
-
-    def _is_sharded(self, model: nn.Module) -> bool:
-        return isinstance(model, WRAPPERS) or model in self.sharding.wrapped
-
-    def _cast(self, model: nn.Module, moves: bool | None, *, rounds: bool = True) -> None:
-        """Puts the model on its device, and into its dtypes."""
-        if self.zero_plugin.stage and not self._is_sharded(model):
-            if self.device_placement if moves is None else moves:
-                self.sharding.place(model)
-            if rounds:
-                self.sharding.round(model)
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
         """Collective below stage 3. As Accelerate's."""

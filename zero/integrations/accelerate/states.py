@@ -39,7 +39,7 @@ from zero.wrappers import unwrapped
 
 T = TypeVar("T")
 Hooks = Sequence[Callable[..., None]]
-_SHARDED, _OPTIMIZER = "zero", f"{OPTIMIZER_NAME}.bin"
+SHARDED, _OPTIMIZER = "zero", f"{OPTIMIZER_NAME}.bin"
 
 
 class ShardedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -135,7 +135,7 @@ def load_optimizer(optimizer: Any, file: Any, models: Sequence[nn.Module], **opt
         state = _mapped(file, **options)
         if not isinstance(state, dict) or "param_groups" not in state:
             raise ValueError(
-                f"{file} has no full state of an optimizer, and there is no {_SHARDED} with shards beside it."
+                f"{file} has no full state of an optimizer, and there is no {SHARDED} with shards beside it."
             )
         groups = state["param_groups"]
         if not any(isinstance(name, str) for group in groups for name in group["params"]):
@@ -181,7 +181,7 @@ def save(accelerator: Any, models: Sequence[nn.Module], optimizers: Any, hooks: 
     agree = together().agree  # between what some ranks write, and what all do
     writes, file = accelerator.writes, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME
     if writes:
-        names = (_SHARDED,) if accelerator.saves_shards else (file, _OPTIMIZER)
+        names = (SHARDED,) if accelerator.saves_shards else (file, _OPTIMIZER)
         remove_others(folder, names, len(models) + len(optimizers))
     agree()
     weights = [] if accelerator.saves_shards else [full_weights(model, writes) for model in models]
@@ -204,7 +204,7 @@ def load(models: Sequence[nn.Module], optimizers: Any, hooks: Hooks, strict: boo
     left = [*models]
     for hook in hooks:
         hook(left, folder)
-    if is_sharded(folder):
+    if Path(folder, SHARDED).is_dir():
         load_sharded(folder, models, optimizers, left)
         return
     for number, model in enumerate(left):
@@ -214,21 +214,17 @@ def load(models: Sequence[nn.Module], optimizers: Any, hooks: Hooks, strict: boo
         load_optimizer(optimizer, _numbered(folder, _OPTIMIZER, number), models, **options)
 
 
-def is_sharded(folder: str) -> bool:
-    return Path(folder, _SHARDED).is_dir()
-
-
 def save_sharded(folder: str, models: Sequence[nn.Module], optimizers: Any) -> None:
     """Collective. Saves a checkpoint of each model and its optimizers, which replaces an existing one."""
     for number, model in enumerate(models):
         own = [one.optimizer for one in optimizers if steps(one, model)]
-        save_in_place(_numbered(folder, _SHARDED, number), model, own, keep=1)
+        save_in_place(_numbered(folder, SHARDED, number), model, own, keep=1)
 
 
 def load_sharded(folder: str, models: Sequence[nn.Module], optimizers: Any, left: Sequence[nn.Module]) -> None:
     """Collective. left: those of the models that take weights; of others the optimizers take their state."""
     for number, model in enumerate(models):
-        path, own = _numbered(folder, _SHARDED, number), [one.optimizer for one in optimizers if steps(one, model)]
+        path, own = _numbered(folder, SHARDED, number), [one.optimizer for one in optimizers if steps(one, model)]
         if model in left:
             checkpoint.load(path, model, own)
         elif own:
@@ -238,7 +234,7 @@ def load_sharded(folder: str, models: Sequence[nn.Module], optimizers: Any, left
 def remove_others(folder: str, names: Sequence[str], numbers: int = 1) -> None:
     """Removes models and optimizers that a state of another kind has left in the folder, but those of these names: who
     loads from it next could take them for those that are about to be saved."""
-    stale = {_SHARDED, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, _OPTIMIZER} - {*names}
+    stale = {SHARDED, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, _OPTIMIZER} - {*names}
     for path in (_numbered(folder, name, number) for name in stale for number in range(numbers)):
         if path.is_dir():
             shutil.rmtree(path)
