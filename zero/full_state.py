@@ -131,9 +131,18 @@ def full_tensors(
     """
     inner, wrappers = unwrapped(model)
     comms = comms_of(wrappers)
-    batches = _weights(inner, comms[0], _recipient(inner, wrappers, to, device, dtype))
+    names: dict[Tensor, str] = {}
+    for name, tensor in named_tensors(inner).items():
+        names.setdefault(tensor, name_without_compile(name))
+    receives = to is None or is_first(parameters_of(inner))
+
+    def named(batch: dict[Tensor, Tensor]) -> list[tuple[str, Tensor]]:
+        return [(names[tensor], copy) for tensor, copy in batch.items() if tensor in names and receives]
+
+    weights = gathered(inner, comms[0], _recipient(inner, wrappers, to, device, dtype))
     of_optimizers = [stepped_for(inner, wrappers, one, to) for one in (() if optimizer is None else each(optimizer))]
-    batches = chain(batches, *(_state(inner, device, *one) for one in of_optimizers))
+    # Neither keeps a batch.
+    batches = chain(map(named, weights), *(_state(inner, device, *one) for one in of_optimizers))
     return _in_step(comms, batches, receives_some=to is None)
 
 
@@ -169,18 +178,6 @@ def _in_step(
         raise
     if receives_some:
         raise RuntimeError("another rank has broken off zero.full_tensors, which every rank iterates to the same item.")
-
-
-def _weights(inner: nn.Module, comm: Comm, recipient: Recipient) -> Iterator[list[tuple[str, Tensor]]]:
-    names: dict[Tensor, str] = {}
-    for name, tensor in named_tensors(inner).items():
-        names.setdefault(tensor, name_without_compile(name))
-    receives = recipient.to is None or is_first(parameters_of(inner))
-
-    def named(batch: dict[Tensor, Tensor]) -> list[tuple[str, Tensor]]:
-        return [(names[tensor], copy) for tensor, copy in batch.items() if tensor in names and receives]
-
-    return map(named, gathered(inner, comm, recipient))  # it keeps no batch
 
 
 def _state(

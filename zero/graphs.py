@@ -214,11 +214,7 @@ class _Graphed:
         self._together.agree()
         self._graph, self._settings = graph, self._settings_now()
         # As long as these exist, no other tensor has their id.
-        self._held = [value for group in self._groups for value in group.values()]
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for one in self._optimizers for group in one.param_groups]
+        self._held = [value for one in self._optimizers for group in one.param_groups for value in group.values()]
 
     def _settings_now(self) -> dict[str, Any]:
         """What a step reads on the host."""
@@ -228,7 +224,7 @@ class _Graphed:
             "the optimizer's state": len(self._loads),
             "the sharding of the model": [unit.summoned or not unit.exists for unit in self._units],
         }
-        for number, group in enumerate(self._groups):
+        for number, group in enumerate(group for one in self._optimizers for group in one.param_groups):
             for key, value in group.items():
                 if key == "params":
                     found[f"requires_grad of the parameters of group {number}"] = [p.requires_grad for p in value]

@@ -27,7 +27,7 @@ from zero._torch.telling import warn_user
 from zero._torch.tensors import as_plain_tensors
 from zero.checkpoint import directory
 from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, listed, under
-from zero.checkpoint.shards import Held, Ranks, Training
+from zero.checkpoint.shards import Held, Training
 from zero.checkpoint.source import Source
 from zero.checkpoint.storage import place
 from zero.checkpoint.values import RESUMED, decode, label, resumed
@@ -146,7 +146,27 @@ def _load(
     with source:
         with ranks.together(before=f"{source.directory} does not fit: "):
             tensors, loads = _plan(training, index, weights)
-            extra = _own_extra(index, ranks, [*to_resume])
+            encoded, by_rank = index.extra, index.extra_by_rank
+            own = {key for one in by_rank for key in one}
+            if to_resume:
+                saved = {name for name in [*encoded, *own] if name.startswith(RESUMED)}
+                if not saved:
+                    raise ValueError(
+                        "it was saved without resume=. Load it without, and take from its extra what you put there"
+                    )
+                both = ([name for name in sorted(names) if name.count("/") == 2] for names in (saved, to_resume))
+                before, here = (", ".join(name.rpartition("/")[2] for name in names) for names in both)
+                if before != here:
+                    raise ValueError(f"it was saved with resume=[{before}], but load was given [{here}]")
+            unread = [label(key) for key in sorted(own) if not key.startswith(RESUMED) or key in to_resume]
+            if len(by_rank) == ranks.all:
+                encoded = encoded | by_rank[ranks.number]
+            elif unread:
+                warn_user(
+                    f"{listed(unread)} differed between the {len(by_rank)} ranks that saved it, and there are "
+                    f"{ranks.all} now: left out. Set it anew on each rank: seed generators."
+                )
+            extra = {key: decode(value) for key, value in encoded.items()}
         with ranks.together():
             source.check(tensors, shown=ranks.first)
         try:
@@ -181,31 +201,6 @@ def _load(
         text = "%s was saved without %d frozen parameters, which keep their values: %s"
         logger.info(text, source.directory, len(kept), listed(kept))
     return {key: value for key, value in extra.items() if not key.startswith(RESUMED)}
-
-
-def _own_extra(index: Index, ranks: Ranks, to_resume: Sequence[str]) -> dict[str, Any]:
-    """The `extra` of this rank. Warns of entries that no rank gets. to_resume: the entries that are taken."""
-    encoded, by_rank = index.extra, index.extra_by_rank
-    own = {key for one in by_rank for key in one}
-    if to_resume:
-        saved = {name for name in [*encoded, *own] if name.startswith(RESUMED)}
-        if not saved:
-            raise ValueError(
-                "it was saved without resume=. Load it without, and take from its extra what you put there"
-            )
-        before, here = ([name for name in sorted(names) if name.count("/") == 2] for names in (saved, to_resume))
-        if before != here:
-            given = [", ".join(name.rpartition("/")[2] for name in names) for names in (before, here)]
-            raise ValueError(f"it was saved with resume=[{given[0]}], but load was given [{given[1]}]")
-    unread = [label(key) for key in sorted(own) if not key.startswith(RESUMED) or key in to_resume]
-    if len(by_rank) == ranks.all:
-        encoded = encoded | by_rank[ranks.number]
-    elif unread:
-        warn_user(
-            f"{listed(unread)} differed between the {len(by_rank)} ranks that saved it, and there are {ranks.all} now: "
-            "left out. Set it anew on each rank: seed generators."
-        )
-    return {key: decode(value) for key, value in encoded.items()}
 
 
 def _plan(

@@ -25,7 +25,7 @@ from zero.comm.comm import launched_ranks
 from zero.integrations.accelerate import plugin as plugins
 from zero.integrations.accelerate import states
 from zero.integrations.accelerate.plugin import ZeroPlugin
-from zero.integrations.accelerate.sections import DTYPES
+from zero.integrations.accelerate.sections import DTYPES, NOT_READ
 from zero.integrations.accelerate.sharding import WRAPPERS, Sharding
 from zero.measure.param_groups import params_of
 from zero.wrap.precision import as_precision
@@ -54,7 +54,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | int | None = None, **kwargs: Any) -> None:
         given = inspect.signature(accelerate.Accelerator).bind_partial(*args, **kwargs).arguments
-        plugin = plugins.taken_from(given, zero_plugin)
+        fsdp_plugin = given.pop("fsdp_plugin", None)
+        if zero_plugin is not None and fsdp_plugin is not None:
+            raise ValueError("zero_plugin and fsdp_plugin both say how to shard. Pass one of them.")
+        if any(given.pop(name, None) is not None for name in ("deepspeed_plugin", "deepspeed_plugins")):
+            raise ValueError(f"deepspeed_plugin: {NOT_READ}")
+        if given.get("parallelism_config") or os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
+            raise ValueError(plugins.OTHERS.format("parallelism_config"))
+        plugin = plugins.chosen(zero_plugin, fsdp_plugin)
+        for name, unsaid in {"mixed_precision": None, "gradient_accumulation_steps": 1}.items():
+            asked, passed = getattr(plugin, name, None), given.get(name)
+            if asked is not None and passed not in (None, unsaid, asked):
+                raise ValueError(
+                    f"{name}={passed!r} was passed, but the configuration says {asked!r}. Make them the same."
+                )
+            if asked is not None:
+                given[name] = asked
+        if given.get("mixed_precision") == "fp8":
+            raise ValueError("mixed_precision='fp8' is not available. Choose 'no', 'bf16' or 'fp16'.")
         with plugins.hidden_environment():
             super().__init__(**given)
         self.set_up(plugin)

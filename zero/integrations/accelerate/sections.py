@@ -1,18 +1,15 @@
-"""Sections of Accelerate's configurations as options of a ZeroPlugin: `fsdp_config` and `deepspeed_config`, what the
-launcher makes of them in the environment, and FSDP's plugin. Each key is applied, refused by name, or named by one
-warning as without an effect here."""
+"""Sections of Accelerate's configurations as options of a ZeroPlugin: `fsdp_config` and `deepspeed_config`. Each key is
+applied, refused by name, or named by one warning as without an effect here."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from accelerate.utils import str_to_bool
 from torch.distributed import fsdp
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from zero._torch.telling import warn_user
 from zero.fsdp import MixedPrecision
@@ -142,20 +139,6 @@ def of_fsdp(given: Mapping[str, Any], title: str = "fsdp_config", *, launched: b
     return {"stage": 3, **found}
 
 
-def of_plugin(plugin: Any) -> dict[str, Any]:
-    """The same for a FullyShardedDataParallelPlugin."""
-    given = {one.name: getattr(plugin, one.name) for one in dataclasses.fields(plugin)}
-    for name in ("state_dict_config", "optim_state_dict_config"):  # how FSDP puts full state together
-        del given[name]
-    by_name = {transformer_auto_wrap_policy: "TRANSFORMER_BASED_WRAP", size_based_auto_wrap_policy: "SIZE_BASED_WRAP"}
-    policy = given["auto_wrap_policy"]
-    given["auto_wrap_policy"] = "NO_WRAP" if policy is None else by_name.get(policy, policy)
-    given["backward_prefetch"] = given["backward_prefetch"] or "NO_PREFETCH"
-    if getattr(given["param_init_fn"], "__module__", "").startswith("accelerate."):
-        given["param_init_fn"] = None  # the plugin's default, which allocates memory without initialising it
-    return of_fsdp(given, "FullyShardedDataParallelPlugin")
-
-
 def _offload(value: Any) -> CPUOffload | None:
     if isinstance(value, fsdp.OffloadPolicy):
         return CPUOffload(pin_memory=value.pin_memory) if isinstance(value, fsdp.CPUOffloadPolicy) else None
@@ -239,20 +222,3 @@ DEEPSPEED_READERS: dict[str, Reader] = {
     "deepspeed_config_file": refused(NOT_READ),
     **dict.fromkeys((f"deepspeed_{name}" for name in _LAUNCHERS), without_effect),
 }
-
-
-def of_environment(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """The options for what `accelerate launch` puts into the environment; None if it asks for no sharding."""
-    if environment.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-        given = _named(environment, "FSDP_", {**FSDP_READERS, **FSDP_NAMES})
-        return of_fsdp(given, "FSDP_... in the environment", launched=True)
-    if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
-        names = {**DEEPSPEED_READERS, **DEEPSPEED_NAMES}
-        given = _named(environment, "ACCELERATE_", names) | _named(environment, "ACCELERATE_DEEPSPEED_", names)
-        return of_deepspeed(given, "ACCELERATE_DEEPSPEED_... in the environment")
-    return None
-
-
-def _named(environment: Mapping[str, str], prefix: str, names: Iterable[str]) -> dict[str, str]:
-    variables = {f"{prefix}{name.upper()}": name for name in names}
-    return {name: environment[variable] for variable, name in variables.items() if variable in environment}
