@@ -140,17 +140,13 @@ class Job:
     device: str
     world: int
 
-    @property
-    def unit_modules(self) -> dict[str, nn.Module]:
-        return {name: self.module.get_submodule(name) for name in self.units}
-
 
 def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[int]]:
     """The cost on one rank, and the ranks, besides the first, that may need most."""
     with assumed(job.finding), rehearsing(job.module, job.device) as (module, rehearsal):
         job, rehearsal.of_cpus = replace(job, module=module), job.like != "nccl"
         if job.batch is None:
-            walk(module, job.unit_modules)
+            walk(module, {name: module.get_submodule(name) for name in job.units})
             wanted = next(module.parameters()).requires_grad
             inputs: Sequence[Any] = [torch.zeros((), device=job.device, requires_grad=wanted).clone()]
         else:
@@ -197,7 +193,7 @@ def _built(job: Job, stage: str, rank: int) -> tuple[nn.Module, Optimizer]:
         hybrid = job.replicas > 1
         comms = rehearsed(rank, job.world // job.replicas, job.like), rehearsed(0, job.replicas, job.like)
         strategies = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2") if hybrid else ("FULL_SHARD", "SHARD_GRAD_OP")
-        units = {*job.unit_modules.values()}
+        units = {job.module.get_submodule(name) for name in job.units}
         model = FSDP(
             job.module,
             process_group=comms if hybrid else comms[0],
