@@ -90,7 +90,8 @@ def full_optimizer_state_dict(
     stepped, to, takes_part = stepped_for(inner, wrappers, optimizer, to)
     receives = takes_part and states.receives(stepped, to)
     if not stepped.shard_groups:
-        return _copied(optimizer.state_dict() if receives else {}, device)
+        own = leaves.opened(optimizer.state_dict()) if receives else {}
+        return leaves.closed({key: leaves.copied_to(leaf, device) for key, leaf in own.items()})
     with Together([optimizer.comm] if isinstance(optimizer, OSS) else comms_of(wrappers), AGREEMENT) as together:
 
         def consolidated() -> dict[str, Any]:
@@ -130,9 +131,18 @@ def full_tensors(
     """
     inner, wrappers = unwrapped(model)
     comms = comms_of(wrappers)
-    batches = _weights(inner, comms[0], _recipient(inner, wrappers, to, device, dtype))
+    names: dict[Tensor, str] = {}
+    for name, tensor in named_tensors(inner).items():
+        names.setdefault(tensor, name_without_compile(name))
+    receives = to is None or is_first(parameters_of(inner))
+
+    def named(batch: dict[Tensor, Tensor]) -> list[tuple[str, Tensor]]:
+        return [(names[tensor], copy) for tensor, copy in batch.items() if tensor in names and receives]
+
+    weights = gathered(inner, comms[0], _recipient(inner, wrappers, to, device, dtype))
     of_optimizers = [stepped_for(inner, wrappers, one, to) for one in (() if optimizer is None else each(optimizer))]
-    batches = chain(batches, *(_state(inner, device, *one) for one in of_optimizers))
+    # Neither keeps a batch.
+    batches = chain(map(named, weights), *(_state(inner, device, *one) for one in of_optimizers))
     return _in_step(comms, batches, receives_some=to is None)
 
 
@@ -170,41 +180,24 @@ def _in_step(
         raise RuntimeError("another rank has broken off zero.full_tensors, which every rank iterates to the same item.")
 
 
-def _weights(inner: nn.Module, comm: Comm, recipient: Recipient) -> Iterator[list[tuple[str, Tensor]]]:
-    names: dict[Tensor, str] = {}
-    for name, tensor in named_tensors(inner).items():
-        names.setdefault(tensor, name_without_compile(name))
-    receives = recipient.to is None or is_first(parameters_of(inner))
-
-    def named(batch: dict[Tensor, Tensor]) -> list[tuple[str, Tensor]]:
-        return [(names[tensor], copy) for tensor, copy in batch.items() if tensor in names and receives]
-
-    return map(named, gathered(inner, comm, recipient))  # it keeps no batch
-
-
 def _state(
     inner: nn.Module, device: Device, stepped: SteppedShards, to: int | None, takes_part: bool
 ) -> Iterator[list[tuple[str, Tensor]]]:
     names = names_of(inner, stepped)
 
     def named(batch: list[Leaf]) -> list[tuple[str, Tensor]]:
-        return [(f"{names[number]}{WITHIN}{key}", _as_tensor(names[number], key, leaf)) for number, key, leaf in batch]
+        found = []
+        for number, key, leaf in batch:
+            if not isinstance(leaf, Tensor):
+                leaf = leaf.item() if isinstance(leaf, np.generic) else leaf
+                if not isinstance(leaf, (bool, int, float, complex)):
+                    raise ValueError(
+                        f"the state {leaves.entry_of(key)!r} of {names[number]} is no tensor or number, and cannot be "
+                        "streamed. Call zero.full_optimizer_state_dict."
+                    )
+                dtype = {float: torch.float64, complex: torch.complex128}.get(type(leaf))  # Python's own
+                leaf = torch.tensor(leaf, dtype=dtype, device="cpu")
+            found.append((f"{names[number]}{WITHIN}{key}", leaf))
+        return found
 
     return map(named, states.gathered(stepped, to, device, takes_part=takes_part))  # it keeps no batch
-
-
-def _as_tensor(name: str, key: str, leaf: Any) -> Tensor:
-    if isinstance(leaf, Tensor):
-        return leaf
-    leaf = leaf.item() if isinstance(leaf, np.generic) else leaf
-    if isinstance(leaf, (bool, int, float, complex)):
-        dtype = {float: torch.float64, complex: torch.complex128}.get(type(leaf))  # Python's own
-        return torch.tensor(leaf, dtype=dtype, device="cpu")
-    raise ValueError(
-        f"the state {leaves.entry_of(key)!r} of {name} is no tensor or number, and cannot be streamed. Call "
-        "zero.full_optimizer_state_dict."
-    )
-
-
-def _copied(state_dict: dict[str, Any], device: Device) -> dict[str, Any]:
-    return leaves.closed({key: leaves.copied_to(leaf, device) for key, leaf in leaves.opened(state_dict).items()})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +17,6 @@ from zero.comm.together import Together
 from zero.fsdp.model import models_of
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
-from zero.shards.shard_group import ShardGroup
 from zero.wrappers import Wrapped, comms_of, each, stepped_by, unwrapped
 
 T = TypeVar("T")
@@ -29,10 +27,6 @@ them looks for writes in the one that is recorded, and optimizers have their sta
 
 COMPARED = 100
 """Ranks compare their operations after so many replays."""
-
-Settings = dict[str, Any]
-Given = tuple[tuple[Any, ...], dict[str, Any]]
-"""What a step is called with."""
 
 
 def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> Callable[..., T]:
@@ -75,38 +69,33 @@ def graphed(step: Callable[..., T], model: nn.Module, optimizer: Optimizer | Seq
     cuda: Any = torch.get_device_module(device)
     stream, on_default = cuda.current_stream(), cuda.current_stream() == cuda.default_stream()
     for one, of_one in zip(optimizers, stepped, strict=True):
-        _refuse_unfit(one, of_one.shard_groups, wrappers if on_default else ())
+        if any(group.offload.active for group in of_one.shard_groups):
+            raise ValueError(
+                "zero.graphed was given parameters that are offloaded: the host steps them, and a CUDA graph has "
+                "nothing of the host's. Leave out `offload`, or train without zero.graphed."
+            )
+        if any(group.get("capturable") is False for group in one.param_groups):
+            raise ValueError(
+                f"zero.graphed was given an optimizer ({type(one).__name__}) whose steps read numbers from the "
+                "device. Build it with capturable=True."
+            )
+        for key, value in ((key, value) for group in one.param_groups for key, value in group.items()):
+            if isinstance(value, Tensor) and value.device.type != "cuda":
+                raise ValueError(
+                    f"zero.graphed was given an optimizer whose {key} is a tensor on the {value.device}, which a graph "
+                    f"would read once, when it is recorded. Make it on the GPU: {key}=torch.tensor(..., device='cuda')."
+                )
+    if on_default and any(isinstance(one, DistributedDataParallel) for one in wrappers):
+        raise ValueError(
+            "zero.graphed was given a DistributedDataParallel on the default stream, which cannot be recorded. Call "
+            "zero.setup and zero.graphed within `with torch.cuda.stream(torch.cuda.Stream()):`."
+        )
     for unit in (unit for model, _ in models_of(inner) for unit in model.units):
         unit.reshard()  # a forward without backward may have left it unsharded
         for group in unit.groups:
             group.shard_in_full = False  # a replay reads the shard where it was
     where = cuda.Stream(device) if on_default else stream
     return _Graphed(step, inner, wrappers, optimizers, [one.optim for one in stepped], cuda, where)
-
-
-def _refuse_unfit(optimizer: Optimizer, groups: Sequence[ShardGroup], on_default: Sequence[nn.Module]) -> None:
-    """Raises ValueError. on_default: the wrappers, if they were built on the default stream."""
-    if any(group.offload.active for group in groups):
-        raise ValueError(
-            "zero.graphed was given parameters that are offloaded: the host steps them, and a CUDA graph has nothing "
-            "of the host's. Leave out `offload`, or train without zero.graphed."
-        )
-    if any(group.get("capturable") is False for group in optimizer.param_groups):
-        raise ValueError(
-            f"zero.graphed was given an optimizer ({type(optimizer).__name__}) whose steps read numbers from the "
-            "device. Build it with capturable=True."
-        )
-    for key, value in ((key, value) for group in optimizer.param_groups for key, value in group.items()):
-        if isinstance(value, Tensor) and value.device.type != "cuda":
-            raise ValueError(
-                f"zero.graphed was given an optimizer whose {key} is a tensor on the {value.device}, which a graph "
-                f"would read once, when it is recorded. Make it on the GPU: {key}=torch.tensor(..., device='cuda')."
-            )
-    if any(isinstance(one, DistributedDataParallel) for one in on_default):
-        raise ValueError(
-            "zero.graphed was given a DistributedDataParallel on the default stream, which cannot be recorded. Call "
-            "zero.setup and zero.graphed within `with torch.cuda.stream(torch.cuda.Stream()):`."
-        )
 
 
 class _Graphed:
@@ -125,12 +114,12 @@ class _Graphed:
     ) -> None:
         self._step, self._wrappers, self._optimizers, self._inner = step, wrappers, optimizers, inner
         self._comms = comms = comms_of(wrappers)
-        self._loads = [0]
+        self._loads = loads = list[None]()
         self._units = [unit for one, _ in models_of(model) for unit in one.units]
         self._modules = [*model.modules()]
         # What loads gives it state in other memory. Of this list and not of this object, which the hook would keep.
         for one in inner:
-            one.register_load_state_dict_post_hook(partial(_count, self._loads))
+            one.register_load_state_dict_post_hook(lambda _: loads.append(None))
         self._cuda, self._stream = cuda, stream
         self._together = Together(comms, "a step of zero.graphed")
         self._replay = [comm.channel("a replay of zero.graphed") for comm in comms]
@@ -139,19 +128,54 @@ class _Graphed:
         self._inputs: list[Any] = []
         self._nest: Any = None
         self._outputs: Any = None
-        self._settings: Settings = {}
+        self._settings: dict[str, Any] = {}
         self._held: list[Any] = []
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        given = args, named
+        cuda, stream = self._cuda, self._stream
         with self._together:
             if self._calls_left:
+                # By the host, on the stream on which it will be recorded, to which belongs what torch keeps from step
+                # to step.
                 self._calls_left -= 1
-                return self._by_the_host(given)
+                stream.wait_stream(cuda.current_stream())
+                with cuda.stream(stream):
+                    result = tree_map(_copy, self._step(*args, **named))
+                cuda.current_stream().wait_stream(stream)
+                return result
             if self._graph is None:
-                self._record(given)
+                self._record(args, named)
         try:
-            self._prepare(given)
+            for comm, channel in zip(self._comms, self._replay, strict=True):
+                comm.log.failure.refuse_if_broken()
+                comm.log.record(channel)
+            now = self._settings_now()
+            for name, value in now.items() if now != self._settings else ():
+                if self._settings.get(name) != value:
+                    raise RuntimeError(
+                        f"{name} has changed since the step of zero.graphed was recorded, and a replay would not see "
+                        "it. Options that change, such as lr, are tensors that are written in place, as schedulers "
+                        "do: lr=torch.tensor(1e-3, device='cuda'). After any other change call zero.graphed again."
+                    )
+            found, nest = tree_flatten((args, named))
+            kinds, expected = [_kind(arg) for arg in found], [_kind(arg) for arg in self._inputs]
+            if kinds != expected or nest != self._nest:
+                raise RuntimeError(
+                    f"the step of zero.graphed was recorded with {expected}, and is called with {kinds}. Pad batches "
+                    "to one shape, or call the function that was given to zero.graphed for the others."
+                )
+            for into, arg in zip(self._inputs, found, strict=True):
+                if isinstance(into, Tensor):
+                    into.copy_(arg, non_blocking=True)
+            for unit in self._units:
+                if unit.needed_by:  # a forward without backward has left it, with weights from before this step
+                    unit.reshard()
+            for one in self._optimizers:
+                if isinstance(one, OSS):
+                    one.full_state = None
+            self._replays += 1
+            if self._replays % COMPARED == 0:
+                self._together.agree()
         except Exception as error:
             # Others may be in a replay already, which waits for this rank on the device, and compares nothing.
             for comm in self._comms:
@@ -160,15 +184,7 @@ class _Graphed:
         self._graph.replay()
         return tree_map(_copy, self._outputs)
 
-    def _by_the_host(self, given: Given) -> Any:
-        """On the stream on which it will be recorded, to which belongs what torch keeps from step to step."""
-        self._stream.wait_stream(self._cuda.current_stream())
-        with self._cuda.stream(self._stream):
-            result = tree_map(_copy, self._step(*given[0], **given[1]))
-        self._cuda.current_stream().wait_stream(self._stream)
-        return result
-
-    def _record(self, given: Given) -> None:
+    def _record(self, *given: Any) -> None:
         """Collective. Records a step, which runs nothing."""
         args, named = tree_map(_copy, given)
         self._inputs, self._nest = tree_flatten((args, named))
@@ -198,60 +214,17 @@ class _Graphed:
         self._together.agree()
         self._graph, self._settings = graph, self._settings_now()
         # As long as these exist, no other tensor has their id.
-        self._held = [value for group in self._groups for value in group.values()]
+        self._held = [value for one in self._optimizers for group in one.param_groups for value in group.values()]
 
-    def _prepare(self, given: Given) -> None:
-        """Collective after each COMPARED replays. Puts the arguments where the graph reads them."""
-        for comm, channel in zip(self._comms, self._replay, strict=True):
-            comm.log.failure.refuse_if_broken()
-            comm.log.record(channel)
-        self._refuse_changes()
-        found, nest = tree_flatten(given)
-        self._refuse_others(found, same_nest=nest == self._nest)
-        for into, arg in zip(self._inputs, found, strict=True):
-            if isinstance(into, Tensor):
-                into.copy_(arg, non_blocking=True)
-        for unit in self._units:
-            if unit.needed_by:  # a forward without backward has left it, with weights from before this step
-                unit.reshard()
-        for one in self._optimizers:
-            if isinstance(one, OSS):
-                one.full_state = None
-        self._replays += 1
-        if self._replays % COMPARED == 0:
-            self._together.agree()
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for one in self._optimizers for group in one.param_groups]
-
-    def _refuse_others(self, args: Sequence[Any], *, same_nest: bool) -> None:
-        found, expected = [_kind(arg) for arg in args], [_kind(arg) for arg in self._inputs]
-        if found != expected or not same_nest:
-            raise RuntimeError(
-                f"the step of zero.graphed was recorded with {expected}, and is called with {found}. Pad batches to "
-                "one shape, or call the function that was given to zero.graphed for the others."
-            )
-
-    def _refuse_changes(self) -> None:
-        now = self._settings_now()
-        for name, value in now.items() if now != self._settings else ():
-            if self._settings.get(name) != value:
-                raise RuntimeError(
-                    f"{name} has changed since the step of zero.graphed was recorded, and a replay would not see it. "
-                    "Options that change, such as lr, are tensors that are written in place, as schedulers do: "
-                    "lr=torch.tensor(1e-3, device='cuda'). After any other change call zero.graphed again."
-                )
-
-    def _settings_now(self) -> Settings:
+    def _settings_now(self) -> dict[str, Any]:
         """What a step reads on the host."""
-        found: Settings = {
+        found: dict[str, Any] = {
             "model.training": [module.training for module in self._modules],
             "model.no_sync()": [one.require_backward_grad_sync for one in self._wrappers],
-            "the optimizer's state": [*self._loads],
+            "the optimizer's state": len(self._loads),
             "the sharding of the model": [unit.summoned or not unit.exists for unit in self._units],
         }
-        for number, group in enumerate(self._groups):
+        for number, group in enumerate(group for one in self._optimizers for group in one.param_groups):
             for key, value in group.items():
                 if key == "params":
                     found[f"requires_grad of the parameters of group {number}"] = [p.requires_grad for p in value]
@@ -268,10 +241,6 @@ class _Graphed:
     def _gradients(self) -> list[Tensor | None]:
         with as_plain_tensors():
             return [param.grad for one in self._optimizers for param in params_of(one)]
-
-
-def _count(loads: list[int], _: Optimizer) -> None:
-    loads[0] += 1
 
 
 def _copy(value: Any) -> Any:

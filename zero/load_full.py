@@ -107,20 +107,22 @@ def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) 
 
 def _passed_on(sent: FromFirst, weights: Given) -> Iterator[tuple[str, Tensor]]:
     pairs: Iterable[tuple[str, Tensor]] = weights or ()  # type: ignore[assignment]
-    for (_, _, name), value in sent.passed_on(map(_labelled, pairs) if sent.is_first else None):
+    labelled = map(lambda pair: ((WEIGHT, 0, pair[0]), pair[1]), pairs)  # noqa: C417  # it keeps no value
+    for (_, _, name), value in sent.passed_on(labelled if sent.is_first else None):
         yield name, value
         del value
 
 
-def _labelled(pair: tuple[str, Tensor]) -> tuple[Label, Tensor]:
-    name, value = pair
-    return (WEIGHT, 0, name), value
-
-
 def _load(inner: nn.Module, weights: Given, strict: bool) -> Any:
     if isinstance(weights, Mapping):
-        return inner.load_state_dict(_named(inner, weights), strict)
-    expected, by_itself = named_tensors(inner), _loaded_by_themselves(inner)
+        if weights and all(name.startswith("module.") for name in weights) and not hasattr(inner, "module"):
+            warn_user(_OF_DDP)
+            weights = renamed(weights, lambda path: path.removeprefix("module").removeprefix("."))
+        return inner.load_state_dict(named_as_compiled(inner, weights), strict)
+    # The beginnings of names that belong to modules which the user's code loads in another way than by copying.
+    loading_itself = [path for path, one in inner.named_modules() if loads_by_itself(one)]
+    by_itself = tuple(name_without_compile(f"{path}." if path else "") for path in loading_itself)
+    expected = named_tensors(inner)
     kept, unexpected, problems, loaded = dict[str, Any](), list[str](), list[str](), set[Tensor]()
     for given, value in _without_module(expected, weights or ()):
         name = name_without_compile(given)
@@ -193,20 +195,6 @@ def _without_module(expected: Iterable[str], pairs: Iterable[tuple[str, Any]]) -
         del value
 
 
-def _loaded_by_themselves(inner: nn.Module) -> tuple[str, ...]:
-    """The beginnings of names that belong to modules which the user's code loads in another way than by copying."""
-    found = (path for path, one in inner.named_modules() if loads_by_itself(one))
-    return tuple(name_without_compile(f"{path}." if path else "") for path in found)
-
-
-def _named(inner: nn.Module, weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the weights by the names that the module has now."""
-    if weights and all(name.startswith("module.") for name in weights) and not hasattr(inner, "module"):
-        warn_user(_OF_DDP)
-        weights = renamed(weights, lambda path: path.removeprefix("module").removeprefix("."))
-    return named_as_compiled(inner, weights)
-
-
 @calling("zero.load_full_optimizer_state_dict")
 def load_full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state_dict: Given | Sequence[Mapping[str, Any]]
@@ -244,7 +232,14 @@ def load_full_optimizer_state_dict(
             refuse_other_shard(stepped, marks_of(given), "Load what zero.full_optimizer_state_dict returns.")
             refuse_other_options(stepped, given["param_groups"])
         with Together(comms, AGREEMENT) as together:
-            _load_state(stepped, optimizer, dict(given))
+            given = dict(given)
+            has_masters = any("master" in of_one for of_one in given.get("state", {}).values())
+            if not isinstance(optimizer, OSS) and (stepped.shard_groups or has_masters):
+                load(stepped, given)
+            else:
+                optimizer.load_state_dict(given)
+                if not isinstance(optimizer, OSS):
+                    keep_dtypes(optimizer, given)
             together.agree()
         return
     groups: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
@@ -306,16 +301,6 @@ def load_shards(stepped: SteppedShards, optimizer: Optimizer, taken: Taken, grou
     with_load_hooks(optimizer, state_dict, load)
 
 
-def _load_state(stepped: SteppedShards, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    has_masters = any("master" in of_one for of_one in state_dict.get("state", {}).values())
-    if not isinstance(optimizer, OSS) and (stepped.shard_groups or has_masters):
-        load(stepped, state_dict)
-        return
-    optimizer.load_state_dict(state_dict)
-    if not isinstance(optimizer, OSS):
-        keep_dtypes(optimizer, state_dict)
-
-
 def _items(stepped: SteppedShards, names: Mapping[int, str], given: Given) -> Iterator[tuple[Label, Any]]:
     """Yields leaves of state, and options of groups."""
     if isinstance(given, Mapping):
@@ -338,10 +323,31 @@ def _items(stepped: SteppedShards, names: Mapping[int, str], given: Given) -> It
                 f"{label!r} is the state of no parameter of the {type(stepped.optim).__name__}. Names are as "
                 f"zero.full_tensors yields them, such as {next(iter(numbers), '')}{WITHIN}exp_avg."
             )
-        entries.setdefault(numbers[name], set()).add(leaves.entry_of(key))
-        yield (STATE, numbers[name], key), _as_made(by_number[numbers[name]].get(key), tensor)
+        number = numbers[name]
+        entries.setdefault(number, set()).add(leaves.entry_of(key))
+        like, leaf = by_number[number].get(key), tensor
+        if isinstance(like, (int, float, complex, np.generic)) and not tensor.dim():  # the optimizer makes a number
+            leaf = type(like)(tensor.item()) if isinstance(like, np.generic) else tensor.item()
         del tensor
-    _refuse_incomplete(stepped, names, entries)
+        yield (STATE, number, key), leaf
+        del leaf
+    # A stream has ended early if trained parameters have no state beside others that have, or, with torch's own
+    # element-wise optimizers, if they have a part of what these make.
+    found, missing = known(type(stepped.optim)), list[str]()
+    is_elementwise = found is not None and found.kind is Kind.ELEMENTWISE
+    numbered = iter(range(len(names)))
+    for group in stepped.param_groups if entries else ():
+        keys = {*first_state(stepped.optim, group, torch.float32)} if is_elementwise else set()
+        for param, number in zip(group["params"], numbered, strict=False):
+            if number in entries:
+                missing += [f"{names[number]}{WITHIN}{key}" for key in sorted(keys - entries[number])]
+            elif param.requires_grad:
+                missing += [f"{names[number]}{WITHIN}{key}" for key in sorted(keys)] or [names[number]]
+    if missing:
+        raise ValueError(
+            f"the stream has no state for {len(missing)} entries, such as {missing[0]!r}, and may have ended early. "
+            "Where parameters were trained without any, pass what zero.full_optimizer_state_dict returns."
+        )
 
 
 def _cut_label(label: str, names: Container[str]) -> tuple[str, str]:
@@ -349,33 +355,6 @@ def _cut_label(label: str, names: Container[str]) -> tuple[str, str]:
     cuts = [at for at, letter in enumerate(label) if letter == WITHIN]  # names of modules may have it, too
     name = next((label[:at] for at in reversed(cuts) if label[:at] in names), "")
     return name, label[len(name) + 1 :]
-
-
-def _as_made(made: Any, tensor: Tensor) -> Any:
-    """A number in place of a tensor, if the optimizer makes one. made: what it makes."""
-    if not isinstance(made, (int, float, complex, np.generic)) or tensor.dim():
-        return tensor
-    return type(made)(tensor.item()) if isinstance(made, np.generic) else tensor.item()
-
-
-def _refuse_incomplete(stepped: SteppedShards, names: Mapping[int, str], entries: Mapping[int, set[str]]) -> None:
-    """Raises ValueError where a stream has ended early: if trained parameters have no state beside others that have,
-    or, with torch's own element-wise optimizers, if they have a part of what these make. entries: what has come."""
-    found, missing = known(type(stepped.optim)), list[str]()
-    is_elementwise = found is not None and found.kind is Kind.ELEMENTWISE
-    numbers = iter(range(len(names)))
-    for group in stepped.param_groups if entries else ():
-        made = {*first_state(stepped.optim, group, torch.float32)} if is_elementwise else set()
-        for param, number in zip(group["params"], numbers, strict=False):
-            if number in entries:
-                missing += [f"{names[number]}{WITHIN}{key}" for key in sorted(made - entries[number])]
-            elif param.requires_grad:
-                missing += [f"{names[number]}{WITHIN}{key}" for key in sorted(made)] or [names[number]]
-    if missing:
-        raise ValueError(
-            f"the stream has no state for {len(missing)} entries, such as {missing[0]!r}, and may have ended early. "
-            "Where parameters were trained without any, pass what zero.full_optimizer_state_dict returns."
-        )
 
 
 def _without_options(items: Iterable[tuple[Label, Any]], groups: Sequence[dict[str, Any]]) -> Iterator[Leaf]:

@@ -24,9 +24,9 @@ ON_FULL_DISK = """
 import atexit, sys
 from unittest import mock
 import torch
-from zero.checkpoint import rank_files, save
+from zero.checkpoint import save, write
 atexit.register(print, "left well")
-with mock.patch.object(rank_files, "write", side_effect=OSError(28, "No space left on device")):
+with mock.patch.object(write, "write", side_effect=OSError(28, "No space left on device")):
     saving = save(sys.argv[1], torch.nn.Linear(2, 2), wait=False)
     saving._written.wait()
 print("trained")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,17 +137,18 @@ def latest_is_the_checkpoint_before(publish, checkpoint, index, keep):
         latest.write_text(before)
 
 
-@mutant("rank_files.staged")
+@mutant("write.staged")
 def save_behind_without_a_copy(_, model, held):
     """A save that goes on while training does, writes what training has changed meanwhile."""
     return [*held], lambda: None
 
 
-@mutant("Saving._agree")
-def rank_that_cannot_write_is_silent(agree, self):
+@mutant("Ranks.together")
+@contextmanager
+def rank_that_cannot_write_is_silent(together, self, *given, **named):
     """A rank's problem with a checkpoint is told nobody, and the checkpoint counts as saved."""
-    self._problem = self._problem if self._ranks.first else None
-    agree(self)
+    with together(self, *given, **named) as lines, nullcontext() if self.first else suppress(Exception):
+        yield lines
 
 
 # ------------------------------------------------------------------------------------------------ full, out and in

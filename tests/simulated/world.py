@@ -200,7 +200,7 @@ def small_pieces(numel: int) -> Iterator[None]:
     """Offloaded shards are stepped, rounded and sent so many elements at a time."""
     with (
         mock.patch("zero.comm.streams._PIECE", numel),
-        mock.patch.multiple("zero.offload.pieces", _OF_A_THREAD=numel, _LEAST=numel),
+        mock.patch.multiple("zero.offload.on_host", _OF_A_THREAD=numel, _LEAST=numel),
     ):
         yield
 

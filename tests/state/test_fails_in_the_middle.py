@@ -18,7 +18,7 @@ import ranks
 import zero
 from runs import take_step
 from transports import TRANSPORTS, by
-from zero.checkpoint import rank_files, source
+from zero.checkpoint import source, write
 from zero.fsdp import full_weights
 from zero.state import gathered, given
 
@@ -76,7 +76,7 @@ ROWS: list[tuple[Callable[..., None], tuple[int, ...], Any, str, tuple[int, ...]
     (load_weights, BOTH, given.FromFirst, "_broadcast", (0, 1)),
     (load_stream, BOTH, given.FromFirst, "_broadcast", (0, 1)),
     (load_state, BOTH, given.FromFirst, "_broadcast", (0, 1)),
-    (save, SHARDED, rank_files, "_chunk", (0, 1)),
+    (save, SHARDED, write, "Chunk", (0, 1)),
     (load, SHARDED, source.Source, "fill", (0, 1)),
 ]
 

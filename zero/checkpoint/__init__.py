@@ -4,15 +4,12 @@ A checkpoint stores full tensors by name, each in shards; a reader need not know
 is nothing to convert between stages, numbers of ranks or partitions: a reader asks for the ranges that it needs.
 
     format      the index: every tensor by name, and its shards, to JSON and back
-    values      values that are no tensors, to JSON and back
+    values      values that are no tensors, to JSON and back; what a resumed run needs besides: schedules, generators
     storage     mounted directories and object stores, through fsspec
     files       safetensors files with checksums; ranges of bytes
     directory   a run's checkpoints, which is the latest, and how a new one is published
-    ranks       what all ranks compare, and what is raised on every one of them
-    shards      what one rank has of a model and its optimizers, at every stage
-    rank_files  what one rank writes of it, its file, and the index made of all files
-    resume      what a resumed run needs besides: schedules, scalers, random generators
-    write       save
+    shards      the ranks, and what one of them has of a model and its optimizers, at every stage
+    write       save: what one rank writes, its file, and the index made of all files
     source      a checkpoint that is open for reading
     read        load: what one rank reads of it, and what does not fit
     export      the weights as Hugging Face's libraries read them

@@ -20,21 +20,6 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    try:
-        if options.command == "inspect":
-            _inspect(place(options.path), tensors=options.tensors, check=options.check)
-        else:
-            size, dtype = options.max_shard_size, _DTYPES.get(options.dtype)
-            for file in export(options.path, options.out, max_shard_size=size, dtype=dtype):
-                print(file)
-    except (ValueError, OSError, ImportError) as error:  # ImportError: the URL's driver is not installed
-        print(f"{options.command}: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m zero.checkpoint")
     commands = parser.add_subparsers(dest="command", required=True)
     out = commands.add_parser("export", help="write the weights for Hugging Face's libraries")
@@ -47,7 +32,18 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("path", metavar="DIR")
     show.add_argument("--tensors", action="store_true", help="every tensor")
     show.add_argument("--check", action="store_true", help="compare all checksums")
-    return parser
+    options = parser.parse_args(arguments)
+    try:
+        if options.command == "inspect":
+            _inspect(place(options.path), tensors=options.tensors, check=options.check)
+        else:
+            size, dtype = options.max_shard_size, _DTYPES.get(options.dtype)
+            for file in export(options.path, options.out, max_shard_size=size, dtype=dtype):
+                print(file)
+    except (ValueError, OSError, ImportError) as error:  # ImportError: the URL's driver is not installed
+        print(f"{options.command}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _size(text: str) -> int:

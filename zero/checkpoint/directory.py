@@ -24,7 +24,7 @@ _UNFINISHED = re.compile(r"rank-\d+\.safetensors(\.json)?(\.partial)?|index\.jso
 
 def checkpoints(run: Place) -> list[Place]:
     """The finished checkpoints of a run, oldest first."""
-    return [one for one in _numbered(run) if (one / INDEX).exists()]
+    return [one for one in run.inside() if _NAME.fullmatch(one.name) and (one / INDEX).exists()]
 
 
 def begin(run: Place) -> Place:
@@ -33,7 +33,7 @@ def begin(run: Place) -> Place:
     if (run / INDEX).exists():
         raise ValueError(f"{run} is a checkpoint, and a new one is saved beside it: pass the run's path, {run.parent}")
     run.make()
-    found = _numbered(run)
+    found = [one for one in run.inside() if _NAME.fullmatch(one.name)]
     new = run / f"{max((int(one.name) for one in found), default=0) + 1:08d}"
     for one in found:
         if all(_UNFINISHED.fullmatch(file.name) for file in one.inside()):  # no index, and no files of others
@@ -53,10 +53,6 @@ def publish(checkpoint: Place, index: bytes, keep: int | None) -> None:
             for old in checkpoints(run)[:-keep]:
                 (old / INDEX).remove()  # what is half removed must not be read as a complete checkpoint
                 old.remove()
-
-
-def _numbered(run: Place) -> list[Place]:
-    return [one for one in run.inside() if _NAME.fullmatch(one.name)]
 
 
 class NothingSaved(ValueError):

@@ -11,7 +11,6 @@ import json
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,9 @@ from torch import Tensor
 from zero._torch.telling import warn_user
 from zero.checkpoint import directory
 from zero.checkpoint.files import Chunk, progress, write
-from zero.checkpoint.format import CONFIGS, Entry, Index, all_of, listed, under
+from zero.checkpoint.format import CONFIGS, Entry, all_of, listed, under
 from zero.checkpoint.source import Source
-from zero.checkpoint.storage import Place, place
+from zero.checkpoint.storage import place
 from zero.checkpoint.values import decode
 
 SHARD_INDEX = "model.safetensors.index.json"
@@ -54,93 +53,77 @@ def export(
     if not target.mounted:
         raise ValueError(f"{target} is a URL: export to a mounted file system, and copy the files from there.")
     with Source(directory.resolve(place(path))) as source:
-        if without := [*source.index.left_out]:
+        index = source.index
+        if without := [*index.left_out]:
             raise ValueError(
                 f"{source.directory} was saved by frozen=False, without {listed(without)}. Load it beside these by "
                 "zero.checkpoint.load, and write what zero.full_tensors(model, to=0) yields, or save once with all."
             )
-        patterns = ("model*.safetensors*", *(name for name in CONFIGS if name in source.index.configs))
+        patterns = ("model*.safetensors*", *(name for name in CONFIGS if name in index.configs))
         if present := [one.name for pattern in patterns for one in Path(target.path).glob(pattern)]:
             raise ValueError(f"{target} has {present[0]} already. Choose another directory, or remove what it has.")
-        weights = _weights(source.index, dtype)
+
+        # For every name of the model the stored tensor to read (it, or its master), and the dtype to write.
+        weights: dict[str, tuple[Entry, torch.dtype]] = {}
+        for name, stored_as in sorted(index.stored_as().items()):
+            stored = index.tensors[f"model/{stored_as}"].geometry.dtype
+            wanted = dtype if dtype is not None and stored.is_floating_point else stored
+            weights[name] = index.weight(stored_as, wanted), wanted
         source.check(((entry, all_of(entry.geometry)) for entry, _ in weights.values()), shown=True)
-        chunks = _extra_states(source.index) | {
+        chunks = {
             name: Chunk(name, dtype, entry.geometry.shape, partial(source.stream, entry, dtype))
             for name, (entry, dtype) in weights.items()
         }
-        files = _files([chunk for _, chunk in sorted(chunks.items())], max_shard_size)
+        others = []
+        for name, encoded in under("model/", index.values).items():
+            if isinstance(value := decode(encoded), Tensor):
+                values = partial(iter, [value.reshape(-1)])
+                chunks.setdefault(name, Chunk(name, value.dtype, tuple(value.shape), values))
+            else:
+                others.append(name)
+        if others:
+            warn_user(
+                f"safetensors files hold tensors only, and {listed(sorted(others))} of get_extra_state() is none: left "
+                "out. Load these weights with strict=False."
+            )
+
+        # Shards of `max_shard_size` bytes at most, unless one tensor has more.
+        shards: list[list[Chunk]] = [[]]
+        size = 0
+        for _, chunk in sorted(chunks.items()):
+            if shards[-1] and size + chunk.nbytes > max_shard_size:
+                shards.append([])
+                size = 0
+            shards[-1].append(chunk)
+            size += chunk.nbytes
+        files = {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
+        if len(shards) == 1:
+            files = {"model.safetensors": shards[0]}
+        total = sum(chunk.nbytes for chunk in chunks.values())
+
+        # What else from_pretrained reads. It makes the model in the dtype that the configuration says: that of most of
+        # the weights, which may have been cast since it was made.
+        jsons: dict[str, Any] = {name: index.configs[name] for name in CONFIGS if name in index.configs}
+        elements = Counter[torch.dtype]()
+        for entry, one in weights.values():
+            elements[one] += entry.geometry.numel * one.is_floating_point
+        if "config.json" in jsons and elements:
+            config = jsons["config.json"]
+            key = "torch_dtype" if "torch_dtype" in config else "dtype"  # the first before transformers 4.56
+            most = str(elements.most_common(1)[0][0]).removeprefix("torch.")
+            jsons["config.json"] = {**config, key: most}
         target.make()
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.path) as folder:
-            _write(place(folder), files)
-            for name, config in _configs(source.index, weights.values()).items():
+            with progress("exporting", total) as tick:
+                for name, shard in files.items():
+                    write(place(folder) / name, shard, tick)
+            for name, config in jsons.items():
                 (place(folder) / name).put(f"{json.dumps(config, indent=2, sort_keys=True)}\n".encode())
+            if len(files) > 1:
+                file_of = {chunk.key: name for name, shard in files.items() for chunk in shard}
+                shard_index = {"metadata": {"total_size": total}, "weight_map": file_of}
+                (place(folder) / SHARD_INDEX).put(json.dumps(shard_index, indent=2).encode())
             for name in (written := sorted(one.name for one in Path(folder).iterdir())):
                 Path(folder, name).rename(Path(target.path, name))
             target.sync()
     return [Path(target.path, name) for name in written]
-
-
-def _configs(index: Index, weights: Iterable[tuple[Entry, torch.dtype]]) -> dict[str, dict[str, Any]]:
-    """What else from_pretrained reads. It makes the model in the dtype that the configuration says: that of most of the
-    weights, which may have been cast since it was made."""
-    found = {name: index.configs[name] for name in CONFIGS if name in index.configs}
-    elements = Counter[torch.dtype]()
-    for entry, dtype in weights:
-        elements[dtype] += entry.geometry.numel * dtype.is_floating_point
-    if "config.json" in found and elements:
-        config = found["config.json"]
-        key = "torch_dtype" if "torch_dtype" in config else "dtype"  # the first before transformers 4.56
-        found["config.json"] = {**config, key: str(elements.most_common(1)[0][0]).removeprefix("torch.")}
-    return found
-
-
-def _weights(index: Index, dtype: torch.dtype | None) -> dict[str, tuple[Entry, torch.dtype]]:
-    """For every name of the model the stored tensor to read (it, or its master), and the dtype to write."""
-    found = {}
-    for name, stored_as in sorted(index.stored_as().items()):
-        stored = index.tensors[f"model/{stored_as}"].geometry.dtype
-        wanted = dtype if dtype is not None and stored.is_floating_point else stored
-        found[name] = index.weight(stored_as, wanted), wanted
-    return found
-
-
-def _extra_states(index: Index) -> dict[str, Chunk]:
-    """The modules' extra state that is tensors. Warns of the rest, which safetensors cannot hold."""
-    values = {name: decode(value) for name, value in under("model/", index.values).items()}
-    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
-    if others := sorted(values.keys() - tensors.keys()):
-        warn_user(
-            f"safetensors files hold tensors only, and {listed(others)} of get_extra_state() is none: left out. Load "
-            "these weights with strict=False."
-        )
-    return {
-        name: Chunk(name, tensor.dtype, tuple(tensor.shape), partial(iter, [tensor.reshape(-1)]))
-        for name, tensor in tensors.items()
-    }
-
-
-def _files(chunks: list[Chunk], limit: int) -> dict[str, list[Chunk]]:
-    """By the name of the file the tensors in it, `limit` bytes at most unless one tensor has more."""
-    shards: list[list[Chunk]] = [[]]
-    size = 0
-    for chunk in chunks:
-        if shards[-1] and size + chunk.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(chunk)
-        size += chunk.nbytes
-    if len(shards) == 1:
-        return {"model.safetensors": shards[0]}
-    return {f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards)}
-
-
-def _write(folder: Place, files: dict[str, list[Chunk]]) -> None:
-    """Writes the files, and the index of shards if there are several."""
-    total = sum(chunk.nbytes for chunks in files.values() for chunk in chunks)
-    with progress("exporting", total) as tick:
-        for name, chunks in files.items():
-            write(folder / name, chunks, tick)
-    if len(files) > 1:
-        file_of = {chunk.key: name for name, chunks in files.items() for chunk in chunks}
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
-        (folder / SHARD_INDEX).put(json.dumps(index, indent=2).encode())

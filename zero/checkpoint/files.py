@@ -63,10 +63,20 @@ def write(
     """Writes the chunks; they are on disk when it returns. Returns the file's entry in the index, and the first byte of
     each chunk by its key. tick: called with the number of bytes after each write."""
     chunks = sorted(chunks, key=lambda chunk: -chunk.dtype.itemsize)  # so that every tensor is aligned
-    header, starts = _header(chunks)
-    sums, at = list[int](), 0
+    ends = accumulate(chunk.nbytes for chunk in chunks)
+    offsets = {chunk.key: [end - chunk.nbytes, end] for chunk, end in zip(chunks, ends, strict=True)}
+    tensors = {
+        chunk.key: {"dtype": NAMES[chunk.dtype], "shape": chunk.shape, "data_offsets": offsets[chunk.key]}
+        for chunk in chunks
+    }
+    header = json.dumps({"__metadata__": {"format": "pt"}, **tensors}, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    head = len(header).to_bytes(8, "little") + header
+    copies, sums, at = buffer(), list[int](), 0
+    tensors_bytes = (host_bytes(values, copies) for chunk in chunks for values in chunk.values())
     with place.write() as file:
-        for data in chain([memoryview(header)], _data(chunks, tick)):
+        for data in chain([memoryview(head)], chain.from_iterable(tensors_bytes)):
+            begin = at
             while data:
                 some = data[: min(CACHED, BLOCK - at % BLOCK)]
                 if at % BLOCK == 0:
@@ -74,29 +84,10 @@ def write(
                 sums[-1] = zlib.crc32(some, sums[-1])
                 file.write(some)
                 data, at = data[len(some) :], at + len(some)
-    assert at == len(header) + sum(chunk.nbytes for chunk in chunks), "chunks have yielded too few bytes, or too many"
-    return {"bytes": at, "crc32": sums}, starts
-
-
-def _data(chunks: Sequence[Chunk], tick: Callable[[int], object]) -> Iterator[memoryview]:
-    copies = buffer()
-    for values in (values for chunk in chunks for values in chunk.values()):
-        for data in host_bytes(values, copies):
-            yield data
-            tick(len(data))
-
-
-def _header(chunks: Sequence[Chunk]) -> tuple[bytes, dict[str, int]]:
-    """The header, with its length before it, and the first byte of each chunk by its key."""
-    ends = accumulate(chunk.nbytes for chunk in chunks)
-    offsets = {chunk.key: [end - chunk.nbytes, end] for chunk, end in zip(chunks, ends, strict=True)}
-    tensors = {
-        chunk.key: {"dtype": NAMES[chunk.dtype], "shape": chunk.shape, "data_offsets": offsets[chunk.key]}
-        for chunk in chunks
-    }
-    data = json.dumps({"__metadata__": {"format": "pt"}, **tensors}, separators=(",", ":")).encode()
-    data += b" " * (-len(data) % 8)
-    return len(data).to_bytes(8, "little") + data, {key: 8 + len(data) + start for key, (start, _) in offsets.items()}
+            if begin > 0:  # not for the header
+                tick(at - begin)
+    assert at == len(head) + sum(chunk.nbytes for chunk in chunks), "chunks have yielded too few bytes, or too many"
+    return {"bytes": at, "crc32": sums}, {key: len(head) + start for key, (start, _) in offsets.items()}
 
 
 def buffer() -> Callable[[], Tensor]:

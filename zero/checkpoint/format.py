@@ -267,10 +267,6 @@ class Index:
         would be if it were not left out."""
         return {name: name for name in [*self.left_out, *under("model/", self.tensors)]} | self.tied
 
-    def geometry(self, name: str) -> Geometry:
-        """Of a parameter or buffer, also of one that was left out."""
-        return self.left_out[name] if name in self.left_out else self.tensors[f"model/{name}"].geometry
-
     def weight(self, name: str, dtype: torch.dtype) -> Entry:
         """What a parameter or buffer is read from that shall have a dtype: if it is stored in another, its master."""
         entry = self.tensors[f"model/{name}"]
@@ -281,14 +277,6 @@ class Index:
         for rest, one in under(f"optimizer/{optimizer}/", {**self.values, **self.tensors}).items():
             param, _, key = rest.rpartition("/")
             yield param, key, one
-
-    def take_extras(self, extras: Sequence[dict[str, Any]]) -> None:
-        """Takes the ranks' extra, as JSON and rank by rank. A value that is the same on all ranks is stored once."""
-        texts = [{key: json.dumps(value) for key, value in one.items()} for one in extras]  # as text NaN equals itself
-        shared = {key for key, text in texts[0].items() if all(one.get(key) == text for one in texts)}
-        self.extra = {key: extras[0][key] for key in extras[0] if key in shared}
-        by_rank = [{key: value for key, value in one.items() if key not in shared} for one in extras]
-        self.extra_by_rank = by_rank if any(by_rank) else []
 
     def dumps(self) -> str:
         """As JSON, with a checksum of itself."""

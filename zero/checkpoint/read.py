@@ -1,6 +1,6 @@
 """Loading, in four steps.
 
-    compare   every rank reads the index, compares it with its model and optimizers, and plans what to read (LoadPlan)
+    compare   every rank reads the index, compares it with its model and optimizers, and plans what to read (`_plan`)
     check     every rank reads the bytes that it needs and compares them with their checksums
     values    the modules take their extra state (get_extra_state); if one refuses it, all get theirs back
     take      every rank reads the tensors again, into the parameters and the optimizer's state, in place; then the
@@ -12,7 +12,7 @@ After each step the ranks agree that all can go on. Only the last step changes a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -27,18 +27,16 @@ from zero._torch.telling import warn_user
 from zero._torch.tensors import as_plain_tensors
 from zero.checkpoint import directory
 from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, listed, under
-from zero.checkpoint.ranks import Ranks
-from zero.checkpoint.resume import PREFIX, Resumed, label
 from zero.checkpoint.shards import Held, Training
 from zero.checkpoint.source import Source
 from zero.checkpoint.storage import place
-from zero.checkpoint.values import decode
+from zero.checkpoint.values import RESUMED, decode, label, resumed
 from zero.checkpoint.write import finish
 from zero.comm.waiting import calling
 from zero.load_full import load_shards
 from zero.measure.kinds import SINGLE
 from zero.shards.log import logger
-from zero.state.stepped import SteppedShards
+from zero.state.optimizer_state import stepped_here
 
 _PARTLY_LOADED = (
     " This happened while tensors were being read: model and optimizer are partly as before and partly as saved. Load "
@@ -126,8 +124,8 @@ def _load(
     ranks = training.ranks
     with ranks.together("the arguments of zero.checkpoint.load") as lines:
         training.look()
-        given, resumed = place(path), Resumed(resume)
-        lines += [f"path {given}, missing_ok {missing_ok}", *resumed.names]
+        given, to_resume = place(path), resumed(resume)
+        lines += [f"path {given}, missing_ok {missing_ok}", *to_resume]
     finish(given, ranks)
     found: str | None = ""
     with ranks.together():
@@ -144,109 +142,108 @@ def _load(
     with ranks.together("the checkpoints found") as lines:
         source = Source(given / found if found else given)
         lines.append(source.digest)
+    index = source.index
     with source:
         with ranks.together(before=f"{source.directory} does not fit: "):
-            plan = LoadPlan(training, source.index, weights)
-            extra = _extra(source.index, ranks, resumed)
+            tensors, loads = _plan(training, index, weights)
+            encoded, by_rank = index.extra, index.extra_by_rank
+            own = {key for one in by_rank for key in one}
+            if to_resume:
+                saved = {name for name in [*encoded, *own] if name.startswith(RESUMED)}
+                if not saved:
+                    raise ValueError(
+                        "it was saved without resume=. Load it without, and take from its extra what you put there"
+                    )
+                both = ([name for name in sorted(names) if name.count("/") == 2] for names in (saved, to_resume))
+                before, here = (", ".join(name.rpartition("/")[2] for name in names) for names in both)
+                if before != here:
+                    raise ValueError(f"it was saved with resume=[{before}], but load was given [{here}]")
+            unread = [label(key) for key in sorted(own) if not key.startswith(RESUMED) or key in to_resume]
+            if len(by_rank) == ranks.all:
+                encoded = encoded | by_rank[ranks.number]
+            elif unread:
+                warn_user(
+                    f"{listed(unread)} differed between the {len(by_rank)} ranks that saved it, and there are "
+                    f"{ranks.all} now: left out. Set it anew on each rank: seed generators."
+                )
+            extra = {key: decode(value) for key, value in encoded.items()}
         with ranks.together():
-            source.check(plan.tensors, shown=ranks.first)
-        plan.take_values(ranks)
+            source.check(tensors, shown=ranks.first)
+        try:
+            with ranks.together():
+                for name, value in under("model/", index.values).items():
+                    training.holders[name].set_extra_state(decode(value))
+        except CheckpointError:
+            for name, value in training.values.items():
+                with suppress(Exception):  # a module may refuse even its own state
+                    training.holders[name].set_extra_state(value)
+            raise
         # This cannot be undone, because that would take a second copy of everything. But all that is read was read a
         # moment before, from files that are still open: only a disk that fails just then can stop it, or a
         # load_state_dict of the user's.
         with ranks.together(after=_PARTLY_LOADED):
-            plan.take(source)
-            resumed.take(extra)
-    if weights and ranks.first and (kept := [*source.index.left_out]):
+            # The bytes are written where autograd does not see it. It counts them as written all the same, also on
+            # ranks that have nothing of a parameter, so that a backward of an earlier graph is refused on every rank.
+            with torch.no_grad():
+                increment_version([one for one in training.tensors.values() if not one.is_inference()])
+                for entry, held in tensors:
+                    flat = held.flat()
+                    source.fill(flat, entry, held)
+                    if flat.numel() and flat.data_ptr() != held.tensor.data_ptr():  # a copy: memory has another order
+                        with as_plain_tensors():
+                            held.ordered.copy_(flat.view(held.ordered.shape))
+                for hand_over in loads:
+                    hand_over()
+            for name, (_, set_state) in to_resume.items():
+                if name in extra:
+                    set_state(extra[name])
+    if weights and ranks.first and (kept := [*index.left_out]):
         text = "%s was saved without %d frozen parameters, which keep their values: %s"
         logger.info(text, source.directory, len(kept), listed(kept))
-    return {key: value for key, value in extra.items() if not key.startswith(PREFIX)}
+    return {key: value for key, value in extra.items() if not key.startswith(RESUMED)}
 
 
-def _extra(index: Index, ranks: Ranks, resumed: Resumed) -> dict[str, Any]:
-    """The `extra` of this rank. Warns of entries that no rank gets."""
-    encoded, by_rank = index.extra, index.extra_by_rank
-    own = {key for one in by_rank for key in one}
-    resumed.refuse_others({*encoded, *own})
-    unread = [label(key) for key in sorted(own) if not key.startswith(PREFIX) or key in resumed.names]
-    if len(by_rank) == ranks.all:
-        encoded = encoded | by_rank[ranks.number]
-    elif unread:
-        warn_user(
-            f"{listed(unread)} differed between the {len(by_rank)} ranks that saved it, and there are {ranks.all} now: "
-            "left out. Set it anew on each rank: seed generators."
+def _plan(
+    training: Training, index: Index, weights: bool
+) -> tuple[list[tuple[Entry, Held]], list[Callable[[], object]]]:
+    """What this rank reads of a checkpoint: tensors of the index, with where they are read to, and what hands the
+    optimizers their state when these are read. Raises ValueError where it does not fit."""
+    stored_as = training.names_in(index)
+    left_out = [name for name, stored in stored_as.items() if stored in index.left_out]
+    if weights and (trained := [name for name in left_out if name not in training.frozen]):
+        raise ValueError(
+            f"it was saved by frozen=False, without parameters that were frozen then and are trained here: "
+            f"{listed(trained)}. Freeze them while you load, and they keep the values that they have"
         )
-    return {key: decode(value) for key, value in encoded.items()}
+    tensors: list[tuple[Entry, Held]] = []
+    for held in [*map(training.held, training.tensors if weights else ()), *training.masters()]:
+        if held is not None and (stored := stored_as[held.name.partition("/")[2]]) not in index.left_out:
+            tensors.append((index.weight(stored, held.full.dtype), replace(held, written=None)))
 
-
-class LoadPlan:
-    """What this rank reads of a checkpoint, planned from its index. Raises ValueError where it does not fit.
-
-    tensors: of the index, and where they are read to.
-    """
-
-    def __init__(self, training: Training, index: Index, weights: bool) -> None:
-        self._training, self._index = training, index
-        self._stored_as = training.names_in(index)
-        left_out = [name for name, stored_as in self._stored_as.items() if stored_as in index.left_out]
-        if weights and (trained := [name for name in left_out if name not in training.frozen]):
-            raise ValueError(
-                f"it was saved by frozen=False, without parameters that were frozen then and are trained here: "
-                f"{listed(trained)}. Freeze them while you load, and they keep the values that they have"
-            )
-        self.tensors: list[tuple[Entry, Held]] = [*self._of_model(weights)]
-        here, stored = len(training.optimizers), len(index.optimizers)
-        if here and here != stored:
-            saved = f"{stored} optimizers" if stored else "no optimizer"
-            raise ValueError(f"it was saved with {saved}, but {here} to be loaded were given")
-        both = zip(training.optimizers, training.shards, strict=True)
-        self._loads = [self._of_optimizer(number, *one) for number, one in enumerate(both)]
-
-    def take_values(self, ranks: Ranks) -> None:
-        """Collective. Gives the modules their extra state; where one refuses it, on any rank, all get theirs back."""
-        holders = self._training.holders
-        try:
-            with ranks.together():
-                for name, value in under("model/", self._index.values).items():
-                    holders[name].set_extra_state(decode(value))
-        except CheckpointError:
-            for name, value in self._training.values.items():
-                with suppress(Exception):  # a module may refuse even its own state
-                    holders[name].set_extra_state(value)
-            raise
-
-    @torch.no_grad()
-    def take(self, source: Source) -> None:
-        """Reads the tensors into the model and the optimizers' state."""
-        # The bytes are written where autograd does not see it. It counts them as written all the same, also on ranks
-        # that have nothing of a parameter, so that a backward of a graph from before is refused on every rank.
-        increment_version([one for one in self._training.tensors.values() if not one.is_inference()])
-        for entry, held in self.tensors:
-            _fill(source, entry, held)
-        for hand_over in self._loads:
-            hand_over()
-
-    def _of_model(self, weights: bool) -> Iterator[tuple[Entry, Held]]:
-        for held in [
-            *map(self._training.resident, self._training.tensors if weights else ()),
-            *self._training.masters(),
-        ]:
-            if held is not None:
-                stored_as = self._stored_as[held.name.partition("/")[2]]
-                if stored_as not in self._index.left_out:
-                    yield self._index.weight(stored_as, held.full.dtype), replace(held, written=None)
-
-    def _of_optimizer(self, number: int, optimizer: Optimizer, shards: SteppedShards) -> Callable[[], None]:
-        """Returns what loads the state once its tensors are read."""
-        kind, groups = (self._index.optimizers[number][key] for key in ("kind", "groups"))
+    given, saved = len(training.optimizers), len(index.optimizers)
+    if given and given != saved:
+        optimizers = f"{saved} optimizers" if saved else "no optimizer"
+        raise ValueError(f"it was saved with {optimizers}, but {given} to be loaded were given")
+    loads: list[Callable[[], object]] = []
+    for number, (optimizer, shards) in enumerate(zip(training.optimizers, training.shards, strict=True)):
+        kind, groups = index.optimizers[number]["kind"], index.optimizers[number]["groups"]
         if kind != shards.kind:
             raise ValueError(f"it holds the state of {kind}, but the optimizer is {shards.kind}")
-        here = [[self._stored_as[name] for name in names] for names in self._training.group_names(shards)]
-        _refuse_other_groups(kind, groups, here, {name for name, *_ in self._index.state(number)})
-        stepped = {self._stored_as[one.name]: one for one in self._training.stepped(shards)}
-        empty = {self._stored_as[name]: part for name, part in self._training.stepped_empty(shards).items()}
+        here = [[stored_as[training.names[param]] for param in group["params"]] for group in shards.param_groups]
+        if len(here) != len(groups):
+            raise ValueError(f"its {kind} has {len(groups)} parameter groups, the optimizer here has {len(here)}")
+        group_here = {name: position for position, names in enumerate(here) for name in names}
+        group_there = {name: position for position, group in enumerate(groups) for name in group["params"]}
+        if unknown := sorted({name for name, *_ in index.state(number)} - group_here.keys()):
+            raise ValueError(f"it has state of {listed(unknown)}, which the {kind} here does not have")
+        if moved := [name for name, position in group_here.items() if group_there.get(name, position) != position]:
+            raise ValueError(f"{listed(moved)} were in other parameter groups of the {kind} when it was saved")
+        stepped = {stored_as[one.name]: one for one in training.stepped(shards)}
+        empty = {
+            stored_as[training.names[one.param]]: shards.part(one.param) for one in stepped_here(shards) if one.empty
+        }
         taken: dict[Any, dict[str, Any]] = {}  # by what is stepped
-        for name, key, value in self._index.state(number):
+        for name, key, value in index.state(number):
             if (part := empty.get(name)) is not None:
                 own = part if isinstance(value, Entry) else decode(value)
                 like_part = isinstance(own, Tensor) and key not in SINGLE
@@ -256,27 +253,17 @@ class LoadPlan:
             state = taken.setdefault(one.tensor, {})
             if isinstance(value, Entry):
                 present = shards.optim.state.get(one.tensor, {}).get(key)
-                held = _place_for(value.geometry, f"{key!r} of {name}", one, present)
-                self.tensors.append((value, held))
-                state[key] = held.tensor
+                room = _room_for(value.geometry, f"{key!r} of {name}", one, present)
+                tensors.append((value, room))
+                state[key] = room.tensor
             else:
                 state[key] = decode(value)
-        return partial(load_shards, shards, optimizer, taken, [decode(group["options"]) for group in groups])
+        options = [decode(group["options"]) for group in groups]
+        loads.append(partial(load_shards, shards, optimizer, taken, options))
+    return tensors, loads
 
 
-def _refuse_other_groups(kind: str, groups: list[dict[str, Any]], here: list[list[str]], with_state: set[str]) -> None:
-    """groups: of the index. here: the names in those of the optimizer to be loaded. with_state: which ones have any."""
-    if len(here) != len(groups):
-        raise ValueError(f"its {kind} has {len(groups)} parameter groups, the optimizer here has {len(here)}")
-    group_here = {name: number for number, names in enumerate(here) for name in names}
-    group_there = {name: number for number, group in enumerate(groups) for name in group["params"]}
-    if unknown := sorted(with_state - group_here.keys()):
-        raise ValueError(f"it has state of {listed(unknown)}, which the {kind} here does not have")
-    if moved := [name for name, number in group_here.items() if group_there.get(name, number) != number]:
-        raise ValueError(f"{listed(moved)} were in other parameter groups of the {kind} when it was saved")
-
-
-def _place_for(stored: Geometry, name: str, one: Held, present: Any) -> Held:
+def _room_for(stored: Geometry, name: str, one: Held, present: Any) -> Held:
     """Where a tensor of the state of what is stepped is read to: the present tensor, if its dtype and shape fit, or a
     new one."""
     full, start, stop = replace(one.full, dtype=stored.dtype), one.start, one.stop
@@ -293,12 +280,3 @@ def _place_for(stored: Geometry, name: str, one: Held, present: Any) -> Held:
     if not fits:
         present = torch.empty_strided(own.shape, own.strides, dtype=own.dtype, device=one.tensor.device)
     return Held(full, start, stop, name, present)
-
-
-def _fill(source: Source, entry: Entry, held: Held) -> None:
-    """Reads into the held tensor: in place where its memory has the order of what is read."""
-    flat = held.flat()
-    source.fill(flat, entry, held)
-    if flat.numel() and flat.data_ptr() != held.tensor.data_ptr():  # a copy
-        with as_plain_tensors():
-            held.ordered.copy_(flat.view(held.ordered.shape))

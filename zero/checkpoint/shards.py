@@ -1,4 +1,4 @@
-"""What one rank has of a model and its optimizers, at every stage.
+"""The ranks of a model, and what one of them has of it and its optimizers, at every stage.
 
     stage               parameters                    optimizer state       written by
     0  plain, DDP       full, the same on all ranks   full, the same        each rank an equal share
@@ -12,7 +12,9 @@ training. Parameters that no wrapper keeps the same on all ranks are compared be
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,8 +38,8 @@ from zero.checkpoint.format import (
     refuse_unstorable,
     under,
 )
-from zero.checkpoint.ranks import Ranks
 from zero.comm import Comm
+from zero.comm.together import alike
 from zero.comm.waiting import running_call
 from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
@@ -47,12 +49,68 @@ from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.shards.masters import settled
 from zero.shards.partition import Place, places_in
-from zero.shards.shard_group import GroupState, ShardGroup
-from zero.state.optimizer_state import stepped_here
+from zero.shards.shard_group import GroupState
 from zero.state.stepped import SteppedShards
 from zero.tensor_parallel import parts
 from zero.wrap.precision import original_dtypes
-from zero.wrappers import Wrapped, comms_of, prepared, stepped_by, taken_out, unwrapped
+from zero.wrappers import comms_of, prepared, stepped_by, taken_out, unwrapped
+
+
+class Ranks:
+    """The ranks of the shard group and, where there are any, those that have other parts of the tensors (tensor
+    parallelism), and the replicate group.
+
+    rank, world: in the shard group, and among the ranks that have other parts. writes: whether this rank is in the
+    first replica, which writes what all replicas hold. all: how many ranks there are. number: this rank's place among
+    all, as `gather` orders them; the first's is 0.
+    """
+
+    def __init__(self, comms: Sequence[Comm], parts: Comm | None) -> None:
+        shards, *replicas = comms
+        self.comms = [shards, *([] if parts is None else [parts]), *replicas]
+        self.writes = all(comm.rank == 0 for comm in replicas)
+        self.all, self.number = 1, 0
+        for comm in self.comms:
+            if comm not in replicas:
+                self.rank, self.world = self.number + self.all * comm.rank, self.all * comm.world
+            self.all, self.number = self.all * comm.world, self.number + self.all * comm.rank
+        self.first = self.number == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Collective. The JSON values of all ranks, in order."""
+        gathered = [value]
+        for comm in self.comms:
+            gathered = [one for text in comm.all_gather_text(json.dumps(gathered)) for one in json.loads(text)]
+        return gathered
+
+    @contextmanager
+    def together(
+        self, what: str = "", *, writing: object = None, before: str = "", after: str = ""
+    ) -> Iterator[list[str]]:
+        """Collective. What is raised in this context is raised on every rank, as CheckpointError. So it is if the lines
+        that are put into the list differ.
+
+        what: the lines. writing: see `described`. before, after: added to the message."""
+        try:
+            with alike(self.comms, what) as lines:
+                try:
+                    yield lines
+                except Exception as error:  # also from the user's optimizer, modules or values
+                    raise ValueError(f"{before}{described(error, writing)}{after}") from None
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+
+
+def described(error: Exception, writing: object = None) -> str:
+    """An error as a message for the user. writing: where it was written to; None if it was read."""
+    if isinstance(error, ValueError):
+        return f"{str(error).removesuffix('.')}."
+    if writing is None:
+        return f"{type(error).__name__}: {error}."
+    file, reason = writing, f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError):
+        file, reason = error.filename or writing, str(error.strerror or error)
+    return f"{file} could not be written ({reason}). Nothing was changed."
 
 
 @dataclass(frozen=True)
@@ -94,7 +152,7 @@ class Held(Part):
             return flat if self.written is None else settled(flat, self.written)
 
 
-def whole(name: str, tensor: Tensor, *, kept: bool) -> Held:
+def whole(name: str, tensor: Tensor, kept: bool) -> Held:
     """All of a tensor that this rank has full, and so have the others."""
     return Held(**vars(all_of(geometry_of(tensor))), name=name, tensor=tensor, shared=True, kept=kept)
 
@@ -112,6 +170,7 @@ class Training:
     tensors: parameters and buffers, each once, by the innermost module's name, under which they are stored.
     parts: by these names the full tensors, buffers in their own dtype also where the model has another; and which of
         the elements the ranks of the shard group have.
+    names: those of `tensors`, by tensor.
     tied: for each further name of a tensor the name that it is stored under.
     frozen: the names of frozen parameters.
     values: the entries of the state_dict that are no tensors, by name; holders: the modules that they come from.
@@ -133,10 +192,17 @@ class Training:
         self.optimizers = [prepared(one) for one in given]
         self._sharding = [one for one in self.optimizers if isinstance(one, OSS)]
         self.module, self._wrappers = module, wrappers = unwrapped(model)
-        self.stage = _stage(wrappers, self._sharding)
+        kinds: list[tuple[type, int]] = [(FSDP, 3), (ShardedDDP, 2), (OSS, 1)]
+        found = [stage for kind, stage in kinds if any(isinstance(one, kind) for one in [*wrappers, *self._sharding])]
+        self.stage = found[0] if found else 0
         self._tensor_parallel = parts.ranks(parameters_of(module))
-        try:
-            comms = _comms(wrappers, self._sharding, process_group)
+        try:  # the shard group and, if there is one, the replicate group
+            if wrappers:
+                comms = comms_of(wrappers)
+            elif self._sharding:
+                comms = [self._sharding[0].comm]
+            else:
+                comms = [Comm.default() if process_group is None else Comm(process_group)]
         except ValueError as error:
             raise CheckpointError(str(error)) from None
         self.ranks = Ranks(comms, self._tensor_parallel)
@@ -152,11 +218,46 @@ class Training:
         """Names the tensors and finds their shards. Raises ValueError for what cannot be saved or loaded.
 
         stores_frozen: whether frozen modules are stored, with all that is in their state_dict."""
-        with taken_out(self.module):
-            self._name_tensors(self.module, stores_frozen)
+        module = self.module
+        self.tensors, self.tied, self.names = dict[str, Tensor](), dict[str, str](), dict[Tensor, str]()
+        self.values, self.holders = dict[str, Any](), dict[str, nn.Module]()
+        with taken_out(module):
+            known = {*parameters_of(module), *module.buffers()}
+            try:
+                given_state = module.state_dict(keep_vars=True)
+            except Exception as error:
+                raise ValueError(f"the module's state_dict() raised {type(error).__name__}: {error}") from error
+            modules = dict(module.named_modules(remove_duplicate=False))
+            for given, value in given_state.items():
+                name = name_without_compile(given)
+                if isinstance(value, Tensor) and value in known:
+                    if value in self.names:
+                        self.tied[name] = self.names[value]
+                        continue
+                    self.names[value], self.tensors[name] = name, value
+                    refuse_unstorable(repr(name), value)
+                    continue
+                if name.rpartition(".")[2] == "_extra_state":
+                    self.values[name] = value
+                    self.holders[name] = module.get_submodule(given.rpartition(".")[0])
+                    continue
+                maker = given
+                while maker not in modules:
+                    maker = maker.rpartition(".")[0]
+                own = [*modules[maker].parameters(recurse=False)]
+                of_frozen = bool(own) and not any(param.requires_grad for param in own)  # scales of quantised weights
+                if not of_frozen or stores_frozen:
+                    remedy = "; what belongs to frozen modules is left out by frozen=False of save" if of_frozen else ""
+                    raise ValueError(
+                        f"{name!r} of the module's state_dict is none of its parameters and buffers, but was made by a "
+                        f"hook. zero.checkpoint stores parameters, buffers, and what get_extra_state() returns{remedy}"
+                    )
+        params = {name: one for name, one in self.tensors.items() if isinstance(one, nn.Parameter)}
+        self.frozen = {name for name, one in params.items() if not one.requires_grad}
+
         synchronising = [one for one in self._wrappers if isinstance(one, DistributedDataParallel | ShardedDDP)]
-        known = [self.module] if self.ranks.all == 1 else synchronising
-        self._kept = {param for one in known for param in parameters_of(one)}
+        kept_by = [module] if self.ranks.all == 1 else synchronising
+        self._kept = {param for one in kept_by for param in parameters_of(one)}
         sharded = [stepped for one in self.optimizers if (stepped := getattr(one, "stepped_shards", None)) is not None]
         groups = [*dict.fromkeys(group for stepped in sharded for group in stepped.shard_groups)]
         self._in_shards = set[Any]()
@@ -166,44 +267,6 @@ class Training:
                 groups += running_model(one).index.groups
                 self._in_shards |= running_model(one).index.keys()
         self._places = dict[Any, Place](places_in(groups))
-        self._refuse_misfits(groups)
-        self.shards = [stepped_by(self.module, self._wrappers, one) for one in self.optimizers]
-        self.parts, dtypes = dict[str, Part](), original_dtypes(self.module)
-        for name, tensor in self.tensors.items():
-            if tensor in self._places:
-                self.parts[name] = _of_full(self._places[tensor])
-            else:
-                self.parts[name] = all_of(replace(geometry_of(tensor), dtype=dtypes.get(tensor, tensor.dtype)))
-
-    def _name_tensors(self, module: nn.Module, stores_frozen: bool) -> None:
-        self.tensors, self.tied, self._names = dict[str, Tensor](), dict[str, str](), dict[Tensor, str]()
-        self.values, self.holders = dict[str, Any](), dict[str, nn.Module]()
-        known = {*parameters_of(module), *module.buffers()}
-        try:
-            given_state = module.state_dict(keep_vars=True)
-        except Exception as error:
-            raise ValueError(f"the module's state_dict() raised {type(error).__name__}: {error}") from error
-        for given, value in given_state.items():
-            name = name_without_compile(given)
-            if isinstance(value, Tensor) and value in known:
-                if value in self._names:
-                    self.tied[name] = self._names[value]
-                    continue
-                self._names[value], self.tensors[name] = name, value
-                refuse_unstorable(repr(name), value)
-            elif name.rpartition(".")[2] == "_extra_state":
-                self.values[name] = value
-                self.holders[name] = module.get_submodule(given.rpartition(".")[0])
-            elif not (of_frozen := _is_of_frozen(module, given)) or stores_frozen:  # scales of quantised weights
-                remedy = "; what belongs to frozen modules is left out by frozen=False of save" if of_frozen else ""
-                raise ValueError(
-                    f"{name!r} of the module's state_dict is none of its parameters and buffers, but was made by a "
-                    f"hook. zero.checkpoint stores parameters, buffers, and what get_extra_state() returns{remedy}"
-                )
-        params = {name: one for name, one in self.tensors.items() if isinstance(one, nn.Parameter)}
-        self.frozen = {name for name, one in params.items() if not one.requires_grad}
-
-    def _refuse_misfits(self, groups: Sequence[ShardGroup]) -> None:
         for number, optimizer in enumerate(self.optimizers):
             if not isinstance(optimizer, Optimizer):
                 raise ValueError(f"optimizer {number} is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
@@ -217,16 +280,28 @@ class Training:
             if isinstance(optimizer, OSS) and optimizer.comm.group is not self.ranks.comms[0].group:
                 raise ValueError("the model and its OSS were given different process groups. Pass one to both")
             for index, param in enumerate(params_of(getattr(optimizer, "stepped_shards", optimizer))):
-                if param not in self._names:
+                if param not in self.names:
                     raise ValueError(
                         f"parameter {index} of the {type(optimizer).__name__}, of shape {list(param.shape)}, is not in "
                         "the state_dict of the model. Pass the model that the optimizer trains"
                     )
-        for shard_group in groups:
-            if shard_group.state is GroupState.GATHERING:
-                raise ValueError(f"{shard_group.names[0]} is being gathered. Save and load between steps")
-            if (name := shard_group.bound.moved()) is not None:
-                raise ValueError(f"{name} was moved, cast or given other data after it was sharded: do that before")
+        for group in groups:
+            if group.state is GroupState.GATHERING:
+                raise ValueError(f"{group.names[0]} is being gathered. Save and load between steps")
+            if (moved := group.bound.moved()) is not None:
+                raise ValueError(f"{moved} was moved, cast or given other data after it was sharded: do that before")
+        self.shards = [stepped_by(module, self._wrappers, one) for one in self.optimizers]
+
+        self.parts, dtypes = dict[str, Part](), original_dtypes(module)
+        for name, tensor in self.tensors.items():
+            if (place := self._places.get(tensor)) is None:
+                self.parts[name] = all_of(replace(geometry_of(tensor), dtype=dtypes.get(tensor, tensor.dtype)))
+                continue
+            group, position = place.group, place.position
+            shape, stride = group.shapes.full[position], group.shapes.strides[position]
+            full = Geometry(tuple(shape), group.shard.dtype, memory_order(shape, stride))
+            slice_of = parts.slice_of(group.params[position])
+            self.parts[name] = all_of(full) if slice_of is None else full.part(*slice_of)
 
     def names_in(self, index: Index) -> dict[str, str]:
         """For each of the model's tensors, the name that it is stored under. Raises ValueError where the checkpoint
@@ -238,7 +313,10 @@ class Training:
                 found.setdefault(name, there[alias])
         differing = []
         for name, stored_as in found.items():
-            stored, full = index.geometry(stored_as), self.parts[name].full
+            stored, full = (
+                index.left_out.get(stored_as) or index.tensors[f"model/{stored_as}"].geometry,
+                self.parts[name].full,
+            )
             convertible = stored.dtype.is_floating_point and full.dtype.is_floating_point
             if stored.shape != full.shape or not (convertible or stored.dtype == full.dtype):
                 differing.append(f"{name} (saved {stored}, here {full})")
@@ -260,25 +338,21 @@ class Training:
             raise ValueError(f"it is of another model: {'; '.join(problems)}")
         return found
 
-    def in_shard_group(self, name: str) -> bool:
-        """Whether it is a parameter in a shard group, of which each rank owns a shard (stages 1 to 3)."""
-        return self.tensors[name] in self._places
-
     def repeats(self, name: str) -> bool:
         """Whether it is the same on all ranks that have parts of other tensors, and this is not the first of these."""
-        repeated = self._tensor_parallel is not None and self._tensor_parallel.rank > 0 and self.in_shard_group(name)
+        repeated = (
+            self._tensor_parallel is not None and self._tensor_parallel.rank > 0 and self.tensors[name] in self._places
+        )
         return repeated and parts.others(self.tensors[name]) is None  # type: ignore[arg-type]
 
-    def owned(self, name: str) -> Held | None:
-        """What this rank owns of a parameter in a shard group; None where it owns nothing."""
-        place = self._places[self.tensors[name]]
-        return None if place.span is None else self._shard("model/", place, place.group.shard)
+    def held(self, name: str, *, owned: bool = False) -> Held | None:
+        """What this rank keeps of a parameter or buffer: all of it, or its shard (stage 3; None without one).
 
-    def resident(self, name: str) -> Held | None:
-        """What this rank keeps of a parameter or buffer: all of it, or its shard (stage 3; None without one)."""
+        owned: of a parameter in a shard group the shard that this rank owns, also where it is full."""
         tensor = self.tensors[name]
-        if tensor in self._in_shards:
-            return self.owned(name)
+        if tensor in self._in_shards or (owned and tensor in self._places):
+            place = self._places[tensor]
+            return None if place.span is None else self._shard("model/", place, place.group.shard)
         kept = tensor in self._kept
         return Held(**vars(self.parts[name]), name=f"model/{name}", tensor=tensor, shared=True, kept=kept)
 
@@ -294,15 +368,10 @@ class Training:
         """The elements of a parameter that this rank owns. prefix: of the path. shards: those of the whole group."""
         span = place.span
         assert span is not None
-        name = self._names[place.group.params[place.position]]
+        name = self.names[place.group.params[place.position]]
         full, start = replace(self.parts[name].full, dtype=shards.dtype), self.parts[name].start + span.start
         own = shards[span.offset : span.offset + span.numel]
         return Held(full, start, start + span.numel, f"{prefix}{name}", own)
-
-    def stepped_empty(self, shards: SteppedShards) -> dict[str, nn.Parameter]:
-        """The empty shards that an optimizer steps and keeps state of, by the names of their parameters."""
-        empty = (owned for owned in stepped_here(shards) if owned.empty)
-        return {self._names[owned.param]: shards.part(owned.param) for owned in empty}
 
     def stepped(self, shards: SteppedShards) -> Iterator[Held]:
         """What this rank's optimizer steps, parameter by parameter, by their names."""
@@ -310,42 +379,6 @@ class Training:
             # An optimizer without shard groups holds the full parameters, perhaps of another's OSS.
             place = self._places.get(param) if shards.shard_groups else None
             if place is None:
-                yield whole(self._names[param], param, kept=param in self._kept)
+                yield whole(self.names[param], param, param in self._kept)
             elif place.span is not None:
                 yield replace(self._shard("", place, place.group.shard), tensor=shards.part(param))
-
-    def group_names(self, shards: SteppedShards) -> list[list[str]]:
-        return [[self._names[param] for param in group["params"]] for group in shards.param_groups]
-
-
-def _is_of_frozen(module: nn.Module, name: str) -> bool:
-    """Whether an entry of the state_dict was made by a module whose own parameters are all frozen."""
-    modules = dict(module.named_modules(remove_duplicate=False))
-    while name not in modules:
-        name = name.rpartition(".")[0]
-    own = [*modules[name].parameters(recurse=False)]
-    return bool(own) and not any(param.requires_grad for param in own)
-
-
-def _of_full(place: Place) -> Part:
-    """The full tensor, and which of its elements the ranks of the shard group have."""
-    shape, stride = place.group.shapes.full[place.position], place.group.shapes.strides[place.position]
-    own = Geometry(tuple(shape), place.group.shard.dtype, memory_order(shape, stride))
-    slice_of = parts.slice_of(place.group.params[place.position])
-    return all_of(own) if slice_of is None else own.part(*slice_of)
-
-
-def _stage(wrappers: Sequence[nn.Module], sharding: Sequence[OSS]) -> int:
-    kinds: list[tuple[type, int]] = [(FSDP, 3), (ShardedDDP, 2), (OSS, 1)]
-    return next((stage for kind, stage in kinds if any(isinstance(one, kind) for one in [*wrappers, *sharding])), 0)
-
-
-def _comms(
-    wrappers: Sequence[Wrapped], sharding: Sequence[OSS], process_group: torch.distributed.ProcessGroup | None
-) -> list[Comm]:
-    """The shard group and, if there is one, the replicate group."""
-    if wrappers:
-        return comms_of(wrappers)
-    if sharding:
-        return [sharding[0].comm]
-    return [Comm.default() if process_group is None else Comm(process_group)]

@@ -6,20 +6,30 @@ JSON's own values are stored as they are. Anything else is an object with the me
     {"$": "complex", "items": [real, imaginary]}
     {"$": "dict" or "Counter", "items": [[key, value], ...]}            with keys that are no strings, or "$" among them
     {"$": "tensor" or "array", "dtype": "F32", "shape": [...], "value": number or "base64": bytes}
+
+What a resumed run needs besides its model and optimizer is in entries of `extra`, too:
+
+    resume/0/StepLR    of an object of the argument `resume`, by its position and class
+    resume/random      Python's generator; the others are resume/numpy, resume/torch, and by the device's name
 """
 
 from __future__ import annotations
 
 import base64
+import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zero.checkpoint.format import DTYPES, NAMES, refuse_unstorable
+
+RESUMED = "resume/"
+"""Begins the names of such entries of `extra`."""
 
 # numpy's names for the dtypes that a checkpoint can hold.
 _ARRAYS = {str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}
@@ -96,3 +106,37 @@ def decode(encoded: Any) -> Any:
     data = bytearray(base64.b64decode(encoded["base64"]))
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
     return flat.view(encoded["shape"])
+
+
+def label(name: str) -> str:
+    """What an entry of `extra` is called in messages."""
+    return name if name.startswith(RESUMED) else f"extra[{name!r}]"
+
+
+def resumed(resume: Any) -> dict[str, tuple[Callable[[], Any], Callable[[Any], object]]]:
+    """How to get and how to set each state of a resumed run, by the name of the entry of `extra`; nothing if `resume`
+    is None. Raises ValueError for an object that has no state to save."""
+    found: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {}
+    if resume is None:
+        return found
+    for number, one in enumerate(resume if isinstance(resume, list | tuple) else [resume]):
+        name = f"{RESUMED}{number}/{type(one).__name__}"
+        if isinstance(one, torch.Generator):
+            found[name] = one.get_state, one.set_state
+            continue
+        has_state = callable(getattr(one, "state_dict", None)) and callable(getattr(one, "load_state_dict", None))
+        if isinstance(one, nn.Module | Optimizer) or not has_state:
+            raise ValueError(
+                f"resume[{number}] is a {type(one).__name__}. Pass objects with state_dict() and load_state_dict(), as "
+                "schedulers and GradScalers have, and torch.Generators; model and optimizer have arguments of their "
+                "own, and anything else belongs into extra"
+            )
+        found[name] = one.state_dict, one.load_state_dict
+    # The generators last, because setting others may draw.
+    found[f"{RESUMED}random"] = random.getstate, random.setstate
+    found[f"{RESUMED}numpy"] = np.random.get_state, np.random.set_state
+    found[f"{RESUMED}torch"] = torch.get_rng_state, torch.set_rng_state
+    if (device := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        module = torch.get_device_module(device)
+        found[f"{RESUMED}{device.type}"] = module.get_rng_state, module.set_rng_state
+    return found

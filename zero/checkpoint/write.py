@@ -3,6 +3,9 @@
     every rank       streams what it owns into a file of its own, in a directory that no reader looks at yet
     the first rank   when all files are on disk, writes the index from their parts of it, which makes it a checkpoint
 
+Beside its file a rank writes its part of the index: what is in the file, and values of optimizers that are no tensors.
+The index is made from these, which are removed then, and no rank sends another what it has written.
+
 With wait=False a rank first copies what it owns, and a thread does this while training goes on. What fails there is
 raised by `wait`, which the run's next save or load calls first, or told when the program ends.
 """
@@ -11,31 +14,43 @@ from __future__ import annotations
 
 import atexit
 import errno
+import json
 import math
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero._torch.telling import warn_user
+from zero._torch.tensors import as_plain_tensors, tree_iter
 from zero.checkpoint import directory
-from zero.checkpoint.files import checksum
-from zero.checkpoint.format import CheckpointError, Index
-from zero.checkpoint.rank_files import SavePlan, part_of, plan_save, rank_file, seal, staged, write_rank_file
-from zero.checkpoint.ranks import Ranks, described
-from zero.checkpoint.resume import PREFIX, Resumed, label
-from zero.checkpoint.shards import Training
+from zero.checkpoint.files import Chunk, checksum, progress, write
+from zero.checkpoint.format import CONFIGS, LONGEST, CheckpointError, Entry, Index, ParamShard, refuse_unstorable
+from zero.checkpoint.shards import Held, Ranks, Training, described, whole
 from zero.checkpoint.source import Source
 from zero.checkpoint.storage import Place, place
-from zero.checkpoint.values import encode
+from zero.checkpoint.values import RESUMED, encode, label, resumed
 from zero.comm.waiting import calling
+from zero.measure.param_groups import options
+from zero.shards.sharded_parameter import plain_state
+
+# Bytes. Every copy starts at a multiple of these, so that it can be viewed as any dtype.
+_ALIGNMENT = 64
+
+# One buffer a model for its copies, to be reused: memory that is new to the process costs more than the copy.
+_buffers: WeakKeyDictionary[nn.Module, Tensor] = WeakKeyDictionary()
 
 # Seconds that the first rank's thread waits for other ranks' files after these are written, or the main thread has
 # ended. By default NFS looks at a directory again after 60 (acdirmax in nfs(5)).
@@ -117,20 +132,45 @@ def _save(
     wait: bool = True,
     in_place: bool = False,
 ) -> Saving:
-    ranks = training.ranks
+    ranks, extra = training.ranks, {} if extra is None else extra
     with ranks.together("the arguments of zero.checkpoint.save", writing=path) as lines:
         training.look(stores_frozen=frozen)
-        run, plan = place(path), _plan(training, extra, resume, keep, frozen)
-        lines += [f"keep {keep}, frozen {frozen}, wait {wait}", f"path {run}", *_compared(training, plan, frozen)]
+        run = place(path)
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"keep={keep!r}: it is how many checkpoints stay, at least 1, or None for all")
+        if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):
+            raise ValueError(f"extra={extra!r}: it is a dictionary with strings for keys, such as {{'step': 100}}")
+        if any(key.startswith(RESUMED) for key in extra):
+            raise ValueError(f"extra={extra!r}: names that begin with {RESUMED} are those of resume. Choose others")
+        plan, common = plan_save(training, frozen=frozen)
+        values = {**extra, **{name: get_state() for name, (get_state, _) in resumed(resume).items()}}
+        plan.index.extra = {key: encode(value, label(key)) for key, value in values.items()}
+        lines += [f"keep {keep}, frozen {frozen}, wait {wait}", f"path {run}", f"stage {training.stage}"]
+        lines += [name for name in values if name.startswith(RESUMED)]
+        lines += [f"optimizer {one.kind}" for one in training.shards]
+        left_out = set[str]() if frozen else training.frozen
+        for name in training.tensors:
+            lines.append(f"{name}{', frozen' * (name in left_out)}: {training.parts[name].full!r}")
+        for held in common:
+            if not held.kept:
+                sum_of = f"{checksum(held.flat()):08x}"
+                lines.append(f"{held.name}, which no wrapper keeps the same, with checksum {sum_of}")
     finish(run, ranks)
     with ranks.together(writing=run):
         if ranks.first and not in_place:
             _refuse_another(run, training)
         if not wait:
             plan.held, plan.release = staged(training.module, plan.held)
-    saving = Saving(ranks, _begin(run, plan.index, ranks), plan.index, keep)
-    saving._start(plan, wait)
-    return saving
+    with ranks.together(writing=run):
+        begun = directory.begin(run).name if ranks.first else ""
+    names, extras = zip(*ranks.gather([begun, plan.index.extra]), strict=True)
+    # A value that is the same on all ranks is stored once. They are compared as text, where NaN equals itself.
+    texts = [{key: json.dumps(value) for key, value in one.items()} for one in extras]
+    shared = {key for key, text in texts[0].items() if all(one.get(key) == text for one in texts)}
+    plan.index.extra = {key: value for key, value in extras[0].items() if key in shared}
+    by_rank = [{key: value for key, value in one.items() if key not in shared} for one in extras]
+    plan.index.extra_by_rank = by_rank if any(by_rank) else []
+    return Saving(ranks, run / str(names[0]), plan, keep, wait)
 
 
 def _refuse_another(run: Place, training: Training) -> None:
@@ -147,15 +187,6 @@ def _refuse_another(run: Place, training: Training) -> None:
     if problem is not None:
         raise ValueError(problem)
     _models[run] = model
-
-
-def _begin(run: Place, index: Index, ranks: Ranks) -> Place:
-    """Collective. A new directory to write into. The index gets the `extra` of all ranks."""
-    with ranks.together(writing=run):
-        begun = directory.begin(run).name if ranks.first else ""
-    names, extras = zip(*ranks.gather([begun, index.extra]), strict=True)
-    index.take_extras(extras)
-    return run / str(names[0])
 
 
 def finish(path: Place, ranks: Ranks) -> None:
@@ -176,9 +207,9 @@ def finish(path: Place, ranks: Ranks) -> None:
 class Saving:
     """A save that is being written, or is complete."""
 
-    def __init__(self, ranks: Ranks, checkpoint: Place, index: Index, keep: int | None) -> None:
-        self._ranks, self._place, self._index, self._keep = ranks, checkpoint, index, keep
-        self._thread: threading.Thread | None = None
+    def __init__(self, ranks: Ranks, checkpoint: Place, plan: SavePlan, keep: int | None, wait: bool) -> None:
+        """Collective. Writes, without `wait` on a thread."""
+        self._ranks, self._place, self._plan, self._keep = ranks, checkpoint, plan, keep
         self._written, self._given_up = threading.Event(), threading.Event()
         # Whether all ranks have written, as `wait` finds out.
         self._all_written = False
@@ -186,6 +217,13 @@ class Saving:
         # On the first rank, once the checkpoint has its index; on every rank, once `wait` has told all.
         self._published = self._complete = False
         self._failure: CheckpointError | None = None
+        self._thread = None if wait else threading.Thread(target=self._write, name="zero.checkpoint")
+        if self._thread is None:
+            self._write()
+            self.wait()
+        else:
+            self._thread.start()
+            _unfinished[checkpoint.parent] = self
 
     @property
     def path(self) -> Path | str:
@@ -234,27 +272,13 @@ class Saving:
             raise
         self._complete = True
 
-    def _start(self, plan: SavePlan, wait: bool) -> None:
-        """Collective. Writes, without `wait` on a thread."""
-        if wait:
-            self._write(plan)
-            self.wait()
-        else:
-            self._thread = threading.Thread(target=self._write_behind, args=(plan,), name="zero.checkpoint")
-            self._thread.start()
-            _unfinished[self._place.parent] = self
-
-    def _write_behind(self, plan: SavePlan) -> None:
-        if sys.platform == "linux":  # there threads have priorities: training comes first where cores are few
+    def _write(self) -> None:
+        """This rank's file; on a thread the first rank publishes then."""
+        if self._thread is not None and sys.platform == "linux":
+            # There threads have priorities: training comes first where cores are few.
             with suppress(OSError):  # which a container may forbid to set
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        self._write(plan)
-        if self._ranks.first:
-            self._publish()
-
-    def _write(self, plan: SavePlan) -> None:
-        """This rank's file."""
-        file = rank_file(self._place, self._ranks.rank)
+        plan, file = self._plan, rank_file(self._place, self._ranks.rank)
         try:
             if self._ranks.writes:
                 write_rank_file(file, plan, shown=self._ranks.first)
@@ -262,39 +286,37 @@ class Saving:
         except Exception as error:
             self._problem = described(error, file)
         finally:
+            plan.held, plan.release = [], lambda: None  # a Saving may be kept, what it has written may not
             self._written.set()  # from now on only the first rank writes to the directory, and can remove it
+        if self._thread is not None and self._ranks.first:
+            self._publish()
 
     def _publish(self) -> None:
-        """On the first rank, after it has tried to write its own file."""
+        """On the first rank, after it has tried to write its own file; on a thread others may still write theirs."""
         try:
             if self._problem is None:
-                if self._thread is not None:
-                    self._wait_for_files()
-                seal(self._place, self._index, keep=self._keep)
+                # Threads send nothing, because training uses the process group. Files appear when they are complete.
+                files = {part_of(rank_file(self._place, rank)).name for rank in range(self._ranks.world)}
+                own, ended, pause = part_of(rank_file(self._place, self._ranks.rank)), math.inf, 0.01
+                while self._thread is not None and (missing := files - {one.name for one in self._place.inside()}):
+                    if own.name in missing:
+                        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(own))
+                    if self._all_written or not threading.main_thread().is_alive():
+                        ended = min(ended, time.monotonic())
+                    if time.monotonic() - ended > _LAST_WAIT:
+                        if self._all_written:
+                            raise ValueError(
+                                f"{self._place} has no {min(missing)}, which another rank has written: all ranks must "
+                                "see the same files"
+                            )
+                        raise ValueError("other ranks have not written their files before the program ended")
+                    if self._given_up.wait(pause):
+                        raise ValueError("another rank could not write its file")
+                    pause = min(2 * pause, _LONGEST_PAUSE)
+                seal(self._place, self._plan.index, keep=self._keep)
                 self._published = True
         except Exception as error:
             self._problem = described(error, self._place)
-
-    def _wait_for_files(self) -> None:
-        """On a thread, where other ranks may still write theirs."""
-        # Threads send nothing, because training uses the process group. Files appear when they are complete.
-        files = {part_of(rank_file(self._place, rank)).name for rank in range(self._ranks.world)}
-        own, ended, pause = part_of(rank_file(self._place, self._ranks.rank)), math.inf, 0.01
-        while missing := files - {one.name for one in self._place.inside()}:
-            if own.name in missing:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(own))
-            if self._all_written or not threading.main_thread().is_alive():
-                ended = min(ended, time.monotonic())
-            if time.monotonic() - ended > _LAST_WAIT:
-                if self._all_written:
-                    raise ValueError(
-                        f"{self._place} has no {min(missing)}, which another rank has written: all ranks must see the "
-                        "same files"
-                    )
-                raise ValueError("other ranks have not written their files before the program ended")
-            if self._given_up.wait(pause):
-                raise ValueError("another rank could not write its file")
-            pause = min(2 * pause, _LONGEST_PAUSE)
 
 
 @atexit.register  # by then Python has waited for the threads
@@ -316,28 +338,189 @@ def _tell_failures() -> None:
         sys.stderr.flush = fail_at_last  # type: ignore[method-assign]
 
 
-def _compared(training: Training, plan: SavePlan, frozen: bool) -> Iterator[str]:
-    """What ranks must have the same to save together."""
-    yield f"stage {training.stage}"
-    yield from (name for name in plan.index.extra if name.startswith(PREFIX))
-    yield from (f"optimizer {one.kind}" for one in training.shards)
-    left_out = set[str]() if frozen else training.frozen
-    yield from (f"{name}{', frozen' * (name in left_out)}: {training.parts[name].full!r}" for name in training.tensors)
-    for held in plan.common:
-        if not held.kept:
-            yield f"{held.name}, which no wrapper keeps the same, with checksum {checksum(held.flat()):08x}"
+@dataclass
+class SavePlan:
+    """What this rank writes.
+
+    index: of the checkpoint, without tensors; the first rank's is used, with all ranks' values of optimizers.
+    held: tensors, or ranges of them.
+    release: called when the tensors are written.
+    """
+
+    index: Index
+    held: list[Held] = field(default_factory=list)
+    release: Callable[[], None] = lambda: None
 
 
-def _plan(training: Training, extra: dict[str, Any] | None, resume: Any, keep: int | None, frozen: bool) -> SavePlan:
-    """What this rank writes, with its own extra. Raises ValueError, with a message for the user."""
-    extra = {} if extra is None else extra
-    if keep is not None and (not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"keep={keep!r}: it is how many checkpoints stay, at least 1, or None for all")
-    if not isinstance(extra, dict) or not all(isinstance(key, str) for key in extra):
-        raise ValueError(f"extra={extra!r}: it is a dictionary with strings for keys, such as {{'step': 100}}")
-    if any(key.startswith(PREFIX) for key in extra):
-        raise ValueError(f"extra={extra!r}: names that begin with {PREFIX} are those of resume. Choose others")
-    plan = plan_save(training, frozen=frozen)
-    values = {**extra, **Resumed(resume).states()}
-    plan.index.extra = {key: encode(value, label(key)) for key, value in values.items()}
-    return plan
+def plan_save(training: Training, *, frozen: bool = True) -> tuple[SavePlan, list[Held]]:
+    """What this rank writes, and the tensors that are the same on all ranks, of which it writes its share.
+
+    frozen: whether frozen parameters are stored that no optimizer has state of. Raises ValueError, with a message for
+    the user, for what cannot be stored or mapped to full parameters."""
+    ranks, index = training.ranks, Index(training.stage, training.ranks.world, tied=training.tied)
+    held_all, common = list[Held](), list[Held]()
+    if ranks.rank == 0:
+        index.values = {f"model/{name}": encode(value, name) for name, value in training.values.items()}
+    if ranks.first:
+        index.configs = _configs(training.module)
+    left_out = set[str]() if frozen else set(training.frozen)
+    for shards in training.shards:  # what has state was trained before it was frozen, and its values are nowhere else
+        left_out -= {one.name for one in training.stepped(shards) if shards.optim.state.get(one.tensor)}
+    # Only the owners of a parameter's shards know of its state: `seal` takes from these what they have written.
+    index.left_out = {name: training.parts[name].full for name in sorted(left_out)}
+    for name, tensor in training.tensors.items():
+        if name in left_out or (held := training.held(name, owned=True)) is None or training.repeats(name):
+            continue
+        if held.shared and isinstance(tensor, nn.Parameter):
+            common.append(held)
+        elif ranks.rank == 0 or not held.shared:
+            held_all.append(held)
+    for held in training.masters():
+        if (name := held.name.removeprefix("master/")) not in left_out and not training.repeats(name):
+            held_all.append(held)
+
+    for number, shards in enumerate(training.shards):
+        groups: list[dict[str, Any]] = []
+        index.optimizers.append({"kind": shards.kind, "groups": groups})
+        for position, group in enumerate(shards.param_groups):
+            given = options(group).items()
+            encoded = {key: encode(value, f"option {key!r} of group {position}") for key, value in given}
+            groups.append({"params": [training.names[param] for param in group["params"]], "options": encoded})
+        state = shards.optim.state
+        if unknown := [key for key in state if not isinstance(key, Tensor)]:
+            raise ValueError(
+                f"the {shards.kind} keeps state under {unknown[0]!r}, which is no parameter and has no owner."
+            )
+        for one in training.stepped(shards):
+            for key, value in {} if training.repeats(one.name) else plain_state(state.get(one.tensor, {})).items():
+                path = f"optimizer/{number}/{one.name}/{key}"
+                if not isinstance(key, str) or "/" in key:
+                    raise ValueError(f"{path}: names of state must be strings without a slash.")
+                if isinstance(value, Tensor) and value.dim():
+                    # Elements of a full tensor, as the parameter that this rank steps, or a full tensor itself.
+                    refuse_unstorable(path, value)
+                    with as_plain_tensors():
+                        alike = value.shape == one.tensor.shape
+                    if not alike and not one.is_full:
+                        raise ValueError(
+                            f"{path} has shape {list(value.shape)}, but this rank's shard of the parameter has "
+                            f"{list(one.tensor.shape)}: only the optimizer knows which elements of the parameter it is "
+                            "for. Build the optimizer, or FSDP, with partition='whole'."
+                        )
+                    full = replace(one.full, dtype=value.dtype)
+                    held = replace(one, name=path, full=full, tensor=value) if alike else whole(path, value, one.kept)
+                    (common if one.shared else held_all).append(held)
+                elif not one.is_full and any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_iter(value)):
+                    raise ValueError(
+                        f"{path} is a {type(value).__name__} of tensors, and the parameter is cut between ranks: only "
+                        "the optimizer knows which elements of the parameter they are for. Build the optimizer, or "
+                        "FSDP, with partition='whole'."
+                    )
+                elif one.start == 0 and (ranks.rank == 0 or not one.shared):
+                    index.values[path] = encode(value, path)
+
+    if not ranks.writes:
+        return SavePlan(index), common
+    # This rank's share of what all have is as many bytes as any other rank's.
+    low, high = (sum(one.nbytes for one in common) * rank // ranks.world for rank in (ranks.rank, ranks.rank + 1))
+    at = 0
+    for one in common:
+        # The first element that begins at a byte or after it.
+        start, stop = (min(max(-((at - end) // one.full.dtype.itemsize), 0), one.numel) for end in (low, high))
+        if start < stop or (one.numel == 0 and ranks.rank == 0):
+            held_all.append(replace(one, start=start, stop=stop))
+        at += one.nbytes
+    return SavePlan(index, held_all), common
+
+
+def _configs(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Of a module whose class has `from_pretrained`: see Index. Warns of what is no JSON."""
+    found: dict[str, dict[str, Any]] = {}
+    for file, attribute in CONFIGS.items() if hasattr(type(module), "from_pretrained") else ():
+        # The module's own: adapters pass on that of the model inside, whose names are others.
+        config: Any = vars(module).get(attribute)
+        if hasattr(config, "to_json_string"):
+            try:
+                found[file] = {**json.loads(config.to_json_string())}
+            except (TypeError, ValueError, AttributeError) as error:
+                warn_user(
+                    f"{attribute}.to_json_string() of the {type(module).__name__} raised {type(error).__name__}: "
+                    f"{error}. An export of this checkpoint has no {file}, which from_pretrained needs."
+                )
+    if "config.json" in found:
+        found["config.json"]["architectures"] = [type(module).__name__]  # as save_pretrained does
+    return found
+
+
+# Another save of the model that begins before the memory is left to it makes copies of its own.
+def staged(model: nn.Module, held: Sequence[Held]) -> tuple[list[Held], Callable[[], None]]:
+    """Copies of the held elements, and the function that leaves their memory to the model's next save."""
+    sizes = [-(-one.nbytes // _ALIGNMENT) * _ALIGNMENT for one in held]
+    buffer = _buffers.pop(model, None)
+    if buffer is None or len(buffer) < sum(sizes):
+        del buffer  # freed before the larger one is allocated
+        buffer = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
+    copies, low = [], 0
+    for one, size in zip(held, sizes, strict=True):
+        copy = buffer[low : low + one.nbytes].view(one.full.dtype)
+        copies.append(replace(one, tensor=copy.copy_(one.flat()), written=None))
+        low += size
+    return copies, partial(_buffers.__setitem__, model, buffer)
+
+
+def rank_file(checkpoint: Place, rank: int) -> Place:
+    return checkpoint / f"rank-{rank:05d}.safetensors"
+
+
+def part_of(file: Place) -> Place:
+    """Where the part of the index is that a rank writes when its file is on disk."""
+    return file.parent / f"{file.name}.json"
+
+
+def write_rank_file(file: Place, plan: SavePlan, *, shown: bool) -> None:
+    """Writes a rank's file, and its part of the index; both are on disk when this returns. shown: show progress."""
+    chunks, entries = list[Chunk](), dict[str, Any]()
+    for held in plan.held:  # other libraries can read a full tensor, under its own name and with its shape
+        key = held.name if held.is_full else f"{held.name}@{held.start}"
+        shape = held.full.shape if held.is_full and held.full.counting == (None, None) else (held.numel,)
+        chunks.append(Chunk(key, held.full.dtype, shape, partial(map, Held.flat, [held])))
+    with progress("saving", sum(chunk.nbytes for chunk in chunks), shown) as tick:
+        written, starts = write(file, chunks, tick)
+    for chunk, held in zip(chunks, plan.held, strict=True):
+        shard = ParamShard(file.name, chunk.key, starts[chunk.key], held.start, held.stop)
+        entries[held.name] = Entry(held.full, (shard,)).to_json()
+    part = {"file": written, "tensors": entries, "values": plan.index.values}
+    part_of(file).put(json.dumps(part).encode())
+
+
+def seal(checkpoint: Place, index: Index, *, keep: int | None) -> None:
+    """Makes a directory that has all ranks' files a checkpoint.
+
+    index: of the checkpoint; what the files hold is added, and what writes it when. keep: how many of the run's
+        checkpoints stay; None for all.
+    """
+    found: dict[str, list[Entry]] = {}
+    files = [rank_file(checkpoint, rank) for rank in range(index.world)]
+    for file in files:
+        part = json.loads(part_of(file).read())
+        index.files[file.name] = part["file"]
+        index.values |= part["values"]
+        for path, entry in part["tensors"].items():
+            found.setdefault(path, []).append(Entry.from_json(entry))
+    for path, entries in sorted(found.items()):
+        shards = sorted((shard for one in entries for shard in one.shards), key=lambda one: (one.start, one.stop))
+        index.tensors[path] = Entry(entries[0].geometry, tuple(shards))
+        index.left_out.pop(path.removeprefix("model/"), None)
+        try:
+            index.tensors[path].refuse_unsound(f"{path}, as the ranks wrote it,")
+        except ValueError as error:
+            raise ValueError(f"{error}: they do not hold the same model") from None
+    # The version from where it is, because no room imports the package that holds all of them.
+    by, at = sys.modules["zero"].__version__, datetime.now(timezone.utc).isoformat(timespec="seconds")
+    index.saved = {"by": by, "torch": torch.__version__, "at": at}
+    text = index.dumps().encode()
+    if len(text) > LONGEST:
+        raise ValueError(f"the index would have {len(text)} bytes, more than the {LONGEST} that are read")
+    directory.publish(checkpoint, text, keep)
+    for file in files:
+        part_of(file).remove()

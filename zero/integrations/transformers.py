@@ -63,7 +63,29 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's own, whose Accelerator then becomes zero's."""
-        plugin = plugin_for(self.args, self._zero_plugin)
+        args, given = self.args, self._zero_plugin
+        if getattr(args, "deepspeed", None) is not None:
+            raise ValueError(
+                f"TrainingArguments(deepspeed=...): transformers then builds models by DeepSpeed. {NOT_READ}"
+            )
+        if args.fsdp and given is not None:
+            raise ValueError("zero_plugin and TrainingArguments(fsdp=...) both say how to shard. Keep one of them.")
+        if args.fsdp:  # without the prefix `fsdp_`, and with keys for XLA, which say no unless they were given
+            config = {name: one for name, one in args.fsdp_config.items() if one or not name.startswith("xla")}
+            given = ZeroPlugin(**of_fsdp({"version": 2, **config}))  # the Trainer's default
+        options = {**vars(chosen(given))}
+        refused = {"auto_find_batch_size": "ranks without memory would leave the others behind"}
+        if options["stage"] == 3:
+            reason = "it casts the model, whose shards are trained. Pass bf16=True or fp16=True, or take stage 2"
+            refused |= dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), reason)
+        for name in filter(partial(getattr, args), refused):
+            raise ValueError(f"{name}=True is not available: {refused[name]}.")
+        for name in ("mixed_precision", "gradient_accumulation_steps", "gradient_clipping"):
+            wanted = options.pop(name, None)  # the Trainer applies these itself
+            found = getattr(args, "max_grad_norm" if name == "gradient_clipping" else name)
+            if wanted not in (None, found):
+                raise ValueError(f"{name} is {wanted!r} in the configuration, but {found!r} in TrainingArguments.")
+        plugin = ZeroPlugin(**options)
         asked, self.args.fsdp_plugin_args = self.args.fsdp_plugin_args, None
         try:
             with hidden_environment():
@@ -158,7 +180,26 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
         if checkpoint is None:
             return
         with states.together() as step:
-            file = _optimizer_file(Path(checkpoint)) if Comm.default().rank == 0 else None
+            file = None
+            if Comm.default().rank == 0:  # also as transformers' FSDP Trainer saves it in full
+                folder, own, scheduled = (
+                    Path(checkpoint),
+                    Path(checkpoint, OPTIMIZER_NAME),
+                    Path(checkpoint, SCHEDULER_NAME),
+                )
+                in_shards = [one for one in folder.glob(f"{own.stem}_*") if one.is_dir()]
+                file = next((one for one in (own, own.with_suffix(".bin"), *in_shards) if one.exists()), None)
+                problem, remove = None, "it"
+                if file in in_shards:
+                    problem = "is of PyTorch's FSDP, in shards. Save it by FULL_STATE_DICT"
+                    remove = f"it and {scheduled.name}"
+                elif (file is not None) != scheduled.is_file():  # the run would begin anew in part
+                    problem = f"has no {scheduled.name if file else own.name} beside it. Copy that there"
+                if problem is not None:
+                    raise FileNotFoundError(
+                        f"{file or scheduled} {problem}; or remove {remove}, to go on with a new optimizer and a new "
+                        "schedule."
+                    )
             if not step.agree(int(file is not None)):
                 warn_user(
                     f"{checkpoint} has neither {OPTIMIZER_NAME} nor {SCHEDULER_NAME}, as save_only_model=True leaves "
@@ -167,7 +208,7 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
                 return
             schedule = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
             step.agree()
-            if states.is_sharded(checkpoint):
+            if Path(checkpoint, states.SHARDED).is_dir():
                 states.load_sharded(checkpoint, [self.model_wrapped], [self.optimizer], [self.model_wrapped])
             else:
                 states.load_optimizer(self.optimizer, file, [self.model_wrapped])
@@ -193,50 +234,9 @@ def _files(folder: str) -> Iterator[Path]:
     )
 
 
-def _optimizer_file(folder: Path) -> Path | None:
-    """The optimizer's state in a checkpoint, also as transformers' FSDP Trainer saves it in full; None where schedule
-    and state are both missing. Raises FileNotFoundError where one of them is: the run would begin anew in part."""
-    own, schedule = Path(folder, OPTIMIZER_NAME), Path(folder, SCHEDULER_NAME)
-    in_shards = [one for one in folder.glob(f"{own.stem}_*") if one.is_dir()]
-    found = next((one for one in (own, own.with_suffix(".bin"), *in_shards) if one.exists()), None)
-    if found in in_shards:
-        problem, remove = "is of PyTorch's FSDP, in shards. Save it by FULL_STATE_DICT", f"it and {schedule.name}"
-    elif (found is not None) == schedule.is_file():
-        return found
-    else:
-        problem, remove = f"has no {schedule.name if found else own.name} beside it. Copy that there", "it"
-    raise FileNotFoundError(
-        f"{found or schedule} {problem}; or remove {remove}, to go on with a new optimizer and a new schedule."
-    )
-
-
 class Trainer(ZeroTrainerMixin, transformers.Trainer):  # type: ignore[misc]
     """transformers.Trainer with the argument zero_plugin; see ZeroTrainerMixin."""
 
 
 class Seq2SeqTrainer(ZeroTrainerMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
     """transformers.Seq2SeqTrainer with the argument zero_plugin; see ZeroTrainerMixin."""
-
-
-def plugin_for(args: Any, given: ZeroPlugin | int | None) -> ZeroPlugin:
-    """The ZeroPlugin of a Trainer with these TrainingArguments. Raises ValueError for arguments that contradict it."""
-    if getattr(args, "deepspeed", None) is not None:
-        raise ValueError(f"TrainingArguments(deepspeed=...): transformers then builds models by DeepSpeed. {NOT_READ}")
-    if args.fsdp and given is not None:
-        raise ValueError("zero_plugin and TrainingArguments(fsdp=...) both say how to shard. Keep one of them.")
-    if args.fsdp:  # without the prefix `fsdp_`, and with keys for XLA, which say no unless they were given
-        config = {name: one for name, one in args.fsdp_config.items() if one or not name.startswith("xla")}
-        given = ZeroPlugin(**of_fsdp({"version": 2, **config}))  # the Trainer's default
-    options = {**vars(chosen(given))}
-    refused = {"auto_find_batch_size": "ranks without memory would leave the others behind"}
-    if options["stage"] == 3:
-        reason = "it casts the model, whose shards are trained. Pass bf16=True or fp16=True, or take stage 2"
-        refused |= dict.fromkeys(("bf16_full_eval", "fp16_full_eval"), reason)
-    for name in filter(partial(getattr, args), refused):
-        raise ValueError(f"{name}=True is not available: {refused[name]}.")
-    for name in ("mixed_precision", "gradient_accumulation_steps", "gradient_clipping"):
-        asked = options.pop(name, None)  # the Trainer applies these itself
-        found = getattr(args, "max_grad_norm" if name == "gradient_clipping" else name)
-        if asked not in (None, found):
-            raise ValueError(f"{name} is {asked!r} in the configuration, but {found!r} in TrainingArguments.")
-    return ZeroPlugin(**options)

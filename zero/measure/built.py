@@ -10,13 +10,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from zero.measure.kinds import Finding, is_assumed, known, measured, narrow_among
 from zero.measure.param_groups import called, described_options, nearest, options, params_of
-from zero.measure.single_step import single_step
-from zero.measure.undisturbed import undisturbed
+from zero.measure.probe import single_step, undisturbed
 
 
 def finding_of_built(optimizer: Optimizer, group: dict[str, Any] | None = None) -> Finding:
@@ -91,14 +90,13 @@ def refuse_unbuilt(optim: Callable[..., Optimizer], groups: list[dict[str, Any]]
 def small(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Groups with parameters of one element in place of these, alike in all else that torch's optimizers look at."""
 
-    def of_one(param: Tensor) -> nn.Parameter:
-        kept = torch.empty((1,) * param.dim(), dtype=param.dtype, device="cpu" if param.is_meta else param.device)
-        return nn.Parameter(kept, param.requires_grad)
+    def of_one(given: Any) -> Any:
+        if isinstance(given, tuple):
+            return given[0], of_one(given[1])
+        kept = torch.empty((1,) * given.dim(), dtype=given.dtype, device="cpu" if given.is_meta else given.device)
+        return nn.Parameter(kept, given.requires_grad)
 
-    def entry(given: Any) -> Any:
-        return (given[0], of_one(given[1])) if isinstance(given, tuple) else of_one(given)
-
-    return [{**group, "params": [*map(entry, group["params"])]} for group in groups]
+    return [{**group, "params": [*map(of_one, group["params"])]} for group in groups]
 
 
 def argument_names(kind: type[Optimizer]) -> Iterator[str]:

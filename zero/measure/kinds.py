@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zero.measure.param_groups import called, described_options
-from zero.measure.probe import Build, probe
+from zero.measure.probe import Build, probe, single_step
 from zero.measure.probe import Finding as Finding
 from zero.measure.probe import Kind as Kind
-from zero.measure.single_step import single_step
 
 ELEMENTWISE: frozenset[type] = frozenset(
     getattr(torch.optim, name)
@@ -29,8 +28,8 @@ ELEMENTWISE: frozenset[type] = frozenset(
 SINGLE = frozenset({"step", "mu_product", "eta", "mu"})
 """The entries of their state that are one value a parameter. All other tensors have the parameter's shape."""
 
-_Key = tuple[str, torch.dtype | None]
-_found: WeakKeyDictionary[Any, dict[_Key, Finding]] = WeakKeyDictionary()
+# By what is built; then by options, and the dtype of narrow parameters.
+_found: WeakKeyDictionary[Any, dict[tuple[str, torch.dtype | None], Finding]] = WeakKeyDictionary()
 
 _assumed: list[Finding] = []
 
@@ -100,16 +99,28 @@ def measured(
     """
     if _assumed:
         return _assumed[-1]
-    findings = {}
+    try:
+        remembered = _found.setdefault(source, {})
+    except TypeError:  # without weak references it is measured each time
+        remembered = {}
+    found = []
     for group in groups:
-        key = f"{options}; {described_options({name: _sort(value) for name, value in group.items()})}"
-        if key not in findings:
-            findings[key] = _remembered(source, (key, narrow), build, group)
-    found = findings.values()
-    return replace(
-        max(found, key=lambda one: [*Kind].index(one.kind)),
-        writes_frozen=any(one.writes_frozen for one in found),
-    )
+        sorts = dict(group)
+        for name, value in group.items():  # only the sign of a fraction counts: groups that differ in rates share a key
+            if isinstance(value, Tensor) and value.is_floating_point() and not value.dim():
+                value = value.item()
+            if isinstance(value, float):
+                sorts[name] = f"a number, {(value > 0) - (value < 0)}"
+        key = f"{options}; {described_options(sorts)}", narrow
+        if key not in remembered:
+            finding = probe(build, group)
+            if narrow and finding.kind is not Kind.COUPLED and single_step(build, group, narrow)[0]:
+                reason = f"it draws random numbers, for one {narrow} tensor after another"
+                finding = replace(finding, kind=Kind.COUPLED, reason=reason)
+            remembered[key] = finding
+        found.append(remembered[key])
+    worst = max(found, key=lambda one: [*Kind].index(one.kind))
+    return replace(worst, writes_frozen=any(one.writes_frozen for one in found))
 
 
 @contextmanager
@@ -129,24 +140,3 @@ def narrow_among(params: Iterable[Tensor]) -> torch.dtype | None:
 
 def is_assumed() -> bool:
     return bool(_assumed)
-
-
-def _remembered(source: Any, key: _Key, build: Build, group: Mapping[str, Any]) -> Finding:
-    try:
-        known_before = _found.setdefault(source, {})
-    except TypeError:  # without weak references it is measured each time
-        known_before = {}
-    if key not in known_before:
-        found, narrow = probe(build, group), key[1]
-        if narrow and found.kind is not Kind.COUPLED and single_step(build, group, narrow)[0]:
-            reason = f"it draws random numbers, for one {narrow} tensor after another"
-            found = replace(found, kind=Kind.COUPLED, reason=reason)
-        known_before[key] = found
-    return known_before[key]
-
-
-def _sort(value: Any) -> Any:
-    """The value in a cache key. Only the sign of a fraction counts, so groups that differ in rates share a key."""
-    if isinstance(value, Tensor) and value.is_floating_point() and not value.dim():
-        value = value.item()
-    return f"a number, {(value > 0) - (value < 0)}" if isinstance(value, float) else value

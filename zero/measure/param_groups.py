@@ -7,6 +7,7 @@ from difflib import get_close_matches
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zero._torch.modules import parameters_of
 
@@ -24,6 +25,17 @@ class Grouped(Protocol):
 def params_of(optimizer: Grouped) -> list[nn.Parameter]:
     """The parameters of all groups, in their order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def like(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any = None) -> Optimizer:
+    """An optimizer with the attributes of this one but for its groups and, if one is given, its state."""
+    # Not copy.copy: torch's optimizers then lose all attributes that a subclass has added.
+    alike: Optimizer = object.__new__(type(optimizer))
+    vars(alike).update(vars(optimizer))
+    alike.param_groups = groups
+    if state is not None:
+        alike.state = state
+    return alike
 
 
 def steps(optimizer: Grouped, module: nn.Module) -> bool:

@@ -8,17 +8,23 @@ All start from the same values, take the same gradients and draw the same random
 equal `full`, parameters may be cut for it; if its `lists` do, it may be sharded between parameters. Compared are the
 tensors and their state, bit for bit, and the numbers that the optimizer writes into its param_groups: an optimizer that
 estimates one number over all parameters (Prodigy) changes that number before it changes the parameters.
+
+The optimizers are foreign code: nothing of random generators, hooks and modes is as it was not before when they have
+run, and no other rank hears of it.
 """
 
 from __future__ import annotations
 
+import random
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -26,10 +32,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero._torch.optimizers import without_optimizer_hooks
+from zero._torch.recording import DispatchMode
 from zero._torch.tensors import has_hooks
 from zero.measure.param_groups import options
 from zero.measure.shapes import shard_shape
-from zero.measure.undisturbed import draws, seed, undisturbed
 
 Build = Callable[[list[dict[str, Any]]], Optimizer]
 """Makes a new optimizer from parameter groups."""
@@ -95,18 +102,79 @@ class _Outcome:
     drew: bool = False
 
 
+class Collectives(DispatchMode):
+    """Raises RuntimeError in place of each collective: on tensors that measure, ranks would wait for one another in
+    vain. `called`: the name of the first, if there was one."""
+
+    called: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.called = self.called or func.overloadpacket.__name__.strip("_")
+            raise RuntimeError(f"the collective {self.called} was called while an optimizer was measured")
+        return func(*args, **kwargs or {})
+
+
+@contextmanager
+def undisturbed() -> Iterator[Collectives]:
+    """In this context no global hook of optimizers is called, and no collective. On exit random generators are
+    restored."""
+    collectives = Collectives()
+    with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        stack.callback(np.random.set_state, np.random.get_state())
+        stack.enter_context(without_optimizer_hooks())
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(redirect_stdout(None))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.device("cpu"))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiling takes minutes
+        stack.enter_context(collectives)
+        yield collectives
+
+
 def probe(build: Build, options: Mapping[str, Any]) -> Finding:
     """Measures the optimizers that `build` makes of a group with these options. Random generators stay as they were."""
     with undisturbed() as collectives:
-        measure = _Measure(build, options)
-        if measure.hooks():
+        param = nn.Parameter(_values([_LARGE])[0][0])  # some register hooks on large ones only
+        with suppress(Exception):  # it may raise anything, and is then measured
+            _made(build, options, [param])
+        if has_hooks(param):
             return Finding(Kind.HOOKED)
+        measure = _Measure(build, options)
         try:
             found = measure.find()
-            found = replace(found, writes_frozen=found.kind is Kind.UNKNOWN or measure.writes_frozen())
+            writes_frozen = True
+            if found.kind is not Kind.UNKNOWN:
+                # A step of a matrix with a gradient, and of one without.
+                (value, gradient), (frozen, _) = _values([_MATRIX, _MATRIX])
+                with suppress(Exception):  # not measured, so it may write
+                    stepped = measure.run([(value, gradient), (frozen, None)]).values[1]
+                    writes_frozen = not torch.equal(stepped, frozen)
+            found = replace(found, writes_frozen=writes_frozen)
         except _LateError:
             found = Finding(Kind.UNKNOWN, f"measuring it took more than {_SECONDS:g} seconds", writes_frozen=True)
         return Finding(Kind.COLLECTIVE, collectives.called) if collectives.called else found
+
+
+def single_step(build: Build, options: Mapping[str, Any], dtype: torch.dtype) -> tuple[bool, dict[str, Any]]:
+    """Whether a step drew random numbers, and the state that it made, of a matrix of the user's own dtype, where
+    `probe` steps float32: optimizers may round 16-bit parameters at random, and keep state in a dtype of its own.
+
+    No and none if that is not possible: the optimizer is foreign code, and may raise anything.
+    """
+    with undisturbed():
+        param = nn.Parameter(torch.ones(12, 16, dtype=dtype, device="cpu"))
+        param.grad = torch.ones_like(param)
+        try:
+            optimizer = _made(build, options, [param])
+            _seed(0)
+            drew = _draws(optimizer.step)
+            return drew, dict(optimizer.state.get(param, {}))
+        except Exception:
+            return False, {}
 
 
 class _Measure:
@@ -115,20 +183,41 @@ class _Measure:
         self._closure = False
         self._until = time.monotonic() + _SECONDS
 
-    def hooks(self) -> bool:
-        """Whether the optimizer registers hooks on a tensor that is given to it. Some do on large ones only."""
-        param = nn.Parameter(_values([_LARGE])[0][0])
-        with suppress(Exception):  # it may raise anything, and is then measured
-            made(self._build, self._options, [param])
-        return has_hooks(param)
-
     def find(self) -> Finding:
+        # The shapes that the optimizer takes, without a closure if possible, two tensors of each, and their outcome.
+        full, first = None, None
+        for self._closure, shapes in product((False, True), _LISTS):
+            given = _values([*shapes, *(shape[::-1] for shape in shapes)])
+            try:
+                full = self.run(given)
+                if not all(value.isfinite().all() for value in full.values):
+                    raise ArithmeticError("it made numbers that are not finite")
+                if any(torch.equal(value, old) for value, (old, _) in zip(full.values, given, strict=True)):
+                    raise RuntimeError("it left a tensor as it was")
+                break
+            except Exception as error:
+                full, first = None, first or error
+        if full is None:
+            return Finding(Kind.UNKNOWN, f"steps of small tensors: {_text(first)}")
         try:
-            shapes, given, full = self._first()
-        except Exception as error:  # the optimizer is foreign code, and may raise anything
-            return Finding(Kind.UNKNOWN, f"steps of small tensors: {_text(error)}")
-        try:
-            self._compare_lists(given, full)
+            count = len(given) // 2
+            one = [kind + count * (kind % 2) for kind in range(count)][::-1]
+            other = [kind + count * (1 - kind % 2) for kind in range(count)]
+            for half in (one, other):  # each has one tensor of each shape
+                outcome = self.run([given[index] for index in half])
+                _compare_numbers(outcome, full, "some of the parameters")
+                where = "beside other tensors, or at another place in the list"
+                if full.drew:
+                    where += " (it draws random numbers, for one tensor after another)"
+                for index, value, state in zip(half, outcome.values, outcome.states, strict=True):
+                    shape = list(value.shape)
+                    if not _same(value, full.values[index]):
+                        raise _DifferenceError(f"a tensor of shape {shape} was stepped to other values {where}")
+                    for key in state.keys() & full.states[index].keys():
+                        if not _same(state[key], full.states[index][key]):
+                            raise _DifferenceError(
+                                f"the state {key!r} of a tensor of shape {shape} became another {where}"
+                            )
         except _DifferenceError as difference:
             return Finding(Kind.COUPLED, str(difference))
         except Exception as error:
@@ -144,85 +233,49 @@ class _Measure:
             return Finding(Kind.TENSORWISE, f"a step of shards of tensors raised {_text(error)}")
         return Finding(Kind.ELEMENTWISE)
 
-    def writes_frozen(self) -> bool:
-        """Whether a step writes into a matrix without a gradient, stepped with one that has a gradient."""
-        (value, gradient), (frozen, _) = _values([_MATRIX, _MATRIX])
-        try:
-            return not torch.equal(self._run([(value, gradient), (frozen, None)]).values[1], frozen)
-        except Exception:  # not measured, so it may write
-            return True
-
-    def _first(self) -> tuple[Shapes, list[tuple[Tensor, Tensor]], _Outcome]:
-        """The shapes that the optimizer takes, without a closure if possible, two tensors of each, and their outcome.
-
-        If no attempt succeeds, raises the error of the first.
-        """
-        first: Exception | None = None
-        for self._closure in (False, True):
-            for shapes in _LISTS:
-                given = _values([*shapes, *(shape[::-1] for shape in shapes)])
-                try:
-                    full = self._run(given)
-                    if not all(value.isfinite().all() for value in full.values):
-                        raise ArithmeticError("it made numbers that are not finite")
-                    if any(torch.equal(value, old) for value, (old, _) in zip(full.values, given, strict=True)):
-                        raise RuntimeError("it left a tensor as it was")
-                    return shapes, given, full
-                except Exception as error:
-                    first = first or error
-        assert first is not None
-        raise first
-
-    def _compare_lists(self, given: Sequence[tuple[Tensor, Tensor]], full: _Outcome) -> None:
-        """Each half has one tensor of each shape."""
-        count = len(given) // 2
-        one = [kind + count * (kind % 2) for kind in range(count)][::-1]
-        other = [kind + count * (1 - kind % 2) for kind in range(count)]
-        for half in (one, other):
-            outcome = self._run([given[index] for index in half])
-            self._compare_numbers(outcome, full, "some of the parameters")
-            where = "beside other tensors, or at another place in the list"
-            if full.drew:
-                where += " (it draws random numbers, for one tensor after another)"
-            for index, value, state in zip(half, outcome.values, outcome.states, strict=True):
-                shape = list(value.shape)
-                if not _same(value, full.values[index]):
-                    raise _DifferenceError(f"a tensor of shape {shape} was stepped to other values {where}")
-                for key in state.keys() & full.states[index].keys():
-                    if not _same(state[key], full.states[index][key]):
-                        raise _DifferenceError(f"the state {key!r} of a tensor of shape {shape} became another {where}")
-
     def _compare_shards(self, shapes: Shapes) -> None:
         given = _values(shapes)
-        full = self._run(given)
-        halves = [self._run([_shards(pair)[half] for pair in given]) for half in range(2)]
-        for half in halves:
-            self._compare_numbers(half, full, "shards of them")
-        for index, shape in enumerate(shapes):
-            value, state = full.values[index], full.states[index]
-            _compare_state_shapes(state, value.shape)
+        full, shards = self.run(given), list[list[tuple[Tensor, Tensor]]]([[], []])
+        for value, gradient in given:  # cut inside a row and inside a SIMD vector
+            numel = value.numel()
+            cut = numel // 2 if numel == _LONG else numel * 3 // 7
+            for half, part in enumerate([slice(None, cut), slice(cut, None)]):
+                own = shard_shape(value.shape, len(value.flatten()[part]))
+                shards[half].append((value.flatten()[part].view(own), gradient.flatten()[part].view(own)))
+        halves = [self.run(half) for half in shards]
+        for outcome in halves:
+            _compare_numbers(outcome, full, "shards of them")
+        for index, (value, state) in enumerate(zip(full.values, full.states, strict=True)):
+            for key, leaf in state.items():  # state of rows or matrices may take effect only after some steps
+                plain = leaf is None or isinstance(
+                    leaf, (str, bytes, bool, int, float, complex, np.number, torch.dtype)
+                )
+                if not plain and not (isinstance(leaf, Tensor) and (leaf.shape == value.shape or leaf.numel() <= 1)):
+                    of = f"of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+                    raise _DifferenceError(f"the state {key!r} of a tensor of shape {list(value.shape)} is {of}")
+                if isinstance(leaf, Tensor) and type(leaf) not in (Tensor, nn.Parameter):
+                    raise _DifferenceError(f"the state {key!r} is a {type(leaf).__name__}")
             states = [half.states[index] for half in halves]
             if not _same(torch.cat([half.values[index].flatten() for half in halves]), value.flatten()):
-                raise _DifferenceError(f"a tensor of shape {list(shape)} was stepped to other values than its shards")
+                shape = list(value.shape)
+                raise _DifferenceError(f"a tensor of shape {shape} was stepped to other values than its shards")
             for key in state.keys() & states[0].keys():
-                if _single(state[key]) and not all(key in of and _same(of[key], state[key]) for of in states):
+                leaf = state[key]
+                single = leaf.numel() == 1 if isinstance(leaf, Tensor) else isinstance(leaf, (int, float))
+                if single and not all(key in of and _same(of[key], leaf) for of in states):
                     raise _DifferenceError(f"the state {key!r} of a tensor is not that of its shards")
 
-    def _compare_numbers(self, outcome: _Outcome, full: _Outcome, of: str) -> None:
-        for step, (got, expected) in enumerate(zip(outcome.numbers, full.numbers, strict=True)):
-            for key in got.keys() & expected.keys():
-                if got[key] != expected[key]:
-                    raise _DifferenceError(
-                        f"it wrote {key!r} {expected[key]:.6g} into its param_groups in step {step}, and "
-                        f"{got[key]:.6g} where it had {of}"
-                    )
-
-    def _run(self, given: Sequence[tuple[Tensor, Tensor | None]]) -> _Outcome:
+    def run(self, given: Sequence[tuple[Tensor, Tensor | None]]) -> _Outcome:
         """Steps copies of tensors, each given with its first gradient if it has one, by a new optimizer."""
         params = [nn.Parameter(value.clone()) for value, _ in given]
-        seed(0)
-        optimizer = made(self._build, self._options, params)
-        _set_rate(optimizer)
+        _seed(0)
+        optimizer = _made(self._build, self._options, params)
+        for group in optimizer.param_groups:
+            rate = group.get("lr")
+            if isinstance(rate, Tensor):
+                group["lr"] = torch.full_like(rate, _RATE, device="cpu")
+            elif isinstance(rate, (int, float)):
+                group["lr"] = _RATE
         written, drew = [_numbers(optimizer.param_groups[0])], False
         for step in range(_STEPS):
             gradients = [None if gradient is None else gradient * _GROWTH**step for _, gradient in given]
@@ -234,9 +287,9 @@ class _Measure:
 
             for param, gradient in zip(params, gradients, strict=True):
                 param.grad = gradient
-            seed(step + 1)
+            _seed(step + 1)
             step_once: Callable[..., Any] = optimizer.step
-            drew = draws(partial(step_once, evaluate) if self._closure else step_once) or drew
+            drew = _draws(partial(step_once, evaluate) if self._closure else step_once) or drew
             written.append(_numbers(optimizer.param_groups[0]))
             if time.monotonic() > self._until:
                 raise _LateError
@@ -244,7 +297,17 @@ class _Measure:
         return _Outcome([param.detach() for param in params], states, written, drew)
 
 
-def made(build: Build, options: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
+def _compare_numbers(outcome: _Outcome, full: _Outcome, of: str) -> None:
+    for step, (got, expected) in enumerate(zip(outcome.numbers, full.numbers, strict=True)):
+        for key in got.keys() & expected.keys():
+            if got[key] != expected[key]:
+                raise _DifferenceError(
+                    f"it wrote {key!r} {expected[key]:.6g} into its param_groups in step {step}, and "
+                    f"{got[key]:.6g} where it had {of}"
+                )
+
+
+def _made(build: Build, options: Mapping[str, Any], params: list[nn.Parameter]) -> Optimizer:
     """A new optimizer of one group with these options, ready to step."""
     optimizer = build([{**deepcopy(dict(options)), "params": params}])
     if callable(train := getattr(optimizer, "train", None)):
@@ -258,22 +321,18 @@ def _values(shapes: Shapes) -> list[tuple[Tensor, Tensor]]:
     return [(randn(shape) / 16, randn(shape)) for shape in shapes]
 
 
-def _shards(given: tuple[Tensor, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """A tensor and its gradient in two shards, cut inside a row and inside a SIMD vector."""
-    shape, numel = given[0].shape, given[0].numel()
-    cut = numel // 2 if numel == _LONG else numel * 3 // 7
-    value, gradient = (tensor.flatten().split([cut, numel - cut]) for tensor in given)
-    shapes = [shard_shape(shape, len(one)) for one in value]
-    return [(value[half].view(shapes[half]), gradient[half].view(shapes[half])) for half in range(2)]
+def _seed(number: int) -> None:
+    """Seeds the generators of the CPU. torch.manual_seed would also seed those of GPUs."""
+    torch.default_generator.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
 
 
-def _set_rate(optimizer: Optimizer) -> None:
-    for group in optimizer.param_groups:
-        rate = group.get("lr")
-        if isinstance(rate, Tensor):
-            group["lr"] = torch.full_like(rate, _RATE, device="cpu")
-        elif isinstance(rate, (int, float)):
-            group["lr"] = _RATE
+def _draws(work: Callable[[], object]) -> bool:
+    """Whether the work draws from the generators of torch, on the CPU, or of Python."""
+    before = torch.get_rng_state(), random.getstate()
+    work()
+    return not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
@@ -294,21 +353,6 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def _compare_state_shapes(state: Mapping[str, Any], shape: torch.Size) -> None:
-    """Raises where state is not per element: state of rows or matrices may take effect only after some steps."""
-    for key, leaf in state.items():
-        plain = leaf is None or isinstance(leaf, (str, bytes, bool, int, float, complex, np.number, torch.dtype))
-        if not plain and not (isinstance(leaf, Tensor) and (leaf.shape == shape or leaf.numel() <= 1)):
-            of = f"of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
-            raise _DifferenceError(f"the state {key!r} of a tensor of shape {list(shape)} is {of}")
-        if isinstance(leaf, Tensor) and type(leaf) not in (Tensor, nn.Parameter):
-            raise _DifferenceError(f"the state {key!r} is a {type(leaf).__name__}")
-
-
-def _single(leaf: Any) -> bool:
-    return leaf.numel() == 1 if isinstance(leaf, Tensor) else isinstance(leaf, (int, float))
-
-
 def _same(one: Any, other: Any) -> bool:
     """Whether both are equal bit for bit, NaN equal to NaN; True for values that cannot be compared."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -321,5 +365,5 @@ def _same(one: Any, other: Any) -> bool:
     return True
 
 
-def _text(error: Exception) -> str:
+def _text(error: Exception | None) -> str:
     return f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]

@@ -9,6 +9,10 @@ from torch.nn.functional import pad
 # Bytes of which a digest is made at a time: it needs twice as many, which stay in a GPU's cache.
 _CHUNK = 2**24
 
+# As signed numbers, as torch has them.
+_ODD = 0x9E3779B97F4A7C15 - 2**64
+_ROUNDS = [(30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64)]
+
 
 def digest(tensor: Tensor) -> Tensor:
     """Returns 64 bits, on the tensor's device, that differ if any element of a flat tensor has other bits (but for one
@@ -25,11 +29,3 @@ def digest(tensor: Tensor) -> Tensor:
             mixed.bitwise_xor_(mixed >> shift).mul_(factor)
         total += mixed.bitwise_xor_(mixed >> 31).sum()
     return total
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number
-
-
-_ODD = _signed(0x9E3779B97F4A7C15)
-_ROUNDS = [(30, _signed(0xBF58476D1CE4E5B9)), (27, _signed(0x94D049BB133111EB))]

@@ -88,7 +88,9 @@ class Disk(OnHost):
                 param.grad = None
             for number, (param, gradient) in enumerate(gradients):
                 for following, _ in gradients[number + 1 : number + 2]:
-                    self._need(part, following)
+                    for tensor in (following, *part.state.get(following, {}).values()):
+                        if isinstance(tensor, Tensor):
+                            self._advise(tensor, "MADV_WILLNEED")
                 param.grad = gradient
                 step()
                 param.grad = None
@@ -119,12 +121,6 @@ class Disk(OnHost):
             param.grad = gradient
         for param in params:
             self._rest(optimizer, param)
-
-    def _need(self, optimizer: Optimizer, param: nn.Parameter) -> None:
-        """Has the operating system read a parameter and its state from the files."""
-        for tensor in (param, *optimizer.state.get(param, {}).values()):
-            if isinstance(tensor, Tensor):
-                self._advise(tensor, "MADV_WILLNEED")
 
     def _rest(self, optimizer: Optimizer, param: nn.Parameter) -> None:
         """Moves the state of a parameter into files, and releases the memory of both."""

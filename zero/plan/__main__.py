@@ -17,7 +17,6 @@ from zero.offload import CPUOffload
 from zero.plan.gpt import GPT, LENGTH, batch_of, gpt_of
 from zero.plan.planner import plan
 from zero.plan.rehearsal import misfit
-from zero.plan.result import Plan
 
 PRECISIONS: dict[str, tuple[torch.dtype, Literal["bf16"] | None]] = {
     "fp32": (torch.float32, None),
@@ -29,40 +28,6 @@ UNITS = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, 
 
 
 def main() -> None:
-    given = _read()
-    try:
-        result, title = _planned(given)
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"zero.plan: {error}")
-    print(f"{title}, {given.optimizer}, {given.precision}; {result.unit} a rank and step{_counted(given)}\n")
-    print(result.table() + "\n", *map(result.why, result.worlds), sep="\n")
-
-
-def _planned(given: argparse.Namespace) -> tuple[Plan, str]:
-    """The plan, and what it is of."""
-    dtype, precision = PRECISIONS[given.precision]
-    model = _built(given.model) if given.model else gpt_of(given.parameters, given.layers, dtype)
-    result = plan(
-        model.to(dtype) if isinstance(model, nn.Module) else model,
-        world_size=given.world,
-        optimizer=_optimizer(given.optimizer),
-        precision=precision,
-        memory=given.memory and round(given.memory),
-        batch=given.batch if given.model else batch_of(given.tokens or LENGTH),
-        offload=None if given.offload is None else CPUOffload(ratio=given.offload),
-    )
-    title = f"{result.parameters:,} parameters"
-    return result, f"{title} ({model.shape})" if isinstance(model, GPT) else title
-
-
-def _counted(given: argparse.Namespace) -> str:
-    """Of which activations the plan is."""
-    if given.model:
-        return "" if given.batch else "; activations not counted (--batch)"
-    return f"; {given.tokens:,} tokens a rank" if given.tokens else f"; {LENGTH:,} tokens a rank are assumed (--tokens)"
-
-
-def _read() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "python -m zero.plan", description="What every stage would cost a rank, and which to take.", allow_abbrev=False
     )
@@ -90,7 +55,46 @@ def _read() -> argparse.Namespace:
         parser.error("--tokens are of --parameters, and --batch is of a model: its forward's arguments")
     if given.tokens is not None and given.tokens < 1:
         parser.error("--tokens is a number from 1 up")
-    return given
+    dtype, precision = PRECISIONS[given.precision]
+    if given.model:
+        counted = "" if given.batch else "; activations not counted (--batch)"
+    elif given.tokens:
+        counted = f"; {given.tokens:,} tokens a rank"
+    else:
+        counted = f"; {LENGTH:,} tokens a rank are assumed (--tokens)"
+    try:
+        if given.model:
+            factory = _named(given.model)
+            if problem := misfit(factory):
+                raise ValueError(
+                    f"{given.model!r} takes arguments ({problem}). Name a function that builds the model without."
+                )
+            with torch.device("meta"):
+                model = factory()
+        else:
+            model = gpt_of(given.parameters, given.layers, dtype)
+        own = ":" in given.optimizer
+        optimizer: Any = _named(given.optimizer) if own else getattr(torch.optim, given.optimizer, None)
+        known = isinstance(optimizer, type) and issubclass(optimizer, Optimizer) and optimizer is not Optimizer
+        if not own and not known:
+            raise ValueError(
+                f"{given.optimizer!r} is no optimizer of torch.optim. Write one of its names, or MODULE:CLASS."
+            )
+        result = plan(
+            model.to(dtype) if isinstance(model, nn.Module) else model,
+            world_size=given.world,
+            optimizer=optimizer,
+            precision=precision,
+            memory=given.memory and round(given.memory),
+            batch=given.batch if given.model else batch_of(given.tokens or LENGTH),
+            offload=None if given.offload is None else CPUOffload(ratio=given.offload),
+        )
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"zero.plan: {error}")
+    shape = f" ({model.shape})" if isinstance(model, GPT) else ""
+    title = f"{result.parameters:,} parameters{shape}, {given.optimizer}, {given.precision}"
+    print(f"{title}; {result.unit} a rank and step{counted}\n")
+    print(result.table() + "\n", *map(result.why, result.worlds), sep="\n")
 
 
 def _named(text: str) -> Any:
@@ -98,23 +102,6 @@ def _named(text: str) -> Any:
         return resolve_name(text)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"{text!r} was not found as package.module:name: {error}.") from error
-
-
-def _built(text: str) -> Any:
-    factory = _named(text)
-    if problem := misfit(factory):
-        raise ValueError(f"{text!r} takes arguments ({problem}). Name a function that builds the model without.")
-    with torch.device("meta"):
-        return factory()
-
-
-def _optimizer(text: str) -> Any:
-    if ":" in text:
-        return _named(text)
-    found = getattr(torch.optim, text, None)
-    if not isinstance(found, type) or not issubclass(found, Optimizer) or found is Optimizer:
-        raise ValueError(f"{text!r} is no optimizer of torch.optim. Write one of its names, or MODULE:CLASS.")
-    return found
 
 
 def _in(units: dict[str, float], text: str) -> float:

@@ -1,28 +1,48 @@
-"""`zero.plan`."""
+"""`zero.plan`: a step of each stage, rehearsed by the wrappers and optimizers that train, on tensors without values."""
 
 from __future__ import annotations
 
+import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero.comm.packing import batches
+from zero.comm.traffic import traffic
+from zero.fsdp import FSDP, MixedPrecision
 from zero.fsdp.choice import Policy, smallest_leaves, unit_modules
+from zero.fsdp.fsdp import running_model
 from zero.fsdp.options import as_prefetch
-from zero.measure.kinds import title
+from zero.measure.kinds import Finding, assumed, finding_of, title
+from zero.measure.param_groups import params_of
 from zero.offload import CPUOffload, DiskOffload, offload_of
-from zero.plan.rehearsal import Offloaded
-from zero.plan.result import Plan
-from zero.plan.stages import STAGES, Job, cost_of
-from zero.plan.transport import Rehearsed
-from zero.shards.partition import Partition, refuse_optimizer, refuse_partition
+from zero.oss import OSS
+from zero.oss.optimizer import set_bucket_size
+from zero.plan.meter import nbytes
+from zero.plan.rehearsal import BesideComputing, Offloaded, Rehearsal, cast, faked, on_host, rehearsing, run, walk
+from zero.plan.result import Cost, Plan
+from zero.plan.transport import Rehearsed, rehearsed
+from zero.sdp import AveragingDDP, ShardedDDP
+from zero.shards.partition import Partition, cut_for, refuse_optimizer, refuse_partition
+from zero.shards.shard_group import ShardGroup
+from zero.state import leaves
+from zero.wrap.gradients import held_here
 from zero.wrap.precision import as_precision
+from zero.wrap.tensors import map_tensors
 
 if TYPE_CHECKING:
     from zero.wrap.precision import GivenPrecision
+
+# From the one that keeps most on a rank to the one that keeps least.
+STAGES = ("0", "1", "2", "3 kept", "3")
 
 _OFFLOADED = STAGES[1:]
 
@@ -62,44 +82,211 @@ def plan(
 
     Raises ValueError for what the stages refuse or forward does not take, RuntimeError for a forward without values.
     """
-    what = model, optimizer, as_precision(precision), as_prefetch(prefetch), batch, partition
+    computed, ahead = as_precision(precision), as_prefetch(prefetch)
     like: Rehearsed = "host memory" if one_host and backend == "gloo" else backend
     offloaded = None if offload is None else Offloaded(offload_of(offload))
-    job = Job(*what, bucket_bytes, offloaded, replicas, like)
-    return _planned(job, world_size, stages, memory, auto_wrap_policy)
-
-
-def _planned(
-    job: Job, ranks: int | Iterable[int], stages: Sequence[str | int] | None, memory: int | None, policy: Policy
-) -> Plan:
-    worlds = [ranks] if isinstance(ranks, int) else list(ranks)
-    default = _OFFLOADED if job.offload else STAGES
+    worlds = [world_size] if isinstance(world_size, int) else list(world_size)
+    default = _OFFLOADED if offloaded else STAGES
     wanted = [str(stage) for stage in (default if stages is None else stages)]
-    _refuse_misfit(job, worlds, wanted, memory)
-    leaves = smallest_leaves(job.prefetch, beside=job.like == "nccl" and max(worlds) > 1)
-    units = [*unit_modules(job.module, policy, leaves_from=leaves)]
-    job = replace(job, units=units)
-    costs = [cost_of(replace(job, world=world), one) for world in worlds for one in STAGES if one in wanted]
-    return Plan(sum(param.numel() for param in job.module.parameters()), tuple(costs), memory, job.batch is not None)
-
-
-def _refuse_misfit(job: Job, worlds: Sequence[int], stages: Sequence[str], memory: object) -> None:
-    """Raises ValueError if the stages cannot train so."""
-    if not isinstance(job.module, nn.Module):
-        raise ValueError(f"the model is a {type(job.module).__name__}. Pass a torch.nn.Module.")
-    if next(job.module.parameters(), None) is None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the model is a {type(model).__name__}. Pass a torch.nn.Module.")
+    if next(model.parameters(), None) is None:
         raise ValueError("the model has no parameters: there is nothing to plan.")
-    refuse_partition(job.partition)
-    if unknown := [stage for stage in stages if stage not in STAGES]:
+    refuse_partition(partition)
+    if unknown := [stage for stage in wanted if stage not in STAGES]:
         raise ValueError(f"stages has {unknown[0]!r}. Choose of {', '.join(map(repr, STAGES))}.")
-    if job.offload and not {*stages} <= {*_OFFLOADED}:
-        raise ValueError(f"stages={[*stages]} with offload: only stages {', '.join(_OFFLOADED)} take it. Pass these.")
+    if offloaded and not {*wanted} <= {*_OFFLOADED}:
+        raise ValueError(f"stages={wanted} with offload: only stages {', '.join(_OFFLOADED)} take it. Pass these.")
     if not isinstance(memory, (int, float, type(None))):
         raise ValueError(f"memory={memory!r}: pass a number of bytes, such as 24 * 2**30.")
     if not worlds or min(worlds) < 1:
         raise ValueError(f"world_size={worlds}: pass a number of ranks, at least 1, or several.")
-    if odd := [world for world in worlds if world % job.replicas]:
-        raise ValueError(
-            f"{odd[0]} ranks cannot be divided into {job.replicas} replicas. Choose a divisor of {odd[0]}."
+    if odd := [world for world in worlds if world % replicas]:
+        raise ValueError(f"{odd[0]} ranks cannot be divided into {replicas} replicas. Choose a divisor of {odd[0]}.")
+    finding = finding_of(optimizer)
+    refuse_optimizer(title(optimizer), finding, partition)
+
+    leaves_from = smallest_leaves(ahead, beside=like == "nccl" and max(worlds) > 1)
+    units = [*unit_modules(model, auto_wrap_policy, leaves_from=leaves_from)]
+    device = "cuda" if like == "nccl" and torch.cuda.is_available() else "cpu"
+    what = model, units, optimizer, finding, computed, ahead, batch, partition, bucket_bytes
+    costs = []
+    for world in worlds:
+        job = Job(*what, offloaded, replicas, like, device, world)
+        for stage in (one for one in STAGES if one in wanted):
+            first, fullest = _rehearsed(job, stage, 0)
+            each = [first, *(_rehearsed(job, stage, rank)[0] for rank in dict.fromkeys(fullest) if rank)]
+            sent = max(cost.sent for cost in each)  # the first rank sends most, because it sends the buffers
+            costs.append(replace(max(each, key=lambda cost: cost.peak), sent=sent))
+    return Plan(sum(param.numel() for param in model.parameters()), tuple(costs), memory, batch is not None)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What zero.plan was asked for, for one number of ranks. units: the names of the model's units."""
+
+    module: nn.Module
+    units: Sequence[str]
+    optim: Callable[..., Optimizer]
+    finding: Finding
+    precision: MixedPrecision
+    prefetch: int | None
+    batch: Sequence[Any] | None
+    partition: Partition
+    bucket_bytes: int | None
+    offload: Offloaded | None
+    replicas: int
+    like: Rehearsed
+    device: str
+    world: int
+
+
+def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[int]]:
+    """The cost on one rank, and the ranks, besides the first, that may need most."""
+    with assumed(job.finding), rehearsing(job.module, job.device) as (module, rehearsal):
+        job, rehearsal.of_cpus = replace(job, module=module), job.like != "nccl"
+        if job.batch is None:
+            walk(module, {name: module.get_submodule(name) for name in job.units})
+            wanted = next(module.parameters()).requires_grad
+            inputs: Sequence[Any] = [torch.zeros((), device=job.device, requires_grad=wanted).clone()]
+        else:
+            inputs = map_tensors(lambda tensor: faked(tensor, job.device), tuple(job.batch))
+        model, optimizer = _built(job, stage, rank)
+        groups: list[ShardGroup] = []
+        if isinstance(model, FSDP):
+            groups = running_model(model).index.groups
+        elif isinstance(optimizer, OSS):
+            groups = optimizer.shards.shard_groups
+        for group in groups if job.offload else ():
+            if group.offload.active or group.overlaps:
+                group.streams = BesideComputing()
+        if not stage.startswith("3"):
+            inputs = job.precision.cast_inputs(module, inputs, root=True)
+        step = partial(_step, job, model, optimizer, inputs, rehearsal)
+        step()  # creates the optimizer's state, and records the order of the units
+        before = traffic().total
+        rehearsal.reset_peak()
+        held = step()
+        sent = traffic().total - before
+        if stage == "0":  # DistributedDataParallel sends gradients by all ranks, buffers by the first
+            buffers = sum(buffer.nbytes for batch in batches([*module.buffers()]) for buffer in batch)
+            sent += (job.world - 1) * buffers + 2 * (job.world - 1) * held["gradients"] // job.world
+        cost = Cost(stage, job.world, **held, peak=rehearsal.peak(), sent=sent)
+        # Two ranks are both rehearsed if they differ, as in the buffers that add up 16-bit gradients.
+        owned = [np.diff(group.layout.bounds) * group.shard.itemsize for group in groups]
+        dtypes = [job.precision.reduce_dtype, *(group.full.dtype for group in groups)]
+        widened = any(dtype is not None and dtype.itemsize < torch.float32.itemsize for dtype in dtypes)
+        if not widened and not any(np.ptp(of_each) for of_each in owned):
+            return cost, []
+        if len(owned[0]) <= 2:
+            return cost, [*range(len(owned[0]))]
+        return cost, [int(np.argmax(sum(owned))), int(np.argmax(np.max(owned, axis=0)))]
+
+
+def _built(job: Job, stage: str, rank: int) -> tuple[nn.Module, Optimizer]:
+    """What trains at a stage. Masters at stage 0 are those of an OSS on one rank: full, besides the parameters."""
+    optim, parameters = job.optim, inspect.signature(job.optim).parameters
+    fused = "fused" in parameters and parameters["fused"].default  # which torch takes alone
+    if job.like == "nccl" and "foreach" in parameters and not fused:  # on CUDA torch's step all parameters at once
+        optim = partial(job.optim, foreach=True)
+    if stage.startswith("3"):
+        hybrid = job.replicas > 1
+        comms = rehearsed(rank, job.world // job.replicas, job.like), rehearsed(0, job.replicas, job.like)
+        strategies = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2") if hybrid else ("FULL_SHARD", "SHARD_GRAD_OP")
+        units = {job.module.get_submodule(name) for name in job.units}
+        model = FSDP(
+            job.module,
+            process_group=comms if hybrid else comms[0],
+            auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in units,
+            partition=cut_for(job.partition, job.finding),
+            sharding_strategy=strategies[stage == "3 kept"],
+            precision=job.precision,
+            prefetch=job.prefetch,
+            offload=job.offload,
         )
-    refuse_optimizer(title(job.optim), job.finding, job.partition)
+        return model, optim(model.parameters())
+    cast(job.module, job.precision)
+    if stage == "0":
+        for param in job.module.parameters() if job.world > 1 else ():
+            if param.requires_grad:
+                # Gradients are copied into the buckets of DistributedDataParallel, which are never freed. It needs a
+                # process group itself.
+                place = torch.zeros_like(param, requires_grad=False)
+                param.register_post_accumulate_grad_hook(partial(_copy_gradient, place))
+        if not job.precision.param_dtype:
+            return job.module, optim(job.module.parameters())
+    comm: Any = rehearsed(0, 1, job.like) if stage == "0" else rehearsed(rank, job.world, job.like)
+    optimizer = OSS(
+        job.module.named_parameters(),
+        optim,
+        comm,
+        partition=job.partition,
+        precision=MixedPrecision(job.precision.param_dtype),
+        rounded={},  # the model is cast already
+        offload=job.offload,
+    )
+    if job.bucket_bytes is not None:
+        set_bucket_size(optimizer, job.bucket_bytes // max(param.itemsize for param in job.module.parameters()))
+    if stage == "0":
+        return job.module, optimizer
+    kind = ShardedDDP if stage == "2" else AveragingDDP
+    return kind(job.module, optimizer, precision=MixedPrecision(reduce_dtype=job.precision.reduce_dtype)), optimizer
+
+
+def _copy_gradient(place: Tensor, param: Tensor) -> None:
+    assert param.grad is not None
+    place.copy_(param.grad)
+
+
+def _step(
+    job: Job, model: nn.Module, optimizer: Optimizer, inputs: Sequence[Any], rehearsal: Rehearsal
+) -> dict[str, int]:
+    """Returns bytes between backward and step."""
+    loss = run(model, job.module, inputs, rehearsal, job.device)
+    if loss is not None:
+        loss.backward()
+        del loss
+    held = resident(model, [optimizer])
+    held["host"] += _brought_by_step(optimizer)
+    if held["gradients"] + held["host"]:
+        optimizer.step()
+    optimizer.zero_grad()
+    return held
+
+
+def _brought_by_step(optimizer: Optimizer) -> int:
+    """Bytes of gradients of shards that a step brings to the host at stage 1, where `param.grad` is full before, and of
+    those in 16 bits that it widens at a time."""
+    if not isinstance(optimizer, OSS) or optimizer.gradients.are_sharded:
+        return 0
+    brought, widened = 0, Counter[ShardGroup]()
+    for param, shard in optimizer.shards.items():
+        gradient = param.grad
+        if gradient is not None and on_host(shard):
+            brought += shard.numel() * min(gradient.element_size(), shard.itemsize)
+            if gradient.element_size() < shard.itemsize:
+                widened[optimizer.shards.places[param].group] += shard.nbytes
+    if not optimizer.shards.steps_by_group(optimizer.optim, {}):
+        return brought + widened.total()
+    at_once = {one: one.offload.at_once() for one in widened if isinstance(one.offload, Offloaded)}
+    return brought + max((min(widened[one], n * one.main.itemsize) for one, n in at_once.items()), default=0)
+
+
+def resident(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, int]:
+    """Bytes by kind. A storage counts once, however many tensors view it."""
+    groups = [group for one in optimizers if isinstance(one, OSS) for group in one.shards.shard_groups]
+    inner = [one.optim if isinstance(one, OSS) else one for one in optimizers]
+    stepped = [param for one in inner for param in params_of(one)]
+    params: list[Tensor] = [*model.parameters()]
+    params += [group.full for group in groups if group.full.untyped_storage().nbytes()]
+    both = [*params, *stepped]
+    gradients = [gradient for param in both if (gradient := held_here(param.grad)) is not None]
+    entries = [leaves.opened(dict(of_param)) for one in inner for of_param in one.state.values()]
+    state = [leaf for one in entries for leaf in one.values() if isinstance(leaf, Tensor)]
+    here = partial(filterfalse, on_host)
+    return {
+        "parameters": nbytes([*here(params), *model.buffers()]),
+        "gradients": nbytes(here(gradients)),
+        "optimizer": nbytes(here(state)) + nbytes(here(both)) - nbytes(here(params)),
+        "host": nbytes(filter(on_host, [*stepped, *gradients, *state])),
+    }

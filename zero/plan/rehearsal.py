@@ -82,7 +82,11 @@ def rehearsing(model: nn.Module, device: str) -> Iterator[tuple[nn.Module, Rehea
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # blocks, and steps, may be compiled
         mode = without_values()
         with mode:
-            moved = {id(one): _moved(one, device) for one in (*model.parameters(), *model.buffers())}
+            moved = {id(one): faked(one, device) for one in (*model.parameters(), *model.buffers())}
+            for one in (*model.parameters(), *model.buffers()):
+                if isinstance(one, nn.Parameter):
+                    moved[id(one)] = nn.Parameter(moved[id(one)], requires_grad=one.requires_grad)
+                    let_move(moved[id(one)])
         try:
             with copying_without_values(mode):
                 model = deepcopy(model, moved)
@@ -94,15 +98,6 @@ def rehearsing(model: nn.Module, device: str) -> Iterator[tuple[nn.Module, Rehea
         stack.enter_context(mode)
         rehearsal = stack.enter_context(Rehearsal())
         yield model, rehearsal
-
-
-def _moved(tensor: Tensor, device: str) -> Tensor:
-    """What stands for a parameter or buffer of the model."""
-    if not isinstance(tensor, nn.Parameter):
-        return faked(tensor, device)
-    param = nn.Parameter(faked(tensor, device), requires_grad=tensor.requires_grad)
-    let_move(param)
-    return param
 
 
 def faked(tensor: Tensor, device: str) -> Tensor:
@@ -119,21 +114,16 @@ def cast(module: nn.Module, precision: MixedPrecision) -> None:
     precision.prepare(module.modules())
 
 
-def run_forward(model: nn.Module, inputs: Sequence[Any], rehearsal: Rehearsal) -> Tensor | None:
-    """The loss, or a sum of what the model returns; None if no output requires a gradient."""
-    rehearsal.in_forward = True
-    outputs = [tensor for tensor in tensors_in(model(*inputs)) if tensor.requires_grad]
-    rehearsal.in_forward = False
-    if len(outputs) == 1 and not outputs[0].dim():
-        return outputs[0]
-    return torch.stack([output.float().sum() for output in outputs]).sum() if outputs else None
-
-
-@contextmanager
-def explaining(module: nn.Module, batch: Sequence[Any], device: str) -> Iterator[None]:
-    """Turns errors that come from running the model without values into errors with a remedy."""
+def run(model: nn.Module, module: nn.Module, batch: Sequence[Any], rehearsal: Rehearsal, device: str) -> Tensor | None:
+    """The loss of a forward, or a sum of what the model returns; None if no output requires a gradient. Errors that
+    come from running it without values have a remedy. module: the one inside."""
     try:
-        yield
+        rehearsal.in_forward = True
+        outputs = [tensor for tensor in tensors_in(model(*batch)) if tensor.requires_grad]
+        rehearsal.in_forward = False
+        if len(outputs) == 1 and not outputs[0].dim():
+            return outputs[0]
+        return torch.stack([output.float().sum() for output in outputs]).sum() if outputs else None
     except NEEDS_VALUES as error:
         raise RuntimeError(
             "the activations cannot be measured without running the model: its forward needs values, as .item() and "

@@ -12,10 +12,9 @@ from torch.optim import Optimizer
 
 from zero.comm import Traffic, traffic
 from zero.fsdp.model import models_of
-from zero.fsdp.unit import Unit
 from zero.oss import OSS
+from zero.plan.planner import resident
 from zero.plan.result import TITLES, Plan
-from zero.plan.stages import resident
 from zero.wrappers import each, unwrapped
 
 
@@ -83,7 +82,12 @@ def report(
     found = resident(inner, optimizers)
     del found["host"]  # plans alone tell it apart
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    stage = _stage(units, sharding)
+    if units:
+        stage = "3 kept" if units[0].stays else "3"
+    elif any(one.gradients.are_sharded for one in sharding):
+        stage = "2"
+    else:
+        stage = "1" if sharding else "0"
     return Report(
         stage,
         *ranks,
@@ -92,11 +96,3 @@ def report(
         planned=None if plan is None else plan.cost(stage, ranks[1]).peak,
         sent=(traffic() - (since or Traffic())).total,
     )
-
-
-def _stage(units: Sequence[Unit], sharding: Sequence[OSS]) -> str:
-    if units:
-        return "3 kept" if units[0].stays else "3"
-    if any(one.gradients.are_sharded for one in sharding):
-        return "2"
-    return "1" if sharding else "0"

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero.measure.param_groups import like
+
 
 class SteppedGroup(Protocol):
     """What a step reads of a shard group. copies: the events after copies of its gradients."""
@@ -108,13 +110,9 @@ DEVICE = Offload()
 def part_of(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Optimizer:
     """Returns an optimizer with the state and options of this one, and of its parameters only these."""
     chosen = {*params}
-    # Not copy.copy: torch's optimizers then lose all attributes that a subclass has added.
-    part: Optimizer = object.__new__(type(optimizer))
-    vars(part).update(vars(optimizer))
-    part.param_groups = [
-        {**group, "params": [param for param in group["params"] if param in chosen]} for group in optimizer.param_groups
-    ]
-    return part
+    own = [[param for param in group["params"] if param in chosen] for group in optimizer.param_groups]
+    groups = zip(optimizer.param_groups, own, strict=True)
+    return like(optimizer, [{**group, "params": params} for group, params in groups])
 
 
 def unhooked(optimizer: Optimizer) -> Callable[..., Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,8 +24,8 @@ from zero._torch.optimizers import follow
 from zero.comm.comm import launched_ranks
 from zero.integrations.accelerate import plugin as plugins
 from zero.integrations.accelerate import states
-from zero.integrations.accelerate.keys import DTYPES
 from zero.integrations.accelerate.plugin import ZeroPlugin
+from zero.integrations.accelerate.sections import DTYPES, NOT_READ
 from zero.integrations.accelerate.sharding import WRAPPERS, Sharding
 from zero.measure.param_groups import params_of
 from zero.wrap.precision import as_precision
@@ -53,7 +54,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def __init__(self, *args: Any, zero_plugin: ZeroPlugin | int | None = None, **kwargs: Any) -> None:
         given = inspect.signature(accelerate.Accelerator).bind_partial(*args, **kwargs).arguments
-        plugin = plugins.taken_from(given, zero_plugin)
+        fsdp_plugin = given.pop("fsdp_plugin", None)
+        if zero_plugin is not None and fsdp_plugin is not None:
+            raise ValueError("zero_plugin and fsdp_plugin both say how to shard. Pass one of them.")
+        if any(given.pop(name, None) is not None for name in ("deepspeed_plugin", "deepspeed_plugins")):
+            raise ValueError(f"deepspeed_plugin: {NOT_READ}")
+        if given.get("parallelism_config") or os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
+            raise ValueError(plugins.OTHERS.format("parallelism_config"))
+        plugin = plugins.chosen(zero_plugin, fsdp_plugin)
+        for name, unsaid in {"mixed_precision": None, "gradient_accumulation_steps": 1}.items():
+            asked, passed = getattr(plugin, name, None), given.get(name)
+            if asked is not None and passed not in (None, unsaid, asked):
+                raise ValueError(
+                    f"{name}={passed!r} was passed, but the configuration says {asked!r}. Make them the same."
+                )
+            if asked is not None:
+                given[name] = asked
+        if given.get("mixed_precision") == "fp8":
+            raise ValueError("mixed_precision='fp8' is not available. Choose 'no', 'bf16' or 'fp16'.")
         with plugins.hidden_environment():
             super().__init__(**given)
         self.set_up(plugin)
@@ -63,14 +81,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             taken = self.distributed_type.value
             raise ValueError(f"another Accelerator has set this process up for {taken}. Build zero's first, or alone.")
-        _refuse_ranks_apart(self.distributed_type)
+        ranks = dist.get_world_size() if dist.is_initialized() else launched_ranks()
+        if self.distributed_type == DistributedType.NO and ranks > 1:
+            raise RuntimeError(
+                f"Accelerate found one process (DistributedType.NO), but there are {ranks} ranks, which would train "
+                "apart. On CPUs pass Accelerator(cpu=True) or TrainingArguments(use_cpu=True), or set "
+                "ACCELERATE_USE_CPU=true in the environment; `accelerate launch` does not pass `use_cpu: true` on. On "
+                "GPUs set `distributed_type: MULTI_GPU` and `use_cpu: false`. For a process that is to train alone set "
+                "`num_processes: 1`."
+            )
         if plugin.stage > 1:
             # Only the Trainer shows whether False was asked for: in a GradientAccumulationPlugin it is the default.
             self.gradient_state.plugin_kwargs.setdefault("sync_each_batch", True)
         self.zero_plugin, options = plugin, {**vars(plugin)}
         for name in ("mixed_precision", "gradient_accumulation_steps"):  # which the constructor has taken
             options.pop(name, None)
-        plugins.ask_for_ram_efficient_loading(options.pop("cpu_ram_efficient_loading", False))
+        if options.pop("cpu_ram_efficient_loading", False):  # `from_pretrained` of transformers reads the environment
+            os.environ.update({plugins.ASKS[0]: "true", plugins.RAM_EFFICIENT: "true"})
+        elif plugins.RAM_EFFICIENT in os.environ:
+            os.environ[plugins.RAM_EFFICIENT] = "false"  # the launcher's default is `true`: ranks would have no values
         self._max_norm = options.pop("gradient_clipping", None)
         asked = options.pop("precision", None) if plugin.stage else None  # of which stage 0 says that it has none
         dtype = DTYPES.get(self.mixed_precision)
@@ -98,9 +127,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 "Build the optimizer and the schedule in the script: docs/integrations.md, Configurations."
             )
         moved: Sequence[bool | None] = device_placement or [None] * len(args)
-        for one, move in zip(args, moved, strict=True):
+        for one, moves in zip(args, moved, strict=True):
             if isinstance(one, nn.Module):
-                self._cast(one, move)
+                self.sharding.prepare(one, moves=self.device_placement if moves is None else moves)
         # An optimizer is sharded after its model is cast, and before that is wrapped.
         plain = (one for one in args if isinstance(one, Optimizer) and not isinstance(one, AcceleratedOptimizer))
         of = {one: self.sharding.shard(one) for one in plain}
@@ -116,40 +145,27 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         """Collective. As Accelerate's. With evaluation_mode the model is not sharded."""
         if self.zero_plugin.stage == 0:
             return super().prepare_model(model, device_placement, evaluation_mode)  # type: ignore[no-any-return]
-        if not self._is_sharded(model):
-            self._cast(model, device_placement, rounds=not evaluation_mode)
-            model = self._prepared_inside(model)
+        if not self.sharding.has(model):
+            moves = self.device_placement if device_placement is None else device_placement
+            self.sharding.prepare(model, moves=moves, rounds=not evaluation_mode)
+            # Autocast and compilation belong inside the sharding wrapper.
+            before, compiling = [*self._models], self.state.dynamo_plugin
+            backend, compiling.backend = compiling.backend, DynamoBackend.NO
+            try:
+                super().prepare_model(model, device_placement=False, evaluation_mode=True)
+            finally:
+                compiling.backend, self._models = backend, before
+            if backend != DynamoBackend.NO:
+                if compiling.use_regional_compilation:
+                    model = compile_regions(model, **compiling.to_kwargs())
+                else:
+                    model.compile(**compiling.to_kwargs())
             if not evaluation_mode:
                 model = self.sharding.wrap(model, self.ddp_handler)
         elif isinstance(model, WRAPPERS):
             self.sharding.wrapped[model] = None
         if all(model is not other for other in self._models):
             self._models.append(model)
-        return model
-
-    def _is_sharded(self, model: nn.Module) -> bool:
-        return isinstance(model, WRAPPERS) or model in self.sharding.wrapped
-
-    def _cast(self, model: nn.Module, moves: bool | None, *, rounds: bool = True) -> None:
-        """Puts the model on its device, and into its dtypes."""
-        if self.zero_plugin.stage and not self._is_sharded(model):
-            if self.device_placement if moves is None else moves:
-                self.sharding.place(model)
-            if rounds:
-                self.sharding.round(model)
-
-    def _prepared_inside(self, model: nn.Module) -> nn.Module:
-        """The model with autocast and compilation, which belong inside the sharding wrapper."""
-        before, plugin = [*self._models], self.state.dynamo_plugin
-        backend, plugin.backend = plugin.backend, DynamoBackend.NO
-        try:
-            super().prepare_model(model, device_placement=False, evaluation_mode=True)
-        finally:
-            plugin.backend, self._models = backend, before
-        if backend != DynamoBackend.NO:
-            if plugin.use_regional_compilation:
-                return compile_regions(model, **plugin.to_kwargs())  # type: ignore[no-any-return]
-            model.compile(**plugin.to_kwargs())
         return model
 
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
@@ -234,15 +250,3 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield
         finally:
             self.__dict__.update(known)
-
-
-def _refuse_ranks_apart(distributed_type: DistributedType) -> None:
-    """Raises RuntimeError if Accelerate takes this process for the only one, but there are other ranks."""
-    ranks = dist.get_world_size() if dist.is_initialized() else launched_ranks()
-    if distributed_type == DistributedType.NO and ranks > 1:
-        raise RuntimeError(
-            f"Accelerate found one process (DistributedType.NO), but there are {ranks} ranks, which would train apart. "
-            "On CPUs pass Accelerator(cpu=True) or TrainingArguments(use_cpu=True), or set ACCELERATE_USE_CPU=true in "
-            "the environment; `accelerate launch` does not pass `use_cpu: true` on. On GPUs set `distributed_type: "
-            "MULTI_GPU` and `use_cpu: false`. For a process that is to train alone set `num_processes: 1`."
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,8 +10,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
 from zero.fsdp.options import MoreOptions
-from zero.integrations.accelerate.sections import NOT_READ, of_deepspeed, of_environment, of_fsdp, of_plugin
+from zero.integrations.accelerate.sections import (
+    DEEPSPEED_NAMES,
+    DEEPSPEED_READERS,
+    FSDP_NAMES,
+    FSDP_READERS,
+    WRAPPING,
+    of_deepspeed,
+    of_fsdp,
+)
 from zero.measure.param_groups import nearest
 
 if TYPE_CHECKING:
@@ -19,9 +30,9 @@ if TYPE_CHECKING:
     from zero.shards.partition import Partition
     from zero.wrap.precision import GivenPrecision
 
-_ASKS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
-_RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-_OTHERS = (
+ASKS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+OTHERS = (
     "{} is not available: zero shards over data-parallel ranks. Leave it out. For hybrid sharding sharding_strategy or "
     "fsdp_sharding_strategy, is HYBRID_SHARD."
 )
@@ -85,7 +96,7 @@ class ZeroPlugin(SimpleNamespace):
         sections: dict[str, Any] = {"fsdp_config": of_fsdp, "deepspeed_config": of_deepspeed}
         for name in ("parallelism_config", "megatron_lm_config", "fp8_config"):
             if given.get(name):
-                raise ValueError(f"{path}: {_OTHERS.format(name)}")
+                raise ValueError(f"{path}: {OTHERS.format(name)}")
         found = [name for name in sections if given.get(name)]
         if len(found) != 1:
             has = " and ".join(found) or "neither fsdp_config nor deepspeed_config"
@@ -101,51 +112,38 @@ def chosen(given: ZeroPlugin | int | None, fsdp_plugin: Any = None) -> ZeroPlugi
     if given is not None:
         return given if isinstance(given, ZeroPlugin) else ZeroPlugin(stage=given)
     if fsdp_plugin is not None:
-        return ZeroPlugin(**of_plugin(fsdp_plugin))
-    options = of_environment(os.environ)
-    if options is None:
-        raise ValueError(
-            "no stage to shard at was given. Pass zero_plugin=2, or a ZeroPlugin like ZeroPlugin.from_yaml(path), or "
-            "start by `accelerate launch` with an fsdp_config."
-        )
-    return ZeroPlugin(**options)
-
-
-def taken_from(arguments: dict[str, Any], given: ZeroPlugin | int | None) -> ZeroPlugin:
-    """Takes what says how to shard out of an Accelerator's arguments, and puts those in that its plugin has. Raises
-    ValueError for what contradicts the plugin, and for other parallelism."""
-    fsdp_plugin = arguments.pop("fsdp_plugin", None)
-    if given is not None and fsdp_plugin is not None:
-        raise ValueError("zero_plugin and fsdp_plugin both say how to shard. Pass one of them.")
-    if any(arguments.pop(name, None) is not None for name in ("deepspeed_plugin", "deepspeed_plugins")):
-        raise ValueError(f"deepspeed_plugin: {NOT_READ}")
-    if arguments.get("parallelism_config") or os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true":
-        raise ValueError(_OTHERS.format("parallelism_config"))
-    plugin = chosen(given, fsdp_plugin)
-    for name, unsaid in {"mixed_precision": None, "gradient_accumulation_steps": 1}.items():
-        asked, passed = getattr(plugin, name, None), arguments.get(name)
-        if asked is not None and passed not in (None, unsaid, asked):
-            raise ValueError(f"{name}={passed!r} was passed, but the configuration says {asked!r}. Make them the same.")
-        if asked is not None:
-            arguments[name] = asked
-    if arguments.get("mixed_precision") == "fp8":
-        raise ValueError("mixed_precision='fp8' is not available. Choose 'no', 'bf16' or 'fp16'.")
-    return plugin
+        section = {one.name: getattr(fsdp_plugin, one.name) for one in dataclasses.fields(fsdp_plugin)}
+        for name in ("state_dict_config", "optim_state_dict_config"):  # how FSDP puts full state together
+            del section[name]
+        policy = section["auto_wrap_policy"]
+        named = {None: "NO_WRAP", transformer_auto_wrap_policy: WRAPPING[0], size_based_auto_wrap_policy: WRAPPING[1]}
+        section["auto_wrap_policy"] = named.get(policy, policy)
+        section["backward_prefetch"] = section["backward_prefetch"] or "NO_PREFETCH"
+        if getattr(section["param_init_fn"], "__module__", "").startswith("accelerate."):
+            section["param_init_fn"] = None  # the plugin's default, which allocates memory without initialising it
+        return ZeroPlugin(**of_fsdp(section, "FullyShardedDataParallelPlugin"))
+    # What `accelerate launch` puts into the environment.
+    environment = os.environ
+    if environment.get("ACCELERATE_USE_FSDP", "").lower() == "true":
+        variables = {f"FSDP_{name.upper()}": name for name in {**FSDP_READERS, **FSDP_NAMES}}
+        section = {name: environment[written] for written, name in variables.items() if written in environment}
+        return ZeroPlugin(**of_fsdp(section, "FSDP_... in the environment", launched=True))
+    if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
+        prefixes, names = ("ACCELERATE_", "ACCELERATE_DEEPSPEED_"), {**DEEPSPEED_READERS, **DEEPSPEED_NAMES}
+        variables = {f"{prefix}{name.upper()}": name for prefix in prefixes for name in names}
+        section = {name: environment[written] for written, name in variables.items() if written in environment}
+        return ZeroPlugin(**of_deepspeed(section, "ACCELERATE_DEEPSPEED_... in the environment"))
+    raise ValueError(
+        "no stage to shard at was given. Pass zero_plugin=2, or a ZeroPlugin like ZeroPlugin.from_yaml(path), or "
+        "start by `accelerate launch` with an fsdp_config."
+    )
 
 
 @contextmanager
 def hidden_environment() -> Iterator[None]:
     """In this context Accelerate does not see the launcher's environment variables that ask it to shard."""
-    hidden = {name: os.environ.pop(name) for name in _ASKS if name in os.environ}
+    hidden = {name: os.environ.pop(name) for name in ASKS if name in os.environ}
     try:
         yield
     finally:
         os.environ.update(hidden)
-
-
-def ask_for_ram_efficient_loading(wanted: bool) -> None:
-    """Sets the environment variables that `from_pretrained` of transformers reads."""
-    if wanted:
-        os.environ.update({_ASKS[0]: "true", _RAM_EFFICIENT: "true"})
-    elif _RAM_EFFICIENT in os.environ:
-        os.environ[_RAM_EFFICIENT] = "false"  # the launcher's default is `true`: ranks would load without values

@@ -1,22 +1,100 @@
-"""Sections of Accelerate's configurations as options of a ZeroPlugin: `fsdp_config` and `deepspeed_config`, what the
-launcher makes of them in the environment, and FSDP's plugin."""
+"""Sections of Accelerate's configurations as options of a ZeroPlugin: `fsdp_config` and `deepspeed_config`. Each key is
+applied, refused by name, or named by one warning as without an effect here."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
+from accelerate.utils import str_to_bool
 from torch.distributed import fsdp
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 from zero._torch.telling import warn_user
 from zero.fsdp import MixedPrecision
 from zero.fsdp.options import of_fsdp1
-from zero.integrations.accelerate import keys
-from zero.integrations.accelerate.keys import flag, one_of
 from zero.offload import CPUOffload, DiskOffload
 from zero.wrap.precision import as_precision
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+Reader = Callable[[Any], Any]
+"""Converts a value. Raises ValueError for those that are not available."""
+
+
+def _read(
+    title: str, given: Mapping[str, Any], readers: Mapping[str, Reader], names: Mapping[str, str], prefix: str = ""
+) -> dict[str, Any]:
+    """The values of a section, by the names of their readers. What a configuration leaves open is left out: "auto".
+
+    names: for each other name of a key that of its reader, both without the prefix. Raises ValueError for unknown keys,
+    for values that are not available, and for a key that is given under two names with two values.
+    """
+    found, written_as, idle = dict[str, Any](), dict[str, str](), list[str]()
+    for written, value in given.items():
+        name = written.removeprefix(prefix)
+        name = names.get(name, name)
+        if name not in readers:
+            raise ValueError(f"{title}: {written} is not known to zero. Remove it, or use an option of ZeroPlugin.")
+        if value in (None, "auto", "none", "None", ""):
+            continue
+        try:
+            converted = readers[name](value)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{title}: {written}={value!r} is not available: {error}") from error
+        if readers[name] is without_effect:
+            idle.append(written)
+        elif converted is not None and found.setdefault(name, converted) != converted:
+            raise ValueError(f"{title}: {written_as[name]} and {written}={value!r} are two names of one option.")
+        written_as[name] = written
+    if idle and int(os.environ.get("RANK", 0)) == 0:
+        warn_user(f"{title}: {', '.join(idle)}: without an effect here.")
+    return found
+
+
+def without_effect(value: Any) -> None:
+    """Of a key that means nothing here."""
+
+
+def flag(value: Any) -> bool:
+    return bool(str_to_bool(str(value)))
+
+
+def refused(reason: str) -> Reader:
+    """Of a key that may switch nothing on."""
+
+    def read(value: Any) -> None:
+        if str(value).lower() not in ("false", "0"):
+            raise ValueError(reason)
+
+    return read
+
+
+def count(value: Any) -> int:
+    """A whole number, also of "1e8"."""
+    if float(value) < 0 or float(value) != int(float(value)):
+        raise ValueError("expected a whole number of at least 0")
+    return int(float(value))
+
+
+def listed(value: Any) -> tuple[str, ...]:
+    """Names from a list, or from text with commas between them."""
+    return tuple(name.strip() for name in (value.split(",") if isinstance(value, str) else value))
+
+
+def one_of(*known: str, numbered: bool = False) -> Reader:
+    """Of one of these names in any case, or of an enum's member. numbered: or of its number, from 1 on."""
+
+    def read(value: Any) -> str:
+        name = str(getattr(value, "name", value)).upper().removeprefix("_")
+        if numbered and name.isdigit() and 1 <= int(name) <= len(known):
+            return known[int(name) - 1]
+        if name not in known:
+            raise ValueError(f"expected one of {', '.join(known)}{f', or 1 to {len(known)}' * numbered}")
+        return name
+
+    return read
+
 
 WRAPPING = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
 FSDP_NAMES = {
@@ -37,50 +115,28 @@ def of_fsdp(given: Mapping[str, Any], title: str = "fsdp_config", *, launched: b
     given: keys with or without `fsdp_`. launched: whether `accelerate launch` has added its defaults.
     Raises ValueError for what is not available.
     """
-    found = keys.read(title, given, FSDP_READERS, FSDP_NAMES, prefix="fsdp_")
+    found = _read(title, given, FSDP_READERS, FSDP_NAMES, prefix="fsdp_")
     found.pop("version", None)
-    found["sharding_strategy"] = _strategy(found, title, launched=launched)
-    found["prefetch"] = _prefetch(found)
-    if found.get("cpu_ram_efficient_loading"):
-        found["sync_module_states"] = True  # other ranks have no values of their own
-    return {"stage": 3, **found}
-
-
-def of_plugin(plugin: Any) -> dict[str, Any]:
-    """The same for a FullyShardedDataParallelPlugin."""
-    given = {one.name: getattr(plugin, one.name) for one in dataclasses.fields(plugin)}
-    for name in ("state_dict_config", "optim_state_dict_config"):  # how FSDP puts full state together
-        del given[name]
-    by_name = {transformer_auto_wrap_policy: "TRANSFORMER_BASED_WRAP", size_based_auto_wrap_policy: "SIZE_BASED_WRAP"}
-    policy = given["auto_wrap_policy"]
-    given["auto_wrap_policy"] = "NO_WRAP" if policy is None else by_name.get(policy, policy)
-    given["backward_prefetch"] = given["backward_prefetch"] or "NO_PREFETCH"
-    if getattr(given["param_init_fn"], "__module__", "").startswith("accelerate."):
-        given["param_init_fn"] = None  # the plugin's default, which allocates memory without initialising it
-    return of_fsdp(given, "FullyShardedDataParallelPlugin")
-
-
-def _strategy(found: dict[str, Any], title: str, *, launched: bool) -> str:
-    """The sharding strategy, which both versions of FSDP give by one of two keys, or by both."""
+    # Both versions of FSDP give the sharding strategy by one of two keys, or by both.
     named, reshard = found.pop("sharding_strategy", None), found.pop("reshard_after_forward", None)
     if launched and named is not None:  # the launcher adds FULL_SHARD, and true: the other one is the user's
         named, reshard = (None if named == "FULL_SHARD" else named), (None if reshard == "TRUE" else reshard)
     if named is None or reshard is None:
-        return str(named or _RESHARDS.get(reshard, reshard))
-    keeps = named in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
-    if named not in ("NO_SHARD", reshard) and (reshard not in _RESHARDS or keeps == (reshard == "TRUE")):
-        both = f"fsdp_sharding_strategy={named} and fsdp_reshard_after_forward={reshard}"
-        raise ValueError(f"{title}: {both} say different things. Keep one of them.")
-    return str(named)
-
-
-def _prefetch(found: dict[str, Any]) -> int | None:
-    """None where nothing is said of it."""
+        found["sharding_strategy"] = named or _RESHARDS.get(reshard, reshard)
+    else:
+        keeps = named in ("SHARD_GRAD_OP", "HYBRID_SHARD_ZERO2")
+        if named not in ("NO_SHARD", reshard) and (reshard not in _RESHARDS or keeps == (reshard == "TRUE")):
+            both = f"fsdp_sharding_strategy={named} and fsdp_reshard_after_forward={reshard}"
+            raise ValueError(f"{title}: {both} say different things. Keep one of them.")
+        found["sharding_strategy"] = named
     names = ("backward_prefetch", "forward_prefetch", "limit_all_gathers")
-    given = {name: found.pop(name) for name in names if name in found}
-    if given.get("backward_prefetch") == "NO_PREFETCH":
-        given["backward_prefetch"] = None
-    return of_fsdp1(given)
+    prefetch = {name: found.pop(name) for name in names if name in found}
+    if prefetch.get("backward_prefetch") == "NO_PREFETCH":
+        prefetch["backward_prefetch"] = None
+    found["prefetch"] = of_fsdp1(prefetch)
+    if found.get("cpu_ram_efficient_loading"):
+        found["sync_module_states"] = True  # other ranks have no values of their own
+    return {"stage": 3, **found}
 
 
 def _offload(value: Any) -> CPUOffload | None:
@@ -96,24 +152,24 @@ def _policy(value: Any) -> MixedPrecision:
     value = vars(value) if isinstance(value, fsdp.MixedPrecisionPolicy) else value
     if not isinstance(value, Mapping):
         return as_precision(value)
-    dtypes: dict[str, Any] = {name: keys.DTYPES[one] if isinstance(one, str) else one for name, one in value.items()}
+    dtypes: dict[str, Any] = {name: DTYPES[one] if isinstance(one, str) else one for name, one in value.items()}
     if dtypes.pop("output_dtype", None) not in (None, dtypes.get("param_dtype")):
         raise ValueError("cast the output of the model in place of output_dtype")
     return MixedPrecision(**dtypes)
 
 
-FSDP_READERS: dict[str, keys.Reader] = {
+FSDP_READERS: dict[str, Reader] = {
     "version": one_of("1", "2"),
     "sharding_strategy": one_of(*_STRATEGIES, numbered=True),
     "reshard_after_forward": one_of("TRUE", "FALSE", *_STRATEGIES),
     "offload": _offload,
     "auto_wrap_policy": lambda value: one_of(*WRAPPING)(value) if isinstance(value, str) else value,
-    "transformer_cls_names_to_wrap": keys.listed,
-    "min_num_params": keys.count,
+    "transformer_cls_names_to_wrap": listed,
+    "min_num_params": count,
     "backward_prefetch": one_of("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", numbered=True),
     "state_dict_type": one_of("FULL_STATE_DICT", "SHARDED_STATE_DICT"),
-    "activation_checkpointing_offload": keys.refused("checkpointed inputs stay where they are. Leave it out."),
-    "xla": keys.refused("zero does not support torch_xla"),
+    "activation_checkpointing_offload": refused("checkpointed inputs stay where they are. Leave it out."),
+    "xla": refused("zero does not support torch_xla"),
     "precision": _policy,
     **dict.fromkeys(("forward_prefetch", "limit_all_gathers", "use_orig_params", "sync_module_states"), flag),
     **dict.fromkeys(("cpu_ram_efficient_loading", "activation_checkpointing"), flag),
@@ -136,53 +192,33 @@ DEEPSPEED_NAMES = {
 
 def of_deepspeed(given: Mapping[str, Any], title: str = "deepspeed_config") -> dict[str, Any]:
     """The options of a ZeroPlugin that a section asks for. Raises ValueError for what is not available."""
-    found = {"stage": 2, **keys.read(title, given, DEEPSPEED_READERS, DEEPSPEED_NAMES)}
+    found = {"stage": 2, **_read(title, given, DEEPSPEED_READERS, DEEPSPEED_NAMES)}
     if found["stage"] < 3:
         for name in ("cpu_ram_efficient_loading", "save_16bit_model", "as_one_unit"):
             found.pop(name, None)
         if found.pop("offload_param_device", "NONE") != "NONE":
             warn_user(f"{title}: offload_param_device is for stage 3, and without an effect at {found['stage']}.")
-    found["offload"] = _offloads(found, title)
-    return found
-
-
-def _offloads(found: dict[str, Any], title: str) -> CPUOffload | DiskOffload | None:
-    """The further of the two offloads: shards, their gradients and the optimizer's state are offloaded together."""
+    # The further of two offloads: shards, their gradients and the optimizer's state are offloaded together.
     given = {name: (found.pop(f"{name}_device", "NONE"), found.pop(f"{name}_nvme_path", None)) for name in _OFFLOADS}
+    found["offload"] = CPUOffload(pin_memory=False) if any(one == "CPU" for one, _ in given.values()) else None
     for name, (device, path) in given.items():
-        if device == "NVME" and path is None:
-            raise ValueError(f"{title}: {name}_device nvme needs a folder: set {name}_nvme_path.")
         if device == "NVME":
-            return DiskOffload(path)
-    return CPUOffload(pin_memory=False) if any(device == "CPU" for device, _ in given.values()) else None
+            if path is None:
+                raise ValueError(f"{title}: {name}_device nvme needs a folder: set {name}_nvme_path.")
+            found["offload"] = DiskOffload(path)
+            break
+    return found
 
 
 _OFFLOADS = ("offload_optimizer", "offload_param")
 _LAUNCHERS = ("multinode_launcher", "hostfile", "exclusion_filter", "inclusion_filter")
-DEEPSPEED_READERS: dict[str, keys.Reader] = {
-    **dict.fromkeys(("stage", "gradient_accumulation_steps"), keys.count),
+DEEPSPEED_READERS: dict[str, Reader] = {
+    **dict.fromkeys(("stage", "gradient_accumulation_steps"), count),
     "gradient_clipping": lambda value: float(value) or None,
     **dict.fromkeys((f"{name}_device" for name in _OFFLOADS), one_of("NONE", "CPU", "NVME")),
     **dict.fromkeys((f"{name}_nvme_path" for name in _OFFLOADS), str),
     **dict.fromkeys(("cpu_ram_efficient_loading", "save_16bit_model"), flag),
-    "as_one_unit": keys.listed,
-    "deepspeed_config_file": keys.refused(NOT_READ),
-    **dict.fromkeys((f"deepspeed_{name}" for name in _LAUNCHERS), keys.without_effect),
+    "as_one_unit": listed,
+    "deepspeed_config_file": refused(NOT_READ),
+    **dict.fromkeys((f"deepspeed_{name}" for name in _LAUNCHERS), without_effect),
 }
-
-
-def of_environment(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """The options for what `accelerate launch` puts into the environment; None if it asks for no sharding."""
-    if environment.get("ACCELERATE_USE_FSDP", "").lower() == "true":
-        given = _named(environment, "FSDP_", {**FSDP_READERS, **FSDP_NAMES})
-        return of_fsdp(given, "FSDP_... in the environment", launched=True)
-    if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true":
-        names = {**DEEPSPEED_READERS, **DEEPSPEED_NAMES}
-        given = _named(environment, "ACCELERATE_", names) | _named(environment, "ACCELERATE_DEEPSPEED_", names)
-        return of_deepspeed(given, "ACCELERATE_DEEPSPEED_... in the environment")
-    return None
-
-
-def _named(environment: Mapping[str, str], prefix: str, names: Iterable[str]) -> dict[str, str]:
-    variables = {f"{prefix}{name.upper()}": name for name in names}
-    return {name: environment[variable] for variable, name in variables.items() if variable in environment}

@@ -31,7 +31,7 @@ from zero.sdp import AveragingDDP, ShardedDDP
 from zero.shards.partition import cut_for
 from zero.wrap.precision import MixedPrecision
 
-WRAPPERS = (FSDP, ShardedDDP)
+WRAPPERS = FSDP, ShardedDDP
 _TOGETHER = (
     "whose parameters or gradients it needs. Prepare both in one call: model, optimizer = accelerator.prepare(model, "
     "optimizer); or freeze what is not trained."
@@ -63,17 +63,17 @@ class Sharding:
         # At stages 1 and 2, of models that are not wrapped yet.
         self._roundings: WeakKeyDictionary[nn.Module, Rounding] = WeakKeyDictionary()
 
-    def place(self, model: nn.Module) -> None:
-        """Moves parameters and buffers of other devices. Others stay: `.to("cpu:0")` would copy tensors on "cpu"."""
+    def prepare(self, model: nn.Module, *, moves: bool, rounds: bool = True) -> None:
+        """Collective at stages 1 and 2 in 16 bits: before the model's optimizer is sharded. Puts the model on its
+        device, and into its dtypes: trained parameters become float32, which masters are."""
+        if self.stage == 0 or self.has(model):
+            return
+        # Tensors on the device stay: `.to("cpu:0")` would copy those on "cpu".
         there, index = self._device.type, None if self._device.type == "cpu" else self._device.index
         devices = [tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
-        if any(device.type != there or index not in (None, device.index) for device in devices):
+        if moves and any(device.type != there or index not in (None, device.index) for device in devices):
             model.to(self._device)
-
-    def round(self, model: nn.Module) -> None:
-        """Collective at stages 1 and 2 in 16 bits: before the model's optimizer is sharded. Trained parameters become
-        float32, which masters are."""
-        if self._precision.param_dtype is None or model in self._roundings:
+        if not rounds or self._precision.param_dtype is None or model in self._roundings:
             return
         for param in model.parameters():
             if param.requires_grad and param.is_floating_point() and not wraps_others(param) and param.itemsize < 4:
@@ -85,6 +85,9 @@ class Sharding:
             if self._synced:
                 rounding.start_alike()
             self._roundings[model] = rounding
+
+    def has(self, model: nn.Module) -> bool:
+        return isinstance(model, WRAPPERS) or model in self.wrapped
 
     def shard(self, optimizer: Optimizer) -> Optimizer:
         """Collective at stages 1 and 2. The optimizer that this stage steps."""
@@ -124,7 +127,36 @@ class Sharding:
             raise ValueError("comm_hook is for stage 0. Pass ZeroPlugin(precision=MixedPrecision(reduce_dtype=...)).")
         synced = options.get("broadcast_buffers", True)
         if self.stage == 3:
-            wrapped: nn.Module = self._fsdp(model, broadcast_buffers=synced)
+            as_one_unit = _classes(model, self._as_one_unit, "as_one_unit")
+            policy = self._policy_for(model)
+            if self._recomputes:
+                units = [*unit_modules(model, policy, as_one_unit).values()][1:]
+                for parent in [*model.modules()]:
+                    for name, child in children_of(parent).items():
+                        if child is not None and child in units:
+                            children_of(parent)[name] = recomputed_in_backward(child)
+                policy = CustomPolicy(lambda module: module in units)
+            for module in model.modules():
+                if callable(getattr(module, "generate", None)):  # of transformers: until all ranks have finished
+                    vars(module)["_is_fsdp_managed_module"] = True
+            rest = {"broadcast_buffers": synced, "sync_module_states": self._synced, **self._rest}
+            if isinstance(pattern := rest.get("ignored_modules"), str):
+                rest["ignored_modules"] = [one for name, one in model.named_modules() if re.fullmatch(pattern, name)]
+            own = [one for one in self._optimizers if steps(one, model)]
+            if "whole" in [cut_for(rest.get("partition", "auto"), finding_of_built(one)) for one in own]:
+                rest["partition"] = "whole"
+            rest |= {"auto_wrap_policy": policy, "as_one_unit": as_one_unit, "precision": self._precision}
+            mesh: DeviceMesh | None = None
+            if as_strategy(strategy := self._rest.get("sharding_strategy", "FULL_SHARD")).hybrid:
+                world = dist.get_world_size()
+                size = self._shard_size or int(os.environ.get("LOCAL_WORLD_SIZE") or world)
+                if world % size:
+                    raise ValueError(f"{strategy}: {world} ranks are no multiple of {size}. Set shard_size.")
+                mesh = init_device_mesh(self._device.type, (world // size, size))
+            sharded = FSDP(model, device_mesh=mesh, **rest)
+            for one in own:
+                sharded.register_optimizer(one)
+            wrapped: nn.Module = sharded
         elif not any(param.requires_grad for param in model.parameters()) or (
             self.stage == 1 and not dist.is_initialized() and self._precision.param_dtype is None
         ):
@@ -133,55 +165,19 @@ class Sharding:
                 rounding.cast_inputs(self._precision.prepare(model.modules()), root=True)
             return model
         else:
-            wrapped = self._with_oss(model, options.get("bucket_cap_mb"), broadcast_buffers=synced)
+            oss = [one for one in self._optimizers if isinstance(one, OSS) and steps(one, model)]
+            if not oss and self.stage == 2:
+                raise ValueError(f"a model was prepared at stage 2 without its optimizer, {_TOGETHER}")
+            kind, rounding = ShardedDDP if self.stage == 2 else AveragingDDP, self._roundings.pop(model, None)
+            how: dict[str, Any] = {"broadcast_buffers": synced, "sync_models_at_startup": self._synced}
+            cap_mb = options.get("bucket_cap_mb")
+            how["reduce_buffer_size"] = int(cap_mb * 2**20 / 4) if cap_mb else None
+            if rounding is not None:
+                wrapped = rounding.wrap(kind, oss, **how)
+            else:
+                wrapped = kind(model, oss, precision=self._precision, **how)
         self.wrapped[wrapped] = None
         return wrapped
-
-    def _with_oss(self, model: nn.Module, cap_mb: float | None, *, broadcast_buffers: bool) -> ShardedDDP:
-        own = [one for one in self._optimizers if isinstance(one, OSS) and steps(one, model)]
-        if not own and self.stage == 2:
-            raise ValueError(f"a model was prepared at stage 2 without its optimizer, {_TOGETHER}")
-        kind, rounding = ShardedDDP if self.stage == 2 else AveragingDDP, self._roundings.pop(model, None)
-        how: dict[str, Any] = {"broadcast_buffers": broadcast_buffers, "sync_models_at_startup": self._synced}
-        how["reduce_buffer_size"] = int(cap_mb * 2**20 / 4) if cap_mb else None
-        if rounding is not None:
-            return rounding.wrap(kind, own, **how)
-        return kind(model, own, precision=self._precision, **how)
-
-    def _fsdp(self, model: nn.Module, *, broadcast_buffers: bool) -> FSDP:
-        as_one_unit = _classes(model, self._as_one_unit, "as_one_unit")
-        policy = self._policy_for(model)
-        if self._recomputes:
-            units = [*unit_modules(model, policy, as_one_unit).values()][1:]
-            for parent in [*model.modules()]:
-                for name, child in children_of(parent).items():
-                    if child is not None and child in units:
-                        children_of(parent)[name] = recomputed_in_backward(child)
-            policy = CustomPolicy(lambda module: module in units)
-        for module in model.modules():
-            if callable(getattr(module, "generate", None)):  # of transformers: ranks generate until all have finished
-                vars(module)["_is_fsdp_managed_module"] = True
-        rest = {"broadcast_buffers": broadcast_buffers, "sync_module_states": self._synced, **self._rest}
-        if isinstance(pattern := rest.get("ignored_modules"), str):
-            rest["ignored_modules"] = [one for name, one in model.named_modules() if re.fullmatch(pattern, name)]
-        own = [one for one in self._optimizers if steps(one, model)]
-        if "whole" in [cut_for(rest.get("partition", "auto"), finding_of_built(one)) for one in own]:
-            rest["partition"] = "whole"
-        rest |= {"auto_wrap_policy": policy, "as_one_unit": as_one_unit, "precision": self._precision}
-        wrapped = FSDP(model, device_mesh=self._mesh(), **rest)
-        for one in own:
-            wrapped.register_optimizer(one)
-        return wrapped
-
-    def _mesh(self) -> DeviceMesh | None:
-        strategy = self._rest.get("sharding_strategy", "FULL_SHARD")
-        if not as_strategy(strategy).hybrid:
-            return None
-        world = dist.get_world_size()
-        size = self._shard_size or int(os.environ.get("LOCAL_WORLD_SIZE") or world)
-        if world % size:
-            raise ValueError(f"{strategy}: {world} ranks are no multiple of {size}. Set shard_size.")
-        return init_device_mesh(self._device.type, (world // size, size))
 
     def _policy_for(self, model: nn.Module) -> Any:
         """FSDP's auto_wrap_policy. Raises ValueError for an unknown name, and if a class to wrap is not found."""

@@ -39,7 +39,7 @@ from zero.wrappers import unwrapped
 
 T = TypeVar("T")
 Hooks = Sequence[Callable[..., None]]
-_SHARDED, _OPTIMIZER = "zero", f"{OPTIMIZER_NAME}.bin"
+SHARDED, _OPTIMIZER = "zero", f"{OPTIMIZER_NAME}.bin"
 
 
 class ShardedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
@@ -73,7 +73,23 @@ def full_weights(
     """
     if dtype is None and only is None:
         return _for_writers(writes, partial(full_state_dict, model))
-    return _for_writers(writes, partial(_chosen, model, dtype, only))
+    inner, first = unwrapped(model)[0], dict[Tensor, str]()
+    named = {name_without_compile(name): value for name, value in named_tensors(inner).items()}
+    for name, value in named.items():
+        first.setdefault(value, name)
+    chosen = {name: first[named[name_without_compile(name)]] for name in (named if only is None else only)}
+    kept, sharded = {*chosen.values()}, bool(models_of(inner))
+
+    def gather(*, to: int) -> dict[str, Tensor]:  # beside one unit that has its own dtype
+        whole = [(name, value) for value, name in first.items()] if Comm.default().rank == to else []
+        found = {
+            name: value.detach().to("cpu", dtype if value.is_floating_point() else None, copy=True)
+            for name, value in (full_tensors(model, to=to) if sharded else whole)
+            if name in kept
+        }
+        return {name: found[of] for name, of in chosen.items() if of in found}  # with those tied
+
+    return _for_writers(writes, gather)
 
 
 def full_state(model: nn.Module, optimizer: Optimizer, writes: bool) -> dict[str, Any]:
@@ -87,23 +103,6 @@ def _for_writers(writes: bool, gather: Callable[..., dict[str, Any]]) -> dict[st
         if flag:
             found = gather(to=rank) or found
     return found
-
-
-def _chosen(model: nn.Module, dtype: torch.dtype | None, only: Sequence[str] | None, *, to: int) -> dict[str, Tensor]:
-    """Collective. Full weights on rank `to`, perhaps in another dtype, beside one unit that has its own."""
-    inner, first = unwrapped(model)[0], dict[Tensor, str]()
-    named = {name_without_compile(name): value for name, value in named_tensors(inner).items()}
-    for name, value in named.items():
-        first.setdefault(value, name)
-    chosen = {name: first[named[name_without_compile(name)]] for name in (named if only is None else only)}
-    kept = {*chosen.values()}
-    whole = [(name, value) for value, name in first.items()] if Comm.default().rank == to else []
-    found = {
-        name: value.detach().to("cpu", dtype if value.is_floating_point() else None, copy=True)
-        for name, value in (full_tensors(model, to=to) if models_of(inner) else whole)
-        if name in kept
-    }
-    return {name: found[of] for name, of in chosen.items() if of in found}  # with those tied
 
 
 # ---------------------------------------------------------------------------------------------------- reading
@@ -133,30 +132,29 @@ def load_optimizer(optimizer: Any, file: Any, models: Sequence[nn.Module], **opt
     the optimizer. options: of `torch.load`."""
 
     def read() -> Any:
-        return _by_number(_mapped(file, **options), file, optimizer, models)
+        state = _mapped(file, **options)
+        if not isinstance(state, dict) or "param_groups" not in state:
+            raise ValueError(
+                f"{file} has no full state of an optimizer, and there is no {SHARDED} with shards beside it."
+            )
+        groups = state["param_groups"]
+        if not any(isinstance(name, str) for group in groups for name in group["params"]):
+            return state
+        # That of PyTorch's FSDP has the names of parameters for their numbers.
+        numbers: dict[Tensor, int] = {param: number for number, param in enumerate(params_of(optimizer))}
+        named = [one for model in models for one in named_tensors(unwrapped(model)[0]).items()]
+        number_of = {name_without_compile(name): numbers[value] for name, value in named if value in numbers}
+        for group, own in zip(groups, optimizer.param_groups, strict=False):
+            given, group["params"] = {*group["params"]}, [numbers[param] for param in own["params"]]
+            own_names = {name for name, number in number_of.items() if number in group["params"]}
+            if {number_of.get(name) for name in given} != {*group["params"]}:
+                raise ValueError(
+                    f"{file}: a group of the optimizer has other parameters than it was saved with, such as "
+                    f"{min(given ^ own_names)}. Build model and optimizer as before."
+                )
+        return {"state": {number_of[name]: value for name, value in state["state"].items()}, "param_groups": groups}
 
     optimizer.load_state_dict(on_first(read))
-
-
-def _by_number(state: Any, file: Any, optimizer: Any, models: Sequence[nn.Module]) -> Any:
-    """State in the plain optimizer's format. That of PyTorch's FSDP has the names of parameters for their numbers."""
-    if not isinstance(state, dict) or "param_groups" not in state:
-        raise ValueError(f"{file} has no full state of an optimizer, and there is no {_SHARDED} with shards beside it.")
-    groups = state["param_groups"]
-    numbers: dict[Tensor, int] = {param: number for number, param in enumerate(params_of(optimizer))}
-    if not any(isinstance(name, str) for group in groups for name in group["params"]):
-        return state
-    named = [one for model in models for one in named_tensors(unwrapped(model)[0]).items()]
-    number_of = {name_without_compile(name): numbers[value] for name, value in named if value in numbers}
-    for group, own in zip(groups, optimizer.param_groups, strict=False):
-        given, group["params"] = {*group["params"]}, [numbers[param] for param in own["params"]]
-        own_names = {name for name, number in number_of.items() if number in group["params"]}
-        if {number_of.get(name) for name in given} != {*group["params"]}:
-            raise ValueError(
-                f"{file}: a group of the optimizer has other parameters than it was saved with, such as "
-                f"{min(given ^ own_names)}. Build model and optimizer as before."
-            )
-    return {"state": {number_of[name]: value for name, value in state["state"].items()}, "param_groups": groups}
 
 
 def _mapped(file: Path, **options: Any) -> Any:
@@ -183,7 +181,7 @@ def save(accelerator: Any, models: Sequence[nn.Module], optimizers: Any, hooks: 
     agree = together().agree  # between what some ranks write, and what all do
     writes, file = accelerator.writes, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME
     if writes:
-        names = (_SHARDED,) if accelerator.saves_shards else (file, _OPTIMIZER)
+        names = (SHARDED,) if accelerator.saves_shards else (file, _OPTIMIZER)
         remove_others(folder, names, len(models) + len(optimizers))
     agree()
     weights = [] if accelerator.saves_shards else [full_weights(model, writes) for model in models]
@@ -206,7 +204,7 @@ def load(models: Sequence[nn.Module], optimizers: Any, hooks: Hooks, strict: boo
     left = [*models]
     for hook in hooks:
         hook(left, folder)
-    if is_sharded(folder):
+    if Path(folder, SHARDED).is_dir():
         load_sharded(folder, models, optimizers, left)
         return
     for number, model in enumerate(left):
@@ -216,21 +214,17 @@ def load(models: Sequence[nn.Module], optimizers: Any, hooks: Hooks, strict: boo
         load_optimizer(optimizer, _numbered(folder, _OPTIMIZER, number), models, **options)
 
 
-def is_sharded(folder: str) -> bool:
-    return Path(folder, _SHARDED).is_dir()
-
-
 def save_sharded(folder: str, models: Sequence[nn.Module], optimizers: Any) -> None:
     """Collective. Saves a checkpoint of each model and its optimizers, which replaces an existing one."""
     for number, model in enumerate(models):
         own = [one.optimizer for one in optimizers if steps(one, model)]
-        save_in_place(_numbered(folder, _SHARDED, number), model, own, keep=1)
+        save_in_place(_numbered(folder, SHARDED, number), model, own, keep=1)
 
 
 def load_sharded(folder: str, models: Sequence[nn.Module], optimizers: Any, left: Sequence[nn.Module]) -> None:
     """Collective. left: those of the models that take weights; of others the optimizers take their state."""
     for number, model in enumerate(models):
-        path, own = _numbered(folder, _SHARDED, number), [one.optimizer for one in optimizers if steps(one, model)]
+        path, own = _numbered(folder, SHARDED, number), [one.optimizer for one in optimizers if steps(one, model)]
         if model in left:
             checkpoint.load(path, model, own)
         elif own:
@@ -240,7 +234,7 @@ def load_sharded(folder: str, models: Sequence[nn.Module], optimizers: Any, left
 def remove_others(folder: str, names: Sequence[str], numbers: int = 1) -> None:
     """Removes models and optimizers that a state of another kind has left in the folder, but those of these names: who
     loads from it next could take them for those that are about to be saved."""
-    stale = {_SHARDED, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, _OPTIMIZER} - {*names}
+    stale = {SHARDED, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, _OPTIMIZER} - {*names}
     for path in (_numbered(folder, name, number) for name in stale for number in range(numbers)):
         if path.is_dir():
             shutil.rmtree(path)

@@ -3,6 +3,9 @@
 fit          stages 1, 2: optimizers are configured, sharded by OSS, then the model is wrapped; stage 3: the reverse
 teardown     stages 1, 2: the plain module is back; stage 3: it stays sharded, for test() and for saving
 otherwise    stages 1, 2: the plain module, made the same on all ranks; stage 3: sharded, also if it was not before
+
+Averages of weights that callbacks keep are shards at stage 3, laid out as the shards of the model: an average of each
+element depends on that element alone, so the averages of the shards are the shards of the averages.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -22,12 +27,30 @@ from zero._torch.optimizers import follow
 from zero.checkpoint.read import load_state
 from zero.checkpoint.storage import place
 from zero.comm import Comm
+from zero.comm.together import alike
 from zero.fsdp import FSDP
 from zero.full_state import full_state_dict
-from zero.integrations.lightning import averages, sharding
+from zero.integrations.lightning import sharding
 from zero.load_full import load_full_optimizer_state_dict, load_full_state_dict
 from zero.oss import OSS
 from zero.scripts import unwrap
+
+_CURRENT = "current_model_state"  # WeightAveraging's, of weights in a checkpoint whose "state_dict" has averages
+
+
+class ShardedAverage(FSDP):
+    """An average of a model's weights. Its `state_dict` is full on rank 0, and empty elsewhere, as the model's is."""
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", **kwargs: Any) -> Any:
+        """Collective."""
+        found = {} if destination is None else destination
+        found.update({prefix + name: value for name, value in full_state_dict(self, to=0).items()})
+        return found
+
+
+def _averaging(trainer: Any) -> list[Any]:
+    """The callbacks of a Trainer that average weights, also EMAWeightAveraging."""
+    return [one for one in trainer.callbacks if isinstance(one, WeightAveraging | StochasticWeightAveraging)]
 
 
 class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
@@ -53,7 +76,7 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
     def setup_environment(self) -> None:
         """Collective where the model is sharded from the run before, and callbacks will copy it: it becomes plain."""
         super().setup_environment()
-        if averages.averaging(self.lightning_module.trainer):
+        if _averaging(self.lightning_module.trainer):
             sharding.end(self.lightning_module)
 
     def setup(self, trainer: pl.Trainer) -> None:
@@ -61,8 +84,9 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._take_precision(self.precision_plugin)
-        if fitting and self._in_shards:
-            averages.refuse_directories(trainer)
+        for callback in _averaging(trainer) if fitting and self._in_shards else ():
+            if isinstance(callback, WeightAveraging):  # checkpoints are directories, which hold the weights once
+                raise ValueError(f"{type(callback).__name__} saves two sets of weights. Use checkpoint='full'.")
         before = sharding.sharded_before(self.lightning_module) if self._stage == 3 else None
         if self._stage < 3:
             sharding.end(self.lightning_module)
@@ -72,8 +96,19 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
             self.model = self.precision_plugin.convert_module(self.lightning_module)
         if self._stage == 3:
             self.model = self._wrapper = before or self._wrap(self.lightning_module, ())  # type: ignore[assignment]
-            if fitting:
-                averages.shard_averages(trainer, self.model, self._options)
+            for callback in _averaging(trainer) if fitting else ():  # which hold full copies of the plain module
+                of_weights, root = isinstance(callback, WeightAveraging), self.root_device
+                holder, name = (callback._average_model, "module") if of_weights else (callback, "_average_model")
+                average = ShardedAverage(getattr(holder, name), **{"device_id": root, **self._options})
+                setattr(holder, name, average)
+                there = callback._device is None or torch.device(callback._device).type == root.type
+                same = [one.shape for one in self.model.parameters()] == [one.shape for one in average.parameters()]
+                with alike([Comm()], f"the averages of {type(callback).__name__}"):
+                    if not there or not same:
+                        raise ValueError(
+                            "at stage 3 pass device=None, and name classes of modules in FSDP's options, not single "
+                            "modules."
+                        )
         else:
             self.model_to_device()
         if fitting:
@@ -158,7 +193,13 @@ class ZeroStrategy(sharding.ShardedStrategy, DDPStrategy):
         if sharding.SHARDS in checkpoint:
             saved.load(checkpoint[sharding.SHARDS], self._whole())
         else:
-            weights = averages.weights_to_load(checkpoint, self.lightning_module, self.model)
+            weights: Mapping[str, Any] = checkpoint["state_dict"]
+            callbacks = _averaging(self.lightning_module.trainer) if isinstance(self.model, FSDP) else []
+            if _CURRENT in checkpoint and any(one._average_model is not None for one in callbacks):
+                # WeightAveraging has put averages in the place of the model's weights, which it would later load into
+                # the plain module, which holds shards: that is given its own tensors instead.
+                weights = checkpoint[_CURRENT]
+                checkpoint[_CURRENT] = self.lightning_module.state_dict(keep_vars=True)  # type: ignore[index]
             load_full_state_dict(self._whole(), weights, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
