@@ -4,6 +4,7 @@ which rank's shard a state_dict() is."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
+from functools import partial
 from typing import Any
 from weakref import ReferenceType
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zero._torch.optimizers import takes_state_hooks
+from zero.measure.kinds import SINGLE
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.sharded_parameter import mark_held, plain_state, unmark_all
 from zero.state import optimizer_state as state
@@ -40,10 +42,13 @@ class StateView(MutableMapping[nn.Parameter, State]):
             mark_held(held, type(self._inner))
 
     def hide(self) -> None:
-        """Has it be plain again, as the inner optimizer needs it."""
+        """Has it be plain again, as the inner optimizer needs it. What was assigned in full is cut."""
         if self._answers:
-            self._answers = False
-            unmark_all(self._inner.state.values())
+            self._answers, state = False, self._inner.state
+            unmark_all(state.values())
+            for param, shard in self._shards.items():
+                entry, cut = state.get(shard, {}), partial(self._shards.cut_to_shard, param)
+                entry.update({key: cut(value) for key, value in entry.items() if key not in SINGLE})
 
     def __getitem__(self, param: nn.Parameter) -> State:
         self._shards.place(param)  # raises
