@@ -272,12 +272,6 @@ class Index:
         entry = self.tensors[f"model/{name}"]
         return entry if entry.geometry.dtype == dtype else self.tensors.get(f"master/{name}", entry)
 
-    def state(self, optimizer: int) -> Iterator[tuple[str, str, Any]]:
-        """Of an optimizer's state the parameter's name, the key, and the Entry, or the value as JSON."""
-        for rest, one in under(f"optimizer/{optimizer}/", {**self.values, **self.tensors}).items():
-            param, _, key = rest.rpartition("/")
-            yield param, key, one
-
     def dumps(self) -> str:
         """As JSON, with a checksum of itself."""
         entries = {

@@ -234,7 +234,8 @@ def _plan(
             raise ValueError(f"its {kind} has {len(groups)} parameter groups, the optimizer here has {len(here)}")
         group_here = {name: position for position, names in enumerate(here) for name in names}
         group_there = {name: position for position, group in enumerate(groups) for name in group["params"]}
-        if unknown := sorted({name for name, *_ in index.state(number)} - group_here.keys()):
+        state = under(f"optimizer/{number}/", {**index.values, **index.tensors})  # by the parameter's name and the key
+        if unknown := sorted({path.rpartition("/")[0] for path in state} - group_here.keys()):
             raise ValueError(f"it has state of {listed(unknown)}, which the {kind} here does not have")
         if moved := [name for name, position in group_here.items() if group_there.get(name, position) != position]:
             raise ValueError(f"{listed(moved)} were in other parameter groups of the {kind} when it was saved")
@@ -243,21 +244,22 @@ def _plan(
             stored_as[training.names[one.param]]: shards.part(one.param) for one in stepped_here(shards) if one.empty
         }
         taken: dict[Any, dict[str, Any]] = {}  # by what is stepped
-        for name, key, value in index.state(number):
+        for path, value in state.items():
+            name, _, key = path.rpartition("/")
             if (part := empty.get(name)) is not None:
                 own = part if isinstance(value, Entry) else decode(value)
                 like_part = isinstance(own, Tensor) and key not in SINGLE
                 taken.setdefault(part, {})[key] = torch.empty_like(part) if like_part else own
             if (one := stepped.get(name)) is None:
                 continue
-            state = taken.setdefault(one.tensor, {})
+            own_state = taken.setdefault(one.tensor, {})
             if isinstance(value, Entry):
                 present = shards.optim.state.get(one.tensor, {}).get(key)
                 room = _room_for(value.geometry, f"{key!r} of {name}", one, present)
                 tensors.append((value, room))
-                state[key] = room.tensor
+                own_state[key] = room.tensor
             else:
-                state[key] = decode(value)
+                own_state[key] = decode(value)
         options = [decode(group["options"]) for group in groups]
         loads.append(partial(load_shards, shards, optimizer, taken, options))
     return tensors, loads

@@ -313,10 +313,8 @@ class Training:
                 found.setdefault(name, there[alias])
         differing = []
         for name, stored_as in found.items():
-            stored, full = (
-                index.left_out.get(stored_as) or index.tensors[f"model/{stored_as}"].geometry,
-                self.parts[name].full,
-            )
+            stored = index.left_out.get(stored_as) or index.tensors[f"model/{stored_as}"].geometry
+            full = self.parts[name].full
             convertible = stored.dtype.is_floating_point and full.dtype.is_floating_point
             if stored.shape != full.shape or not (convertible or stored.dtype == full.dtype):
                 differing.append(f"{name} (saved {stored}, here {full})")
@@ -340,10 +338,9 @@ class Training:
 
     def repeats(self, name: str) -> bool:
         """Whether it is the same on all ranks that have parts of other tensors, and this is not the first of these."""
-        repeated = (
-            self._tensor_parallel is not None and self._tensor_parallel.rank > 0 and self.tensors[name] in self._places
-        )
-        return repeated and parts.others(self.tensors[name]) is None  # type: ignore[arg-type]
+        if self._tensor_parallel is None or self._tensor_parallel.rank == 0 or self.tensors[name] not in self._places:
+            return False
+        return parts.others(self.tensors[name]) is None  # type: ignore[arg-type]
 
     def held(self, name: str, *, owned: bool = False) -> Held | None:
         """What this rank keeps of a parameter or buffer: all of it, or its shard (stage 3; None without one).

@@ -54,6 +54,9 @@ _MATRIX, _VECTOR, _KERNEL = (12, 16), (37,), (4, 3, 2, 2)
 # and columns on. These are tried last: optimizers that compute with full matrices take seconds for them.
 _LONG, _LARGE = 5120, (136, 144)
 
+# What state may have beside tensors.
+_PLAIN = (type(None), str, bytes, bool, int, float, complex, np.number, torch.dtype)
+
 # Tried in turn, as some optimizers take matrices only.
 _LISTS: tuple[Shapes, ...] = ((_MATRIX, _VECTOR, _KERNEL), (_MATRIX, _VECTOR), (_MATRIX,))
 
@@ -247,10 +250,8 @@ class _Measure:
             _compare_numbers(outcome, full, "shards of them")
         for index, (value, state) in enumerate(zip(full.values, full.states, strict=True)):
             for key, leaf in state.items():  # state of rows or matrices may take effect only after some steps
-                plain = leaf is None or isinstance(
-                    leaf, (str, bytes, bool, int, float, complex, np.number, torch.dtype)
-                )
-                if not plain and not (isinstance(leaf, Tensor) and (leaf.shape == value.shape or leaf.numel() <= 1)):
+                per_element = isinstance(leaf, Tensor) and (leaf.shape == value.shape or leaf.numel() <= 1)
+                if not per_element and not isinstance(leaf, _PLAIN):
                     of = f"of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
                     raise _DifferenceError(f"the state {key!r} of a tensor of shape {list(value.shape)} is {of}")
                 if isinstance(leaf, Tensor) and type(leaf) not in (Tensor, nn.Parameter):

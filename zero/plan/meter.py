@@ -46,8 +46,19 @@ class Meter(DispatchMode):
         result = self.run(func, args, kwargs)
         for value in (*args, *kwargs.values(), *(result if isinstance(result, (tuple, list)) else (result,))):
             for one in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(one, Tensor):
-                    self._see(one)
+                if not isinstance(one, Tensor):
+                    continue
+                storage = one.untyped_storage()
+                known = ref(storage, self._forget)
+                if known in self._bytes:
+                    if self._bytes[known] != storage.nbytes():
+                        self._resized.add(known)
+                elif storage not in self._apart:
+                    if self.counts(one) and not self._is_inside_another(storage, known):
+                        self._bytes[known] = 0
+                        self._measure(known)
+                    else:
+                        self._apart.add(storage)
         self._operators_since_all_were_measured += 1
         if self._operators_since_all_were_measured < max(len(self._bytes) // 4, 8):
             for known in [*self._resized]:
@@ -64,19 +75,6 @@ class Meter(DispatchMode):
     def counts(self, tensor: Tensor) -> bool:
         """Whether to count the memory behind a tensor that is seen for the first time."""
         return True
-
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        known = ref(storage, self._forget)
-        if known in self._bytes:
-            if self._bytes[known] != storage.nbytes():
-                self._resized.add(known)
-        elif storage not in self._apart:
-            if self.counts(tensor) and not self._is_inside_another(storage, known):
-                self._bytes[known] = 0
-                self._measure(known)
-            else:
-                self._apart.add(storage)
 
     def _is_inside_another(self, storage: torch.UntypedStorage, known: _Known) -> bool:
         """Those that are inside this one are no longer counted."""

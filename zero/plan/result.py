@@ -79,7 +79,7 @@ class Plan:
 
     def recommended(self, world: int) -> Cost | None:
         """The lowest stage that fits, but 2 where 1 and 2 do; None if nothing fits."""
-        fitting = [cost for cost in self._at(world) if self.fits(cost)]
+        fitting = [cost for cost in self.costs if cost.world == world and self.fits(cost)]
         return fitting[[cost.stage for cost in fitting[:2]] == ["1", "2"]] if fitting else None
 
     @property
@@ -95,7 +95,8 @@ class Plan:
         ranks = "1 rank" if world == 1 else f"{world} ranks"
         if self.memory is None:
             return f"{ranks}: with memory= (--memory 80GiB) of a rank the plan says which stage to take"
-        usable, chosen, costs = (1 - HELD_BACK) * self.memory, self.recommended(world), self._at(world)
+        usable, chosen = (1 - HELD_BACK) * self.memory, self.recommended(world)
+        costs = [cost for cost in self.costs if cost.world == world]
         available = f"{self._said(usable)} ({self._said(self.memory)} less {HELD_BACK:.0%} for what is not counted)"
         without = "" if self.activations else ", activations not counted"
         if chosen is None:
@@ -144,6 +145,3 @@ class Plan:
             if (number := nbytes / _BYTES[unit]) >= 0.1:
                 return f"{number:.3g} {unit}" if number < 1 else f"{number:.1f} {unit}"
         return "0"
-
-    def _at(self, world: int) -> list[Cost]:
-        return [cost for cost in self.costs if cost.world == world]
