@@ -61,9 +61,6 @@ def _named(name: str) -> object:
     return table[name]
 
 
-# ------------------------------------------------------------------------------------------------------ make mutants
-
-
 @dataclass(frozen=True)
 class Result:
     """by: one of CAUGHT, NOTHING, or what is wrong with the mutant. test: the first that failed."""

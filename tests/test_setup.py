@@ -127,9 +127,6 @@ def test_what_trains_nothing_needs_no_group(tmp_path: Path):
     zero.checkpoint.load(tmp_path, model)
 
 
-# ------------------------------------------------------------------------------------------ options by the stage
-
-
 class Forgetful(SGD):
     def __init__(self, params: Any, scale: float = 1.0) -> None:
         super().__init__(params, lr=0.1 * scale)
@@ -398,9 +395,6 @@ def test_parameters_of_stage_3_kept_are_gathered_once_a_step(rank, world):
         model(torch.ones(2, 4)).sum().backward()
         sent.append((zero.traffic() - before).gather)
     assert sent[0] > sent[1] == sent[2] > 0
-
-
-# ------------------------------------------------------------------- what setup raises leaves all as it was
 
 
 class Picky(SGD):

@@ -12,18 +12,7 @@ from unittest import mock
 
 import objects
 import pytest
-from saved import (
-    Config,
-    Runs,
-    adam,
-    change_index,
-    differences,
-    save_and_go_on,
-    steps,
-    tiny,
-    train,
-    whole,
-)
+from saved import Config, Runs, adam, change_index, differences, save_and_go_on, steps, tiny, train, whole
 from torch import nn
 from torch.optim import SGD
 
@@ -141,9 +130,6 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank_and_changes_nothing(stage
     assert not list(tmp_path.rglob(CANARY)), "a crafted file ran code"
 
 
-# ----------------------------------------------------------------------------------------------- once all was checked
-
-
 class Failing(io.FileIO):
     """Of whose kind only so many reads succeed."""
 
@@ -187,9 +173,6 @@ def test_a_load_that_fails_late_says_on_every_rank_that_the_model_is_half_loaded
     first, second = ranks.run(fails_late, 2, (f"objects://{tmp_path}", stage))
     assert first == second
     assert "Input/output error" in first and "partly as before and partly as saved" in first and "rank 1" in first
-
-
-# ------------------------------------------------------------------------------------------------------ what differs
 
 
 def of(optim, width=8, wrap=nn.Module.float, change=id):

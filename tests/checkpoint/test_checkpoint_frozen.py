@@ -145,9 +145,6 @@ def test_masters_of_what_is_frozen_are_left_out(stage, tmp_path):
     assert left_out(tmp_path / "00000001") == FROZEN and not [path for path in index["tensors"] if "base" in path]
 
 
-# ------------------------------------------------------------------------------------- what is frozen changes in a run
-
-
 def unfrozen_later(rank, world, path, stage):
     model, optimizer = build(stage)
     steps(model, optimizer, 0, 1)
@@ -214,9 +211,6 @@ def test_a_run_is_of_one_model_with_or_without_its_base(tmp_path):
         zero.checkpoint.save(tmp_path, other, frozen=False)
     with pytest.raises(CheckpointError, match=r"another model.*base\.weight \(saved float32 \[100, 100\]"):
         zero.checkpoint.load(tmp_path, other)
-
-
-# --------------------------------------------------------------------------------------------------- what is said of it
 
 
 def said(rank, world, path):

@@ -104,9 +104,6 @@ def test_replicas_write_once(tmp_path):
     assert not differences(saved, read_plainly(checkpoint))
 
 
-# --------------------------------------------------------------------------------------------------------- optimizers
-
-
 def two_optimizers(stage):
     """Adafactor keeps a row and a column of each matrix."""
     model = tiny()
@@ -157,9 +154,6 @@ def test_another_order_in_memory(tmp_path):
     zero.checkpoint.load(tmp_path, found, found_optimizer)
     assert found[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert not differences(whole(saved, optimizer), whole(found, found_optimizer))
-
-
-# ----------------------------------------------------------------------------------------------------- compiled models
 
 
 COMPILED = {

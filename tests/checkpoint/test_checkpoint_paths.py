@@ -40,9 +40,6 @@ def test_the_home_directory(path, tmp_path, monkeypatch):
     assert {"run", "out"} < {one.name for one in home.iterdir()}
 
 
-# ------------------------------------------------------------------------------------------- a path is of one model
-
-
 def with_a_head():
     return nn.Sequential(*tiny(), nn.Linear(3, 2))
 
@@ -133,9 +130,6 @@ def test_what_may_change_of_a_model_while_it_is_trained(tmp_path):
     zero.checkpoint.load(tmp_path, tiny())
 
 
-# ----------------------------------------------------------------------------------- what is no checkpoint of zero
-
-
 def in_a_run(name):
     return lambda path: Path(zero.checkpoint.save(path, tiny()).path.parent, name)
 
@@ -177,10 +171,7 @@ STRANGERS = {
     "deepspeed": (folder_of("latest", "global_step7/mp_rank_00_model_states.pt"), r"DeepSpeed.*zero_to_fp32\.py"),
     "shards of weights": (folder_of("model-00001-of-00002.safetensors"), LOADS_WEIGHTS),
     "a save that was killed": (folder_of("rank-00000.safetensors"), "incomplete"),
-    "of another library": (
-        folder_of("optimizer.bin", "scheduler.bin"),
-        "no checkpoint.*, but optimizer.bin, ",
-    ),
+    "of another library": (folder_of("optimizer.bin", "scheduler.bin"), "no checkpoint.*, but optimizer.bin, "),
     "empty": (Path.mkdir, "no checkpoint in it: nothing was saved there"),
 }
 

@@ -46,9 +46,6 @@ def _readable():
         pytest.skip("this system does not let processes read one another's memory")
 
 
-# ----------------------------------------------------------------------------------------------------------- Who reads
-
-
 def _hindered(rank, world, hindered, target, effect):
     with mock.patch(target, **effect) if rank == hindered else nullcontext():
         comm, reads = together(rank, world)
@@ -70,9 +67,6 @@ ERROR = {"side_effect": OSError("not here")}
 def test_where_one_rank_cannot_read_another_all_use_collectives(hindered, target, effect):
     found = ranks.run(_hindered, 3, args=(hindered, target, effect))
     assert found == [(False, [0.0, 1.0, 2.0], [3.0])] * 3
-
-
-# -------------------------------------------------------------------------------- What is read stays until it was read
 
 
 @pytest.mark.slow
@@ -115,9 +109,6 @@ def test_any_number_of_operations_may_be_in_flight(rank, world):
     for handle in handles:
         handle.wait()
     assert all(full.tolist() == [10.0 * which, 10.0 * which + 1] for which, full in enumerate(fulls))
-
-
-# ---------------------------------------------------------------------------------------------------- A rank that ends
 
 
 def _ends(rank, world, operation, launched):

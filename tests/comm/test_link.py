@@ -35,8 +35,6 @@ from zero.comm.store import RaisedText, StoreRendezvous
 from zero.comm.together import Together
 from zoo import WIDTH, Stack, loss_on
 
-# --------------------------------------------------------------------------------------------------- A failed transfer
-
 
 def within_a_host() -> AbstractContextManager[Any]:
     """Ranks read one another's memory, also where the whole run is told not to."""
@@ -133,9 +131,6 @@ def test_buffers_of_what_was_launched_before_ranks_were_out_of_step_are_kept():
         assert kept() is not None
 
 
-# ----------------------------------------------------------------------------------------------- The user's own groups
-
-
 @pytest.mark.slow
 @ranks.on(2, timeout=60)
 def test_other_threads_may_use_the_default_group_meanwhile(rank, world):
@@ -183,9 +178,6 @@ def test_dtypes_that_backends_lack_move_as_bytes(rank, world, beside):
             comm.gather(full, [0, 2, 4]).wait()
         assert buffer.to(torch.int32).tolist() == [5, 5, 5]
         assert full.to(torch.int32).tolist() == [1, 1, 2, 2]
-
-
-# -------------------------------------------------------------------------------------------------- What the user says
 
 
 def transport(rank: int, world: int, memory: str, others: str) -> tuple[str, int]:

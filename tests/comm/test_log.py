@@ -68,9 +68,6 @@ def test_what_is_settled_has_few_comparisons_whatever_the_number_of_units(rank, 
     assert found[0] > most
 
 
-# ---------------------------------------------------------------------------------------------------- ranks out of step
-
-
 class Steps:
     """Operations one after another: gathers by their number, and agreements by their name."""
 

@@ -37,8 +37,6 @@ TIMEOUT = 2.0
 
 STAGES: list[int | str] = [0, 1, 2, 3, "hybrid"]
 
-# ----------------------------------------------------------------------------------------------------- in the tests
-
 
 def problem() -> str:
     """Why this machine lets this user make no hosts; nothing if it does."""
@@ -121,9 +119,6 @@ class Hosts:
         for holder in self._holders.values():
             holder.kill()
             holder.communicate()
-
-
-# --------------------------------------------------------------------------------------------------------- on a rank
 
 
 def build(stage: int | str, group: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:

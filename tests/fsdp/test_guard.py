@@ -29,9 +29,6 @@ def sharded(**options: Any) -> zero.FSDP:
     return zero.FSDP(built(matrices), **options)
 
 
-# ------------------------------------------------------------------------------------ optimizers for full parameters
-
-
 class SamOfSGD(Sam):
     """Ascends by the norm of this rank's shard alone; the first that torch tells of is the step of the SGD inside."""
 
@@ -127,9 +124,6 @@ def test_state_of_whole_parameters_that_is_loaded_is_refused_with_the_remedy(ran
     optimizer.load_state_dict(saved.state_dict())
     backward(model, rank)
     optimizer.step()
-
-
-# ---------------------------------------------------------------------------------------- steps at the wrong moment
 
 
 @ranks.on(2)

@@ -227,9 +227,6 @@ def test_what_was_not_written_into_keeps_its_precision(rank, world):
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-# ----------------------------------------------------------------------------------------------- Penalties in the loss
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
 @ranks.raises(2, RuntimeError, "a loss reads '.*(weight|bias)' outside of the model's forward", timeout=15)
 def test_a_penalty_on_shards_is_refused_on_every_rank(rank, world, dtype):

@@ -112,9 +112,6 @@ def test_a_list_has_no_forward_to_be_gathered_for():
         zero.FSDP(GPT(), auto_wrap_policy=ModuleWrapPolicy({nn.ModuleList}))
 
 
-# ---------------------------------------------------------------------------------------------------------- parameters
-
-
 def owned(root: nn.Module, policy: object, **options: object) -> dict[str, list[str]]:
     return unit_params(zero.FSDP(root, auto_wrap_policy=policy, **options))
 

@@ -37,9 +37,6 @@ class Made:
         return self.linears[of % len(self.linears)]
 
 
-# -------------------------------------------------------------------------------------------------------------- layers
-
-
 class Linear(nn.Module):
     def __init__(self, made: Made, node: Node) -> None:
         super().__init__()

@@ -90,7 +90,7 @@ def test_what_the_launcher_adds_is_not_taken_for_asked(monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="no stage to shard at was given"):
         chosen(None)
     assert vars(plugin()) == {
-        **{"stage": 3, "sharding_strategy": "FULL_SHARD", "cpu_ram_efficient_loading": True, **ADDED},
+        **{"stage": 3, "sharding_strategy": "FULL_SHARD", "cpu_ram_efficient_loading": True, **ADDED}
     }
     for asked, expected in [
         ({"reshard_after_forward": "SHARD_GRAD_OP"}, "SHARD_GRAD_OP"),  # Accelerate drops it: its own default wins
@@ -197,10 +197,11 @@ def test_keys_that_mean_nothing_here_are_named(tmp_path: Path) -> None:
     plain = from_yaml(tmp_path, deepspeed_config={"zero_stage": 3})
     with pytest.warns(UserWarning, match="without an effect here") as warned:
         assert from_yaml(tmp_path, deepspeed_config={"zero_stage": 3, **IDLE}) == plain
-    assert len(warned) == 1
+    assert [one.filename for one in warned] == [__file__]
     assert all(name in str(warned[0].message) for name in IDLE)
-    with pytest.warns(UserWarning, match="offload_param_device is for stage 3"):
+    with pytest.warns(UserWarning, match="offload_param_device is for stage 3") as warned:
         assert from_yaml(tmp_path, deepspeed_config={"offload_param_device": "cpu"}) == ZeroPlugin(2)
+    assert warned[0].filename == __file__
 
 
 def test_accelerates_own_words_for_deepspeed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,9 +109,6 @@ def infinite_gradients_made_zero(reduce, self, messages, *streams):
     return Changed(reduce(self, messages, *streams), lambda sums: sums.nan_to_num_(0.0, 0.0, 0.0))
 
 
-# ------------------------------------------------------------------------------------------------ dtypes and bytes
-
-
 @mutant("packing.summed_as")
 def gradients_summed_in_16_bits(_, dtype):
     """16-bit gradients are summed in 16 bits, not in float32."""
@@ -153,9 +150,6 @@ def parameters_sent_twice(gather, self, full, shard, *streams, **how):
     """Each all-gather runs twice."""
     gather(self, full, shard, *streams, **how).wait()
     return gather(self, full, shard, *streams, **how)
-
-
-# ------------------------------------------------------------------------------------------- what stands in param.grad
 
 
 @mutant("OwnedBucket.decide")

@@ -39,9 +39,6 @@ def full_weights_are_no_copies(full_state_dict, model, *given, **named):
     return {name: own[name] if name in own and own[name].shape == of.shape else of for name, of in weights.items()}
 
 
-# ------------------------------------------------------------------------------------------------------ optimizer state
-
-
 @mutant("optimizer_state.hand_over")
 def momentum_not_loaded(load, optimizer, taken, groups):
     """Averages of gradients are zero after state was loaded."""
@@ -74,9 +71,6 @@ def state_of_another_parameter(load, optimizer, taken, groups):
 @mutant("own_dtypes.keep_dtypes")
 def state_loaded_in_the_dtype_of_its_parameter(_, optimizer, loaded):
     """float32 state of 16-bit parameters is rounded as it is loaded."""
-
-
-# ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
 @mutant("files.write")
@@ -146,9 +140,6 @@ def save_behind_without_a_copy(_, model, held):
 def rank_that_cannot_write_is_silent(compare, self, what, lines=(), problem=None):
     """A rank's problem with a checkpoint is told nobody, and the checkpoint counts as saved."""
     compare(self, what, lines, problem if self.first else None)
-
-
-# ------------------------------------------------------------------------------------------------ full, out and in
 
 
 @mutant("Reads.load")

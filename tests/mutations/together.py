@@ -9,8 +9,6 @@ import torch.distributed as dist
 
 from mutations import mutant
 
-# ------------------------------------------------------------------------------------------------- errors, on all ranks
-
 
 @mutant("Comm.compare")
 def error_raised_on_one_rank_only(compare, self, what, lines, problem=None, *channel):
@@ -69,9 +67,6 @@ def memory_written_before_others_have_read_it(before, self, *given):
         self.announce(before.__globals__["_DONE"])
 
 
-# -------------------------------------------------------------------------------------------------- time on the network
-
-
 @mutant("InOneMessage.messages")
 def messages_filled_before_they_are_packed(messages, self, taken):
     """All of a message is filled with zeros before gradients are copied into it, and the wire waits for both."""
@@ -83,9 +78,6 @@ def messages_filled_before_they_are_packed(messages, self, taken):
 def gradients_of_16_bits_sent_by_all_to_all(init, self, group, *, sent_as=None, **more):
     """Between hosts 16-bit gradients take several times as long as those of float32."""
     init(self, group, sent_as=sent_as or group.full.dtype, **more)
-
-
-# --------------------------------------------------------------------------------------------------- numbers about runs
 
 
 @mutant("join")

@@ -17,8 +17,6 @@ from zoo import WIDTH, data
 
 row = Rows("step() on gradients that were not averaged", __name__, optim=momentum)
 
-# ------------------------------------------------------------------------------------------------- within a backward
-
 
 def within(register):
     """register(t, hook): a hook that is called within each backward."""
@@ -39,8 +37,6 @@ row.of(
 )
 row.of("a hook of a module steps", within(lambda t, hook: t.n.last.register_full_backward_hook(hook)), **REFUSED)
 row.of("a hook of a tensor steps", within(lambda t, hook: t.n.first.weight.register_hook(lambda g: hook())), **REFUSED)
-
-# ------------------------------------------------------------------------------------------- under no_sync, or around
 
 
 def unsent(t, i):
@@ -81,8 +77,6 @@ def frozen():
 
 row.of("the last backward is under no_sync", unsent, same=(), refused={1: r"no_sync\(\)", 2: r"no_sync\(\)"})
 
-# ---------------------------------------------------------------------------------------------------- what is right
-
 
 def inner_calls(t, i):
     """Of which no gradient is left."""
@@ -107,9 +101,6 @@ def dropped(t, i):
 row.of("the inner module is called for other things", inner_calls, same={1, 2})
 row.of("gradients that were not averaged are dropped", dropped, same={1})
 test_rows = row.tests()
-
-
-# --------------------------------------------------------------------- what DistributedDataParallel would not average
 
 
 def unused(t, i):

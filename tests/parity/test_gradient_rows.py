@@ -18,8 +18,6 @@ from assertions import close
 from rows import WIDTH, Net, Rows, adam, changed, momentum, trains
 from zoo import data
 
-# ----------------------------------------------------------------------------------------- B7: those that are asked for
-
 OWN = r"(?i)shard|unit|FSDP"  # of zero's own errors, not of torch's
 LATER = {"or_refused": OWN}
 
@@ -91,8 +89,6 @@ row.of("a hook sees those of units and root", seen, **LATER)
 row.of("hooks of parameters scale their gradients", scaled_by_hooks, **UNITS)
 test_asked = row.tests()
 
-# ------------------------------------------------------------------------- C4: gradients where a rank owns no element
-
 
 def every(act):
     """What is done with each parameter after backward."""
@@ -122,7 +118,6 @@ row.of(
 )
 test_none = row.tests()
 
-# ------------------------------------------------------------------------------------------ B9: torch's clip_grad_norm_
 
 B9 = "B9: torch's clip_grad_norm_"
 
@@ -199,11 +194,7 @@ row.of(
     **SAME,
 )
 row.of("one of two layers is scaled", each(by(lambda t, k: 0.1), FIRST), **SAME | {"net": NETS["two alike"]})
-row.of(
-    "the norm is of one layer",
-    each(lambda t, params: clip_grad_norm_(params, 0.01), FIRST),
-    **NORM,
-)
+row.of("the norm is of one layer", each(lambda t, params: clip_grad_norm_(params, 0.01), FIRST), **NORM)
 row.of("each has its norm", each(lambda t, params: [clip_grad_norm_(p, 0.01) for p in params]), **NORM)
 row.of("the largest is the norm", each(lambda t, params: clip_grad_norm_(params, 0.01, torch.inf)), **NORM)
 row.of("it runs foreach", each(lambda t, params: clip_grad_norm_(params, 0.01, foreach=True)), **NORM)

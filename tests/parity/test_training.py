@@ -40,9 +40,6 @@ def steps(both: SideBySide, rank: int, count: int = 3, start: int = 0) -> None:
         both.step(loss_on(batch(rank, step)))
 
 
-# ------------------------------------------------------------------------------------------ forwards and backwards
-
-
 @scenario
 def one_graph_gone_through_three_times(rank, world, stage):
     both = SideBySide(Stack(), stage)
@@ -59,9 +56,6 @@ def blocks_run_backwards_and_left_out_from_step_to_step(rank, world, stage):
     both = SideBySide(Stack(), stage)
     for step, order in enumerate([slice(None), slice(None, None, -1), slice(1), slice(0, 0), slice(None)]):
         both.step(loss_on(batch(rank, step), blocks=order))
-
-
-# -------------------------------------------------------------------------------------------------------- no_sync
 
 
 @scenario
@@ -103,9 +97,6 @@ def exception_inside_no_sync(rank, world, stage):
     both.update()
 
 
-# -------------------------------------------------------------------------------------------- parameters of all kinds
-
-
 @scenario
 def two_optimizers_for_one_model(rank, world, stage):
     def halves(model):
@@ -141,9 +132,6 @@ def two_optimizers_for_one_model(rank, world, stage):
     first, second = halves(both.plain)
     both.plain_optimizer = Two([sgd(first), adam(second)])
     steps(both, rank)
-
-
-# -------------------------------------------------------------------------------------------------- inputs and outputs
 
 
 @dataclasses.dataclass
@@ -195,9 +183,6 @@ def outputs_that_need_no_gradient_beside_those_that_do(rank, world, stage):
             return x * one + (best == 1).float().mean()
 
     steps(SideBySide(Counted(Counting, classes=3), stage), rank)
-
-
-# --------------------------------------------------------------------------------------------- activation checkpointing
 
 
 class Reentrant(zoo.Stack):

@@ -82,8 +82,6 @@ row.within(between_backward_and_step, same={1, 2}, steps=2)(
 test_rows = row.tests()
 
 
-# ------------------------------------------------------------------------------------------------ optimizer.part(param)
-
 row = Rows("B8: writes into optimizer.part(param) raise on every rank", __name__)
 
 
