@@ -181,8 +181,8 @@ def gathered_by_what_requires_gradients(_, self):
     self._trained |= {flat for flat in self.shard_groups if any(param.requires_grad for param in flat.params)}
 
 
-@mutant("FullBucket.take")
-def gradients_of_any_backward_taken_for_averages(take, self, index, gradient):
+@mutant("OwnedGradients.refuse")
+def gradients_of_any_backward_taken_for_averages(refuse, self):
     """At stage 1 a step takes what a backward under no_sync() has left."""
-    self.unreduced.clear()
-    take(self, index, gradient)
+    if self.are_sharded:
+        refuse(self)

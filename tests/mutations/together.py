@@ -11,11 +11,11 @@ from mutations import mutant
 
 
 @mutant("Comm.compare")
-def error_raised_on_one_rank_only(compare, self, what, lines, problem=None, *channel):
+def error_raised_on_one_rank_only(compare, self, what, lines, own=None, *channel):
     """A constructor's refusal is raised where the problem is, and other ranks wait."""
-    if problem is not None and self.world > 1:
-        raise ValueError(problem)
-    compare(self, what, lines, problem, *channel)
+    if own is not None and self.world > 1:
+        raise own
+    compare(self, what, lines, own, *channel)
 
 
 @mutant("Comm.compare")
