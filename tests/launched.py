@@ -1,7 +1,5 @@
 """Ranks of tests as `accelerate launch` would have started them."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

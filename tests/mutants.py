@@ -13,8 +13,6 @@ happens. So one test can be tried, too:
     ZERO_MUTANT=old-master pytest tests/oss/test_master.py
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -23,8 +23,6 @@ changes in its process (default dtype, patched modules) it must undo, or ask for
 Warnings on the ranks meet the filters that hold in the calling test.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import gc

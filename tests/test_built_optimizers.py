@@ -1,7 +1,5 @@
 """zero.setup with an optimizer that a script has built before: it trains on as it would have by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

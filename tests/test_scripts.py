@@ -1,7 +1,5 @@
 """What scripts ask of a model at any stage: full weights on one rank, clipping, the plain module."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable

@@ -1,13 +1,10 @@
 """Processes of a launcher that are in no process group: nothing trains apart in silence, and the rest goes on."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -117,7 +114,7 @@ def test_the_message_tells_how_one_of_them_trains_alone():
 
 
 @pytest.mark.slow
-def test_what_trains_nothing_needs_no_group(tmp_path: Path):
+def test_what_trains_nothing_needs_no_group(tmp_path):
     """As after destroy_process_group(), and in scripts that only plan, read or convert."""
     model = nn.Linear(4, 4)
     assert zero.full_state_dict(model, to=None).keys() == model.state_dict().keys()

@@ -1,8 +1,6 @@
 """Several optimizers over one model: Muon for matrices, AdamW beside it. The numbers are DDP's, and ranks have equal
 steps and equal memory."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import shutil
-import time
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -104,10 +103,8 @@ def refused(rank, world, stage, paths):
     steps(model, optimizer, 7, 1)
     before, told = whole(model, optimizer), []
     for path in paths:
-        began = time.monotonic()
         with pytest.raises(CheckpointError) as caught:
             assert not zero.checkpoint.load(path, model, optimizer), path
-        assert time.monotonic() - began < 5
         assert not differences(before, whole(model, optimizer)), path
         told.append(str(caught.value))
     steps(model, optimizer, 2, 1)

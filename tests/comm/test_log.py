@@ -1,7 +1,5 @@
 """When ranks compare what they do between hosts, and what they are told when they are out of step."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator

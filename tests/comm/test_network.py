@@ -1,8 +1,6 @@
 """What crosses the network between hosts in a settled step, by kind of transfer: never more than float32's ring sends,
 and no all-to-all but where the user asked for 16 bits on the wire."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache, partial
 from typing import Any

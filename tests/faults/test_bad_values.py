@@ -2,8 +2,6 @@
 rank; nothing hangs.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import signal

@@ -3,8 +3,6 @@
 `make faults` sets ZERO_FAULTS=1 and runs every row at all of its stages, over each transport.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections.abc import Callable

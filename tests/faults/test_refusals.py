@@ -1,7 +1,5 @@
 """What cannot work is refused by every rank, also where one alone is wrong: with what was found and the remedy."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ are told not to read one another's memory: they send over the link, as real host
 As a script, this file is what a rank on them runs: it trains at every stage, and then until the link fails.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

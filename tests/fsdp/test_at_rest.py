@@ -1,8 +1,6 @@
 """Between steps a sharded parameter answers as the full one: with the numbers of stage 0, and what is written is there.
 Where parts cannot, or one rank asks alone, every rank raises."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -5,8 +5,6 @@ compile the same block again for each place that it has. Graphs of a whole model
 The first forward runs uncompiled, to find what modules read of other units. `make matrix` runs all cases.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from typing import Any

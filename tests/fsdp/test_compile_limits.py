@@ -1,7 +1,5 @@
 """What torch.compile may be called with: a unit in one graph, not several; CUDA graphs only where nothing moves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 That it trains right in all kinds of loops is tested in test_parity.py and test_training.py.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """What optimizers may do with parameters that lie in shards: what would be wrong is refused, on every rank."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models built on the meta device: on every rank, with values made by rank 0, or on all ranks but rank 0."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """Mixed precision: the numbers are those of the same policy by torch alone, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """Parameters that are read elsewhere than in the forward of the unit that they belong to, and what a forward writes
 into parameters in place: as without FSDP."""
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from typing import Any

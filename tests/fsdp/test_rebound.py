@@ -1,7 +1,5 @@
 """Parameters that were given other data, replaced or added after wrapping: refused, on every rank."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Backward is interrupted, or comes to a unit again: no gradient is lost, and none that was cleared comes back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

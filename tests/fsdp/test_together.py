@@ -1,8 +1,6 @@
 """Stage 3 where users' hooks, kept objects, interrupts and steps meet it: each trains as torch alone, or raises on
 every rank."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import partial
 

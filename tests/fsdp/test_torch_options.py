@@ -1,7 +1,5 @@
 """PyTorch's own objects as options of FSDP: they mean what they mean to PyTorch's FSDP, or are refused by name."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Which modules become units and which parameters each unit has: by FSDP of one process, without a group."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """The layers that random models are put together of. Each takes and returns rows of `width` floats."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Trains a random case at its stage, beside a reference that torch alone trains: see runs.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """What one settled step launches, counted on the fake process group, which stands for a backend such as NCCL."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

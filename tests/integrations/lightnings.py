@@ -1,7 +1,5 @@
 """What ranks do in test_lightning: a model, data and a Trainer, on ranks that there are already."""
 
-from __future__ import annotations
-
 import contextlib
 import runpy
 import sys

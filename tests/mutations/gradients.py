@@ -1,7 +1,5 @@
 """Mutants of gradients, from backward to their owners."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager, nullcontext
 
 import torch

@@ -1,7 +1,5 @@
 """Mutants of parameters: gathered, computed with, written into and released."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Mutants of weights and optimizer state that are saved and loaded, and of checkpoints."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Mutants of norms, of clipping, of loss scaling, and of steps."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mutations import Changed, mutant

@@ -1,7 +1,5 @@
 """Mutants of what ranks compare and tell one another, and of what `zero` says beforehand."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 

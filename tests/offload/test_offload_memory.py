@@ -1,8 +1,6 @@
 """Bytes between device and CPU in a settled step with CPUOffload, bytes that each holds, and the numbers: on the
 simulated GPU. The bytes are those that docs/precision_and_memory.md has for this rank's shards, and nothing else."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import nullcontext
 from functools import partial

@@ -1,8 +1,6 @@
 """What users and tools do with any torch optimizer: hooks, closures, arguments of step, methods of the inner one,
 copies; and what ShardedDDP does to an optimizer that has already stepped."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """`OSS.from_optimizer`: an optimizer that was built already trains on, sharded, as it would have by itself."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from typing import Any

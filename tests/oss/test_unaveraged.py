@@ -1,7 +1,5 @@
 """Steps on gradients that are not, or not yet, those of all ranks: refused on every rank, or right."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

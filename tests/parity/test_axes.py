@@ -5,8 +5,6 @@ parameters. `make axes` tries 300 points that are new each time, DRAWS=2000 more
 in KNOWN, or mended.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import re

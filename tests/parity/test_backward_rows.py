@@ -1,7 +1,5 @@
 """Backwards out of the usual order, and steps that are given a closure."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext, suppress
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Gradients that no backward computes: evolution strategies, formulas, and what is put into a rank's own shard."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Parameters that are read outside their units, and several forwards of a model with buffers."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 

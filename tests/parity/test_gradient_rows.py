@@ -1,7 +1,5 @@
 """Gradients of parameters that are asked for, looped over, and clipped."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients of backwards under no_sync: what a loop does to them before they are sent, and what keeps them."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from functools import partial

@@ -1,8 +1,6 @@
 """Norms and clipping: what is told, and the step on what was clipped, are those of torch's clip_grad_norm_ on a full
 copy. Torch's own function, and other changes between backward and step, are rows of test_gradient_rows.py."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

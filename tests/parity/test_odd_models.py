@@ -4,8 +4,6 @@ Among them are losses of what does not leave a unit through what its forward ret
 parameters.
 """
 
-from __future__ import annotations
-
 from collections import UserDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Stage 2: what stands in `param.grad` is the truth. A placeholder counts, None was dropped, the rest is refused."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -1,7 +1,5 @@
 """What a training loop may do at stages 2 and 3 alike: on two ranks the numbers are the reference's bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import OrderedDict, namedtuple

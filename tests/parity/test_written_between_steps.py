@@ -3,8 +3,6 @@
 With masters: oss/test_master.py. Other data at stage 3: fsdp/test_rebound.py.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Weights that are written between a forward and its backward are found by torch, as under DistributedDataParallel."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections import OrderedDict

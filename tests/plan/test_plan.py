@@ -1,7 +1,5 @@
 """What `zero.plan` says, and how: against papers, and objects of large worlds. Steps are in parity/test_memory.py."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """ShardedDDP's options, reduce(), and unusual backwards."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from typing import Any

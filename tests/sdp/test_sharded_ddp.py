@@ -3,8 +3,6 @@
 That it trains right in all kinds of loops is in tests/parity.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 from typing import Any

@@ -1,8 +1,6 @@
 """A wrapper is as its module is: it is indexed as containers are, and takes and returns whatever the module does.
 Building it takes no time for ranks other than this one."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,8 +1,6 @@
 """Full weights and optimizer state: in from every rank or from rank 0 alone, and out, at every stage; what does not fit
 is refused on every rank, and changes nothing."""
 
-from __future__ import annotations
-
 import copy
 import io
 import re

@@ -1,7 +1,5 @@
 """State of every kind that optimizers keep, and that old files hold, at every stage: it comes out and goes in alike."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
 from typing import Any
