@@ -14,10 +14,8 @@ import ranks
 import zero
 from assertions import same
 from runs import SideBySide, loss_on
-from transports import TRANSPORTS, calling
+from transports import TRANSPORTS, by
 from zoo import WIDTH, Block, Stack, batch
-
-KEPT = {"reshard_after_forward": False}
 
 
 class Stopped(Stack):
@@ -33,27 +31,24 @@ class Stopped(Stack):
         return self.last(x)
 
 
-@pytest.mark.parametrize("options", [{}, KEPT], ids=str)
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, KeyError])
-def test_saving_works_after_what_has_ended_a_forward(error, options, tmp_path):
-    for transport in TRANSPORTS:
-        args = (transport, stopped_and_saved, error, options, str(tmp_path / transport.replace(" ", "_")))
-        ranks.run(calling, 2, args=args)
-
-
-def stopped_and_saved(rank, world, error, options, path):
-    both = SideBySide(Stopped(), partial(zero_fsdp, **options))
-    both.step(loss_on(rank, 0))
-    inner = both.model.module
-    for trains in (True, False):
-        inner.error = error("as told")
-        with pytest.raises(error), torch.set_grad_enabled(trains):
-            both.model(batch(rank, 1))
-        inner.error = None
-        same(zero.full_state_dict(both.model, to=None), {**both.plain.state_dict()})
-        zero.full_optimizer_state_dict(both.model, both.optimizer, to=None)
-        zero.checkpoint.save(path, both.model, both.optimizer)
-    both.step(loss_on(rank, 2))
+@ranks.on(2)
+def test_saving_works_after_what_has_ended_a_forward(rank, world, error, options, transport, tmp_path):
+    with by(transport):
+        both = SideBySide(Stopped(), partial(zero_fsdp, **options))
+        both.step(loss_on(rank, 0))
+        inner = both.model.module
+        for trains in (True, False):
+            inner.error = error("as told")
+            with pytest.raises(error), torch.set_grad_enabled(trains):
+                both.model(batch(rank, 1))
+            inner.error = None
+            same(zero.full_state_dict(both.model, to=None), {**both.plain.state_dict()})
+            zero.full_optimizer_state_dict(both.model, both.optimizer, to=None)
+            zero.checkpoint.save(tmp_path, both.model, both.optimizer)
+        both.step(loss_on(rank, 2))
 
 
 def zero_fsdp(model, optim, **options):

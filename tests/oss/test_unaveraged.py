@@ -179,11 +179,8 @@ ACTS = around, around_parts, twice, again, unfrozen, unused, accumulated
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_the_mean_over_the_ranks_is_stepped(stage, world, act):
-    ranks.run(as_one_process, world, args=(stage, act))
-
-
-def as_one_process(rank: int, world: int, stage: int, act: Callable[[Any, int], None]) -> None:
+@ranks.on("world")
+def test_the_mean_over_the_ranks_is_stepped(rank, world, stage, act):
     build = frozen if act is unfrozen else Net
     sharded, whole = Sharded(build(), stage), Whole(build(), world)
     for step in range(4):

@@ -81,12 +81,9 @@ def calls_in(world: int) -> int:
     return count[0]
 
 
-def _counted(rank: int, world: int) -> list[int]:
-    return [calls_in(world) for world in (8, 4096)]
-
-
 @pytest.mark.slow
 @gpus.cpu_only("calls of the default device are counted, too")
-def test_building_takes_no_time_for_other_ranks():
-    [(few, many)] = ranks.run(_counted, bare=True, fresh=True)
+@ranks.on(bare=True, fresh=True)
+def test_building_takes_no_time_for_other_ranks(rank, world):
+    few, many = map(calls_in, (8, 4096))
     assert many < 1.5 * few

@@ -56,7 +56,10 @@ def from_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def in_and_out(rank: int, world: int, optim: str, how: str) -> None:
+@pytest.mark.slow
+@matrix.combined("how, optim, world", HOWS, OPTIMIZERS, [2, 3, 1])
+@ranks.on("world")
+def test_full_weights_and_state_go_in_and_come_out(rank, world, how, optim):
     weights, state = saved(OPTIMIZERS[optim])
     plain, plain_optimizer = zero.setup(TiedBlocks(7), OPTIMIZERS[optim], stage=0)
     zero.load_full_state_dict(plain, weights)
@@ -75,12 +78,6 @@ def in_and_out(rank: int, world: int, optim: str, how: str) -> None:
             else:
                 assert not found and not found_state
         assert losses(model, optimizer, rank) == pytest.approx(expected, rel=0.0 if world < 3 else 1e-5, abs=0)
-
-
-@pytest.mark.slow
-@matrix.combined("how, optim, world", HOWS, OPTIMIZERS, [2, 3, 1])
-def test_full_weights_and_state_go_in_and_come_out(how, optim, world):
-    ranks.run(in_and_out, world, args=(optim, how))
 
 
 def changed(full: dict[str, Any], of: str, change: Any) -> dict[str, Any]:

@@ -55,11 +55,8 @@ def trained(rank: int, stage: int, optim: Any = Adam, net: Any = Tied, **how: An
 
 
 @pytest.mark.parametrize("optim", [Adam, MOMENTUM, Counting])
-def test_what_comes_out_of_one_stage_goes_into_any_other(optim):
-    ranks.run(from_each_to_each, 2, args=(optim,))
-
-
-def from_each_to_each(rank: int, world: int, optim: Any) -> None:
+@ranks.on(2)
+def test_what_comes_out_of_one_stage_goes_into_any_other(rank, world, optim):
     expected: dict[str, Tensor] = {}
     for stage, how in ((0, {}), (1, {}), (2, {"partition": "whole"}), (3, {}), (3, {"partition": "whole"})):
         model, optimizer = trained(rank, stage, optim, **how)
