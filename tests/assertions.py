@@ -1,7 +1,5 @@
 """Comparisons of what two trainings came to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """`python -m` in the process of the tests, for packages of zero that are commands."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from unittest import mock

@@ -18,6 +18,12 @@ FOR_ALL += ["torch._inductor.compile_fx", "torch.distributed.tensor.parallel"]
 # Before zero is imported: what each constructor says is no news here.
 os.environ.setdefault("ZERO_LOG", "off")
 
+# Nor what others say of what these tests mean to do. Each reads it when first imported, which the ranks' server does:
+# DDP would rather not look for unused parameters where all are used, transformers notes each choice of small models.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "matrix: has more cases under `make matrix`, see matrix.py")

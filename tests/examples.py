@@ -1,7 +1,5 @@
 """The scripts of docs/examples, run in the process of a test as torchrun would have started it."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

@@ -4,8 +4,6 @@ They are as their configurations leave them: dropout is on, caches are filled, w
 them. What is drawn at random in a forward is drawn from a seed of the rank and step, so it is the same for any wrapper.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache

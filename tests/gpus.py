@@ -5,8 +5,6 @@ NCCL what is on a GPU. Ranks that outnumber the GPUs share them. NCCL refuses tw
 pose as hosts of their own, and send by sockets.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -3,8 +3,6 @@
 A test that needs one more says by it what no public call shows. Whoever moves something in zero mends it here.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager

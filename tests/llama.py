@@ -1,7 +1,5 @@
 """A small Llama, as Muon is used for: grouped queries, gated layers, and a head that is the embedding."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 

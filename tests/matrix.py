@@ -3,8 +3,6 @@
 Of those that are marked `faults` it is `make faults` (ZERO_FAULTS=1) that runs every case.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 from collections.abc import Callable, Iterable

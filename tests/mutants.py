@@ -13,8 +13,6 @@ happens. So one test can be tried, too:
     ZERO_MUTANT=old-master pytest tests/oss/test_master.py
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -59,9 +57,6 @@ def _named(name: str) -> object:
     if name not in table:
         raise KeyError(f"{VARIABLE}={name} is no mutant. Choose one of these: {', '.join(sorted(table))}")
     return table[name]
-
-
-# ------------------------------------------------------------------------------------------------------ make mutants
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,6 @@
 A target that fails stops none of the others; one failure makes the whole fail.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -10,8 +10,6 @@ def test_numbers_are_those_of_torch(rank, world, name, at):
     MODELS[name].trains(rank, at)
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -1,8 +1,6 @@
 """Optimizers: torch's that treat each element by itself, and those that people bring along: of every kind that
 matters to who shards them."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any

@@ -1,8 +1,6 @@
 """Where parameters, gradients and optimizer state lie: steps at each placement that are planned, and the same steps run
 on ranks, whose tensors are counted."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass

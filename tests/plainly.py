@@ -1,7 +1,5 @@
 """Reads a checkpoint by `json` and `safetensors` alone, as docs/checkpoints.md says."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

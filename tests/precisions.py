@@ -1,8 +1,6 @@
 """A model of what 16 bits treat differently, the training of it in 16 bits by a few lines of torch, and by zero.setup
 at a stage."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial

@@ -23,8 +23,6 @@ changes in its process (default dtype, patched modules) it must undo, or ask for
 Warnings on the ranks meet the filters that hold in the calling test.
 """
 
-from __future__ import annotations
-
 import atexit
 import faulthandler
 import gc
@@ -218,9 +216,6 @@ def refusal(call: Callable[[], Any]) -> str:
     return ""
 
 
-# ----------------------------------------------------------------------------------------------- In the tests' process
-
-
 class _Process:
     """One kept rank process, with the pipe to it and the file where it writes its stack."""
 
@@ -338,9 +333,6 @@ def _scratch_folder() -> Path:
     return Path(folder)
 
 
-# ------------------------------------------------------------------------------------------------- In a rank's process
-
-
 def _serve(pipe: Connection, stack_file: str, poses: bool) -> None:
     mutants.put_in()
     if poses:
@@ -441,9 +433,6 @@ def _seen_by(error: BaseException) -> str:
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 400
-
-
-# ------------------------------------------------------------------------------------------------------- On both sides
 
 
 class _Pickler(pickle.Pickler):

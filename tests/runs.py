@@ -4,8 +4,6 @@ The copy is full on every rank. After its backward each gradient is averaged ove
 no rank has stays None. On two ranks the numbers of both are the same bit for bit.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import math

@@ -1,7 +1,5 @@
 """zero.setup with an optimizer that a script has built before: it trains on as it would have by itself."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -27,9 +25,14 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3))
 
 
-def in_groups(model: nn.Module) -> list[dict[str, Any]]:
-    matrices, others = ([p for p in model.parameters() if (p.dim() > 1) == wide] for wide in (True, False))
-    return [{"params": matrices, "weight_decay": 0.1}, {"params": others, "lr": 0.02, "weight_decay": 0.0}]
+def in_groups(model: nn.Module, *, named: bool = False) -> list[dict[str, Any]]:
+    """named: as the Trainer of transformers makes them."""
+    made: list[dict[str, Any]] = [{"weight_decay": 0.1}, {"lr": 0.02, "weight_decay": 0.0}]
+    for group, wide in zip(made, (True, False), strict=True):
+        pairs = [(name, param) for name, param in model.named_parameters() if (param.dim() > 1) == wide]
+        group["params"] = [param for _, param in pairs]
+        group |= {"param_names": [name for name, _ in pairs]} if named else {}
+    return made
 
 
 class Handing(SGD):
@@ -43,6 +46,7 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adam": lambda model: Adam(in_groups(model), lr=0.01, betas=(0.8, 0.9)),
     "sgd": lambda model: SGD(in_groups(model), lr=0.1, momentum=0.9, nesterov=True),
     "adagrad": lambda model: Adagrad(in_groups(model), lr=0.1),  # has state as soon as it is built
+    "adam, named": lambda model: Adam(in_groups(model, named=True), lr=0.01, amsgrad=True),
     "a class of a user's": lambda model: Handing(in_groups(model), lr=0.1, momentum=0.5),
 }
 

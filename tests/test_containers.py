@@ -1,8 +1,6 @@
 """Modules that contain wrapped ones: what a script asks of a model it asks of these, at every stage. The reference is
 torch's own: DistributedDataParallel in the container, clipping by all parameters, state_dict()."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable, Iterator

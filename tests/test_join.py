@@ -1,8 +1,6 @@
 """Different numbers of batches on different ranks: zero.join at every stage, beside one process that trains on the
 batches that count."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """What torch's profiler, and the log at DEBUG, show of a step: the units and buckets by name."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

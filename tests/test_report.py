@@ -73,9 +73,6 @@ def test_with_offload_the_line_says_how_many_threads_step():
     assert written.endswith("; offload CPUOffload, ratio 1.0, stepped by 1 threads of the CPU\n")
 
 
-# ------------------------------------------------------------------------------------------------------ zero.report
-
-
 WIDE = zero.MixedPrecision(torch.bfloat16)
 
 

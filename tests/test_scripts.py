@@ -1,7 +1,5 @@
 """What scripts ask of a model at any stage: full weights on one rank, clipping, the plain module."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Callable
@@ -12,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper as recomputed_in_backward
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Adam, AdamW
 
@@ -20,9 +17,8 @@ import matrix
 import ranks
 import zero
 from assertions import same
-from inner import Meter, at_rest
 from runs import norm_of_gradients, take_step
-from zoo import Block, TiedBlocks, data
+from zoo import TiedBlocks, data
 
 STAGES = [0, 1, 2, 3]
 
@@ -118,16 +114,6 @@ def test_the_same_script_runs_alone():
     ranks.run(of_stages, args=([(1, 2), (3, 1)],), bare=True)
 
 
-@ranks.on(2)
-def test_weights_with_the_prefix_of_ddp_are_loaded_without_it(rank, world):
-    saved = {f"module.{name}": torch.full_like(value, 3) for name, value in net().state_dict().items()}
-    for stage in STAGES:
-        model, _ = at_stage(stage, net())
-        with pytest.warns(UserWarning, match="begin with 'module.'"):
-            zero.load_full_state_dict(model, saved)
-        assert all((value == 3).all() for value in zero.full_state_dict(model, to=None).values())
-
-
 def whole(model: nn.Module) -> nn.Module:
     return torch.compile(model, backend="eager")
 
@@ -187,30 +173,6 @@ def test_names_are_the_modules_own_whatever_is_compiled(rank, world, stage, comp
             model.load_state_dict(given)
             loaded = zero.full_state_dict(model, to=None)
             assert all(torch.equal(one, other) for one, other in zip(loaded.values(), given.values(), strict=True))
-
-
-BLOCKS = 8
-
-
-def peaks(rank: int, world: int, everywhere: bool) -> tuple[int, int]:
-    """Bytes of the model, and what state_dict(), or full_state_dict(to=0), adds at its peak."""
-    inner = nn.Sequential(*(Block(64, 512) for _ in range(BLOCKS)))
-    size = sum(param.nbytes for param in inner.parameters())
-    with Meter() as meter:
-        model = zero.FSDP(inner, auto_wrap_policy=ModuleWrapPolicy({Block}))
-        before = at_rest(meter)
-        meter.reset_peak()
-        found = model.state_dict() if everywhere else zero.full_state_dict(model, to=0, device="cpu")
-        assert bool(found) == (everywhere or rank == 0)
-        return size, meter.peak() - before
-
-
-def test_ranks_that_get_nothing_hold_nothing_and_no_weight_is_copied():
-    (size, first), (_, second) = ranks.run(peaks, args=(False,))
-    unit = size / BLOCKS
-    assert second <= unit / 2  # its shard, where that is sent
-    for peak in (first, *(peak for _, peak in ranks.run(peaks, args=(True,)))):
-        assert size <= peak <= size + unit / 10
 
 
 @ranks.raises(2, ValueError, "to=2", "no rank of the group of 2", timeout=10)
@@ -290,6 +252,8 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any, Any], Any], str]] = {
     "weights of a list": (lambda m, o: zero.full_state_dict([m]), "a list .* in one module"),
     "weights of an optimizer": (lambda m, o: zero.full_state_dict(o), "stands where the model belongs"),
     "loading in another order": (lambda m, o: zero.load_full_state_dict({}, m), "a dict stands where the model"),
+    "streaming a list": (lambda m, o: zero.full_tensors([m, m]), "a list stands where the model belongs"),
+    "loading state in another order": (lambda m, o: zero.load_full_optimizer_state_dict(o, m, {}), "stands where the"),
     "state of no optimizer": (lambda m, o: zero.full_optimizer_state_dict(m, m), "where an optimizer belongs"),
     "joining in another order": (lambda m, o: next(zero.join(m, [])), "a list stands where the model belongs"),
 }
@@ -304,9 +268,6 @@ def test_what_is_no_model_or_optimizer_is_told_the_call(rank, world):
             told = ranks.refusal(lambda: call(model, optimizer))  # noqa: B023
             assert re.search(f"^TypeError: .*({words})", told), f"{name} at stage {stage}: {told}"
         optimizer.step()
-
-
-# ------------------------------------------------------------------------ several optimizers, or several models
 
 
 def halves(stage: int) -> tuple[nn.Module, list[Any]]:

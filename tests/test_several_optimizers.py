@@ -1,8 +1,6 @@
 """Several optimizers over one model: Muon for matrices, AdamW beside it. The numbers are DDP's, and ranks have equal
 steps and equal memory."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 
@@ -100,7 +98,13 @@ class Together(Optimizer):
                     param.sub_(momentum.mul_(0.9).add_(param.grad), alpha=group["lr"])
 
 
-def one_class(rank: int, world: int, stage: int) -> None:
+def matrices_alone_stay_whole(name: str, param: nn.Parameter) -> Any:
+    return "whole" if "blocks" in name and param.dim() == 2 else "even"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_one_class_may_need_some_groups_whole_and_not_others(rank, world, stage):
     found = []
     for at in (0, stage):
         torch.manual_seed(0)
@@ -120,15 +124,6 @@ def one_class(rank: int, world: int, stage: int) -> None:
             optimizer.zero_grad()
         found.append(zero.full_state_dict(wrapped, to=None))
     same(found[1], found[0])
-
-
-def matrices_alone_stay_whole(name: str, param: nn.Parameter) -> Any:
-    return "whole" if "blocks" in name and param.dim() == 2 else "even"
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_one_class_may_need_some_groups_whole_and_not_others(stage):
-    ranks.run(one_class, 2, args=(stage,))
 
 
 def cuts_a_matrix(rank: int, world: int, stage: int) -> None:

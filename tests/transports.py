@@ -1,8 +1,6 @@
 """Which transport ranks use in a test, instead of the one that suits this machine. To be entered before the first
 operation of a process group, on every rank."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

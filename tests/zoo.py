@@ -5,8 +5,6 @@ places. Those of CASES are called with the tensors of one batch and return logit
 that put models together themselves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial

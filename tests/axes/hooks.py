@@ -113,9 +113,6 @@ def hooks(name: str, place: Place, *acts: Act, whens: str = "early late", **how:
         happens(words)(partial(Hook, place, act, early=when == "early", **how))
 
 
-# ------------------------------------------------------------------------------------------------ what a hook may do
-
-
 def raises(t: Loop, *_: Any) -> None:
     if t.i == 1:
         raise RuntimeError(f"{TOLD} on every rank")
@@ -182,9 +179,6 @@ def scales_in_place(t: Loop, *seen: Tensor | None) -> None:
             one.mul_(0.9)
 
 
-# ----------------------------------------------------------------------------------------------------------- optimizers
-
-
 def of_step(register: Callable[[Loop], Callable[..., Any]]) -> Place:
     def place(t: Loop, act: Act) -> list[Any]:
         def hook(optimizer: Any, *_: Any) -> None:
@@ -209,8 +203,6 @@ hooks("before every optimizer's step", every_pre, *BEFORE[:-1], *RAISES)
 hooks("before every optimizer's step", every_pre, clips, whens="late")
 hooks("after every optimizer's step", every_post, reads_each)
 hooks("after every optimizer's step", every_post, decays_each, *RAISES)
-
-# -------------------------------------------------------------------------------------------------------------- modules
 
 
 def inside(t: Loop, where: str) -> Any:
@@ -266,8 +258,6 @@ for kind, words in KINDS.items():
         **how,
     )
 
-# -------------------------------------------------------------------------------------------------------------- tensors
-
 
 def on_gradients(t: Loop, act: Act) -> list[Any]:
     return [param.register_hook(act) for param in t.n.parameters() if param.requires_grad]
@@ -295,8 +285,6 @@ hooks("on each accumulated gradient", on_accumulated, reads, scales_in_place, *R
 hooks("on any gradient of a block", on_many("any"), reads, *RAISES, **how)
 how["or_refused"] = "needs the full tensor"  # registered between steps of stage 3
 hooks("on all gradients of a block", on_many("all"), reads, *RAISES, **how)
-
-# ------------------------------------------------------------------------------------------------- saving and loading
 
 
 def scales_entries(t: Loop, state: dict[str, Any]) -> dict[str, Any]:

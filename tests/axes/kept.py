@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from axes import Axis, happens
+from axes import Axis, Wrap, happens
+from axes.layout import linears
 
 if TYPE_CHECKING:
     from rows import Loop
@@ -76,6 +77,14 @@ class Cycle(Kept):
         return output
 
 
-for kind in (Output, Loss, Gradients, Data, Cycle):
+class Parts(Kept):
+    """Views of what a layer inside returned."""
+
+    def wrapped(self, t: Loop, wrap: Wrap, optim: Callable[..., Any]) -> tuple[nn.Module, Any]:
+        linears(t.n)[1].register_forward_hook(lambda _, __, output: self.keep(t, output[:1]))
+        return super().wrapped(t, wrap, optim)
+
+
+for kind in (Output, Loss, Gradients, Data, Cycle, Parts):
     for alone, who in ((True, "rank 0"), (False, "all ranks")):
         happens(f"kept: {kind.__name__.lower()} on {who}")(partial(kind, alone))

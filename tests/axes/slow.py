@@ -1,8 +1,6 @@
 """One rank sleeps once, for longer than Gloo's first waits: before an operation that is drawn, or amid a collection of
 full tensors or state."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager

@@ -3,8 +3,6 @@ object stores can. Objects are there whole or not at all, nothing is renamed or 
 remembered until they are asked for anew.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import uuid

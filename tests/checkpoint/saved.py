@@ -1,7 +1,5 @@
 """Training runs to save and to go on from, what they come to as full tensors, and a reader that is not zero's."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import resource

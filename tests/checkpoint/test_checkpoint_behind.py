@@ -52,60 +52,49 @@ def slowly(work):
     return later
 
 
-def load_at_once(rank, world, path):
-    model, optimizer = zero.setup(tiny(), adam(), stage=3)
-    zero.checkpoint.save(path, model, optimizer, extra={"step": 1})
-    with mock.patch.object(write, "write_rank_file", slowly(write.write_rank_file)):
-        zero.checkpoint.save(path, model, optimizer, extra={"step": 2}, wait=False)
-        found = [zero.checkpoint.load(path, model, optimizer)]
-        zero.checkpoint.save(path, model, optimizer, extra={"step": 3}, wait=False)
-        found.append(zero.checkpoint.load(f"{path}/00000003", model, optimizer))
-    with mock.patch.object(write, "write_rank_file", raising(OSError(28, "full")) if rank else write.write_rank_file):
-        zero.checkpoint.save(path, model, optimizer, extra={"step": 4}, wait=False)
-        told = refusal(lambda: zero.checkpoint.load(path, model, optimizer))
-    return [*found, zero.checkpoint.load(path, model, optimizer)], told
-
-
 @pytest.mark.slow
-def test_a_load_waits_for_the_save_that_is_being_written_and_raises_what_that_raises(tmp_path):
-    for found, told in ranks.run(load_at_once, 2, (str(tmp_path),)):
-        assert found == [{"step": 2}, {"step": 3}, {"step": 3}]
-        assert told.startswith("CheckpointError") and "rank-00001.safetensors could not be written (full)" in told
-
-
-def masters_behind(rank, world, path, stage):
-    model, optimizer = Config(masters=True).build(stage)
-    steps(model, optimizer, 0, 2)
-    zero.checkpoint.save(f"{path}/waiting", model, optimizer)
+@ranks.on(2)
+def test_a_load_waits_for_the_save_that_is_being_written_and_raises_what_that_raises(rank, world, tmp_path):
+    model, optimizer = zero.setup(tiny(), adam(), stage=3)
+    zero.checkpoint.save(tmp_path, model, optimizer, extra={"step": 1})
     with mock.patch.object(write, "write_rank_file", slowly(write.write_rank_file)):
-        saving = zero.checkpoint.save(f"{path}/behind", model, optimizer, wait=False)
-        steps(model, optimizer, 2, 1)
-        saving.wait()
+        zero.checkpoint.save(tmp_path, model, optimizer, extra={"step": 2}, wait=False)
+        assert zero.checkpoint.load(tmp_path, model, optimizer) == {"step": 2}
+        zero.checkpoint.save(tmp_path, model, optimizer, extra={"step": 3}, wait=False)
+        assert zero.checkpoint.load(tmp_path / "00000003", model, optimizer) == {"step": 3}
+    with mock.patch.object(write, "write_rank_file", raising(OSError(28, "full")) if rank else write.write_rank_file):
+        zero.checkpoint.save(tmp_path, model, optimizer, extra={"step": 4}, wait=False)
+        told = refusal(lambda: zero.checkpoint.load(tmp_path, model, optimizer))
+    assert told.startswith("CheckpointError") and "rank-00001.safetensors could not be written (full)" in told
+    assert zero.checkpoint.load(tmp_path, model, optimizer) == {"step": 3}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_masters_are_written_as_they_were_whatever_training_does_to_parameters_meanwhile(stage, tmp_path):
-    ranks.run(masters_behind, 2, (str(tmp_path), stage))
+@ranks.on(2)
+def test_masters_are_written_as_they_were_whatever_training_does_to_parameters_meanwhile(rank, world, stage, tmp_path):
+    model, optimizer = Config(masters=True).build(stage)
+    steps(model, optimizer, 0, 2)
+    zero.checkpoint.save(tmp_path / "waiting", model, optimizer)
+    with mock.patch.object(write, "write_rank_file", slowly(write.write_rank_file)):
+        saving = zero.checkpoint.save(tmp_path / "behind", model, optimizer, wait=False)
+        steps(model, optimizer, 2, 1)
+        saving.wait()
     waiting, behind = (read_plainly(tmp_path / name / "00000001") for name in ("waiting", "behind"))
     assert not differences(waiting, behind)
 
 
-def load_alone(rank, world, path):
+@pytest.mark.slow
+@ranks.on(2)
+def test_a_load_by_some_of_the_ranks_that_save_says_to_wait_first_until_all_is_written(rank, world, tmp_path):
     alone = [dist.new_group([one]) for one in range(world)][rank]
     with mock.patch.object(write, "write_rank_file", slowly(write.write_rank_file)):
-        saving = zero.checkpoint.save(path, zero.FSDP(tiny()), extra={"step": 1}, wait=False)
-        told = refusal(lambda: zero.checkpoint.load(path, tiny(), process_group=alone))
+        saving = zero.checkpoint.save(tmp_path, zero.FSDP(tiny()), extra={"step": 1}, wait=False)
+        told = refusal(lambda: zero.checkpoint.load(tmp_path, tiny(), process_group=alone))
         saving._thread.join()
+    assert "still being saved by 2 ranks" in told and "Call wait()" in told
     dist.barrier()
-    return told, zero.checkpoint.load(path, tiny(), process_group=alone)
-
-
-@pytest.mark.slow
-def test_a_load_by_some_of_the_ranks_that_save_says_to_wait_first_until_all_is_written(tmp_path):
-    for told, found in ranks.run(load_alone, 2, (str(tmp_path),)):
-        assert "still being saved by 2 ranks" in told and "Call wait()" in told
-        assert found == {"step": 1}
+    assert zero.checkpoint.load(tmp_path, tiny(), process_group=alone) == {"step": 1}
 
 
 def raising(what):
@@ -116,24 +105,20 @@ FORBIDDEN = PermissionError(1, "Operation not permitted")
 CANNOT_ALLOCATE = RuntimeError("can't allocate memory")
 
 
-def something_raises(rank, world, path):
+@pytest.mark.slow
+@ranks.on(2, timeout=20.0)
+def test_whatever_raises_before_or_on_the_thread_is_raised_on_every_rank(rank, world, tmp_path):
+    """In a container that forbids priorities, the save succeeds."""
     model, told = zero.FSDP(tiny()), []
     with mock.patch.object(os, "setpriority", raising(FORBIDDEN)):
-        zero.checkpoint.save(path, model, extra={"step": 1}, wait=False).wait()
+        zero.checkpoint.save(tmp_path, model, extra={"step": 1}, wait=False).wait()
     staged = write.staged
     with mock.patch.object(write, "staged", raising(CANNOT_ALLOCATE) if rank else staged):
-        told.append(refusal(lambda: zero.checkpoint.save(path, model, wait=False)))
+        told.append(refusal(lambda: zero.checkpoint.save(tmp_path, model, wait=False)))
     with mock.patch.object(write, "staged", lambda *given: (staged(*given)[0], raising(CANNOT_ALLOCATE))):
-        told.append(refusal(zero.checkpoint.save(path, model, wait=False).wait))
-    return zero.checkpoint.load(path, model), told
-
-
-@pytest.mark.slow
-def test_whatever_raises_before_or_on_the_thread_is_raised_on_every_rank(tmp_path):
-    """In a container that forbids priorities, the save succeeds."""
-    for found, told in ranks.run(something_raises, 2, (str(tmp_path),), timeout=20.0):
-        assert found == {"step": 1}
-        assert all("can't allocate memory" in one and one.startswith("CheckpointError") for one in told), told
+        told.append(refusal(zero.checkpoint.save(tmp_path, model, wait=False).wait))
+    assert all("can't allocate memory" in one and one.startswith("CheckpointError") for one in told), told
+    assert zero.checkpoint.load(tmp_path, model) == {"step": 1}
 
 
 @pytest.fixture
@@ -168,16 +153,13 @@ def test_a_wait_that_is_interrupted_among_ranks_does_not_return_as_if_all_were_c
     assert zero.checkpoint.load(tmp_path, tiny()) == {"step": 2}
 
 
-def remove_all(rank, world, path):
+@pytest.mark.slow
+@ranks.on(2, timeout=20.0)
+def test_a_save_whose_files_somebody_removes_does_not_wait_for_them(rank, world, tmp_path):
     def instead_of_writing(file, *given, **how):
         time.sleep(0.2)
         file.parent.remove()
 
     with mock.patch.object(write, "write_rank_file", instead_of_writing if rank else write.write_rank_file):
-        return refusal(zero.checkpoint.save(path, zero.FSDP(tiny()), wait=False).wait)
-
-
-@pytest.mark.slow
-def test_a_save_whose_files_somebody_removes_does_not_wait_for_them(tmp_path):
-    for told in ranks.run(remove_all, 2, (str(tmp_path),), timeout=20.0):
-        assert re.search(r"^CheckpointError: .*could not be written \(No such file", told)
+        told = refusal(zero.checkpoint.save(tmp_path, zero.FSDP(tiny()), wait=False).wait)
+    assert re.search(r"^CheckpointError: .*could not be written \(No such file", told)

@@ -125,75 +125,60 @@ def test_what_is_trained_is_stored_and_loads_beside_the_base(at, to, transport, 
                 assert not differences(end, later)
 
 
-def of_sixteen_bits(rank, world, path, stage):
-    """The base with masters, which are left out, too."""
-    model, optimizer = zero.setup(Adapted(), torch.optim.Adam, stage=stage, precision="bf16", lr=1e-2)
-    steps(model, optimizer, 0, 2)
-    zero.checkpoint.save(path, model, optimizer, frozen=False)
-    saved = whole(model, optimizer)
-    model, optimizer = zero.setup(Adapted(), torch.optim.Adam, stage=stage, precision="bf16", lr=1e-2)
-    zero.checkpoint.load(path, model, optimizer)
-    assert not differences(saved, whole(model, optimizer))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 3])
-def test_masters_of_what_is_frozen_are_left_out(stage, tmp_path):
-    ranks.run(of_sixteen_bits, 2, (str(tmp_path), stage))
+@ranks.on(2)
+def test_masters_of_what_is_frozen_are_left_out(rank, world, stage, tmp_path):
+    model, optimizer = zero.setup(Adapted(), torch.optim.Adam, stage=stage, precision="bf16", lr=1e-2)
+    steps(model, optimizer, 0, 2)
+    zero.checkpoint.save(tmp_path, model, optimizer, frozen=False)
+    saved = whole(model, optimizer)
+    model, optimizer = zero.setup(Adapted(), torch.optim.Adam, stage=stage, precision="bf16", lr=1e-2)
+    zero.checkpoint.load(tmp_path, model, optimizer)
+    assert not differences(saved, whole(model, optimizer))
     assert data_of(tmp_path / "00000001") < 15 * ELEMENTS + BUFFERS
     index = json.loads((tmp_path / "00000001" / "index.json").read_text())
     assert left_out(tmp_path / "00000001") == FROZEN and not [path for path in index["tensors"] if "base" in path]
 
 
-# ------------------------------------------------------------------------------------- what is frozen changes in a run
-
-
-def unfrozen_later(rank, world, path, stage):
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks.on(2)
+def test_what_is_trained_here_and_was_left_out_is_refused_with_its_names(rank, world, stage, tmp_path):
     model, optimizer = build(stage)
     steps(model, optimizer, 0, 1)
-    zero.checkpoint.save(path, model, optimizer, frozen=False)
+    zero.checkpoint.save(tmp_path, model, optimizer, frozen=False)
     saved = whole(model, optimizer)
     steps(model, optimizer, 1, 1)
     base = getattr(model, "module", model).base
     base.requires_grad_(True)
     before = whole(model, optimizer)
-    told = ranks.refusal(lambda: zero.checkpoint.load(path, model, optimizer))
+    told = ranks.refusal(lambda: zero.checkpoint.load(tmp_path, model, optimizer))
+    words = r"^CheckpointError: .*00000001 does not fit: .*frozen=False.*trained here: base\.\w+, base\..*Freeze"
+    assert re.search(words, told) and len(told) < 300 + len(str(tmp_path)), told
     assert not differences(before, whole(model, optimizer))
     base.requires_grad_(False)
-    zero.checkpoint.load(path, model, optimizer)
+    zero.checkpoint.load(tmp_path, model, optimizer)
     assert not differences(saved, whole(model, optimizer))
     base.requires_grad_(True)
-    zero.checkpoint.save(path, model, optimizer, frozen=False)  # of the same model
-    zero.checkpoint.load(path, model, optimizer)
-    return told
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_is_trained_here_and_was_left_out_is_refused_with_its_names(stage, tmp_path):
-    words = r"^CheckpointError: .*00000001 does not fit: .*frozen=False.*trained here: base\.\w+, base\..*Freeze"
-    for told in ranks.run(unfrozen_later, 2, (str(tmp_path), stage)):
-        assert re.search(words, told), told
-        assert len(told) < 300 + len(str(tmp_path))
+    zero.checkpoint.save(tmp_path, model, optimizer, frozen=False)  # of the same model
+    zero.checkpoint.load(tmp_path, model, optimizer)
     assert [left_out(tmp_path / name) for name in ("00000001", "00000002")] == [FROZEN, ["again.bias"]]
 
 
-def frozen_later(rank, world, path, stage):
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks.on(2)
+def test_what_was_trained_before_it_was_frozen_is_stored(rank, world, stage, tmp_path):
+    """Its values are nowhere else. Not every rank has state of it."""
     model, optimizer = build(stage)
     steps(model, optimizer, 0, 2)
     getattr(model, "module", model).down.requires_grad_(False)
-    zero.checkpoint.save(path, model, optimizer, frozen=False)
+    zero.checkpoint.save(tmp_path, model, optimizer, frozen=False)
     saved = whole(model, optimizer)
     model, optimizer = build(stage)
-    zero.checkpoint.load(path, model, optimizer)
+    zero.checkpoint.load(tmp_path, model, optimizer)
     assert not differences(saved, whole(model, optimizer))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_was_trained_before_it_was_frozen_is_stored(stage, tmp_path):
-    """Its values are nowhere else. Not every rank has state of it."""
-    ranks.run(frozen_later, 2, (str(tmp_path), stage))
     assert left_out(tmp_path / "00000001") == FROZEN
 
 
@@ -216,22 +201,16 @@ def test_a_run_is_of_one_model_with_or_without_its_base(tmp_path):
         zero.checkpoint.load(tmp_path, other)
 
 
-# --------------------------------------------------------------------------------------------------- what is said of it
-
-
-def said(rank, world, path):
-    model, lines = Adapted(), []
-    zero.checkpoint.save(path, zero.FSDP(model), frozen=False)
-    with mock.patch.object(logger, "info", lambda text, *given: lines.append(text % given)):
-        zero.checkpoint.load(path, zero.FSDP(Adapted()))
-    return [line for line in lines if "00000001" in line]
-
-
 @pytest.mark.slow
-def test_load_says_once_what_was_left_out(tmp_path):
-    first, second = ranks.run(said, 2, (str(tmp_path),))
-    assert len(first) == 1 and not second
-    assert re.search(r"00000001 .*frozen.* again\.bias, base\.bias, base\.weight$", first[0]), first
+@ranks.on(2)
+def test_load_says_once_what_was_left_out(rank, world, tmp_path):
+    lines = []
+    zero.checkpoint.save(tmp_path, zero.FSDP(Adapted()), frozen=False)
+    with mock.patch.object(logger, "info", lambda text, *given: lines.append(text % given)):
+        zero.checkpoint.load(tmp_path, zero.FSDP(Adapted()))
+    found = [line for line in lines if "00000001" in line]
+    assert len(found) == (rank == 0)
+    assert rank or re.search(r"00000001 .*frozen.* again\.bias, base\.bias, base\.weight$", found[0]), found
 
 
 def test_inspect_and_export(tmp_path, capsys):

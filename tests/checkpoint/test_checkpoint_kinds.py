@@ -88,23 +88,15 @@ def test_every_kind_of_stage_3(tmp_path):
         assert not differences(at_save, whole(plain, optimizer)), kind
 
 
-def replicated(rank, world, path):
+@pytest.mark.slow
+@ranks.on(4)
+def test_replicas_write_once(rank, world, tmp_path):
     model, optimizer = with_adam(zero.FSDP(CASE.model(), **on_mesh(world, {"replicas": 2})))
     steps(model, optimizer, 0, 1)
-    zero.checkpoint.save(path, model, optimizer, extra={"rank": rank})
-    assert zero.checkpoint.load(path, model, optimizer) == {"rank": rank}
-    return whole(model, optimizer)
-
-
-@pytest.mark.slow
-def test_replicas_write_once(tmp_path):
-    saved = ranks.run(replicated, 4, (str(tmp_path),))[0]
-    checkpoint = tmp_path / "00000001"
+    checkpoint = zero.checkpoint.save(tmp_path, model, optimizer, extra={"rank": rank}).path
+    assert zero.checkpoint.load(tmp_path, model, optimizer) == {"rank": rank}
     assert len(list(checkpoint.glob("*.safetensors"))) == 2
-    assert not differences(saved, read_plainly(checkpoint))
-
-
-# --------------------------------------------------------------------------------------------------------- optimizers
+    assert not differences(whole(model, optimizer), read_plainly(checkpoint))
 
 
 def two_optimizers(stage):
@@ -157,9 +149,6 @@ def test_another_order_in_memory(tmp_path):
     zero.checkpoint.load(tmp_path, found, found_optimizer)
     assert found[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert not differences(whole(saved, optimizer), whole(found, found_optimizer))
-
-
-# ----------------------------------------------------------------------------------------------------- compiled models
 
 
 COMPILED = {

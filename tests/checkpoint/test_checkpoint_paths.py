@@ -40,9 +40,6 @@ def test_the_home_directory(path, tmp_path, monkeypatch):
     assert {"run", "out"} < {one.name for one in home.iterdir()}
 
 
-# ------------------------------------------------------------------------------------------- a path is of one model
-
-
 def with_a_head():
     return nn.Sequential(*tiny(), nn.Linear(3, 2))
 
@@ -75,35 +72,25 @@ OTHERS = {
 }
 
 
-def save_another(rank, world, path, runs):
-    told = {}
-    for name, stages in runs.items():
-        first, other, _ = OTHERS[name]
-        for stage, scheme in stages.items():
-            run = f"{scheme}{path}/{name}-{stage}"
-            model, optimizer = zero.setup(first(), torch.optim.SGD, stage=stage, lr=0.1)
-            zero.checkpoint.save(run, model, optimizer, extra={"step": 1}, keep=1)
-            wrapped, stepped = zero.setup(other(), torch.optim.SGD, stage=stage, lr=0.1)
-            told[name, stage] = [
-                ranks.refusal(lambda: zero.checkpoint.save(run, wrapped, stepped, keep=1, wait=wait))  # noqa: B023
-                for wait in (True, False)
-            ]
-            assert zero.checkpoint.load(run, model, optimizer) == {"step": 1}
-            zero.checkpoint.save(run, model, optimizer, extra={"step": 2}, keep=1)
-            assert zero.checkpoint.load(run, model, optimizer) == {"step": 2}
-    return told
+RUNS = {name: {3: ""} for name in OTHERS} | {"a head more": {0: "", 2: "objects://", 3: ""}}
 
 
 @pytest.mark.slow
-def test_another_model_is_not_saved_where_a_run_has_its_checkpoints(tmp_path):
+@ranks.on(2)
+def test_another_model_is_not_saved_where_a_run_has_its_checkpoints(rank, world, tmp_path):
     """It would become the run's latest, which the first could not load any more, and `keep` would remove the rest."""
-    runs = {name: {3: ""} for name in OTHERS} | {"a head more": {0: "", 2: "objects://", 3: ""}}
-    first, second = ranks.run(save_another, 2, (str(tmp_path), runs))
-    assert first == second
-    for (name, stage), messages in first.items():
-        for told in messages:
-            words = rf"^CheckpointError: .*{name}-{stage}/00000001.* another model: .*{OTHERS[name][2]}.* another path"
-            assert re.search(words, told), f"{name}: {told or 'nothing was raised'}"
+    for name, stage, scheme in [(name, *one) for name, stages in RUNS.items() for one in stages.items()]:
+        (first, other, facts), run = OTHERS[name], f"{scheme}{tmp_path}/{name}-{stage}"
+        model, optimizer = zero.setup(first(), torch.optim.SGD, stage=stage, lr=0.1)
+        zero.checkpoint.save(run, model, optimizer, extra={"step": 1}, keep=1)
+        wrapped, stepped = zero.setup(other(), torch.optim.SGD, stage=stage, lr=0.1)
+        for wait in (True, False):
+            save = partial(zero.checkpoint.save, run, wrapped, stepped, keep=1, wait=wait)
+            words = rf"^CheckpointError: .*{name}-{stage}/00000001.* another model: .*{facts}.* another path"
+            assert re.search(words, told := ranks.refusal(save)), f"{name}: {told or 'nothing was raised'}"
+        assert zero.checkpoint.load(run, model, optimizer) == {"step": 1}
+        zero.checkpoint.save(run, model, optimizer, extra={"step": 2}, keep=1)
+        assert zero.checkpoint.load(run, model, optimizer) == {"step": 2}
     assert {one.name for one in (tmp_path / "a head more-3").iterdir()} == {"00000002", "latest"}
 
 
@@ -131,9 +118,6 @@ def test_what_may_change_of_a_model_while_it_is_trained(tmp_path):
     model[0].requires_grad_(False)
     zero.checkpoint.save(tmp_path, model, adam()(model[2].parameters()))
     zero.checkpoint.load(tmp_path, tiny())
-
-
-# ----------------------------------------------------------------------------------- what is no checkpoint of zero
 
 
 def in_a_run(name):
@@ -177,10 +161,7 @@ STRANGERS = {
     "deepspeed": (folder_of("latest", "global_step7/mp_rank_00_model_states.pt"), r"DeepSpeed.*zero_to_fp32\.py"),
     "shards of weights": (folder_of("model-00001-of-00002.safetensors"), LOADS_WEIGHTS),
     "a save that was killed": (folder_of("rank-00000.safetensors"), "incomplete"),
-    "of another library": (
-        folder_of("optimizer.bin", "scheduler.bin"),
-        "no checkpoint.*, but optimizer.bin, ",
-    ),
+    "of another library": (folder_of("optimizer.bin", "scheduler.bin"), "no checkpoint.*, but optimizer.bin, "),
     "empty": (Path.mkdir, "no checkpoint in it: nothing was saved there"),
 }
 

@@ -134,18 +134,14 @@ def test_what_cannot_be_saved_is_refused_on_every_rank_and_leaves_nothing(tmp_pa
     assert {one.name for one in tmp_path.rglob("*")} == {*CASES}
 
 
-def one_rank_cannot_write(rank, world, url):
-    """Not even to say so."""
-    model, optimizer = with_adam(zero.FSDP(tiny()))
+@pytest.mark.slow
+@ranks.on(2, timeout=20.0)
+def test_a_rank_that_cannot_write_at_all_is_heard_of(rank, world, tmp_path):
+    """Nor even say so."""
+    url, (model, optimizer) = f"objects://{tmp_path}", with_adam(zero.FSDP(tiny()))
     zero.checkpoint.save(url, model, optimizer, extra={"step": 1})
     refuse = mock.Mock(side_effect=OSError(28, "No space left on device"))
     with mock.patch.object(objects.Upload, "close", refuse if rank else objects.Upload.close):
         told = messages_of_failing_saves(url, model, optimizer)
+    assert all("rank-00001.safetensors could not be written" in message for message in told)
     assert zero.checkpoint.load(url, model, optimizer) == {"step": 1}
-    return told
-
-
-@pytest.mark.slow
-def test_a_rank_that_cannot_write_at_all_is_heard_of(tmp_path):
-    for messages in ranks.run(one_rank_cannot_write, 2, (f"objects://{tmp_path}",), timeout=20.0):
-        assert all("rank-00001.safetensors could not be written" in message for message in messages)

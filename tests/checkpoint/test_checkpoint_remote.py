@@ -6,6 +6,7 @@ from unittest import mock
 
 import objects
 import pytest
+import torch.distributed as dist
 from safetensors.torch import load_file
 from saved import adam, differences, messages_of_failing_saves, tiny, train
 
@@ -23,29 +24,28 @@ def store(tmp_path):
     return folder, f"objects://{folder}"
 
 
-def several(rank, world, url):
+@ranks.on(2)
+def test_keeps_the_last_and_writes_behind_training(rank, world, store):
+    folder, url = store
     model, optimizer = zero.setup(tiny(300), adam(), stage=3)
     for step in range(4):
         train(model, optimizer, 1)
-        saving = zero.checkpoint.save(url, model, optimizer, extra={"step": step}, keep=2, wait=step % 2 == 0)
+        how = {"extra": {"step": step}, "keep": 2, "wait": step % 2 == 0}
+        saving = zero.checkpoint.save(f"{url}/run", model, optimizer, **how)
     saving.wait()
-    return [saving.path, zero.checkpoint.load(saving.path, model, optimizer)]
+    assert saving.path == f"{url}/run/00000004"
+    assert zero.checkpoint.load(saving.path, model, optimizer) == {"step": 3}
+    assert {one.name for one in (folder / "run").iterdir()} == {"00000003", "00000004", "latest"}
+    files = {one.name for one in (folder / "run" / "00000004").iterdir()}
+    assert files == {"index.json", "rank-00000.safetensors", "rank-00001.safetensors"}
 
 
-def test_keeps_the_last_and_writes_behind_training(store):
-    folder, url = store
-    assert ranks.run(several, 2, (f"{url}/run",)) == [[f"{url}/run/00000004", {"step": 3}]] * 2
-    assert sorted(one.name for one in (folder / "run").iterdir()) == ["00000003", "00000004", "latest"]
-    assert sorted(one.name for one in (folder / "run" / "00000004").iterdir()) == [
-        "index.json",
-        "rank-00000.safetensors",
-        "rank-00001.safetensors",
-    ]
-
-
-def full(rank, world, url, folder):
-    model, optimizer = zero.setup(tiny(300), adam(), stage=3)
-    zero.checkpoint.save(url, model, optimizer, extra={"step": 1})
+@pytest.mark.slow
+@ranks.on(2)
+def test_a_store_that_takes_no_more(rank, world, store):
+    """Nor does a rank leave anything there that comes to report when the first has removed all."""
+    (folder, url), (model, optimizer) = store, zero.setup(tiny(300), adam(), stage=3)
+    zero.checkpoint.save(f"{url}/run", model, optimizer, extra={"step": 1})
     if rank == 0:
         (folder / objects.FULL).write_text("")
     close = objects.Upload.close
@@ -55,17 +55,10 @@ def full(rank, world, url, folder):
         close(upload)
 
     with mock.patch.object(objects.Upload, "close", close_late) if rank == 1 else nullcontext():
-        told = messages_of_failing_saves(url, model, optimizer)
-    assert zero.checkpoint.load(url, model, optimizer) == {"step": 1}
-    return told
-
-
-@pytest.mark.slow
-def test_a_store_that_takes_no_more(store):
-    """Nor does a rank leave anything there that comes to report when the first has removed all."""
-    folder, url = store
-    for messages in ranks.run(full, 2, (f"{url}/run", folder)):
-        assert all("no more room for rank-0000" in message for message in messages), messages
+        told = messages_of_failing_saves(f"{url}/run", model, optimizer)
+    assert all("no more room for rank-0000" in message for message in told), told
+    assert zero.checkpoint.load(f"{url}/run", model, optimizer) == {"step": 1}
+    dist.barrier()
     assert sorted(one.name for one in (folder / "run").iterdir()) == ["00000001", "latest"]
 
 

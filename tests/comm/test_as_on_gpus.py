@@ -5,8 +5,6 @@ the same numbers. And a settled step asks no tensor for its values, and makes no
 would wait there until all that it had launched was done.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """A whole step as one CUDA graph, on a simulated GPU by the rules of recording. Its numbers are in tests/parity."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -46,15 +46,6 @@ def _readable():
         pytest.skip("this system does not let processes read one another's memory")
 
 
-# ----------------------------------------------------------------------------------------------------------- Who reads
-
-
-def _hindered(rank, world, hindered, target, effect):
-    with mock.patch(target, **effect) if rank == hindered else nullcontext():
-        comm, reads = together(rank, world)
-    return reads, gathered(comm), comm.reduce([(torch.ones(world), [1] * world)]).wait().tolist()
-
-
 ERROR = {"side_effect": OSError("not here")}
 
 
@@ -67,12 +58,12 @@ ERROR = {"side_effect": OSError("not here")}
         (0, "zero.comm.host_memory.attach.read", ERROR),
     ],
 )
-def test_where_one_rank_cannot_read_another_all_use_collectives(hindered, target, effect):
-    found = ranks.run(_hindered, 3, args=(hindered, target, effect))
-    assert found == [(False, [0.0, 1.0, 2.0], [3.0])] * 3
-
-
-# -------------------------------------------------------------------------------- What is read stays until it was read
+@ranks.on(3)
+def test_where_one_rank_cannot_read_another_all_use_collectives(rank, world, hindered, target, effect):
+    with mock.patch(target, **effect) if rank == hindered else nullcontext():
+        comm, reads = together(rank, world)
+    assert not reads and gathered(comm) == [0.0, 1.0, 2.0]
+    assert comm.reduce([(torch.ones(world), [1] * world)]).wait().tolist() == [3.0]
 
 
 @pytest.mark.slow
@@ -115,9 +106,6 @@ def test_any_number_of_operations_may_be_in_flight(rank, world):
     for handle in handles:
         handle.wait()
     assert all(full.tolist() == [10.0 * which, 10.0 * which + 1] for which, full in enumerate(fulls))
-
-
-# ---------------------------------------------------------------------------------------------------- A rank that ends
 
 
 def _ends(rank, world, operation, launched):
@@ -184,16 +172,12 @@ def test_a_process_forked_from_a_rank_is_told_that_it_is_none_and_disturbs_nobod
     assert gathered(comm) == [0.0, 1.0]
 
 
-def _never_comes(rank, world):
+@pytest.mark.slow
+@ranks.on(2)
+def test_a_rank_that_never_comes_is_waited_for_as_long_as_the_group_says(rank, world):
     comm = Comm(dist.new_group([0, 1], timeout=timedelta(seconds=1)))
     comm.agree(0)
-    told = refusal(lambda: gathered(comm)) if rank == 0 else ""
+    if rank == 0:
+        told = refusal(lambda: gathered(comm))
+        assert "failed in a gather" in told and "rank 1 of the group sent nothing for 1 s" in told
     dist.barrier()
-    return told
-
-
-@pytest.mark.slow
-def test_a_rank_that_never_comes_is_waited_for_as_long_as_the_group_says():
-    told, _ = ranks.run(_never_comes, 2)
-    assert "failed in a gather" in told
-    assert "rank 1 of the group sent nothing for 1 s" in told

@@ -1,7 +1,5 @@
 """When ranks compare what they do between hosts, and what they are told when they are out of step."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator
@@ -67,9 +65,6 @@ def test_what_is_settled_has_few_comparisons_whatever_the_number_of_units(rank, 
     assert found[0] > most
 
 
-# ---------------------------------------------------------------------------------------------------- ranks out of step
-
-
 class Steps:
     """Operations one after another: gathers by their number, and agreements by their name."""
 
@@ -107,24 +102,20 @@ CASES = [(name, way) for name, (settled, *_) in OUT_OF_STEP.items() for way in (
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "way"), CASES)
-def test_ranks_out_of_step_are_told_where_each_is_and_the_group_refuses_to_go_on(name, way):
+@ranks.on(3, timeout=20)
+def test_ranks_out_of_step_are_told_where_each_is_and_the_group_refuses_to_go_on(rank, world, name, way):
     """In a settled schedule transfers of one size arrive in the place of another. The timeout is not waited for."""
-    _, each, places = OUT_OF_STEP[name]
-    for first, second in ranks.run(out_of_step, len(each), (name, way), timeout=20):
-        assert "ranks are out of step: rank " in first
-        named = {int(peer): place for peer, place in re.findall(r"rank (\d) (?:is )?in (.+?)(?=, |\.|$)", first)}
-        assert named.items() <= dict(enumerate(places)).items(), first
-        assert len({*named.values()}) == len({*places}), first
-        assert "nitialise the process group again" in second
-
-
-def out_of_step(rank: int, world: int, name: str, way: str) -> tuple[str, str]:
-    settled, each, _ = OUT_OF_STEP[name]
+    settled, each, places = OUT_OF_STEP[name]
     with overlapping(way, returns_work=False) if way == "other" else by(way):
         steps = Steps()
         for operations in [ONE, OTHER] * 2 if settled else [("end",)]:
             steps.run(*operations)
-        return refusal(lambda: steps.run(*each[rank])), refusal(lambda: steps.run("end"))
+        first, second = refusal(lambda: steps.run(*each[rank])), refusal(lambda: steps.run("end"))
+    assert "ranks are out of step: rank " in first
+    named = {int(peer): place for peer, place in re.findall(r"rank (\d) (?:is )?in (.+?)(?=, |\.|$)", first)}
+    assert named.items() <= dict(enumerate(places)).items(), first
+    assert len({*named.values()}) == len({*places}), first
+    assert "nitialise the process group again" in second
 
 
 @pytest.mark.slow
@@ -144,18 +135,15 @@ def test_ranks_that_wait_are_told_that_another_has_failed(rank, world):
     assert "cut off" in told
 
 
-def never_comes(rank: int, world: int) -> str:
+@matrix.only
+@ranks.on(3, timeout=30)
+def test_a_rank_that_never_comes_is_named_after_the_timeout(rank, world):
     with between_hosts():
         steps = Steps(dist.new_group([0, 1, 2], timeout=timedelta(seconds=2)))
         steps.run("end")
-        return "" if rank == 2 else refusal(lambda: steps.run("end"))
-
-
-@matrix.only
-def test_a_rank_that_never_comes_is_named_after_the_timeout():
-    for told in ranks.run(never_comes, 3, timeout=30)[:2]:
-        assert "failed in the end" in told
-        assert "rank 2 of the group of 3 has not reached the next operation" in told
+        told = "" if rank == 2 else refusal(lambda: steps.run("end"))
+    assert rank == 2 or "failed in the end" in told
+    assert rank == 2 or "rank 2 of the group of 3 has not reached the next operation" in told
 
 
 @pytest.mark.parametrize(("there", "told"), [("Do this.", True), ("Do that.", False), ("", False)])

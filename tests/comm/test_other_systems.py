@@ -1,7 +1,5 @@
 """Systems that lack what Linux has: zero is imported and trains over Gloo. What they lack is taken away on Linux."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import mmap

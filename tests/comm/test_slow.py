@@ -3,8 +3,6 @@
 Late means 0.6 s: the first look at the other ranks, after 0.25 s, finds nothing yet.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,8 +1,6 @@
 """Streams of a GPU, simulated: every access to memory comes after what wrote it and before what frees it, and without
 any one of the waits in the code it would not."""
 
-from __future__ import annotations
-
 import traceback
 from typing import Any
 

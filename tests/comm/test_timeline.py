@@ -3,8 +3,6 @@
 A forward of a block is two products, its backward four, so that any one transfer can hide behind a block.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """What a rank says on standard error that has waited for long: for whom, in which call."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable

@@ -4,8 +4,6 @@ A wait for the device is an event that only aborting the transfers sets, as NCCL
 waits for. On GPUs (`make gpu`) NCCL itself is aborted.
 """
 
-from __future__ import annotations
-
 import atexit
 import gc
 import os
@@ -234,18 +232,17 @@ def test_the_hub_compares_each_new_log_with_the_longest_other():
 
 
 @gpus.cpu_only("between hosts")
-@ranks.on(2, timeout=20)
+@ranks.on(2, timeout=40)
 def test_an_error_of_2_mib_reaches_ranks_that_wait(rank, world):
+    """Or the run would end before the group's time-out does."""
     with between_hosts():
-        comm = Comm(dist.new_group(timeout=timedelta(seconds=15)))
+        comm = Comm(dist.new_group(timeout=timedelta(seconds=90)))
         comm.agree(0)
-        begun = time.monotonic()
         if rank == 1:
             assert within_a_minute(lambda: comm.log.failure.at_failure)
             time.sleep(0.5)  # connected
             comm.log.failure.mark_broken("the victim's own" + " and more" * 250_000)
         assert "the victim's own" in ranks.refusal(lambda: comm.agree(0))
-        assert time.monotonic() - begun < 8
 
 
 @gpus.cpu_only("between hosts")

@@ -1,7 +1,5 @@
 """What the code of the pages builds on: a small GPT, batches, and the names of `PREAMBLES`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

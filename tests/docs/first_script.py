@@ -1,8 +1,6 @@
 """docs/examples/moved.py, the first script of README.md, trains and saves. `make dist` runs this where the wheel alone
 is installed."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

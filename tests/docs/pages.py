@@ -4,8 +4,6 @@ Where the line above a block is `<!-- after: NAME -->`, NAME of `documented.PREA
 what it defines. `<!-- of: examples/NAME.py -->` says of which script a block is a part: that script is run.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -2,8 +2,6 @@
 page begins with by one process without a group, too. Training is shortened; `make matrix` runs the commands of plans.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -53,12 +51,12 @@ def run_blocks(rank: int, world: int, page: Path, folder: str) -> None:
     "page",
     [pytest.param(page, marks=[pytest.mark.slow] * (page.stem not in FAST), id=page.stem) for page in pages_with_code],
 )
-def test_code_runs(page: Path, tmp_path: Path) -> None:
+def test_code_runs(page, tmp_path):
     ranks.run(run_blocks, args=(page, str(tmp_path)))
     ranks.run(run_blocks, args=(page, str(tmp_path)), bare=True)
 
 
-def test_what_pages_quote_is_in_the_scripts() -> None:
+def test_what_pages_quote_is_in_the_scripts():
     quoted = [
         (page, marker[4:], source) for page in PAGES for _, marker, source in all_blocks(page) if marker[:4] == "of: "
     ]
@@ -70,7 +68,7 @@ def test_what_pages_quote_is_in_the_scripts() -> None:
 
 
 @ranks.on(bare=True)
-def test_the_script_of_the_package_trains(rank: int, world: int) -> None:
+def test_the_script_of_the_package_trains(rank, world):
     lines = (zero.__doc__ or "").splitlines()
     script = [line[4:] for line in lines if line.startswith("    ") and not line.startswith("    stage ")]
     exec("\n".join([*script, "assert loss.item() < 1.1"]), {})
@@ -78,12 +76,12 @@ def test_the_script_of_the_package_trains(rank: int, world: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", first_script.LAUNCHERS, ids=["alone", "torchrun"])
-def test_the_script_of_the_readme_trains(tmp_path: Path, launcher: list[str]) -> None:
+def test_the_script_of_the_readme_trains(tmp_path, launcher):
     first_script.trains(tmp_path, launcher)
 
 
 @matrix.only
-def test_commands_of_plans_print_what_the_pages_show() -> None:
+def test_commands_of_plans_print_what_the_pages_show():
     shown = re.compile(r"^python -m zero\.plan (--parameters [^\n]*)\n```\n+```\n(.*?)^```", re.DOTALL | re.MULTILINE)
     found = [one for page in PAGES for one in shown.findall(page.read_text())]
     assert found

@@ -3,8 +3,6 @@
 Those of resume.py and save_on_signal.py that fail are in tests/faults, that of Lightning is in tests/integrations.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import io
@@ -50,7 +48,7 @@ def loaded(file: Path) -> dict[str, torch.Tensor]:
     return torch.load(file, weights_only=True)
 
 
-def test_the_diff_of_the_readme_is_that_of_the_scripts() -> None:
+def test_the_diff_of_the_readme_is_that_of_the_scripts():
     before, after = (path.read_text().splitlines(keepends=True) for path in (DDP, MOVED))
     shown = re.findall(r"^```diff\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
     assert shown == ["".join(difflib.unified_diff(before, after, "ddp.py", "moved.py", n=1))]
@@ -58,7 +56,7 @@ def test_the_diff_of_the_readme_is_that_of_the_scripts() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_moved_script_trains_to_what_ddp_does_at_every_stage(world: int, tmp_path: Path) -> None:
+def test_the_moved_script_trains_to_what_ddp_does_at_every_stage(world, tmp_path):
     told, expected = run(world, tmp_path, "ddp"), loaded(tmp_path / "weights.pt")
     assert float(told[0].split()[1]) < 0.7  # 1.0 at first
     for stage in range(4):
@@ -69,7 +67,7 @@ def test_the_moved_script_trains_to_what_ddp_does_at_every_stage(world: int, tmp
 WHOLE, WHOLE_MOVED = (EXAMPLES / f"{name}.py" for name in ("whole_script", "whole_script_moved"))
 
 
-def test_six_lines_of_a_whole_script_change_and_the_page_shows_them() -> None:
+def test_six_lines_of_a_whole_script_change_and_the_page_shows_them():
     before, after = (path.read_text().splitlines(keepends=True) for path in (WHOLE, WHOLE_MOVED))
     changed = [line for line in difflib.unified_diff(before, after, n=0) if line[0] in "+-" and line[1:].strip()][2:]
     assert len(before) > 80 and sum(line[0] == "+" for line in changed) <= 6, changed
@@ -96,7 +94,7 @@ def in_two_runs(rank: int, world: int, folder: Path, arguments: list[str], stage
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", [[], ["--fp16"], ["--accumulate", "1"]], ids=" ".join)
-def test_the_whole_script_prints_the_same_numbers_at_every_stage(arguments: list[str], tmp_path: Path) -> None:
+def test_the_whole_script_prints_the_same_numbers_at_every_stage(arguments, tmp_path):
     (told, average), _ = ranks.run(in_two_runs, 2, (tmp_path / "ddp", arguments, None))
     losses = [float(loss) for loss in re.findall(r"loss (\S+),", told)]
     assert told.count("8608 parameters") == 2 and len(losses) == 4 and losses[3] < 0.6 * losses[0]
@@ -109,14 +107,14 @@ def test_the_whole_script_prints_the_same_numbers_at_every_stage(arguments: list
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize(("name", "below"), [("offload", 0.9), ("muon", 5.2)])
-def test_a_script_trains(name: str, below: float, world: int, tmp_path: Path) -> None:
+def test_a_script_trains(name, below, world, tmp_path):
     for told in run(world, tmp_path, name):
         assert float(told.split()[1]) < below
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
-def test_files_that_plain_pytorch_takes_are_written(world: int, tmp_path: Path) -> None:
+def test_files_that_plain_pytorch_takes_are_written(world, tmp_path):
     run(world, tmp_path, "weights")
     net = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
     net.load_state_dict(loaded(tmp_path / "weights.pt"))
@@ -130,7 +128,7 @@ def test_files_that_plain_pytorch_takes_are_written(world: int, tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ["resume", "save_on_signal"])
-def test_a_script_goes_on_where_it_ended(name: str, world: int, tmp_path: Path) -> None:
+def test_a_script_goes_on_where_it_ended(name, world, tmp_path):
     ranks.run(trained, world, (name, tmp_path / "parts", 10), fresh=True)
     found = ranks.run(trained, world, (name, tmp_path / "parts", 20), fresh=True)
     assert [len(weights) for weights in found] == [4, 0][:world]
@@ -141,7 +139,7 @@ def trained(rank: int, world: int, name: str, folder: Path, steps: int) -> dict[
 
 
 @pytest.mark.slow
-def test_a_plan_is_made_of_a_model_without_memory(tmp_path: Path) -> None:
+def test_a_plan_is_made_of_a_model_without_memory(tmp_path):
     (told,) = run(1, tmp_path, "plan", "num_layers=8", "num_layers=2")
     assert re.search(r"^ +8 +3 kept ", told, re.MULTILINE) and "8 ranks: stage 0 (DDP)" in told, told
 
@@ -150,7 +148,7 @@ def test_a_plan_is_made_of_a_model_without_memory(tmp_path: Path) -> None:
 @with_peft
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_adapter_alone_is_saved_and_loads(world: int, tmp_path: Path) -> None:
+def test_the_adapter_alone_is_saved_and_loads(world, tmp_path):
     from safetensors.torch import load_file
 
     found = []
@@ -170,7 +168,7 @@ def test_the_adapter_alone_is_saved_and_loads(world: int, tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 @pytest.mark.parametrize(("world", "stage"), [(1, 3), (2, 2), (2, 3)])
-def test_from_pretrained_loads_what_a_run_is_exported_to(world: int, stage: int, tmp_path: Path) -> None:
+def test_from_pretrained_loads_what_a_run_is_exported_to(world, stage, tmp_path):
     told = run(world, tmp_path, "pretrained", "stage=3", f"stage={stage}")[0].splitlines()[-1]
     trained, exported = map(float, re.findall(r"\d\.\d+", told))
     assert trained == pytest.approx(exported, rel=1e-5) and trained < 4.5  # of bytes that are drawn alike 5.5
@@ -215,7 +213,7 @@ def by_accelerate(rank: int, world: int, folder: Path, name: str) -> list[str]:
 @with_accelerate
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("name", ["accelerate_train", "trainer_train"])
-def test_an_example_trains_and_goes_on_at_another_stage(name: str, world: int, tmp_path: Path) -> None:
+def test_an_example_trains_and_goes_on_at_another_stage(name, world, tmp_path):
     found = ranks.run(by_accelerate, world, (tmp_path, name), timeout=100)[0]
     losses = []
     for printed, expected in zip(found, ["ShardedDDP", "FSDP"], strict=True):
@@ -227,7 +225,7 @@ def test_an_example_trains_and_goes_on_at_another_stage(name: str, world: int, t
 
 @matrix.only
 @with_accelerate
-def test_accelerate_launch_tells_an_example_how_to_shard(tmp_path: Path) -> None:
+def test_accelerate_launch_tells_an_example_how_to_shard(tmp_path):
     (tmp_path / "fsdp.yaml").write_text(FSDP)
     launch = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", "fsdp.yaml"]
     told = python(*launch, EXAMPLES / "accelerate_train.py", cwd=tmp_path, ZERO_LOG="info")
@@ -236,7 +234,7 @@ def test_accelerate_launch_tells_an_example_how_to_shard(tmp_path: Path) -> None
 
 
 @matrix.only
-def test_the_picture_of_the_readme_is_that_of_the_plan(tmp_path: Path) -> None:
+def test_the_picture_of_the_readme_is_that_of_the_plan(tmp_path):
     drawing, picture = (ROOT / "docs" / "measured" / f"memory_7b.{kind}" for kind in ("py", "svg"))
     (tmp_path / drawing.name).write_text(drawing.read_text())
     python(tmp_path / drawing.name)

@@ -1,7 +1,5 @@
 """What the pages name is there, and they are short. `make docs` looks after links."""
 
-from __future__ import annotations
-
 import ast
 import re
 
@@ -13,31 +11,31 @@ WORDS, OF_A_PAGE = 15_000, 2_000
 WIDTH = 88  # of code; wider, the site scrolls
 
 
-def test_pages_are_short() -> None:
+def test_pages_are_short():
     words = {page.name: len(page.read_text().split()) for page in PAGES}
     assert max(words.values()) <= OF_A_PAGE and sum(words.values()) <= WORDS, words
 
 
-def test_code_is_narrow() -> None:
+def test_code_is_narrow():
     for page in PAGES:
         for line, _, source in blocks(page):
             wide = [text for text in source.splitlines() if len(text) > WIDTH]
             assert not wide, f"{page.name}:{line}: {wide}"
 
 
-def test_named_files_exist() -> None:
+def test_named_files_exist():
     for page in PAGES:
         for name in re.findall(r"`((?:tests|benchmarks|docs|zero)/[\w/]*\w\.\w+)`", page.read_text()):
             assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 
-def test_all_rooms_are_named() -> None:
+def test_all_rooms_are_named():
     rooms = {path.relative_to(ROOT).as_posix() for path in (ROOT / "zero").iterdir() if path.suffix in ("", ".py")}
     rows = re.findall(r"^\| (`zero/[^|]+) \|", (ROOT / "docs" / "how_it_is_built.md").read_text(), re.MULTILINE)
     assert rooms - {"zero/__init__.py", "zero/__pycache__"} <= {*re.findall(r"`([\w/.]+)`", " ".join(rows))}
 
 
-def test_the_reference_has_every_public_name() -> None:
+def test_the_reference_has_every_public_name():
     text = "".join(page.read_text() for page in (ROOT / "docs" / "reference").iterdir())
     for name in {*zero.__all__} - {"checkpoint"}:
         assert re.search(rf"^\.\. auto\w+:: (zero\.)?{name}$", text, re.MULTILINE), name
@@ -55,7 +53,7 @@ def texts() -> list[str]:
     return found
 
 
-def test_quoted_errors_are_those_of_the_source() -> None:
+def test_quoted_errors_are_those_of_the_source():
     """Each code span of a first column: the beginning of an error."""
     page = (ROOT / "docs" / "when_it_fails.md").read_text()
     table = page.partition("| error |")[2].partition("\n\n")[0]

@@ -1,7 +1,5 @@
 """docs/examples/train_gpt.py: the same losses at every stage, interrupted and resumed or not."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -4,8 +4,6 @@ mypy read it.
 A line has the number there that it has in its page: the types are those that users see.
 """
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

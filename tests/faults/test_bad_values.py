@@ -2,8 +2,6 @@
 rank; nothing hangs.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -88,9 +86,6 @@ for stage in (1, 2, 3):
 test_rows = row.tests()
 
 
-# --------------------------------------------------------------------------------------------------------- what is gone
-
-
 def without_its_model(stage: int, rank: int) -> dict[str, Tensor]:
     inner = Stack()
     model, optimizer = zero.setup(inner, adamw, stage=stage)
@@ -117,9 +112,6 @@ def test_an_optimizer_steps_when_the_wrapper_is_gone():
     for name, expected in by_rank[0][0].items():
         assert all(torch.equal(found[stage][name], expected) for found in by_rank for stage in (1, 2)), name
         assert torch.equal(torch.cat([found[3][name].flatten() for found in by_rank]), expected.flatten()), name
-
-
-# ----------------------------------------------------------------------------------------------------- errors in a step
 
 
 class Faulty(nn.Module):
@@ -190,9 +182,6 @@ def test_training_goes_on_after_an_error(rank, world, stage):
         fails(both, rank, "forward", error, sync=False)
         both.backward(loss_on(rank, 1))
         both.update()
-
-
-# -------------------------------------------------------------------------------------------------------------- Ctrl-C
 
 
 def interrupt(*_: object) -> None:

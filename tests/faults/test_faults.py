@@ -3,20 +3,18 @@
 `make faults` sets ZERO_FAULTS=1 and runs every case.
 """
 
-import math
 import re
 from itertools import product
 
 import faulty
 import pytest
-from faulty import ENDS, GROUP_TIMEOUT, PLACES, VICTIM, WORLD, Case
+from faulty import ENDS, PLACES, VICTIM, WORLD, Case
 
 import gpus
 import matrix
 import ranks
 from transports import TRANSPORTS
 
-SOON = 5.0 if gpus.ON else 1.0  # seconds
 STAGES = [2, 3] if gpus.ON else [1, 2, 3]
 """At stage 1 on a GPU a host that waits for DistributedDataParallel's own all-reduce is not ours to end."""
 
@@ -42,12 +40,6 @@ SOME = [  # each end, stage and transport, and most places; one that stops takes
 HYBRID = [Case("killed", "backward", 3, transport, hybrid=True) for transport in TRANSPORTS]
 CASES, SOME = [*CASES, *HYBRID], [*SOME, *HYBRID[-1:]]
 SLOW = [pytest.param(case, marks=pytest.mark.slow) for case in SOME[1:]]
-
-
-def seconds_to_end(case):
-    if case.fault == "stopped":
-        return GROUP_TIMEOUT * (1 if case.transport == "host memory" else 2) + SOON  # Gloo: to receive, then to send
-    return SOON
 
 
 def expected_text(case):
@@ -76,7 +68,6 @@ def test_when_one_rank_fails_all_others_end_and_say_where(case, tmp_path):
     assert len(outcomes) >= case.world - 1
     for outcome in outcomes:
         assert outcome.returned, f"{outcome.verdict}\n{outcome.detail}"
-        seconds, text = outcome.value
+        came, text = outcome.value
         assert re.match(f"(ValueError: .*|CheckpointError: .*)?{expected_text(case)}", text, re.DOTALL), text
-        assert not math.isnan(seconds), f"the fault never came, but: {text}"
-        assert seconds < seconds_to_end(case), text
+        assert came, f"the fault never came, but: {text}"

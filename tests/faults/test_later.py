@@ -1,7 +1,5 @@
 """What does not hold yet and waits for a mechanism that makes it impossible: each an expected failure with its name."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from datetime import timedelta

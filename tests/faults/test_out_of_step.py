@@ -3,8 +3,6 @@
 `make faults` sets ZERO_FAULTS=1 and runs every row at all of its stages, over each transport.
 """
 
-from __future__ import annotations
-
 import re
 import tempfile
 from collections.abc import Callable
@@ -155,20 +153,3 @@ def test_an_optimizer_that_raises_on_every_rank_raises_there_and_the_next_step_i
     model, optimizer = zero.setup(Stack(), sgd, stage=2)
     assert refusal(lambda: fails_in_its_optimizer(model, optimizer, rank)) == "ValueError: no room here"
     trains(model, optimizer, rank)
-
-
-def saves_alone(rank: int, world: int, stage: int, path: str) -> None:
-    model, optimizer = zero.setup(nn.Linear(4, 4), sgd, stage=stage)
-    if rank == 0:
-        zero.checkpoint.save(path, model, optimizer)
-    else:
-        model(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_rank_that_saves_alone_is_told_of_its_call(stage, tmp_path):
-    with pytest.raises(ranks.RankError) as raised:
-        ranks.run(saves_alone, 2, args=(stage, str(tmp_path / "saved")), timeout=20)
-    told = raised.value.outcomes[0].message
-    assert "Rank 0 has called zero.checkpoint.save." in told, told

@@ -1,7 +1,5 @@
 """What cannot work is refused by every rank, also where one alone is wrong: with what was found and the remedy."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,8 +55,6 @@ def row(name: str, call: Callable[[bool], object], *facts: str, **how: Any) -> N
     ROWS[name] = Row(call=call, facts=facts, **how)
 
 
-# ---------------------------------------------------------------------------------------------------- What is to shard
-
 ONE = nn.Parameter(torch.zeros(2))
 
 
@@ -95,9 +91,6 @@ of_model("no parameters", nn.ReLU, "without parameters", "nothing to shard")
 of_model("an FSDP", lambda: zero.FSDP(net()), "is an FSDP already", "auto_wrap_policy", alone=False)
 of_model("one without values", lambda: nn.Linear(2, 3, device="meta"), "'weight' is on the meta device")
 of_model("one made for inference", torch.inference_mode()(net), r"'0\.weight' was made .* torch\.inference_mode")
-
-
-# -------------------------------------------------------------------------------------------------------------- Options
 
 
 def factory(params: Any) -> SGD:
@@ -146,9 +139,6 @@ of_options("OSS", "rate of a group", "lr", params=in_groups(0.2), differs=True)
 of_options("OSS", "grouping", "group 1", params=[{"params": [*good(), ONE], "lr": 0.1}], differs=True)
 
 
-# --------------------------------------------------------------------------------------------- What ShardedDDP is given
-
-
 def of_pair(name: str, wrong: Callable[[Any, Any], tuple[Any, ...]], *facts: str, **how: bool) -> None:
     """wrong: of a model and its optimizer makes arguments of ShardedDDP."""
 
@@ -171,9 +161,6 @@ of_pair("more than OSS has", lambda net, oss: (net.append(nn.Linear(2, 2)), oss)
 of_pair("another optimizer", lambda model, _: (model, sgd(model.parameters())), "SGD", r"zero\.OSS\(model\.parameters")
 of_pair("an optimizer again", lambda *both: (zero.ShardedDDP(*both).module, both[1]), "one OSS for each", alone=False)
 row("parameters in another order", other_order, "position 0", r"0\.weight", r"2\.weight", differs=True)
-
-
-# ------------------------------------------------------------------------------------- Models that differ between ranks
 
 
 def differing(name: str, change: Callable[..., nn.Module], here: str, there: str) -> None:
@@ -229,9 +216,6 @@ def edited(name: str, edit: Callable[[Any], object], finds: str) -> None:
 edited("one parameter was removed", lambda groups: groups[0]["params"].pop(0), r"\[1, 4\], without 0\.weight")
 edited("a group was added", lambda groups: groups.append({**groups[0], "params": good()}), r"\[2, 4, 2\], not the s")
 edited("another order", lambda groups: groups[0]["params"].reverse(), r"\[2, 4\], not .* in the same order")
-
-
-# ---------------------------------------------------------------------------------------------------------------- Tests
 
 
 CHUNK = 12  # rows, which share a run of the ranks

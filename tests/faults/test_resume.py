@@ -3,8 +3,6 @@
 `make faults` sets ZERO_FAULTS=1 and kills it under torchrun, too, ten times at each stage.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

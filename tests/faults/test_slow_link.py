@@ -3,8 +3,6 @@
 `make faults` sets ZERO_FAULTS=1 and runs it. As a script, this file is what a rank runs.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 `make faults` sets ZERO_FAULTS=1 and runs it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

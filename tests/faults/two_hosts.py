@@ -6,8 +6,6 @@ are told not to read one another's memory: they send over the link, as real host
 As a script, this file is what a rank on them runs: it trains at every stage, and then until the link fails.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -36,8 +34,6 @@ TIMEOUT = 2.0
 """Seconds for which the ranks' process groups wait in training that the link's failure ends."""
 
 STAGES: list[int | str] = [0, 1, 2, 3, "hybrid"]
-
-# ----------------------------------------------------------------------------------------------------- in the tests
 
 
 def problem() -> str:
@@ -121,9 +117,6 @@ class Hosts:
         for holder in self._holders.values():
             holder.kill()
             holder.communicate()
-
-
-# --------------------------------------------------------------------------------------------------------- on a rank
 
 
 def build(stage: int | str, group: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -1,7 +1,5 @@
 """A model to compile, and the names of its weights."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 

@@ -4,8 +4,6 @@ t: a sharded tensor. o: another one like it, or a plain one. p: a parameter; ps:
 also: parameters of no model of zero. full and grown: of a list full plain tensors, and tensors without graph.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

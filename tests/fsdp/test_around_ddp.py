@@ -1,9 +1,5 @@
 """DistributedDataParallel around what averages its own gradients, and inside of it: refused before anything is sent."""
 
-from __future__ import annotations
-
-import time
-
 import pytest
 import torch
 from torch import nn
@@ -37,11 +33,9 @@ AROUND = {
 
 
 def _refused(rank, world, build, *args):
-    began = time.monotonic()
     try:
         build(*args)
     finally:
-        assert time.monotonic() - began < 5
         alone = DistributedDataParallel(net())  # nothing was sent that another would take for its own
         alone(torch.ones(2, 8)).sum().backward()
 

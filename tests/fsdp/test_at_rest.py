@@ -1,8 +1,6 @@
 """Between steps a sharded parameter answers as the full one: with the numbers of stage 0, and what is written is there.
 Where parts cannot, or one rank asks alone, every rank raises."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -18,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ranks
 import zero
@@ -27,8 +24,6 @@ from optimizers import ByParameter
 from rows import Rows, adam, momentum, sgd
 from runs import SideBySide, average_gradients, norm_of_gradients, side_by_side
 from zoo import WIDTH, Stack, batch, loss_on
-
-# ------------------------------------------------------------------------------------- what runs on each element
 
 
 def each(act):
@@ -244,9 +239,6 @@ row.of("weights are written after evaluating", written_after_evaluating, optim=a
 test_rows = row.tests()
 
 
-# ------------------------------------------------------------------------------------- what reads the full tensor
-
-
 def row_written(p):
     p[0] = 0.0
 
@@ -418,15 +410,6 @@ def test_a_norm_that_a_log_has_read_without_a_graph_is_refused_in_a_loss(rank, w
     assert "a loss reads 'first.weight'" in ranks.refusal((norm + loss_on(rank, 0)(model)).backward)
 
 
-@ranks.on(2)
-def test_what_is_written_into_a_view_from_a_sharded_tensor_is_refused(rank, world):
-    model, other = zero.FSDP(Stack()), zero.FSDP(Stack())
-    ones, others = next(model.parameters()), next(other.parameters())
-    with torch.no_grad():
-        assert "writes into a copy of 'first.weight'" in ranks.refusal(lambda: ones.view(-1).copy_(others.flatten()))
-        assert "writes into a copy of 'first.weight'" in ranks.refusal(lambda: ones.view(ones.shape).add_(others))
-
-
 @pytest.mark.parametrize("shape", [(1,), (1, 1)])
 @ranks.on(2)
 def test_a_gradient_of_one_element_is_assigned_and_drawn(rank, world, shape):
@@ -490,16 +473,6 @@ def test_a_plain_tensor_beside_a_shard_of_one_element_is_a_full_one(rank, world)
 
 
 @ranks.on(2)
-def test_gradients_are_detached_in_place(rank, world):
-    model, optimizer = zero.setup(Stack(), sgd, stage=3)
-    for i in range(2):
-        loss_on(rank, i)(model).backward()
-        for param in model.parameters():
-            param.grad.detach_().mul_(0.5)
-        optimizer.step()
-
-
-@ranks.on(2)
 def test_a_unit_is_not_copied_within_summon_full_params_and_the_error_says_what_to_do(rank, world):
     model = zero.FSDP(Stack())
     with pytest.raises(TypeError, match="full_state_dict"), model.summon_full_params():
@@ -527,14 +500,6 @@ def test_modules_outside_of_the_models_forward_have_its_numbers(rank, world, par
         torch.manual_seed(1)
         module.first.reset_parameters()
     both.compare()
-
-
-@ranks.on(2)
-def test_a_loss_that_reads_a_weight_outside_of_the_models_forward_has_no_graph(rank, world):
-    model = zero.FSDP(Stack())
-    loss = nn.functional.linear(batch(rank, 0), model.module.first.weight).sum()
-    with pytest.raises(RuntimeError, match=r"a loss reads 'first\.weight' outside of the model's forward"):
-        loss.backward()
 
 
 @ranks.on(2)
@@ -725,20 +690,3 @@ def mock_step(optimizer):
 
 def _raise(*_):
     raise KeyError("in a step")
-
-
-@ranks.on(2)
-def test_a_model_that_averages_is_cut_alike(rank, world):
-    net = Stack()
-    averaged = AveragedModel(copy.deepcopy(net), multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    plain_net, plain_average = copy.deepcopy(net), copy.deepcopy(averaged)
-    model = zero.FSDP(net)
-    averaged.module = zero.FSDP(averaged.module)
-    with torch.no_grad():
-        for one in (model, plain_net):
-            for param in one.parameters():
-                param.mul_(0.5)
-    for _ in range(2):
-        averaged.update_parameters(model)
-        plain_average.update_parameters(plain_net)
-    same(zero.full_state_dict(averaged.module, to=None), {**plain_average.module.state_dict()})

@@ -1,7 +1,5 @@
 """Which blocks become units without a policy in nn.Sequential; lists are in test_wrap.py. No rank is started."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -5,8 +5,6 @@ compile the same block again for each place that it has. Graphs of a whole model
 The first forward runs uncompiled, to find what modules read of other units. `make matrix` runs all cases.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -34,8 +32,6 @@ pytestmark = [
     # Raised by Dynamo itself as it looks at the tensors that a module is given.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
-
-# --------------------------------------------------------------------------------------------------------- Blocks alone
 
 
 def in_place(blocks: nn.ModuleList, backend: Any) -> None:
@@ -87,8 +83,6 @@ def test_compiled_blocks_train_as_under_ddp_and_are_compiled_once(compiled, back
 def test_blocks_compiled_to_machine_code_train_as_under_ddp():
     ranks.run(as_ddp, args=(in_place, "inductor", False), timeout=100)
 
-
-# -------------------------------------------------------------------------------------------------------- Whole models
 
 Build = Callable[[nn.Module, Any, dict[str, Any]], tuple[zero.FSDP, nn.Module]]
 """Of a model, a backend (or None) and options: what is sharded, and what to call."""
@@ -163,7 +157,7 @@ ALL_WHOLE = {"partition": "whole", "prefetch": 3}
 IN_16_BITS = {"precision": zero.MixedPrecision(param_dtype=torch.bfloat16, keep_fp32=(nn.LayerNorm,))}
 OF_LINEARS = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
 CASES: dict[str, tuple[Build, Callable[[], nn.Module], str, dict[str, Any], int | None]] = {
-    "modules that read other units": (inside, Reading, "eager", ALL_WHOLE | OF_LINEARS, None),
+    "modules that read other units": (inside, Reading, "eager", ALL_WHOLE | OF_LINEARS, None)
 }
 if WHOLE:
     # Before and after the loop of units, and one for all of them: torch 2.11 does not compile what surrounds a loop.

@@ -1,7 +1,5 @@
 """What torch.compile may be called with: a unit in one graph, not several; CUDA graphs only where nothing moves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,8 +17,6 @@ from simulated.world import simulated
 # Raised by Dynamo itself as it looks at the tensors that a module is given.
 ON_GRAD = "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(ON_GRAD)]
-
-# ---------------------------------------------------------------------------------------------------------- One graph
 
 
 def in_one_graph(rank: int, world: int, where: str) -> None:
@@ -58,9 +54,6 @@ def test_each_unit_may_be_one_graph(rank, world, trained, in_place):
     sharded = sharded or zero.FSDP(model)
     assert [loss(sharded, rank, step).item() for step in range(2)] == expected
     assert counter.frame_count == 1
-
-
-# --------------------------------------------------------------------------------------------------------- CUDA graphs
 
 
 def graphs_of_a_unit(model: Net, comm: Any) -> nn.Module:

@@ -1,7 +1,5 @@
 """torch.compile around what happens between forwards: gradients that are there, steps; and TorchScript."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

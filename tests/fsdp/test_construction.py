@@ -1,7 +1,5 @@
 """Construction that fails late: all ranks are told, the model is what it was, and can be wrapped later."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Callable, Iterator

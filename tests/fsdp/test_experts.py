@@ -1,7 +1,5 @@
 """A mixture of experts of which each rank runs others, gathered as one unit: training is that of torch, bit for bit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 That it trains right in all kinds of loops is tested in test_parity.py and test_training.py.
 """
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 from typing import Any
@@ -65,9 +63,6 @@ def assert_in_parts(model: zero.FSDP, whole: nn.Module) -> None:
     assert total(sum(one.nbytes() for one in held)) <= sum(param.nbytes for param in whole.parameters()) + padding
 
 
-# ------------------------------------------------------------------------------------------------------ what lies where
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "options"), [(3, {}), (2, {"partition": "whole"}), (2, {"reshard_after_forward": False})]
@@ -103,9 +98,6 @@ def test_a_forward_that_needs_no_backward_leaves_parts(rank, world):
     model.requires_grad_(False)
     model(batch(rank, 0))
     assert_in_parts(model, Net())
-
-
-# --------------------------------------------------------------------------------------- parameters stay what they were
 
 
 @ranks.on(2)
@@ -146,9 +138,6 @@ def test_an_optimizer_with_groups_built_before_or_after_wrapping_trains_the_same
     both = SideBySide(Net(), build, optim)
     both.plain_optimizer = optim(by_dimensions(both.plain))
     steps(both, rank)
-
-
-# --------------------------------------------------------------------------------------------------------- full weights
 
 
 def random(seed: int, net: nn.Module) -> nn.Module:

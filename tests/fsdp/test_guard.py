@@ -1,7 +1,5 @@
 """What optimizers may do with parameters that lie in shards: what would be wrong is refused, on every rank."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -27,9 +25,6 @@ def backward(model: nn.Module, rank: int, step: int = 0) -> None:
 def sharded(**options: Any) -> zero.FSDP:
     """Matrices alone, which is all that Muon takes; for two ranks they are cut inside one of them."""
     return zero.FSDP(built(matrices), **options)
-
-
-# ------------------------------------------------------------------------------------ optimizers for full parameters
 
 
 class SamOfSGD(Sam):
@@ -127,9 +122,6 @@ def test_state_of_whole_parameters_that_is_loaded_is_refused_with_the_remedy(ran
     optimizer.load_state_dict(saved.state_dict())
     backward(model, rank)
     optimizer.step()
-
-
-# ---------------------------------------------------------------------------------------- steps at the wrong moment
 
 
 @ranks.on(2)

@@ -1,7 +1,5 @@
 """Frozen parameters beside trained ones in a unit: adapters, and freezing and unfreezing between steps."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

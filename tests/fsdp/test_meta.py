@@ -1,7 +1,5 @@
 """Models built on the meta device: on every rank, with values made by rank 0, or on all ranks but rank 0."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -137,9 +135,6 @@ def test_with_real_weights_on_rank_0_only_training_has_the_bits_of_ddp(rank, wor
     same(dict(zero.full_state_dict(model, to=None)), dict(expected.weights))
 
 
-# ------------------------------------------------------------------------------------------------------- param_init_fn
-
-
 def by_numbers(module: nn.Module) -> None:
     """Values by the shape of a tensor; of modules of all kinds."""
     for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
@@ -191,9 +186,6 @@ def test_a_tied_weight_is_drawn_once_and_whole_by_the_module_that_has_it_first(r
     model = zero.FSDP(on_meta(tied), auto_wrap_policy=ModuleWrapPolicy({nn.Embedding, nn.Linear}))
     weight = model.state_dict()["1.weight"]
     assert weight.shape == (7, WIDTH) and weight.abs().max() > 1, "a linear layer draws small numbers"
-
-
-# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 def wrap(rank: int, world: int, build: Callable[[], nn.Module], options: dict[str, Any], real_on_rank_0: bool) -> None:

@@ -1,7 +1,5 @@
 """Mixed precision: the numbers are those of the same policy by torch alone, bit for bit."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable
@@ -181,9 +179,6 @@ def test_units_that_are_computed_again_cast_their_inputs_as_in_forward(rank, wor
     assert dtypes == {BF16}
 
 
-# --------------------------------------------------------------------------------------------- dtypes, one by one
-
-
 @ranks.on(2)
 def test_a_unit_of_a_class_that_is_kept_in_float32(rank, world):
     torch.manual_seed(0)
@@ -204,9 +199,6 @@ def test_integers_and_booleans_stay_what_they_are(rank, world):
     assert model(torch.tensor([[1, 2, 3]])).dtype is BF16
     assert {value.dtype for value in (net.order, net.counts, model.state_dict()["order"])} == {torch.int64}
     assert model.state_dict()["counts"].tolist() == [0, 1, 2, 3, 4]
-
-
-# ----------------------------------------------------------------------------------------------------------- buffers
 
 
 class Normalised(nn.Module):

@@ -1,7 +1,5 @@
 """Units chosen by hand: FSDP inside FSDP, and PyTorch's `wrap` while a model is built."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

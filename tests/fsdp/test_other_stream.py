@@ -6,8 +6,6 @@ under no_sync, and the sum where a parameter is used twice. Here the stream of t
 trains, so that what is accumulated there comes too late.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """partition="whole": optimizers that read whole parameters train as without sharding, and ranks own about as much."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

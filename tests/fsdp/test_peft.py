@@ -1,7 +1,5 @@
 """LoRA by peft around models of transformers: the base is frozen and in shards, only adapters are trained."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Pipeline parallelism by torch.distributed.pipelining over one dimension of a mesh, whose stages are sharded over the
 other."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -48,7 +46,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.matrix
 @pytest.mark.parametrize("stage", [3, *([2] if WHOLE else [])])
 @ranks.on(4, fresh=True)
-def test_a_pipeline_of_sharded_stages_trains_as_one_process_does(rank: int, world: int, stage: int) -> None:
+def test_a_pipeline_of_sharded_stages_trains_as_one_process_does(rank, world, stage):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     place, pp = mesh["pp"].get_local_rank(), mesh["pp"].get_group()
     share = slice(4 * mesh["dp"].get_local_rank(), 4 * mesh["dp"].get_local_rank() + 4)

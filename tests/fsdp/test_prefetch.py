@@ -2,8 +2,6 @@
 in test_memory.py.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from typing import Any

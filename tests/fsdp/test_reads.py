@@ -1,8 +1,6 @@
 """Parameters that are read elsewhere than in the forward of the unit that they belong to, and what a forward writes
 into parameters in place: as without FSDP."""
 
-from __future__ import annotations
-
 import os
 from contextlib import nullcontext
 from typing import Any
@@ -225,9 +223,6 @@ def test_what_was_not_written_into_keeps_its_precision(rank, world):
     for block in range(3):
         before[f"blocks.{block}.up.bias"][1] = 0.5
     assert all(torch.equal(after[name], before[name]) for name in before)
-
-
-# ----------------------------------------------------------------------------------------------- Penalties in the loss
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])

@@ -1,7 +1,5 @@
 """Parameters that were given other data, replaced or added after wrapping: refused, on every rank."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -33,9 +31,6 @@ class Net(nn.Module):
 
 def loss(model: nn.Module, rank: int) -> Tensor:
     return loss_on(rank, 0)(model)
-
-
-# ----------------------------------------------------------------------------------------------------- given other data
 
 
 def exchange(model: FSDP) -> None:
@@ -79,17 +74,13 @@ def rebound(rank: int, world: int, rebind: Callable[[FSDP], None], use: Callable
 
 
 @pytest.mark.parametrize(
-    ("rebind", "use"),
-    [(exchange, use) for use in (evaluate, take_weights, summon, step)] + [(cast, evaluate)],
+    ("rebind", "use"), [(exchange, use) for use in (evaluate, take_weights, summon, step)] + [(cast, evaluate)]
 )
 def test_other_data_is_refused_where_it_would_be_lost(rebind, use):
     ranks.expect_error(rebound, 2, RuntimeError, *REFUSED, args=(rebind, use), timeout=15)
 
 
-@pytest.mark.parametrize(
-    ("use", "words"),
-    [(step, "rank 1 has raised"), (evaluate, "rank 1 has raised.*out of step")],
-)
+@pytest.mark.parametrize(("use", "words"), [(step, "rank 1 has raised"), (evaluate, "rank 1 has raised.*out of step")])
 def test_ranks_that_go_on_are_told_why_another_does_not(use, words):
     told = ranks.expect_error(rebound, 2, RuntimeError, "given other data", args=(one_part, use), timeout=15)
     assert re.search(words, told[0])
@@ -129,9 +120,6 @@ def test_other_data_for_whole_parameters_is_refused_and_nothing_of_it_stays(rank
     loss(model, rank).backward()  # it can go on
     step(model, rank)
     raise error.value
-
-
-# --------------------------------------------------------------------------------------------------- replaced and added
 
 
 def stepped(rank: int, world: int, change: Callable[[Net], object], net: Net | None = None, **options: Any) -> None:

@@ -1,7 +1,5 @@
 """Backward is interrupted, or comes to a unit again: no gradient is lost, and none that was cleared comes back."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -52,24 +50,6 @@ class Stopping(Stack):
             return call()
         finally:
             stop.where = None
-
-
-@pytest.mark.parametrize(("sync", "late"), [(True, False), (False, True)])
-@ranks.on(2, timeout=20)
-def test_gradients_that_are_cleared_after_an_exception_do_not_come_back(rank, world, sync, late):
-    both = side_by_side(Stopping(), {}, tolerance=1e-6)
-    for step in range(2):
-        both.zero_grad()
-        both.backward(loss_on(rank, 9 * step))
-        both.backward(loss_on(rank, 9 * step + 1), sync=sync)
-        with pytest.raises(KeyError):
-            both.model.failing("backward", lambda: loss_on(rank, 2)(both.model).backward(), late=late)
-        both.zero_grad()
-        with torch.no_grad():
-            both.model(batch(rank, 0))
-        left = [name for name, param in both.model.named_parameters() if param.grad is not None]
-        assert not left, left
-        both.step(loss_on(rank, 9 * step + 3))
 
 
 @ranks.on(2, timeout=20)

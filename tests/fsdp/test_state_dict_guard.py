@@ -1,7 +1,5 @@
 """Modules inside an FSDP do not give this rank's shards away as if they were unsharded."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext

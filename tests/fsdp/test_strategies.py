@@ -1,7 +1,5 @@
 """Sharding strategies: each trains as torch alone does, and keeps what it says. What they send is in test_memory.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,8 +1,6 @@
 """torch's own checkpoint helpers at every stage: they get full weights, and no shard of an optimizer's state as if it
 were full. What `zero` gathers goes into torch's checkpoints, and comes from them."""
 
-from __future__ import annotations
-
 import copy
 from functools import partial
 

@@ -1,7 +1,5 @@
 """PyTorch's own objects as options of FSDP: they mean what they mean to PyTorch's FSDP, or are refused by name."""
 
-from __future__ import annotations
-
 import re
 from functools import partial
 from typing import Any
@@ -203,8 +201,7 @@ def test_a_name_that_neither_has_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("name", "remedy"),
-    [("state_dict_type", "full_state_dict"), ("full_optim_state_dict", "full_optimizer_state_dict")],
+    ("name", "remedy"), [("state_dict_type", "full_state_dict"), ("full_optim_state_dict", "full_optimizer_state_dict")]
 )
 def test_methods_of_fsdp1_say_what_to_call(name, remedy):
     with pytest.raises(AttributeError, match=remedy):

@@ -3,8 +3,6 @@
 The reference is the same model trained by a few lines of torch (runs.py): on two ranks, the same bits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

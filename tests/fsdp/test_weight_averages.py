@@ -1,7 +1,5 @@
 """torch's averages of weights at every stage: those of DistributedDataParallel, bit for bit."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

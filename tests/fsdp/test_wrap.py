@@ -1,7 +1,5 @@
 """Which modules become units and which parameters each unit has: by FSDP of one process, without a group."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -110,9 +108,6 @@ def test_as_one_unit_leaves_no_units_inside():
 def test_a_list_has_no_forward_to_be_gathered_for():
     with pytest.raises(ValueError, match="'blocks' is a ModuleList, which has no forward"):
         zero.FSDP(GPT(), auto_wrap_policy=ModuleWrapPolicy({nn.ModuleList}))
-
-
-# ---------------------------------------------------------------------------------------------------------- parameters
 
 
 def owned(root: nn.Module, policy: object, **options: object) -> dict[str, list[str]]:

@@ -1,7 +1,5 @@
 """Who averages gradients at stage 1, other than DistributedDataParallel."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """How hypothesis draws cases. The first of each choice is the simplest: what shrinking comes to."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The layers that random models are put together of. Each takes and returns rows of `width` floats."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,9 +33,6 @@ class Made:
         if not self.linears:
             self.linears.append(nn.Linear(self.width, self.width))
         return self.linears[of % len(self.linears)]
-
-
-# -------------------------------------------------------------------------------------------------------------- layers
 
 
 class Linear(nn.Module):

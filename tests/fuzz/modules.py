@@ -1,7 +1,5 @@
 """What random models put around layers, and the models."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Trains a random case at its stage, beside a reference that torch alone trains: see runs.py."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
@@ -61,9 +59,6 @@ def kinds(nodes: tuple[Node, ...]) -> set[str]:
     return {node.kind for node in nodes} | {kind for node in nodes for kind in kinds(node.inside)}
 
 
-# ------------------------------------------------------------------------------------------------------------- building
-
-
 def groups(model: nn.Module, count: int) -> Any:
     params = [*model.parameters()]
     if count == 1:
@@ -96,9 +91,6 @@ def _stage_3(case: Case, model: nn.Module, optim: Any) -> tuple[nn.Module, Optim
     options["broadcast_buffers"] = case.broadcast_buffers
     wrapped = zero.FSDP(model, auto_wrap_policy=POLICIES[case.units], **options)
     return wrapped, optim(groups(wrapped, case.groups))
-
-
-# ------------------------------------------------------------------------------------------------------------- training
 
 
 class Trained(SideBySide):

@@ -1,7 +1,5 @@
 """The benchmarks measure what they say: bytes on the wires, of each stage and contestant."""
 
-from __future__ import annotations
-
 import sys
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """What one settled step launches, counted on the fake process group, which stands for a backend such as NCCL."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 
@@ -58,8 +56,9 @@ def fsdp2(model: Any) -> tuple[nn.Module, Any]:
     return model, torch.optim.SGD(model.parameters(), 0.1, foreach=True)
 
 
-def launched(_: int, __: int) -> dict[tuple[str, int], tuple[Counter[str], int]]:
-    """By stage and ranks, in the step of the fewest kernels once two are done.
+@ranks.on(bare=True, fresh=True)
+def test_a_step_launches_as_much_on_many_ranks_and_as_fsdp2_does(rank, world):
+    """In the step of the fewest kernels once two are done.
 
     Autograd copies a gradient to which anybody in the process has a reference, be it for a moment only.
     """
@@ -78,11 +77,6 @@ def launched(_: int, __: int) -> dict[tuple[str, int], tuple[Counter[str], int]]
             counts.append((count.of_each, count.collectives))
         found[build.__name__, world] = min(counts[2:], key=lambda count: count[0].total())
         dist.destroy_process_group()
-    return found
-
-
-def test_a_step_launches_as_much_on_many_ranks_and_as_fsdp2_does():
-    [found] = ranks.run(launched, bare=True, fresh=True)
     for stage in ("stage_2", "stage_3"):
         (few, collectives), (many, those_of_many) = found[stage, 8], found[stage, 64]
         assert many.total() <= 1.1 * few.total(), many - few

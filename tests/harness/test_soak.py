@@ -4,8 +4,6 @@ Meanwhile a checkpoint is written behind training. `make soak` sets ZERO_SOAK=30
 was found.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

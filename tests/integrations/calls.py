@@ -1,7 +1,5 @@
 """Functions that ranks call by name: importing what they need takes seconds, which pytest's own process need not."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """What ranks do in test_lightning: one script with Fabric, by strategy."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 from typing import Any

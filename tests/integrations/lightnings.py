@@ -1,8 +1,7 @@
 """What ranks do in test_lightning: a model, data and a Trainer, on ranks that there are already."""
 
-from __future__ import annotations
-
 import contextlib
+import logging
 import runpy
 import sys
 from collections.abc import Callable
@@ -22,6 +21,9 @@ import ranks
 import zero.integrations.lightning
 from runs import norm_of_gradients
 from zoo import Block
+
+# Each Trainer tells of accelerators that there are not, of where it stops and of a service, at the level of news.
+logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
 WIDTH = 8
 BATCHES = 4

@@ -1,7 +1,5 @@
 """What ranks do in test_memory_of_saves: they save and load by each library, and count bytes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

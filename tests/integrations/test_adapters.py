@@ -1,7 +1,5 @@
 """Adapters of peft in the Trainer: trained, saved and loaded at every stage as by transformers alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -77,7 +75,7 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
 
 
 @ranks.on(2, timeout=100)
-def test_lora_by_peft_is_trained_saved_and_resumed(rank: int, world: int, tmp_path: Path) -> None:
+def test_lora_by_peft_is_trained_saved_and_resumed(rank, world, tmp_path):
     from safetensors.torch import load_file
 
     expected: dict[str, Tensor] = {}
@@ -110,7 +108,7 @@ def written(folder: Path) -> list[bytes]:
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 @ranks.on(2, timeout=100)
-def test_an_adapter_is_saved_as_under_ddp_byte_for_byte(rank: int, world: int, tmp_path: Path, kind: str) -> None:
+def test_an_adapter_is_saved_as_under_ddp_byte_for_byte(rank, world, tmp_path, kind):
     found = {}
     for stage in (0, 2, 3):
         place = Path(tmp_path, str(stage))
@@ -131,7 +129,7 @@ def test_an_adapter_is_saved_as_under_ddp_byte_for_byte(rank: int, world: int, t
 
 
 @ranks.on(2, timeout=100)
-def test_an_adapter_is_saved_by_hand_at_any_stage(rank: int, world: int, tmp_path: Path) -> None:
+def test_an_adapter_is_saved_by_hand_at_any_stage(rank, world, tmp_path):
     tokens = torch.stack([one["input_ids"] for one in examples(4)])[rank::2]
     for kind in ("modules to save", "prompts"):
         found = []
@@ -155,7 +153,7 @@ def test_an_adapter_is_saved_by_hand_at_any_stage(rank: int, world: int, tmp_pat
 
 
 @ranks.on(2, timeout=100)
-def test_what_reads_gradients_of_an_adapter_has_the_weights_of_stage_1(rank: int, world: int, tmp_path: Path) -> None:
+def test_what_reads_gradients_of_an_adapter_has_the_weights_of_stage_1(rank, world, tmp_path):
     from transformers import TrainerCallback
 
     class Allocate(TrainerCallback):

@@ -1,8 +1,6 @@
 """`mixed_precision: bf16` beside an fsdp_config, against Accelerate's own FSDP: dtypes of units and state, and losses.
 Accelerate takes ranks on CPUs for no users of FSDP, unless told that they have GPUs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +61,7 @@ def accelerates(version: int) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 2])
 @ranks.on(2, timeout=100)
-def test_bf16_beside_an_fsdp_config_trains_as_with_accelerate_without_autocast(
-    rank: int, world: int, version: int, tmp_path: Path
-) -> None:
+def test_bf16_beside_an_fsdp_config_trains_as_with_accelerate_without_autocast(rank, world, version, tmp_path):
     """Trained parameters of any dtype become float32 shards; buffers stay as they are."""
     with launched(rank, world):
         expected, *_ = trained(accelerates(version))
@@ -89,7 +85,7 @@ def test_bf16_beside_an_fsdp_config_trains_as_with_accelerate_without_autocast(
 
 @pytest.mark.parametrize("stage", [1, 2])
 @ranks.on(2)
-def test_trained_parameters_of_16_bits_keep_their_values_as_masters(rank: int, world: int, stage: int) -> None:
+def test_trained_parameters_of_16_bits_keep_their_values_as_masters(rank, world, stage):
     start = untied(torch.bfloat16)
     plugin = ZeroPlugin(stage=stage, mixed_precision="bf16")
     with launched(rank, world):

@@ -3,8 +3,6 @@
 Ranks that have imported Lightning stay for all tests, so what is refused is refused in one run of theirs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import itertools

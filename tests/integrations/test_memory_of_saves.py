@@ -3,8 +3,6 @@
 On the CPU a device's memory is the host's: all that lives is counted, in multiples of the model.
 """
 
-from __future__ import annotations
-
 import pytest
 from calls import on_ranks
 

@@ -1,7 +1,5 @@
 """Versions of other libraries that are too old for the integrations."""
 
-from __future__ import annotations
-
 import configparser
 import importlib
 import sys

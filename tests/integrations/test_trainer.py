@@ -1,10 +1,7 @@
 """Hugging Face's Trainer at stages 1, 2 and 3, against the Trainer itself, which is DDP."""
 
-from __future__ import annotations
-
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,9 +41,7 @@ def norms(trainer: Any) -> Tensor:
     ids=["clipping", "accumulating", "with Adam"],
 )
 @ranks.on(2, timeout=100)
-def test_losses_weights_and_logs_are_those_of_ddp(
-    rank: int, world: int, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_losses_weights_and_logs_are_those_of_ddp(rank, world, tmp_path, options):
     with launched(rank, world):
         expected = build(0, tmp_path, log_level="warning", **options)
         expected.train()
@@ -67,7 +62,7 @@ def test_losses_weights_and_logs_are_those_of_ddp(
 
 @pytest.mark.slow
 @ranks.on(2, timeout=100)
-def test_bf16_is_the_same_at_every_stage_and_close_to_autocast(rank: int, world: int, tmp_path: Path) -> None:
+def test_bf16_is_the_same_at_every_stage_and_close_to_autocast(rank, world, tmp_path):
     found = []
     for stage in (0, *STAGES):
         with launched(rank, world):
@@ -97,7 +92,7 @@ def held(stage: int, folder: str, **options: Any) -> float:
 
 @pytest.mark.slow
 @ranks.on(2, timeout=100)
-def test_accumulation_holds_shards_of_gradients_unless_asked_otherwise(rank: int, world: int, tmp_path: Path) -> None:
+def test_accumulation_holds_shards_of_gradients_unless_asked_otherwise(rank, world, tmp_path):
     for stage, share in {1: 1.0, 2: 0.5, 3: 0.5}.items():
         asked = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": False}}}
         with launched(rank, world):
@@ -115,7 +110,7 @@ ALL = {(stage, FULL): (0, *STAGES) for stage in (0, *STAGES)} | {(stage, SHARDED
 @pytest.mark.slow
 @pytest.mark.matrix
 @ranks.on(2, timeout=100)
-def test_checkpoints_go_on_bit_for_bit_at_any_stage_and_without_zero(rank: int, world: int, tmp_path: Path) -> None:
+def test_checkpoints_go_on_bit_for_bit_at_any_stage_and_without_zero(rank, world, tmp_path):
     from transformers import GPT2LMHeadModel
 
     from zero.integrations.accelerate import ZeroPlugin
@@ -145,7 +140,7 @@ def test_checkpoints_go_on_bit_for_bit_at_any_stage_and_without_zero(rank: int, 
 
 @pytest.mark.slow
 @ranks.on(2, timeout=100)
-def test_a_checkpoint_takes_the_place_of_one_of_another_kind(rank: int, world: int, tmp_path: Path) -> None:
+def test_a_checkpoint_takes_the_place_of_one_of_another_kind(rank, world, tmp_path):
     from zero.integrations.accelerate import ZeroPlugin
 
     for kind, rate in ((SHARDED, 1e-2), (FULL, 1e-3)):
@@ -169,7 +164,7 @@ def evaluated_first(rank: int, world: int, folder: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-def test_a_model_that_was_evaluated_first_is_trained_by_all_ranks(tmp_path: Path) -> None:
+def test_a_model_that_was_evaluated_first_is_trained_by_all_ranks(tmp_path):
     """transformers' own leaves DistributedDataParallel away then, and each rank trains by itself."""
     first, second = ranks.run(evaluated_first, args=(str(tmp_path),))
     assert same(first, second)
@@ -177,7 +172,7 @@ def test_a_model_that_was_evaluated_first_is_trained_by_all_ranks(tmp_path: Path
 
 @pytest.mark.slow
 @ranks.on(2, timeout=100)
-def test_a_loss_of_the_module_inside_is_averaged_at_stage_1(rank: int, world: int, tmp_path: Path) -> None:
+def test_a_loss_of_the_module_inside_is_averaged_at_stage_1(rank, world, tmp_path):
     import transformers
 
     from zero.integrations.transformers import ZeroTrainerMixin
@@ -197,7 +192,7 @@ def test_a_loss_of_the_module_inside_is_averaged_at_stage_1(rank: int, world: in
 
 @matrix.only
 @ranks.on(2, timeout=100)
-def test_the_best_model_a_second_train_and_a_late_resume(rank: int, world: int, tmp_path: Path) -> None:
+def test_the_best_model_a_second_train_and_a_late_resume(rank, world, tmp_path):
     """What people do with a Trainer after train(), against DDP."""
     every_2 = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
@@ -216,7 +211,7 @@ def test_the_best_model_a_second_train_and_a_late_resume(rank: int, world: int, 
 
 @pytest.mark.slow
 @ranks.on(2, timeout=100)
-def test_arguments_are_honoured_or_refused_on_every_rank(rank: int, world: int, tmp_path: Path) -> None:
+def test_arguments_are_honoured_or_refused_on_every_rank(rank, world, tmp_path):
     from zero.integrations.accelerate import ZeroPlugin
 
     config = {"version": 2, "reshard_after_forward": False, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}

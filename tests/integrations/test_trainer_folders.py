@@ -1,7 +1,5 @@
 """Trainers that go on from checkpoints of which a file is missing, or that transformers' FSDP Trainer has saved."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import warnings
@@ -98,7 +96,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @ranks.on(2, timeout=100)
-def test_a_folder_goes_on_or_is_refused_on_every_rank_before_training(rank: int, world: int, tmp_path: Path) -> None:
+def test_a_folder_goes_on_or_is_refused_on_every_rank_before_training(rank, world, tmp_path):
     with launched(rank, world):
         whole = saving(tmp_path / "saved")
         whole_losses, whole_weights = losses(whole)[2:], weights(whole)

@@ -1,7 +1,5 @@
 """Trainers that save and load the module inside by themselves, as that of sentence-transformers does."""
 
-from __future__ import annotations
-
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,7 +84,7 @@ KINDS = {"its own": (own_trainer, Around), "passes on": (passes_on, gpt2)}
 
 @pytest.mark.parametrize("kind", KINDS)
 @ranks.on(2, timeout=100)
-def test_it_saves_and_goes_on_as_alone(rank: int, world: int, tmp_path: Path, kind: str) -> None:
+def test_it_saves_and_goes_on_as_alone(rank, world, tmp_path, kind):
     made, model = KINDS[kind]
     base, every_2 = made(), {"eval_strategy": "steps", "eval_steps": 2}
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True, **every_2}
@@ -117,7 +115,7 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("stage", [2, 3])
 @ranks.on(2, timeout=100)
-def test_where_it_cannot_write_every_rank_raises(rank: int, world: int, tmp_path: Path, stage: int) -> None:
+def test_where_it_cannot_write_every_rank_raises(rank, world, tmp_path, stage):
     with launched(rank, world):
         trainer = at(stage, own_trainer(), tmp_path, model=Around)
         trainer.train()

@@ -1,7 +1,5 @@
 """Hugging Face's Trainer as its users build it, for tests."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Optimizers that need the names of what they step: they train as without `zero`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Optimizers that wrap another one and keep state of their own, as Lookahead does: as without `zero`, or refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -12,8 +12,6 @@ there, takes no argument by the name of one of the mutant's, or lacks what the m
 mutant's name: Misfit.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """Mutants of gradients, from backward to their owners."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager, nullcontext
 
 import torch
@@ -109,9 +107,6 @@ def infinite_gradients_made_zero(reduce, self, messages, *streams):
     return Changed(reduce(self, messages, *streams), lambda sums: sums.nan_to_num_(0.0, 0.0, 0.0))
 
 
-# ------------------------------------------------------------------------------------------------ dtypes and bytes
-
-
 @mutant("packing.summed_as")
 def gradients_summed_in_16_bits(_, dtype):
     """16-bit gradients are summed in 16 bits, not in float32."""
@@ -155,9 +150,6 @@ def parameters_sent_twice(gather, self, full, shard, *streams, **how):
     return gather(self, full, shard, *streams, **how)
 
 
-# ------------------------------------------------------------------------------------------- what stands in param.grad
-
-
 @mutant("OwnedBucket.decide")
 def gradient_that_counts_after_it_was_dropped(decide, self, used):
     """At stage 2 a backward adds to a gradient that was cleared, or is put back later."""
@@ -187,8 +179,8 @@ def gathered_by_what_requires_gradients(_, self):
     self._trained |= {flat for flat in self.shard_groups if any(param.requires_grad for param in flat.params)}
 
 
-@mutant("FullBucket.take")
-def gradients_of_any_backward_taken_for_averages(take, self, index, gradient):
+@mutant("OwnedGradients.refuse")
+def gradients_of_any_backward_taken_for_averages(refuse, self):
     """At stage 1 a step takes what a backward under no_sync() has left."""
-    self.unreduced.clear()
-    take(self, index, gradient)
+    if self.are_sharded:
+        refuse(self)

@@ -1,15 +1,11 @@
 """Mutants of parameters: gathered, computed with, written into and released."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from mutations import Changed, mutant
-
-# ------------------------------------------------------------------------------------------ memory, and when it is sent
 
 
 @mutant("ShardGroup.reshard")
@@ -49,9 +45,6 @@ def reshard_after_forward_ignored(init, self, module, *given, reshard_after_forw
     init(self, module, *given, **more)
 
 
-# ------------------------------------------------------------------------------------------------- values and dtypes
-
-
 @mutant("Comm.gather")
 def swapped_owners(gather, self, full, bounds, *how):
     """Of two ranks with shards of one length each gets its own elements for those of the other."""
@@ -87,9 +80,6 @@ def buffers_saved_in_the_dtype_of_computing(_, self, module, state_dict, prefix,
     """state_dict() has buffers in the dtype to which mixed precision has cast them."""
 
 
-# ------------------------------------------------------------------------------------------------------------ writes
-
-
 @mutant("ShardGroup.dismiss")
 def shard_not_written_back(dismiss, self, *, keep):
     """What was written into full parameters within summon_full_params is lost."""
@@ -119,9 +109,6 @@ def moved_parameters_not_noticed(_, self):
 @mutant("shard_group.take_back")
 def data_given_by_a_step_lost(_, params, views, held):
     """What an optimizer assigns to `param.data` in its step is lost, and later steps as well."""
-
-
-# --------------------------------------------------------------------------------------------- where values come from
 
 
 @mutant("FSDP.__init__")
@@ -160,9 +147,6 @@ def random_numbers_that_depend_on_the_rank(init, self, *given, **named):
     init(self, *given, **named)
     if dist.is_initialized() and dist.get_rank() == 1:
         torch.rand(1)
-
-
-# ------------------------------------------------------------------------------------------------------ between steps
 
 
 @mutant("sharded_parameter.rest")

@@ -1,7 +1,5 @@
 """Mutants of weights and optimizer state that are saved and loaded, and of checkpoints."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -40,9 +38,6 @@ def full_weights_are_no_copies(full_state_dict, model, *given, **named):
     return {name: own[name] if name in own and own[name].shape == of.shape else of for name, of in weights.items()}
 
 
-# ------------------------------------------------------------------------------------------------------ optimizer state
-
-
 @mutant("optimizer_state.hand_over")
 def momentum_not_loaded(load, optimizer, taken, groups):
     """Averages of gradients are zero after state was loaded."""
@@ -75,9 +70,6 @@ def state_of_another_parameter(load, optimizer, taken, groups):
 @mutant("optimizer_state.keep_dtypes")
 def state_loaded_in_the_dtype_of_its_parameter(_, optimizer, loaded):
     """float32 state of 16-bit parameters is rounded as it is loaded."""
-
-
-# ---------------------------------------------------------------------------------------------------------- checkpoints
 
 
 @mutant("files.write")
@@ -145,13 +137,10 @@ def save_behind_without_a_copy(_, model, held):
 
 @mutant("Ranks.together")
 @contextmanager
-def rank_that_cannot_write_is_silent(together, self, *given, **named):
+def rank_that_cannot_write_is_silent(together, self, what="", **how):
     """A rank's problem with a checkpoint is told nobody, and the checkpoint counts as saved."""
-    with together(self, *given, **named) as lines, nullcontext() if self.first else suppress(Exception):
+    with together(self, what, **how) as lines, nullcontext() if self.first else suppress(Exception):
         yield lines
-
-
-# ------------------------------------------------------------------------------------------------ full, out and in
 
 
 @mutant("Reads.load")

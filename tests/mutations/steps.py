@@ -1,13 +1,9 @@
 """Mutants of norms, of clipping, of loss scaling, and of steps."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from mutations import Changed, mutant
 from zero.tensor_parallel import parts
-
-# -------------------------------------------------------------------------------------------------------- norms
 
 
 @mutant("answers._number")
@@ -53,9 +49,6 @@ def last_group_unclipped(clip, self, *given, **named):
     return total
 
 
-# ------------------------------------------------------------------------------------------------------- scaling
-
-
 @mutant("answers.ranks_of")
 def overflow_seen_by_its_owner_alone(_, cuts):
     """At stages 1 in 16 bits and 2 only the owner of overflowed elements sees them, and skips alone."""
@@ -65,9 +58,6 @@ def overflow_seen_by_its_owner_alone(_, cuts):
 @mutant("Reads.spread_overflow")
 def overflow_told_nobody(_, self, found):
     """At stage 3 only the owner of overflowed elements sees them, so that torch's scaler skips on one rank."""
-
-
-# --------------------------------------------------------------------------------------------------------- steps
 
 
 @mutant("OSS.zero_grad")
@@ -153,9 +143,6 @@ def late_gather(gather, self, full, shard, *streams, **how):
 
     handle = gather(self, full, shard, *streams, **how)
     return handle if shard is not None else Changed(handle, old)
-
-
-# ---------------------------------------------------------------------------------------------------------- at stage 3
 
 
 @mutant("Steps.check")

@@ -1,7 +1,5 @@
 """Mutants of what ranks compare and tell one another, and of what `zero` says beforehand."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 
@@ -9,12 +7,10 @@ import torch.distributed as dist
 
 from mutations import mutant
 
-# ------------------------------------------------------------------------------------------------- errors, on all ranks
-
 
 @mutant("Comm.compare")
 def error_raised_on_one_rank_only(compare, self, what, lines, own=None, *channel):
-    """A constructor's refusal is raised where it is found, and other ranks wait."""
+    """A constructor's refusal is raised where the problem is, and other ranks wait."""
     if own is not None and self.world > 1:
         raise own
     compare(self, what, lines, own, *channel)
@@ -69,9 +65,6 @@ def memory_written_before_others_have_read_it(before, self, *given):
         self.announce(before.__globals__["_DONE"])
 
 
-# -------------------------------------------------------------------------------------------------- time on the network
-
-
 @mutant("InOneMessage.messages")
 def messages_filled_before_they_are_packed(messages, self, taken):
     """All of a message is filled with zeros before gradients are copied into it, and the wire waits for both."""
@@ -83,9 +76,6 @@ def messages_filled_before_they_are_packed(messages, self, taken):
 def gradients_of_16_bits_sent_by_all_to_all(init, self, group, *, sent_as=None, **more):
     """Between hosts 16-bit gradients take several times as long as those of float32."""
     init(self, group, sent_as=sent_as or group.full.dtype, **more)
-
-
-# --------------------------------------------------------------------------------------------------- numbers about runs
 
 
 @mutant("join")

@@ -1,7 +1,5 @@
 """Digests tell any write, and cost a GPU little beside the copies of a step."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

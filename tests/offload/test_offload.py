@@ -1,8 +1,6 @@
 """What offload keeps beside the numbers of training (tests/parity/test_offload_rows.py): master weights, checkpoints,
 errors on every rank."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

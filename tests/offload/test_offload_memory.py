@@ -1,8 +1,6 @@
 """Bytes between device and CPU in a settled step with CPUOffload, bytes that each holds, and the numbers: on the
 simulated GPU. The bytes are those that docs/precision_and_memory.md has for this rank's shards, and nothing else."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import nullcontext
 from functools import partial
@@ -140,9 +138,6 @@ def test_with_adam_the_cpu_holds_16_bytes_of_an_element_that_a_rank_owns(stage, 
     assert 16 * offloaded <= in_step < 16 * offloaded + computing + FEW
 
 
-# --------------------------------------------------------------------------------------------------------- The numbers
-
-
 def with_a_closure(model: nn.Module, optimizer: Any) -> None:
     """The optimizer steps all at once."""
 
@@ -206,9 +201,6 @@ def test_so_it_has_with_options_of_stage_3_and_optimizers_that_are_not_elementwi
     given = (None, zero.CPUOffload())
     plain, offloaded = (trained(3, step, torch.float32, WORLD, optim, offload=offload, **options) for offload in given)
     assert all(torch.equal(*pair) for pair in zip(plain, offloaded, strict=True))
-
-
-# ------------------------------------------------------------------------------------------------------- Pinned memory
 
 
 def test_pinned_memory_has_the_size_of_its_tensors_is_used_again_and_given_back():

@@ -1,7 +1,5 @@
 """Steps of offloaded shards piece by piece are those of whole tensors, bit for bit."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stage 1 by zero.setup, which averages by reading on one host; sparse gradients are refused at every stage."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

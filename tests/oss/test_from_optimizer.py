@@ -1,7 +1,5 @@
 """`OSS.from_optimizer`: an optimizer that was built already trains on, sharded, as it would have by itself."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable
 from typing import Any
@@ -9,12 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.lr_scheduler import ConstantLR, ExponentialLR, SequentialLR
+from torch.optim import SGD, Optimizer
 
 import ranks
 import zero
-from assertions import same_weights
 from ranks import refusal
 from runs import average_gradients
 from zoo import data
@@ -47,42 +43,6 @@ def train(model: nn.Module, optimizer: Optimizer, rank: int, steps: Iterable[int
             scheduler.step()
 
 
-class Odd(SGD):
-    """Hands all its arguments on."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-
-
-BUILT = {
-    "groups of their own": lambda model: AdamW(groups(model), lr=0.01, betas=(0.8, 0.9)),
-    "named groups": lambda model: Adam(groups(model, named=True), lr=0.01, amsgrad=True),
-    "handed on": lambda model: Odd(groups(model), lr=0.1, nesterov=True, momentum=0.5),
-}
-
-
-@pytest.mark.parametrize("name", BUILT)
-@ranks.on(2)
-def test_it_trains_on_as_the_optimizer_would(rank, world, name):
-    """With what it was built with, the state that it has, and the scheduler that was made for it."""
-    plain, model = net(), net()
-    expected, given = BUILT[name](plain), BUILT[name](model)
-    schedulers = [
-        SequentialLR(one, [ConstantLR(one, 0.5, 1), ExponentialLR(one, 0.5)], [2]) for one in (expected, given)
-    ]
-    for each, optimizer, scheduler in zip((plain, model), (expected, given), schedulers, strict=True):
-        train(each, optimizer, rank, range(2), scheduler)
-    optimizer = zero.OSS.from_optimizer(given)
-    assert not given.state
-    train(plain, expected, rank, range(2, 4), schedulers[0])
-    train(model, optimizer, rank, range(2, 4), schedulers[1])
-    same_weights(model, plain)
-    optimizer.consolidate_state_dict(to=None)
-    found, wanted = optimizer.state_dict(), expected.state_dict()
-    assert found["param_groups"] == wanted["param_groups"]
-    assert found["state"].keys() == wanted["state"].keys()
-
-
 @ranks.on(2)
 def test_what_holds_groups_and_hooks_goes_on(rank, world):
     """Such as a scheduler that keeps the list, or one dictionary of it, and a handle that removes a hook later."""
@@ -104,15 +64,6 @@ def test_what_holds_groups_and_hooks_goes_on(rank, world):
     assert seen == ["before", "after", "after", "saving", "loaded"]
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
     assert len(held) == 3
-
-
-@ranks.raises(2, RuntimeError, "SGD was given to OSS.from_optimizer", "Step the OSS")
-def test_the_optimizer_that_was_given_away_steps_no_more(rank, world):
-    model = net()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    zero.OSS.from_optimizer(optimizer)
-    model(data(4, 6, rank=0)).sum().backward()
-    optimizer.step()
 
 
 class Forgetful(SGD):

@@ -47,9 +47,6 @@ def assert_equal_training(rank, plain, sharded, **options):
     assert expected[0] != expected[-1]
 
 
-# ---------------------------------------------------------------------------------------------- Whatever the optimizer
-
-
 CASES = [(name, "auto", 1) for name in OPTIMIZERS]
 CASES += [(name, "auto", 2) for name in ("Muon", "Adafactor", "LAMB by hand")]
 CASES += [("a subclass of Adam", "whole", 1), ("a function", "even", 1)]
@@ -65,9 +62,6 @@ def test_trains_as_the_plain_optimizer_does_bit_for_bit(rank, world, turn):
         plain, sharded = (at_stage(at, built(make), optim, partition=partition, **options) for at in (0, stage))
         assert is_cut(sharded[1]) == ((auto if partition == "auto" else partition) == "even")
         assert_equal_training(rank, plain, sharded, steps=range(3))
-
-
-# -------------------------------------------------------------------------------------------------- Whatever the group
 
 
 def tiny():
@@ -90,9 +84,6 @@ def test_trains_the_same_without_a_process_group(rank, world):
     plain, sharded = pair(Adam, lr=0.01)
     assert_equal_training(rank, plain, sharded)
     same(sharded[1].state_dict(), plain[1].state_dict(), "the state")
-
-
-# -------------------------------------------------------------------------------------- Whatever the user does with it
 
 
 def groups_of(model):

@@ -1,7 +1,5 @@
 """Steps on gradients that are not, or not yet, those of all ranks: refused on every rank, or right."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,8 +14,6 @@ from rows import Net, Rows, changed, momentum
 from zoo import WIDTH, data
 
 row = Rows("step() on gradients that were not averaged", __name__, optim=momentum)
-
-# ------------------------------------------------------------------------------------------------- within a backward
 
 
 def within(register):
@@ -39,8 +35,6 @@ row.of(
 )
 row.of("a hook of a module steps", within(lambda t, hook: t.n.last.register_full_backward_hook(hook)), **REFUSED)
 row.of("a hook of a tensor steps", within(lambda t, hook: t.n.first.weight.register_hook(lambda g: hook())), **REFUSED)
-
-# ------------------------------------------------------------------------------------------- under no_sync, or around
 
 
 def unsent(t, i):
@@ -81,8 +75,6 @@ def frozen():
 
 row.of("the last backward is under no_sync", unsent, same=(), refused={1: r"no_sync\(\)", 2: r"no_sync\(\)"})
 
-# ---------------------------------------------------------------------------------------------------- what is right
-
 
 def inner_calls(t, i):
     """Of which no gradient is left."""
@@ -107,9 +99,6 @@ def dropped(t, i):
 row.of("the inner module is called for other things", inner_calls, same={1, 2})
 row.of("gradients that were not averaged are dropped", dropped, same={1})
 test_rows = row.tests()
-
-
-# --------------------------------------------------------------------- what DistributedDataParallel would not average
 
 
 def unused(t, i):
@@ -190,11 +179,8 @@ ACTS = around, around_parts, twice, again, unfrozen, unused, accumulated
 @pytest.mark.parametrize("act", ACTS)
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_the_mean_over_the_ranks_is_stepped(stage, world, act):
-    ranks.run(as_one_process, world, args=(stage, act))
-
-
-def as_one_process(rank: int, world: int, stage: int, act: Callable[[Any, int], None]) -> None:
+@ranks.on("world")
+def test_the_mean_over_the_ranks_is_stepped(rank, world, stage, act):
     build = frozen if act is unfrozen else Net
     sharded, whole = Sharded(build(), stage), Whole(build(), world)
     for step in range(4):

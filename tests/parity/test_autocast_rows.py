@@ -1,7 +1,5 @@
 """Training under torch.autocast, as DistributedDataParallel trains under the same."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -5,8 +5,6 @@ parameters. `make axes` tries 300 points that are new each time, DRAWS=2000 more
 in KNOWN, or mended.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 import re
@@ -215,7 +213,6 @@ def a_layer_is_frozen_on_rank_1(t: Loop, i: int) -> None:
 
 test_plain = row.tests()
 
-# ---------------------------------------------------------------------------------------------------- on the other axes
 
 SAVES = {"saves_on_rank_0", "goes_back_to_what_it_saved"}
 WITHOUT = {  # a reference at stage 0
@@ -305,6 +302,7 @@ FOUND = [
     Draw("scales_losses_in_float16", Point("layout: channels last"), "host memory"),
     Draw("a_forward_is_dropped", Point("kept: output on rank 0"), "gloo"),
     Draw("a_forward_is_dropped", Point("kept: cycle on rank 0", 0, "whole"), "host memory"),
+    Draw("a_forward_is_dropped", Point("kept: parts on all ranks"), "gloo"),
     Draw("gradients_are_divided", Point("dtype: bfloat16 parameters"), "host memory"),
     Draw("a_layer_is_frozen_on_rank_1", Point("plain"), "overlapping"),
 ]

@@ -1,7 +1,5 @@
 """Backwards out of the usual order, and steps that are given a closure."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext, suppress
 from functools import partial
 
@@ -12,12 +10,7 @@ import matrix
 from rows import Rows, momentum
 from zoo import WIDTH, Block, Stack
 
-FSDP = [
-    {"reshard_after_forward": False},
-    {"sharding_strategy": "NO_SHARD"},
-    {"prefetch": 1},
-    {"prefetch": 3},
-]
+FSDP = [{"reshard_after_forward": False}, {"sharding_strategy": "NO_SHARD"}, {"prefetch": 1}, {"prefetch": 3}]
 
 row = Rows("backwards out of the usual order", __name__, optim=momentum, tolerance=1e-6)
 
@@ -82,12 +75,7 @@ def by_closure(t, i, *, sends=True, clip=False):
 
 row.of("a closure reduces what no_sync left", by_closure)
 row.of("a closure leaves gradients unreduced", partial(by_closure, sends=False), same=(), refused={3: r"no_sync\(\)"})
-row.of(
-    "a closure clips by the norm",
-    partial(by_closure, clip=True),
-    same={3},
-    tolerance=1e-6,
-)
+row.of("a closure clips by the norm", partial(by_closure, clip=True), same={3}, tolerance=1e-6)
 
 
 class Fails(nn.Module):

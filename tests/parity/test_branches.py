@@ -4,8 +4,6 @@ Autograd adds them in the order in which it comes to the branches. So units must
 is released as soon as backward has been through it.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

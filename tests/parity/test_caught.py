@@ -1,7 +1,5 @@
 """Small changes of the core that no other quick test notices, each caught by one here."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 The model and its inputs are on the CPU; what zero makes by itself must follow them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial

@@ -1,8 +1,6 @@
 """Forwards with gradients that no backward follows: the step has the numbers of stage 0, and at stage 3 the peak of a
 step without such a forward."""
 
-from __future__ import annotations
-
 import gc
 import math
 from contextlib import suppress

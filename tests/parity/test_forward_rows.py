@@ -1,7 +1,5 @@
 """Parameters that are read outside their units, and several forwards of a model with buffers."""
 
-from __future__ import annotations
-
 from functools import partial
 from types import SimpleNamespace
 
@@ -40,9 +38,6 @@ class Net(nn.Module):
         x = self.read(x, getattr(self, self.of).weight) if self.count >= self.since else x
         self.count += 1
         return self.head(torch.tanh(x))
-
-
-# ------------------------------------------------------------------------------ C1: a root's parameters outside forward
 
 
 class Times(nn.Linear):
@@ -84,8 +79,6 @@ row.of(
 row.of("outputs are multiplied by a unit's weight", outside(lambda y, n: y @ n.body.weight), net=Net, or_refused="body")
 row.of("outputs go through a unit again", outside(lambda y, n: n.body(y)), net=Net)
 test_outside = row.tests()
-
-# ------------------------------------------------------------------------------------ C2 and C7: readers of other units
 
 
 def function(forward, backward):
@@ -330,8 +323,6 @@ row.of("a write, in the second forward", net=lambda: Halving(1))
 row.of("a number, in the third", net=lambda: Net(lambda x, w: x * w.mean().item(), since=2), steps=4, or_refused="head")
 row.of("a write, in the third", net=lambda: nn.Sequential(Halving(2)), steps=6, or_refused=r"\.data")
 test_later = row.tests()
-
-# ------------------------------------------------------------------- C3: two forwards and one backward with buffers
 
 
 class Norm(nn.Sequential):

@@ -1,8 +1,6 @@
 """After the last references to model and optimizer their memory is free at once, as with DistributedDataParallel: no
 circle of objects waits for the garbage collector."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

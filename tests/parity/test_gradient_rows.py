@@ -1,7 +1,5 @@
 """Gradients of parameters that are asked for, looped over, and clipped."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -17,8 +15,6 @@ import zero
 from assertions import close
 from rows import WIDTH, Net, Rows, adam, changed, momentum, trains
 from zoo import data
-
-# ----------------------------------------------------------------------------------------- B7: those that are asked for
 
 OWN = r"(?i)shard|unit|FSDP"  # of zero's own errors, not of torch's
 LATER = {"or_refused": OWN}
@@ -91,8 +87,6 @@ row.of("a hook sees those of units and root", seen, **LATER)
 row.of("hooks of parameters scale their gradients", scaled_by_hooks, **UNITS)
 test_asked = row.tests()
 
-# ------------------------------------------------------------------------- C4: gradients where a rank owns no element
-
 
 def every(act):
     """What is done with each parameter after backward."""
@@ -122,7 +116,6 @@ row.of(
 )
 test_none = row.tests()
 
-# ------------------------------------------------------------------------------------------ B9: torch's clip_grad_norm_
 
 B9 = "B9: torch's clip_grad_norm_"
 
@@ -163,15 +156,12 @@ def clipped(rank, world, net, norm, partition="auto", stage=3):
     return zero.full_state_dict(model, to=None)
 
 
-@pytest.mark.parametrize("how", ["2 even", "2 whole", "3 even", "3 whole"])
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("net", NETS)
-def test_torchs_clip_grad_norm_is_that_of_stage_0(net, how):
+@ranks.on("world")
+def test_torchs_clip_grad_norm_is_that_of_stage_0(rank, world, net, partition):
     """Also where one rank has all."""
-    world, partition = how.split()
-    ranks.run(clipped_at_each, int(world), args=(net, partition))
-
-
-def clipped_at_each(rank, world, net, partition):
     # DistributedDataParallel does not train what is unused by itself.
     expected = clipped(rank, world, net, None, stage=1 if net == "one is unused" else 0)
     for stage in (2, 3):
@@ -199,11 +189,7 @@ row.of(
     **SAME,
 )
 row.of("one of two layers is scaled", each(by(lambda t, k: 0.1), FIRST), **SAME | {"net": NETS["two alike"]})
-row.of(
-    "the norm is of one layer",
-    each(lambda t, params: clip_grad_norm_(params, 0.01), FIRST),
-    **NORM,
-)
+row.of("the norm is of one layer", each(lambda t, params: clip_grad_norm_(params, 0.01), FIRST), **NORM)
 row.of("each has its norm", each(lambda t, params: [clip_grad_norm_(p, 0.01) for p in params]), **NORM)
 row.of("the largest is the norm", each(lambda t, params: clip_grad_norm_(params, 0.01, torch.inf)), **NORM)
 row.of("it runs foreach", each(lambda t, params: clip_grad_norm_(params, 0.01, foreach=True)), **NORM)

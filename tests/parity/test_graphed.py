@@ -1,7 +1,5 @@
 """Replays of a step as one CUDA graph train to the bits of steps by the host; on the CPU nothing is recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,8 +1,6 @@
 """What wrapping and training leave as it was: torch's random numbers, and, after a forward whose loss was dropped, what
 is full."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import tracemalloc

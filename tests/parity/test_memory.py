@@ -6,8 +6,6 @@ parameters and gradients take P each and the optimizer's state 2 P (Rajbhandari 
 sends as an all-reduce does, stage 3 half as much again (section 7). `make matrix` plans all cases, the suite some.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from contextlib import nullcontext

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 from weakref import WeakSet
@@ -289,9 +288,7 @@ def measured(rank: int, world: int, stage: int, folder: str) -> dict[str, tuple[
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_no_way_takes_more_of_the_device_than_a_step_nor_of_the_host_than_its_result(
-    stage: int, tmp_path: Path
-) -> None:
+def test_no_way_takes_more_of_the_device_than_a_step_nor_of_the_host_than_its_result(stage, tmp_path):
     for rank, found in enumerate(ranks.run(measured, args=(stage, str(tmp_path)))):
         for name, (device, host) in found.items():
             print(f"stage {stage}, rank {rank}, {name:36} device {device:5.2f} host {host:+5.2f}")

@@ -1,7 +1,5 @@
 """Parameters whose bytes overlap, and parameters that are given other data within forward."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Gradients of backwards under no_sync: what a loop does to them before they are sent, and what keeps them."""
 
-from __future__ import annotations
-
 import warnings
 from contextlib import nullcontext
 from functools import partial
@@ -81,7 +79,6 @@ clears("gradients are cleared between forward and backward of another", clear_be
 
 test_edited = edited.tests()
 
-# --------------------------------------------------------------------------- a backward passes the model while frozen
 
 kept = Rows("B10: at stage 3 what no_sync accumulated survives a backward through a frozen model", __name__)
 frozen = kept.within(after_a_backward_under_no_sync)
@@ -136,8 +133,6 @@ frozen("the model is frozen in evaluation mode", pass_in_evaluation)
 frozen("the module inside is frozen and called", lambda t, i: passed(t, t.n, through=t.n, sends=True), tolerance=1e-6)
 
 test_kept = kept.tests()
-
-# ------------------------------------------------------------------------------------ the forward alone under no_sync
 
 
 def alone(model, x):

@@ -1,8 +1,6 @@
 """Norms and clipping: what is told, and the step on what was clipped, are those of torch's clip_grad_norm_ on a full
 copy. Torch's own function, and other changes between backward and step, are rows of test_gradient_rows.py."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial
@@ -23,11 +21,10 @@ import matrix
 import ranks
 import zero
 from optimizers import MOMENTUM
-from rows import Rows, momentum
 from runs import SideBySide, at_stage, norm_of_gradients, on_mesh, sgd, stage_2, stage_3
 from simulated.scenarios import net, ones, wrapped
 from simulated.world import simulated
-from zoo import FEATURES, OddNet, Stack, built, data, loss_on, odd_loss
+from zoo import FEATURES, OddNet, built, data, odd_loss
 
 NORMS = (1.0, 2.0, 3.0, math.inf)
 
@@ -167,20 +164,6 @@ def test_norms_of_bfloat16_are_computed_in_float32(rank, world, stage, precision
     assert norm_of_gradients(model).item() == pytest.approx(expected / 64, rel=1e-3 if precision else 8e-3)
 
 
-@ranks.on(2)
-def test_torchs_own_is_right_where_parameters_are_whole(rank, world):
-    both = SideBySide(Stack(), partial(stage_3, sharding_strategy="NO_SHARD"), tolerance=2e-6)
-    both.backward(loss_on(rank, 0))
-    both.give_averages()
-    norms = [clip_grad_norm_(each.parameters(), 0.05) for each in (both.model, both.plain)]
-    assert norms[0].item() == pytest.approx(norms[1].item(), rel=2e-6) and norms[0] > 0.1
-    both.averages = {param: param.grad for param in both.plain.parameters()}
-    both.update()
-
-
-# --------------------------------------------------------------------------------------------- what lies with the CPU
-
-
 class Reading(TorchDispatchMode):
     """Whether a norm is computed of any of these tensors in here."""
 
@@ -237,19 +220,5 @@ def test_offloaded_gradients_are_read_for_their_norm_only_if_somebody_wrote(stag
             optimizer.step()
 
 
-# ------------------------------------------------------------------------------------ changes that are no norm of all
-
-
 def each(change: Any) -> Any:
     return lambda t, i: t.update(t.loss(i), lambda t: [change(p) for p in t.m.parameters() if p.grad is not None])
-
-
-row = Rows("gradients that are changed between backward and step", __name__, optim=momentum)
-row.of("something is added to each", each(lambda p: p.grad.add_(0.003)))
-row.of(
-    "each whole one has its norm",
-    each(lambda p: p.grad.div_(p.grad.norm())),
-    options=WHOLE,
-    tolerance=max(1e-6, gpus.ROUNDING),
-)
-test_rows = row.tests()

@@ -4,8 +4,6 @@ Among them are losses of what does not leave a unit through what its forward ret
 parameters.
 """
 
-from __future__ import annotations
-
 from collections import UserDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,8 +24,6 @@ from odd import STAGE_3, Calling, Odds, mean, recomputed, reentrant
 from zoo import WIDTH, Block, Stack, batch
 
 MODELS = odd = Odds()
-
-# --------------------------------------------------------------------------------------------- weights and forwards
 
 
 class Normed(Block):
@@ -90,8 +86,6 @@ for count in (1, 2):
         at=STAGE_3,
         tolerance=1e-6,
     )
-
-# -------------------------------------------------------------------------------------------------- inputs and outputs
 
 
 @dataclass
@@ -189,8 +183,6 @@ odd("a view of an input beside an output", lambda: Calling(mixed, Viewing))
 odd("inputs that are written into and returned", partial(Stack, Scaling))
 odd("views that are written into and returned", lambda: Calling(lambda block, x: block(x.view(-1, 2, WIDTH)), Scaling))
 odd("a view that the root returns", ViewOfTheRoot, lambda model, x: model(x).add_(1.0).square().mean())
-
-# ----------------------------------------------------------------- hidden states, and parameters that are handed out
 
 
 class Remembering(Block):

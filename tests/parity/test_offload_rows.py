@@ -1,8 +1,6 @@
 """Shards and what optimizers step lie in files: the numbers are those of training without. What lies in the memory of
 the CPU is compared in tests/offload, where there is a device beside it."""
 
-from __future__ import annotations
-
 import tempfile
 from functools import partial
 

@@ -1,8 +1,6 @@
 """An overflow on one rank skips the step on all: what is trained with a loss scale is, bit for bit, what is trained at
 the same place without one and without that step. Scales are powers of two."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

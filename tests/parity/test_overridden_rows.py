@@ -1,7 +1,5 @@
 """Modules whose own parameters() or named_parameters() are not torch's: every stage trains and saves all there is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any

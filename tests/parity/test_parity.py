@@ -4,8 +4,6 @@ On two ranks every loss, parameter and buffer is the same bit for bit. On more, 
 in another order than DistributedDataParallel takes them, and agree within rounding.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Frozen weights that wrap other tensors (quantised) and are left out of sharding: nobody sends them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

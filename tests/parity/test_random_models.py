@@ -4,8 +4,6 @@
 failing case is printed as the code that makes it: paste it into FOUND, with what was wrong.
 """
 
-from __future__ import annotations
-
 import os
 import re
 

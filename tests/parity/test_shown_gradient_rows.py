@@ -1,7 +1,5 @@
 """Stage 2: what stands in `param.grad` is the truth. A placeholder counts, None was dropped, the rest is refused."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -35,9 +33,6 @@ def delete(p):
 
 def zero(p):
     p.grad.zero_()
-
-
-# ------------------------------------------------------------------------------ cleared between forward and backward
 
 
 def between_forward_and_backward(change, t, i):
@@ -148,9 +143,6 @@ for how in ({"fused": True}, {"foreach": True}):
         zeroing(f"{title} clears and steps", step_on_zeros, optim=kind)
 
 
-# ------------------------------------------------------------------------- dropped, or nothing, after the backward
-
-
 def between_backward_and_step(change, t, i):
     t.o.zero_grad()
     t.loss(i).backward()
@@ -173,9 +165,6 @@ after("a detached gradient is put in its place", lambda t, i: each(t.n, lambda p
 def gradients_are_never_cleared(t, i):
     t.loss(i).backward()
     t.o.step()
-
-
-# ------------------------------------------------------------------------------------------- kept, and put back
 
 
 def put_back(meanwhile, t, i):
@@ -218,9 +207,6 @@ kept("gradients cleared for a validation are", validate)
 kept("gradients cleared after a step are", step_and_clear)
 kept("a gradient hidden from a step is", hide_one_from_a_step)
 kept("gradients of the batch before are", pass_another_batch, same={2, 3})  # stage 1: views of buckets
-
-
-# ------------------------------------------------------------------------ something else put there, or computed with
 
 
 def swap(one, two):

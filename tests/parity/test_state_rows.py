@@ -1,7 +1,5 @@
 """Stages 1 and 2: `optimizer.state` is a live mapping over what the inner optimizer keeps, by the user's parameters."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 
 import torch

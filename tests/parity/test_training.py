@@ -1,7 +1,5 @@
 """What a training loop may do at stages 2 and 3 alike: on two ranks the numbers are the reference's bit for bit."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections import OrderedDict, namedtuple
@@ -16,18 +14,15 @@ from torch.utils.checkpoint import checkpoint
 
 import matrix
 import ranks
-import zero
 import zoo
 from fuzz.cases import Case, Micro, Node, Step
 from fuzz.training import train
 from rows import Scenarios
-from runs import STAGES, SideBySide, sgd
+from runs import SideBySide
 from transports import TRANSPORTS, calling, in_turn
 from zoo import WIDTH, Block, batch
 
 SCENARIOS = scenario = Scenarios()
-
-
 Stack = partial(zoo.Stack, classes=3)
 
 
@@ -40,28 +35,11 @@ def steps(both: SideBySide, rank: int, count: int = 3, start: int = 0) -> None:
         both.step(loss_on(batch(rank, step)))
 
 
-# ------------------------------------------------------------------------------------------ forwards and backwards
-
-
-@scenario
-def one_graph_gone_through_three_times(rank, world, stage):
-    both = SideBySide(Stack(), stage)
-    for step in range(2):
-        both.zero_grad()
-        outputs = {model: model(batch(rank, step)) for model in (both.model, both.plain)}
-        for i in range(3):
-            both.backward(lambda model, i=i, of=outputs: of[model][:, i].square().mean(), retain_graph=i < 2)
-        both.update()
-
-
 @scenario
 def blocks_run_backwards_and_left_out_from_step_to_step(rank, world, stage):
     both = SideBySide(Stack(), stage)
     for step, order in enumerate([slice(None), slice(None, None, -1), slice(1), slice(0, 0), slice(None)]):
         both.step(loss_on(batch(rank, step), blocks=order))
-
-
-# -------------------------------------------------------------------------------------------------------- no_sync
 
 
 @scenario
@@ -101,49 +79,6 @@ def exception_inside_no_sync(rank, world, stage):
         interrupted_backward()
     both.backward(loss_on(batch(rank, 4)))  # what no_sync kept before the exception is there still
     both.update()
-
-
-# -------------------------------------------------------------------------------------------- parameters of all kinds
-
-
-@scenario
-def two_optimizers_for_one_model(rank, world, stage):
-    def halves(model):
-        params = list(model.parameters())
-        return params[::2], params[1::2]
-
-    class Two:
-        """Both halves' optimizers as one."""
-
-        def __init__(self, optimizers):
-            self.optimizers = optimizers
-
-        def step(self):
-            for optimizer in self.optimizers:
-                optimizer.step()
-
-        def zero_grad(self, set_to_none=True):
-            for optimizer in self.optimizers:
-                optimizer.zero_grad(set_to_none)
-
-    adam = partial(torch.optim.Adam, lr=1e-3)
-
-    def build(model, _):
-        if stage.startswith("3"):
-            wrapped, _ = STAGES[stage](model, sgd)
-            first, second = halves(wrapped)
-            return wrapped, Two([sgd(first), adam(second)])
-        first, second = halves(model)
-        optimizers = [zero.OSS(first, sgd), zero.OSS(second, adam)]
-        return zero.ShardedDDP(model, optimizers), Two(optimizers)
-
-    both = SideBySide(Stack(), build)
-    first, second = halves(both.plain)
-    both.plain_optimizer = Two([sgd(first), adam(second)])
-    steps(both, rank)
-
-
-# -------------------------------------------------------------------------------------------------- inputs and outputs
 
 
 @dataclasses.dataclass
@@ -195,9 +130,6 @@ def outputs_that_need_no_gradient_beside_those_that_do(rank, world, stage):
             return x * one + (best == 1).float().mean()
 
     steps(SideBySide(Counted(Counting, classes=3), stage), rank)
-
-
-# --------------------------------------------------------------------------------------------- activation checkpointing
 
 
 class Reentrant(zoo.Stack):

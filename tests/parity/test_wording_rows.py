@@ -1,7 +1,5 @@
 """What errors call the things that went wrong, and the remedy that they name."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 

@@ -3,8 +3,6 @@
 With masters: oss/test_master.py. Other data at stage 3: fsdp/test_rebound.py.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -41,10 +39,6 @@ def fill(net):
         param.copy_(other()[name])
 
 
-def stay(net):
-    net.to(gpus.DEVICE).float().to(torch.float32).eval().train()
-
-
 written = row.within(between_steps, same={1, 2})
 written("a state dict is loaded", lambda n: n.load_state_dict(other()))
 written("a state dict is loaded into one layer", lambda n: n.last.load_state_dict(n.last.state_dict()), optim=adam)
@@ -54,7 +48,7 @@ written(
     "all are copied by foreach", lambda n: torch._foreach_copy_([p.data for p in n.parameters()], [*other().values()])
 )
 written("one row is written", lambda n: n.first.weight.data[3].fill_(0.75))
-written("the module is moved to where it is", stay)
+written("the module is moved to where it is", lambda net: net.to(gpus.DEVICE).float().to(torch.float32).eval().train())
 
 MOVED, ASSIGNED = ("moved, cast or given other data", "OSS"), ("assign", "OSS")
 lost = row.within(between_backward_and_step, same=(), refused=dict.fromkeys((1, 2), MOVED))
@@ -81,8 +75,6 @@ row.within(between_backward_and_step, same={1, 2}, steps=2)(
 )
 test_rows = row.tests()
 
-
-# ------------------------------------------------------------------------------------------------ optimizer.part(param)
 
 row = Rows("B8: writes into optimizer.part(param) raise on every rank", __name__)
 

@@ -1,7 +1,5 @@
 """Weights that are written between a forward and its backward are found by torch, as under DistributedDataParallel."""
 
-from __future__ import annotations
-
 import copy
 import io
 from collections import OrderedDict
@@ -92,9 +90,6 @@ def a_step_between_a_forward_under_no_sync_and_its_backward(t, i):
         loss.backward()
 
 
-# ---------------------------------------------------------------------------------- what no graph reads may be written
-
-
 @row()
 def a_step_follows_a_forward_without_graph(t, i):
     t.o.zero_grad()
@@ -134,9 +129,6 @@ def a_step_of_biases_alone_comes_between(t, i):
 
 
 test_rows = row.tests()
-
-
-# ------------------------------------------------------------------------------------------- what state_dict() returns
 
 
 def then(act):

@@ -1,7 +1,5 @@
 """A model that is run without values, for its activations: it stays what it was, and what cannot be run says why."""
 
-from __future__ import annotations
-
 from threading import Lock
 from types import SimpleNamespace
 from unittest import mock

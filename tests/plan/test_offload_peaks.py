@@ -1,8 +1,6 @@
 """What is planned with offload is what is: against steps on the simulated GPU, where every tensor is on the device or
 in the CPU's memory."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What `zero.plan` says, and how: against papers, and objects of large worlds. Steps are in parity/test_memory.py."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -64,18 +62,16 @@ def test_with_offload_parameters_and_buckets_of_gradients_stay_on_the_device(dty
 
 
 @pytest.mark.slow
-def test_large_worlds_against_objects_of_a_fake_process_group():
-    world = 1024
+@ranks.on(bare=True)
+def test_large_worlds_against_objects_of_a_fake_process_group(rank, world):
+    world = 1024  # of a fake group
     with torch.device("meta"):
         plan = zero.plan(Model(24, 1, 70), world_size=world, stages=[1, 3])
-    assert ranks.run(in_a_fake_world, 1, (world,), bare=True) == [[plan.cost(1).parameters, plan.cost(3).parameters]]
-
-
-def in_a_fake_world(rank: int, _: int, world: int) -> list[int]:
     dist.init_process_group("fake", rank=world // 2, world_size=world, store=FakeStore())
     whole = zero.OSS(Model(24, 1, 70).named_parameters(), torch.optim.Adam)
     sharded = zero.FSDP(Model(24, 1, 70))
-    return [nbytes(group.full for group in shard_groups(whole)), nbytes(group.shard for group in shard_groups(sharded))]
+    assert nbytes(group.full for group in shard_groups(whole)) == plan.cost(1).parameters
+    assert nbytes(group.shard for group in shard_groups(sharded)) == plan.cost(3).parameters
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,6 @@
 """What wrapping and forwards send of a model: its weights at the start, and buffers, also those that become others
 after wrapping, such as caches that grow with the batch."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

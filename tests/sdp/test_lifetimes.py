@@ -1,7 +1,5 @@
 """Wrappers that come and go, parameters that are frozen meanwhile, and ranks that do not do the same."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from functools import partial

@@ -1,7 +1,5 @@
 """ShardedDDP's options, reduce(), and unusual backwards."""
 
-from __future__ import annotations
-
 import warnings
 from functools import partial
 from typing import Any
@@ -25,9 +23,6 @@ def layers() -> nn.Module:
 
 def squares(model: nn.Module, rank: int, step: int) -> Tensor:
     return model(data(5, 64, rank=rank, step=step)).square().mean()
-
-
-# ------------------------------------------------------------------------------------------------- reduce_buffer_size
 
 
 @pytest.mark.parametrize(("world", "size"), [(2, None), (2, 0), (2, 5000), (3, 5000)])
@@ -69,8 +64,6 @@ def test_an_optimizer_steps_every_other_time_on_gradients_that_have_added_up(ran
     for (name, param), other in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
         torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-7, msg=name)  # DDP rounds what was averaged before
 
-
-# ------------------------------------------------------------------------------------------- reduce(), and derivatives
 
 row = Rows("at stage 2", __name__, same={2})
 

@@ -1,8 +1,6 @@
 """A wrapper is as its module is: it is indexed as containers are, and takes and returns whatever the module does.
 Building it takes no time for ranks other than this one."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,12 +81,9 @@ def calls_in(world: int) -> int:
     return count[0]
 
 
-def _counted(rank: int, world: int) -> list[int]:
-    return [calls_in(world) for world in (8, 4096)]
-
-
 @pytest.mark.slow
 @gpus.cpu_only("calls of the default device are counted, too")
-def test_building_takes_no_time_for_other_ranks():
-    [(few, many)] = ranks.run(_counted, bare=True, fresh=True)
+@ranks.on(bare=True, fresh=True)
+def test_building_takes_no_time_for_other_ranks(rank, world):
+    few, many = map(calls_in, (8, 4096))
     assert many < 1.5 * few

@@ -5,8 +5,6 @@ Told to be asynchronous, a collective runs on a stream of the group's own, after
 host.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Steps at every stage on the device that is not there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial

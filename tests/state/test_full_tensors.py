@@ -1,7 +1,5 @@
 """Weights and state as streams: full_tensors out of any stage, and pairs of name and tensor into any other."""
 
-from __future__ import annotations
-
 import gc
 import re
 from functools import partial
@@ -57,11 +55,8 @@ def trained(rank: int, stage: int, optim: Any = Adam, net: Any = Tied, **how: An
 
 
 @pytest.mark.parametrize("optim", [Adam, MOMENTUM, Counting])
-def test_what_comes_out_of_one_stage_goes_into_any_other(optim: Any) -> None:
-    ranks.run(from_each_to_each, 2, args=(optim,))
-
-
-def from_each_to_each(rank: int, world: int, optim: Any) -> None:
+@ranks.on(2)
+def test_what_comes_out_of_one_stage_goes_into_any_other(rank, world, optim):
     expected: dict[str, Tensor] = {}
     for stage, how in ((0, {}), (1, {}), (2, {"partition": "whole"}), (3, {}), (3, {"partition": "whole"})):
         model, optimizer = trained(rank, stage, optim, **how)
@@ -92,7 +87,7 @@ def from_each_to_each(rank: int, world: int, optim: Any) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks.on(2, timeout=30)
-def test_breaking_off_early_leaves_the_model_usable(rank: int, world: int, stage: int) -> None:
+def test_breaking_off_early_leaves_the_model_usable(rank, world, stage):
     model, optimizer = trained(rank, stage)
     for taken in (1, 3):
         for number, _ in enumerate(zero.full_tensors(model, optimizer, to=0), 1):
@@ -108,7 +103,7 @@ def test_breaking_off_early_leaves_the_model_usable(rank: int, world: int, stage
 
 @pytest.mark.parametrize("stage", [1, 3])
 @ranks.on(2, timeout=30)
-def test_one_that_goes_on_alone_raises(rank: int, world: int, stage: int) -> None:
+def test_one_that_goes_on_alone_raises(rank, world, stage):
     model, optimizer = trained(rank, stage)
 
     def iterate() -> None:
@@ -123,7 +118,7 @@ def test_one_that_goes_on_alone_raises(rank: int, world: int, stage: int) -> Non
 
 
 @ranks.on(4)
-def test_replicas_send_once(rank: int, world: int) -> None:
+def test_replicas_send_once(rank, world):
     mesh = init_device_mesh("cpu", (2, 2))
     hybrid = {"device_mesh": mesh, "sharding_strategy": "HYBRID_SHARD"}
     model = zero.FSDP(Tied(), **hybrid)
@@ -140,7 +135,7 @@ def test_replicas_send_once(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @ranks.on(2, timeout=30)
-def test_what_does_not_fit_is_refused_on_every_rank(rank: int, world: int, stage: int) -> None:
+def test_what_does_not_fit_is_refused_on_every_rank(rank, world, stage):
     model, optimizer = trained(rank, stage)
     before = dict(zero.full_tensors(model, optimizer, to=None))
 
@@ -174,7 +169,7 @@ def test_what_does_not_fit_is_refused_on_every_rank(rank: int, world: int, stage
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks.on(2, timeout=30)
-def test_a_stream_of_state_that_ends_early_changes_nothing(rank: int, world: int, stage: int) -> None:
+def test_a_stream_of_state_that_ends_early_changes_nothing(rank, world, stage):
     model, optimizer = trained(rank, stage)
     before = state_of(model, optimizer)
     doubled = [(name, 2 * value) for name, value in before]
@@ -196,7 +191,7 @@ def test_a_stream_of_state_that_ends_early_changes_nothing(rank: int, world: int
 @pytest.mark.parametrize("alone", [False, True], ids=["on every rank", "on the first"])
 @pytest.mark.parametrize("stage", [1, 3])
 @ranks.on(2, timeout=30)
-def test_a_stream_is_asked_for_a_tensor_once_the_one_before_is_free(rank, world, stage, alone) -> None:
+def test_a_stream_is_asked_for_a_tensor_once_the_one_before_is_free(rank, world, stage, alone):
     model, optimizer = trained(rank, stage)
     held: list[ReferenceType[Tensor]] = []
 
@@ -223,7 +218,7 @@ def state_of(model: nn.Module, optimizer: Any) -> list[tuple[str, Tensor]]:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks.on(2, timeout=30)
-def test_names_may_be_those_of_distributed_data_parallel(rank: int, world: int, stage: int) -> None:
+def test_names_may_be_those_of_distributed_data_parallel(rank, world, stage):
     model, optimizer = trained(rank, stage, net=Stack)
     found = {f"module.{name}": 2 * value for name, value in zero.full_tensors(model, optimizer, to=None)}
     weights, state = ({name: one for name, one in found.items() if ("/" in name) == is_state} for is_state in (0, 1))
@@ -237,7 +232,7 @@ def test_names_may_be_those_of_distributed_data_parallel(rank: int, world: int, 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks.on(2, timeout=30)
-def test_hooks_on_loading_are_called_however_the_state_is_given(rank: int, world: int, stage: int) -> None:
+def test_hooks_on_loading_are_called_however_the_state_is_given(rank, world, stage):
     model, optimizer = trained(rank, stage)
     full, stream = zero.full_optimizer_state_dict(model, optimizer, to=None), state_of(model, optimizer)
     seen: list[Any] = []
@@ -260,7 +255,7 @@ def test_hooks_on_loading_are_called_however_the_state_is_given(rank: int, world
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks.on(2, timeout=30)
-def test_a_hook_on_loading_that_raises_on_one_rank_does_on_every_rank(rank, world, stage, tmp_path) -> None:
+def test_a_hook_on_loading_that_raises_on_one_rank_does_on_every_rank(rank, world, stage, tmp_path):
     model, optimizer = trained(rank, stage)
     full = zero.full_optimizer_state_dict(model, optimizer, to=None)
     zero.checkpoint.save(tmp_path, model, optimizer)
@@ -278,7 +273,7 @@ def test_a_hook_on_loading_that_raises_on_one_rank_does_on_every_rank(rank, worl
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks.on(2, timeout=30)
-def test_streams_of_other_names_are_refused_on_every_rank_where_they_need_not_fit(rank, world, stage) -> None:
+def test_streams_of_other_names_are_refused_on_every_rank_where_they_need_not_fit(rank, world, stage):
     model, _ = trained(rank, stage)
     weights = zero.full_state_dict(model, to=None)
     if rank == 1:
@@ -289,7 +284,7 @@ def test_streams_of_other_names_are_refused_on_every_rank_where_they_need_not_fi
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks.on(2)
-def test_an_engine_takes_the_weights_of_a_trainer(rank: int, world: int, stage: int) -> None:
+def test_an_engine_takes_the_weights_of_a_trainer(rank, world, stage):
     """The example."""
     differs = run_example("weights_to_an_engine", written="stage=3", instead=f"stage={stage}")["differs"]
     assert (differs == 0.0) == (rank == 0)
@@ -297,7 +292,7 @@ def test_an_engine_takes_the_weights_of_a_trainer(rank: int, world: int, stage: 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks.on(2)
-def test_hooks_on_the_optimizers_state_see_full_state(rank: int, world: int, stage: int) -> None:
+def test_hooks_on_the_optimizers_state_see_full_state(rank, world, stage):
     model, optimizer = trained(rank, stage)
     seen: list[Any] = []
     optimizer.register_state_dict_pre_hook(lambda _: seen.append("before"))
@@ -311,7 +306,7 @@ def test_hooks_on_the_optimizers_state_see_full_state(rank: int, world: int, sta
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks.on(2, timeout=30)
-def test_a_state_that_one_rank_alone_cannot_load_is_refused_on_every_rank(rank: int, world: int, stage: int) -> None:
+def test_a_state_that_one_rank_alone_cannot_load_is_refused_on_every_rank(rank, world, stage):
     model, optimizer = trained(rank, stage)
     full = zero.full_optimizer_state_dict(model, optimizer, to=None)
     if rank == 1:

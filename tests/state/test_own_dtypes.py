@@ -1,7 +1,5 @@
 """State in a dtype that is not the parameter's: moments in 16 bits of float32 parameters, and the other way round."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
 from typing import Any

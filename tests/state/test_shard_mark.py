@@ -1,7 +1,5 @@
 """A rank's shard of the optimizer's state says what it is when it is saved, and not before."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

@@ -1,7 +1,5 @@
 """State of every kind that optimizers keep, and that old files hold, at every stage: it comes out and goes in alike."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -127,9 +125,6 @@ def test_state_of_any_kind_comes_out_as_at_stage_0_and_goes_in_again(rank, world
         assert again[1].param_groups[0]["lr"] == float(np.float32(0.05))
 
 
-# ----------------------------------------------------------------------------------------- numbers where tensors were
-
-
 COUNTS: list[Any] = [int] if gpus.ON else [int, Tensor.long]  # on a GPU torch steps by no count of integers
 
 
@@ -169,9 +164,6 @@ def test_counts_of_steps_may_be_numbers(rank, world, tmp_path, optim, stage):
             zero.load_full_state_dict(model, weights)
             load(model, optimizer, deepcopy(as_numbers(full, kind)))
         assert train(model, optimizer, rank, range(2, 4)) == expected, (load, kind)
-
-
-# ------------------------------------------------------------------------------------------------ refused, by its name
 
 
 class Strange(ByParameter):

@@ -1,8 +1,6 @@
 """A model that torch's tensor parallelism parallelises over one dimension of a mesh, and its training over another
 beside one process with the whole batch."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import partial
 from typing import Any

@@ -1,8 +1,6 @@
 """Models that are tensor parallel over one dimension of a mesh train over another as FSDP2 does on the same mesh, and
 as one process does on the whole batch."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -32,7 +30,7 @@ def values(state: dict[str, Any]) -> list[tuple[int, str, Tensor]]:
 
 @pytest.mark.parametrize("stage", [2, 3] if WHOLE else [3])
 @ranks.on(4)
-def test_full_weights_and_state_are_those_of_one_process_and_load_again(rank: int, world: int, stage: int) -> None:
+def test_full_weights_and_state_are_those_of_one_process_and_load_again(rank, world, stage):
     mesh = mesh_of()
     both, again = (Beside(number, mesh, "Adam", sequence=True) for number in (stage, 5 - stage))
     for number in range(2):
@@ -105,7 +103,7 @@ def test_checkpoints_load_over_other_meshes_and_without_tensor_parallelism(rank,
 
 @pytest.mark.parametrize("stage", [1, 3] if WHOLE else [3])
 @ranks.on(4)
-def test_norms_count_each_element_once(rank: int, world: int, stage: int) -> None:
+def test_norms_count_each_element_once(rank, world, stage):
     both = Beside(stage, mesh_of(), sequence=True)
     for number, norm_type in enumerate((2.0, float("inf"), 1.0)):
         both.backwards(number)
@@ -118,7 +116,7 @@ def test_norms_count_each_element_once(rank: int, world: int, stage: int) -> Non
 
 @pytest.mark.parametrize("stage", [2, 3])
 @ranks.on(4)
-def test_accumulates_without_sync_clips_and_recomputes_checkpoints(rank: int, world: int, stage: int) -> None:
+def test_accumulates_without_sync_clips_and_recomputes_checkpoints(rank, world, stage):
     both = Beside(stage, mesh_of(), sequence=True, recomputes=True)
     for number in range(2):
         both.backwards(number, sync=number == 1)
@@ -129,7 +127,7 @@ def test_accumulates_without_sync_clips_and_recomputes_checkpoints(rank: int, wo
 
 @pytest.mark.parametrize("stage", [2, 3])
 @ranks.on(4)
-def test_tied_embeddings_and_loss_parallel(rank: int, world: int, stage: int) -> None:
+def test_tied_embeddings_and_loss_parallel(rank, world, stage):
     both = Beside(stage, mesh_of(), tied=True, loss=True)
     for number in range(2):
         with parallel_loss():
@@ -156,7 +154,7 @@ def with_fsdp2(mesh: DeviceMesh, optim: str, policy: MixedPrecisionPolicy, *, se
 @only
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @ranks.on(4, fresh=True)  # torch keeps the groups of an earlier mesh
-def test_has_the_numbers_of_fsdp2(rank: int, world: int) -> None:
+def test_has_the_numbers_of_fsdp2(rank, world):
     mesh = mesh_of()
     dp = mesh["dp"].get_local_rank()
     expected = with_fsdp2(mesh, "Adam", MixedPrecisionPolicy(), sequence=True)
@@ -172,7 +170,7 @@ def test_has_the_numbers_of_fsdp2(rank: int, world: int) -> None:
 
 @only
 @ranks.on(4, fresh=True)
-def test_offload_and_replicas_take_parts(rank: int, world: int) -> None:
+def test_offload_and_replicas_take_parts(rank, world):
     """Features that meet parts where they would meet parameters."""
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("replicas", "dp", "tp"))
     plain, sgd = Model(), OPTIMIZERS["SGD"]
@@ -188,7 +186,7 @@ def test_offload_and_replicas_take_parts(rank: int, world: int) -> None:
 
 
 @ranks.on(4)
-def test_an_overflow_in_one_part_skips_the_step_on_all_ranks(rank: int, world: int) -> None:
+def test_an_overflow_in_one_part_skips_the_step_on_all_ranks(rank, world):
     mesh = mesh_of()
     both = Beside(3, mesh)
     scaler = torch.amp.GradScaler("cpu")

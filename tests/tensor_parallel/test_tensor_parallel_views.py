@@ -1,7 +1,5 @@
 """What modules see of DTensors that are sharded, and what cannot be sharded or stepped: refused on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +20,7 @@ from zero.shards.sharded_parameter import ShardedParameter
 
 @pytest.mark.slow
 @ranks.on(4)
-def test_modules_see_dtensors_in_forward_and_where_parameters_are_summoned(rank: int, world: int) -> None:
+def test_modules_see_dtensors_in_forward_and_where_parameters_are_summoned(rank, world):
     both, seen = Beside(3, mesh_of()), list[Any]()
     model, module = both.model, both.model.module
     module.out.register_forward_pre_hook(lambda out, _: seen.append((out.weight.placements, out.weight.shape)))
@@ -83,7 +81,7 @@ REFUSED: list[tuple[Callable[[DeviceMesh, Model], object], list[str]]] = [
 
 @pytest.mark.slow
 @ranks.on(4)
-def test_what_cannot_be_sharded_is_refused_on_every_rank_with_the_remedy(rank: int, world: int) -> None:
+def test_what_cannot_be_sharded_is_refused_on_every_rank_with_the_remedy(rank, world):
     mesh = mesh_of()
     for number, (build, words) in enumerate(REFUSED):
         told = ranks.refusal(lambda: build(mesh, parallel(Model(), mesh["tp"])))  # noqa: B023
@@ -96,7 +94,7 @@ def test_what_cannot_be_sharded_is_refused_on_every_rank_with_the_remedy(rank: i
 
 @pytest.mark.slow
 @ranks.on(4)
-def test_steps_that_would_be_wrong_are_refused_on_every_rank(rank: int, world: int) -> None:
+def test_steps_that_would_be_wrong_are_refused_on_every_rank(rank, world):
     mesh = mesh_of()
     dp, (tokens, targets) = mesh["dp"], batches(0)[0]
 
@@ -127,7 +125,7 @@ class Reads(Model):
 
 @pytest.mark.slow
 @ranks.on(4)
-def test_units_that_read_one_anothers_dtensors_are_refused(rank: int, world: int) -> None:
+def test_units_that_read_one_anothers_dtensors_are_refused(rank, world):
     mesh = mesh_of()
     model = zero.FSDP(parallel(Reads(), mesh["tp"]), device_mesh=mesh["dp"])
     told = ranks.refusal(lambda: model(batches(0)[0][0]))
@@ -142,7 +140,7 @@ def test_units_that_read_one_anothers_dtensors_are_refused(rank: int, world: int
 
 @pytest.mark.slow
 @ranks.raises(2, RuntimeError, "torch.compile", "tensor parallel")
-def test_compiling_is_refused(rank: int, world: int) -> None:
+def test_compiling_is_refused(rank, world):
     mesh = mesh_of(dp=1)
     model = zero.FSDP(parallel(Model(), mesh["tp"]), device_mesh=mesh["dp"])
     model.blocks[0].compile(backend="eager")
