@@ -1,5 +1,6 @@
 """Steps on gradients that are not, or not yet, those of all ranks: refused on every rank, or right."""
 
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -170,7 +171,8 @@ def test_averages_are_added_to_where_they_lie_and_freed_with_the_gradients(rank,
     assert lying[0] == lying[1]
     buffer = weakref.ref(next(model.parameters()).grad.untyped_storage())
     optimizer.zero_grad()
-    assert buffer() is None
+    while buffer() is not None:  # until the run's time is up: Gloo's threads keep it for a moment
+        time.sleep(0.001)
 
 
 ACTS = around, around_parts, twice, again, unfrozen, unused, accumulated
