@@ -239,6 +239,35 @@ def test_at_stage_1_what_is_written_into_gradients_counts(rank, world):
     same({name: found[name] for name in trained}, {name: before[name] - 0.5 for name in trained})
 
 
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "a mask": lambda grad: grad.mul_((torch.arange(grad.numel()) % 2).reshape(grad.shape).to(grad.device)),
+    "a row": lambda grad: grad[:1].zero_() if grad.dim() else None,
+    "data": lambda grad: grad.data.copy_(torch.full(grad.shape, 0.125)),
+    "other values": lambda grad: grad.copy_(torch.full(grad.shape, 0.25)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@ranks.on(2)
+def test_what_is_written_into_gradients_at_stage_1_is_clipped_and_stepped(rank, world, write):
+    """Not the average from before, of which each rank has its elements in float32 as well."""
+    model, optimizer = zero.setup(Net(), SGD, stage=1, precision="bf16", lr=1.0)
+    before, expected = masters(model, optimizer), {}
+    loss_of(model, rank, 0).backward()
+    for name, param in model.named_parameters():
+        if param.grad is not None:
+            WRITES[write](param.grad)
+            expected[name] = before[name] - param.grad.as_subclass(Tensor).float() / 2
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+    optimizer.step()
+    found = masters(model, optimizer)
+    assert all(close(found[name], value, 1e-2) for name, value in expected.items())
+    zeros = {name for name, value in expected.items() if torch.equal(value, before[name])}
+    same({name: found[name] for name in zeros}, {name: before[name] for name in zeros}, "what was written to 0")
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 @ranks.on(2)
 def test_casts_end_with_the_wrapper(rank, world, stage):

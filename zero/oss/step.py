@@ -182,9 +182,8 @@ class OwnedGradients:
                 if full is None:
                     continue
                 with as_plain_tensors():
-                    share = group.own_slice(index, full)
-                    if isinstance(full, WideAverage):
-                        share = torch.where(full.wide.to(share.dtype) == share, full.wide, share.to(full.wide.dtype))
+                    is_own = isinstance(full, WideAverage) and full.cut == group.bound.cuts[index]
+                    share = full.settled() if is_own else group.own_slice(index, full)  # type: ignore[attr-defined]
                 yield group, index, share
 
 

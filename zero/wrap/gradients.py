@@ -171,6 +171,14 @@ class WideAverage(Tensor):
     cut: Cut
     wide: Tensor
 
+    def settled(self) -> Tensor:
+        """`wide`, with what was written into the full average otherwise. Called where tensors are plain."""
+        owner = self.cut.owner()
+        if owner is not None and self.wide.numel():
+            own = owner.own_slice(self.cut.position, self)
+            self.wide = torch.where(self.wide.to(own.dtype) == own, self.wide, own.to(self.wide.dtype))
+        return self.wide
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         (name, word, kind), kwargs = kind_of(func), kwargs or {}
@@ -181,7 +189,7 @@ class WideAverage(Tensor):
             full: list[Any] = [one for one in of if isinstance(one, cls)]
             if kind is Kind.NORM and full and (order := order_of(name, args, kwargs)) is not None:
                 norms = [
-                    norm_of(one, one.wide, one.cut, order, name, None) if isinstance(one, cls) else one.norm(order)
+                    norm_of(one, one.settled(), one.cut, order, name, None) if isinstance(one, cls) else one.norm(order)
                     for one in of
                 ]
                 return norms if of is args[0] else settled(norms[0]) if name == "norm" else norms[0]
@@ -189,12 +197,13 @@ class WideAverage(Tensor):
             if kind is not Kind.ELEMENTWISE or not with_numbers or not full:
                 return func(*args, **kwargs)
             if of is not args[0]:
-                result, wide = func(*args, **kwargs), func(full[0].wide, *args[1:], **kwargs)
+                wide = func(full[0].settled(), *args[1:], **kwargs)  # first: it looks at what the full one has now
+                result = func(*args, **kwargs)
                 if not in_place(name) and type(result) is Tensor and result.dtype == full[0].dtype:
                     result.__class__, full = cls, [result]
                     full[0].cut, full[0].wide = args[0].cut, wide
             else:
-                func([one.wide if isinstance(one, cls) else one for one in of], *args[1:], **kwargs)
+                func([one.settled() if isinstance(one, cls) else one for one in of], *args[1:], **kwargs)
                 where = [number for number, one in enumerate(of) if isinstance(one, cls)]
                 beside = [[one[at] for at in where] if isinstance(one, (list, tuple)) else one for one in args[1:]]
                 result = None if word == FINITE_CHECK else func(full, *beside)
