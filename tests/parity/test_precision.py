@@ -256,7 +256,7 @@ def test_what_is_written_into_gradients_at_stage_1_is_clipped_and_stepped(rank, 
     loss_of(model, rank, 0).backward()
     for name, param in model.named_parameters():
         if param.grad is not None:
-            WRITES[write](param.grad)
+            WRITES[write](param.grad.detach_())
             expected[name] = before[name] - param.grad.as_subclass(Tensor).float() / 2
     for param in model.parameters():
         if param.grad is not None:

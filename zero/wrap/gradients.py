@@ -185,6 +185,8 @@ class WideAverage(Tensor):
         with as_plain_tensors():
             if func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
                 return args[0].wide.dtype
+            if name == "detach_":
+                return args[0]  # it has no graph, and torch refuses views, as `wide` may be one
             of = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
             full: list[Any] = [one for one in of if isinstance(one, cls)]
             if kind is Kind.NORM and full and (order := order_of(name, args, kwargs)) is not None:
