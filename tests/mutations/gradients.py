@@ -166,11 +166,10 @@ def part_without_its_gradient(_, self, param):
     """At stage 2 optimizer.part(param) has no gradient between steps."""
 
 
-@mutant("ShardGroup.own_slice")
-def average_that_forgets_what_was_clipped(own_slice, self, index, full):
-    """At stage 1 in 16 bits clipped float32 averages do not reach param.grad, whose rounding then counts as a write."""
-    own = own_slice(self, index, full)
-    return own.clone() if type(full).__name__ == "WideAverage" else own
+@mutant("WideAverage.settled")
+def average_that_forgets_what_was_clipped(settled, self):
+    """At stage 1 in 16 bits what was clipped is stepped as it was rounded."""
+    return settled(self) if self.own.narrow is None else self.own.narrow.to(self.own.wide.dtype)
 
 
 @mutant("OwnedShards._note_trained")

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Optimizer
 
 import gpus
@@ -266,6 +268,53 @@ def test_what_is_written_into_gradients_at_stage_1_is_clipped_and_stepped(rank, 
     assert all(close(found[name], value, 1e-2) for name, value in expected.items())
     zeros = {name for name, value in expected.items() if torch.equal(value, before[name])}
     same({name: found[name] for name in zeros}, {name: before[name] for name in zeros}, "what was written to 0")
+
+
+READS: list[Callable[[Tensor], Tensor]] = [
+    lambda grad: (grad**2).sum(),
+    torch.sum,
+    lambda grad: grad.abs().max(),
+    lambda grad: grad.flatten()[-1],
+    lambda grad: grad.data.norm(),
+]
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+@ranks.on(2)
+def test_ranks_read_the_same_of_a_gradient_at_stage_1(rank, world, precision):
+    """Also once it was scaled, of which each rank has its own elements in float32."""
+    model, _optimizer = zero.setup(Net(), SGD, stage=1, precision=precision, lr=1.0)
+    loss_of(model, rank, 0).backward()
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    for _ in range(2):
+        found = [read(grad).item() for grad in grads for read in READS]
+        on_ranks: list[Any] = [None] * world
+        dist.all_gather_object(on_ranks, found)
+        assert on_ranks == [found] * world
+        clip_grad_norm_(model.parameters(), 0.1)
+
+
+SCALED: dict[str, Callable[[Tensor], object]] = {
+    "itself": lambda grad: grad.mul_(0.3),
+    "data": lambda grad: grad.data.mul_(0.3),
+    "detached": lambda grad: grad.detach().mul_(0.3),
+    "clamped": lambda grad: grad.data.clamp_(-0.01, 0.01),
+}
+
+
+@pytest.mark.parametrize("scaled", SCALED)
+@ranks.on(2)
+def test_gradients_are_scaled_in_float32_at_every_stage(rank, world, scaled):
+    found = []
+    for stage in (1, 2, 3):
+        model, optimizer = zero.setup(Net(), SGD, stage=stage, precision="bf16", lr=1.0)
+        loss_of(model, rank, 0).backward()
+        for param in model.parameters():
+            if param.grad is not None:
+                SCALED[scaled](param.grad)
+        optimizer.step()
+        found.append(masters(model, optimizer))
+    same(found[1:], found[:1] * 2, "stages 2 and 3 beside stage 1")
 
 
 @pytest.mark.parametrize("stage", [1, 2])

@@ -26,7 +26,7 @@ from zero.comm.together import Together
 from zero.comm.transport import Message
 from zero.shards.cut import Cut
 from zero.shards.shard_group import ShardGroup
-from zero.wrap.gradients import CREATE_GRAPH, OwnedGradient, WideAverage, refuse_sparse
+from zero.wrap.gradients import CREATE_GRAPH, OwnedGradient, Wide, as_wide_average, refuse_sparse
 
 # ------------------------------------------------------------------------------------------------------------- messages
 #
@@ -515,8 +515,7 @@ class FullBucket(GradBucket):
         for index in self.reduced if self._wide and self._wide[0].dtype != self.group.full.dtype else ():
             average: Any = self.params[index].grad
             if has_values(average):
-                average.__class__ = WideAverage
-                average.cut, average.wide = Cut(ref(self.group), index), self._wide[index]
+                as_wide_average(average, Cut(ref(self.group), index), Wide(self._wide[index]))
         self._buffer, self._views, self._wide = None, [], []
         self.unreduced.difference_update(self.trained)
 

@@ -13,6 +13,7 @@ owners, it is the truth as with DistributedDataParallel:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -159,34 +160,49 @@ OWN_ONLY = (
 )
 
 
-class WideAverage(Tensor):
-    """A full average of 16 bits, of which this rank has its elements in float32 as well. `wide`: these, in the shape of
-    the shard `cut`. They are stepped in place of the rounded elements, except of those that the user has written.
+@dataclass
+class Wide:
+    """This rank's elements of an average in float32, in the shape of the shard. narrow: what the average itself had
+    there when it was last computed with; None if that is what these are rounded to."""
 
-    What is computed of it element by element and with numbers, as clipping and loss scaling do, is computed of
-    both. Its norms are those of `wide`, by all ranks, and its dtype that of `wide`, which torch.amp.GradScaler asks
-    for. All else reads and writes the full one.
+    wide: Tensor
+    narrow: Tensor | None = None
+
+
+class WideAverage(Tensor):
+    """A full average of 16 bits, the same on every rank, of which this rank has its elements in float32 as well. `own`:
+    these, of the shard `cut`. They are stepped in place of the rounded elements, except of those that were written.
+
+    What is computed of it element by element and with numbers, as clipping and loss scaling do, is computed of both,
+    also of its `.data` and `.detach()`. Its norms are those of float32, by all ranks, and so is its dtype, which
+    torch.amp.GradScaler asks for. All else reads and writes the full one.
     """
 
     cut: Cut
-    wide: Tensor
+    own: Wide
 
     def settled(self) -> Tensor:
-        """`wide`, with what was written into the full average otherwise. Called where tensors are plain."""
-        owner = self.cut.owner()
-        if owner is not None and self.wide.numel():
+        """The float32 elements, with what was written into the full average otherwise. Called where tensors are
+        plain, before a function writes into that."""
+        owner, held = self.cut.owner(), self.own
+        if owner is not None and held.wide.numel():
             own = owner.own_slice(self.cut.position, self)
-            self.wide = torch.where(self.wide.to(own.dtype) == own, self.wide, own.to(self.wide.dtype))
-        return self.wide
+            narrow = held.wide.to(own.dtype) if held.narrow is None else held.narrow
+            same = own.view(torch.int16) == narrow.view(torch.int16)  # bits: NaN is unlike itself
+            held.wide = torch.where(same, held.wide, own.to(held.wide.dtype))
+            held.narrow = None if held.narrow is None else own.clone()
+        return held.wide
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         (name, word, kind), kwargs = kind_of(func), kwargs or {}
         with as_plain_tensors():
             if func == Tensor.dtype.__get__:  # type: ignore[attr-defined]
-                return args[0].wide.dtype
+                return args[0].own.wide.dtype
             if name == "detach_":
-                return args[0]  # it has no graph, and torch refuses views, as `wide` may be one
+                return args[0]  # it has no graph, and torch refuses views, as an average may be one
+            if func in (Tensor.data.__get__, Tensor.detach):  # type: ignore[attr-defined]
+                return as_wide_average(func(*args), args[0].cut, args[0].own)
             of = args[0] if args and isinstance(args[0], (list, tuple)) else args[:1]
             full: list[Any] = [one for one in of if isinstance(one, cls)]
             if kind is Kind.NORM and full and (order := order_of(name, args, kwargs)) is not None:
@@ -202,8 +218,7 @@ class WideAverage(Tensor):
                 wide = func(full[0].settled(), *args[1:], **kwargs)  # first: it looks at what the full one has now
                 result = func(*args, **kwargs)
                 if not in_place(name) and type(result) is Tensor and result.dtype == full[0].dtype:
-                    result.__class__, full = cls, [result]
-                    full[0].cut, full[0].wide = args[0].cut, wide
+                    full = [as_wide_average(result, args[0].cut, Wide(wide))]
             else:
                 func([one.settled() if isinstance(one, cls) else one for one in of], *args[1:], **kwargs)
                 where = [number for number, one in enumerate(of) if isinstance(one, cls)]
@@ -215,8 +230,8 @@ class WideAverage(Tensor):
                     comm.all_reduce(args[1], maximum=True, channel=READ)
             for one in full:
                 owner = one.cut.owner()
-                if owner is not None and one.wide.numel():
-                    owner.own_slice(one.cut.position, one).copy_(one.wide)
+                if owner is not None and one.own.wide.numel():
+                    one.own.narrow = owner.own_slice(one.cut.position, one).clone()
             return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -224,6 +239,13 @@ class WideAverage(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self.as_subclass(Tensor).__deepcopy__(memo)
+
+
+def as_wide_average(average: Any, cut: Cut, own: Wide) -> WideAverage:
+    """Makes a plain tensor one."""
+    average.__class__ = WideAverage
+    average.cut, average.own = cut, own
+    return average  # type: ignore[no-any-return]
 
 
 def held_here(gradient: Tensor | None) -> Tensor | None:
