@@ -265,8 +265,9 @@ def _refuse_unfit(optims: Sequence[Any], model: nn.Module, stage: int, beside: I
     missing = [own for own, param in named.items() if param.requires_grad and param not in counts]
     if missing and not counts.keys() & {*named.values()}:
         raise ValueError(
-            f"the {names} given to zero.setup has none of the model's parameters: those of another one, of a copy, "
-            "or from before the model was moved or loaded with assign=True. Build it of model.parameters()."
+            f"the {names} given to zero.setup has none of the model's parameters: those of another one, of a copy "
+            "such as float32 masters, or from before the model was moved or loaded with assign=True. Build it of "
+            "model.parameters(); precision= keeps masters."
         )
     if missing:
         raise ValueError(

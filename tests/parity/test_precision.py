@@ -464,6 +464,14 @@ def refused(rank: int, world: int, name: str, stage: int) -> None:
     zero.setup(change(Net()), SGD, stage=stage, lr=0.1, precision=precision)
 
 
+@pytest.mark.parametrize("kind", [Net, Saves])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.raises(2, RuntimeError, "MPS", timeout=15)
+def test_a_recipient_without_that_device_is_told_to_all_who_would_send(rank, world, stage, kind):
+    model, _optimizer = zero.setup(kind(), SGD, stage=stage, lr=0.1, precision="bf16")
+    zero.full_state_dict(model, device="mps")
+
+
 @ranks.raises(2, ValueError, "param_dtype=torch.float16", "param_dtype=torch.bfloat16", timeout=15)
 def test_precisions_that_differ_between_ranks_are_refused(rank, world):
     zero.setup(Net(), SGD, stage=2, lr=0.1, precision=("bf16", "fp16")[rank])

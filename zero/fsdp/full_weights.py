@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from zero._torch.compiling import name_without_compile
 from zero._torch.modules import children_of, loads_by_itself, parameters_of, saved_of, saves_by_itself
 from zero._torch.tensors import as_plain_tensors, wraps_others
-from zero.comm import Comm
-from zero.comm.together import alike
+from zero.comm import AGREEMENT, Comm
+from zero.comm.together import Together, alike
 from zero.fsdp.model import Model, models, models_of
 from zero.fsdp.unit import Unit, refuse_busy
 from zero.shards.answers import writable
@@ -211,7 +211,8 @@ class Recipient:
         return value.detach().to(self.device or value.device, dtype, copy=True)
 
     def rounded(self, value: Tensor) -> Tensor:
-        return value.to(self.dtype) if value.is_floating_point() and not wraps_others(value) else value
+        plain = value.is_floating_point() and not wraps_others(value)
+        return value.to(self.dtype) if plain and self.dtype is not None else value
 
 
 def gathered(module: nn.Module, comm: Comm, recipient: Recipient) -> Iterator[dict[Tensor, Tensor]]:
@@ -233,8 +234,9 @@ def gathered(module: nn.Module, comm: Comm, recipient: Recipient) -> Iterator[di
             held |= unit.params
             yield from _of_unit(unit, model.placement, recipient)
     for group in rounded_groups(parameters_of(module)):
-        yield _masters(group, recipient)
         held.update(group.params)
+        full = gather_masters(group, recipient.to)
+        yield {param: recipient.moved(parts.whole(param, full.pop(param))) for param in [*full]}
     in_parts = parts.ranks(parameters_of(module)) is not None
     others = [*dict.fromkeys(one for one in (*parameters_of(module), *module.buffers()) if one not in held)]
     for run in runs([one.nbytes for one in others], AT_ONCE):
@@ -267,42 +269,34 @@ def _of_group(group: ShardGroup, placement: Placement, recipient: Recipient) -> 
         group.dismiss(keep=False)
 
 
-def _masters(group: ShardGroup, recipient: Recipient) -> dict[Tensor, Tensor]:
-    """Collective."""
-    full = gather_masters(group, recipient.to)
-    return {param: recipient.moved(parts.whole(param, value)) for param, value in full.items()}
-
-
 def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[str, Any]:
     """Collective where parameters of the module are sharded. See zero.full_state_dict.
 
     comm: the ranks among which `to` is one, if nothing is sharded.
     """
     sharded = models_of(module)
+    comms = (group.comm for group in rounded_groups(parameters_of(module)))
+    rounded = [Together([one], AGREEMENT) for one in dict.fromkeys(comms)]
+    sends = [model.together for model, units in sharded if not all(unit.summoned for unit in units)] + rounded
     with ExitStack() as together:
-        for model, _ in sharded:
-            together.enter_context(model.together)
-        sends = [model for model, units in sharded if not all(unit.summoned for unit in units)]
-        if _receives(sharded, comm, recipient):
+        for section in [*(model.together for model, _ in sharded), *rounded]:
+            together.enter_context(section)
+        receives = _receives(sharded, comm, recipient)
+        if receives:
             torch.empty(0, device=recipient.device)  # raises if there is none
-        for model in sends:
-            model.together.agree()  # before anybody sends
-        full = _full_weights(module, sharded, comm, recipient)
-        for model in sends:
-            model.together.agree()  # on every rank, whoever receives: what one alone has raised is raised on all
+        for section in sends:
+            section.agree()  # before anybody sends
+        full: dict[str, Any] = {}
+        if any(map(saves_by_itself, module.modules())):
+            full = _by_the_module(module, sharded, recipient, receives=receives)
+        else:
+            copies = {one: copy for batch in gathered(module, comm, recipient) for one, copy in batch.items()}
+            if receives:
+                full = module.state_dict(keep_vars=True)  # filled in place, with the versions that torch attaches
+                full.update({name: copies[one] for name, one in full.items()})
+        for section in sends:
+            section.agree()  # on every rank, whoever receives: what one alone has raised is raised on all
         return full
-
-
-def _full_weights(module: nn.Module, sharded: Sharded, comm: Comm, recipient: Recipient) -> dict[str, Any]:
-    named = _named(module)
-    if named is None:
-        return _by_the_module(module, sharded, comm, recipient)
-    copies = {one: copy for batch in gathered(module, comm, recipient) for one, copy in batch.items()}
-    if not _receives(sharded, comm, recipient):
-        return {}
-    for name, one in named.items():  # in place, with the versions of modules that torch attaches
-        named[name] = copies[one]
-    return named
 
 
 def _receives(sharded: Sharded, comm: Comm, recipient: Recipient) -> bool:
@@ -313,13 +307,13 @@ def _receives(sharded: Sharded, comm: Comm, recipient: Recipient) -> bool:
     return all(map(recipient.receives, placements))
 
 
-def _by_the_module(module: nn.Module, sharded: Sharded, comm: Comm, recipient: Recipient) -> dict[str, Any]:
-    """Collective. What the module's own state_dict() returns where its parameters are full, on the recipient."""
-    receives = _receives(sharded, comm, recipient)
+def _by_the_module(module: nn.Module, sharded: Sharded, recipient: Recipient, *, receives: bool) -> dict[str, Any]:
+    """Collective. What the module's own state_dict() returns where its parameters are full, on the recipient. It is
+    called where modules save in ways of their own or have hooks of the user's, which must see full parameters."""
     for model, _ in sharded:
         model.refuse_moved()
     dtypes = {param: dtype for param, dtype in recipient.dtypes.items() if isinstance(param, nn.Parameter)}
-    rounded: dict[Any, Tensor] = {param: param.data.to(dtype) for param, dtype in dtypes.items()}
+    rounded: dict[Any, Tensor] = {param: param.data.to(dtype) for param, dtype in dtypes.items() if receives}
     for group in rounded_groups(parameters_of(module)):
         rounded.update(gather_masters(group, recipient.to))
     kept = {param: param.data for param in rounded}
@@ -398,15 +392,6 @@ def named_tensors(module: nn.Module, prefix: str = "") -> dict[str, Tensor]:
     return named
 
 
-def _named(module: nn.Module) -> dict[str, Any] | None:
-    """Returns parameters and buffers by the names of state_dict(). Returns None if a module saves in a way of its own
-    or has hooks of the user's, which must see full parameters."""
-    if any(map(saves_by_itself, module.modules())):
-        return None
-    named: dict[str, Any] = module.state_dict(keep_vars=True)
-    return named
-
-
 # ---------------------------------------------------------------------------------------------------- loading
 
 
@@ -440,18 +425,14 @@ def loading(models: Sequence[Model], *, frozen: bool = True) -> Iterator[None]:
             for unit in model.units:
                 unit.reshard()  # a forward without backward may have left it unsharded
                 unit.synchronize()
-            stack.callback(_end_loading, model)
+            for group in model.index.groups:
+                stack.callback(group.offload.used, group.shard)
+            stack.callback(setattr, model.reads, "loading", False)
             model.reads.loading = True
             full = [unit for unit in model.units if _needs_full(unit, frozen=frozen)]
             if full:
                 stack.enter_context(summoned(model, full, writeback=True))
         yield
-
-
-def _end_loading(model: Model) -> None:
-    model.reads.loading = False
-    for group in model.index.groups:
-        group.offload.used(group.shard)
 
 
 def _needs_full(unit: Unit, *, frozen: bool) -> bool:

@@ -131,8 +131,11 @@ class Model:
         """Collective where it raises: RuntimeError if parameters were moved, cast or given other data. Before, restores
         what steps have hidden that have raised: the caller binds parameters anew, or gathers what they wrote."""
         self.finish_steps()
-        with self.together:
+        try:
             refuse_moved(group.bound for group in self.index.groups if group.state is not GroupState.SUMMONED)
+        except RuntimeError as error:  # a section entered costs a forward that raises nothing 2 us
+            self.together.tell(error)
+            raise
 
     def refuse_unreduced(self) -> None:
         """Collective where it raises: RuntimeError if no_sync has left full gradients, of which no rank has the

@@ -85,7 +85,7 @@ def register(model: Model, optimizer: Optimizer) -> None:
     shard_groups, comm = model.index.groups, model.comm  # not the model, which the hooks would keep alive
 
     taken: list[dict[str, Any]] = []
-    empty = {param for param, place in model.index.items() if place.span is None}
+    empty = model.index.empty
 
     def cut(optimizer: Optimizer, given: dict[str, Any]) -> dict[str, Any] | None:
         stepped = of_user(optimizer, shard_groups, comm)
@@ -124,7 +124,7 @@ def cut_full(model: Model, optimizer: Optimizer) -> None:
         held.clear()
         for param, of_shard in own_states.items():
             held[param] = of_shard
-        share(optimizer, {param for param, place in model.index.items() if place.span is None})
+        share(optimizer, model.index.empty)
         mark_states(optimizer)
 
 
@@ -305,7 +305,6 @@ class Steps:
         # What an optimizer steps now: its gradient, where this rank owns nothing of it, is hidden here.
         self._stepping: dict[nn.Parameter, Tensor | None] = {}
         self._led: Led = {}
-        self._empty = {param for param, place in model.index.items() if place.span is None}
         self._offloads = any(group.offload.active for group in model.index.groups)
         _watch()
         _all[:] = [steps for steps in _all if steps() is not None]
@@ -344,9 +343,9 @@ class Steps:
                 unmark(gradient)
             # Also without a hidden gradient: the key says that the parameter is being stepped.
             self._stepping[param] = None
-        leading = led(optimizer, self._empty)
+        leading = led(optimizer, self._index.empty)
         for param in hidden:
-            if param in self._empty and param not in leading:
+            if param in self._index.empty and param not in leading:
                 self._stepping[param], param.grad = param.grad, None
         self._led = {**self._led, **leading}
         for offload, own in self._by_offload(params):

@@ -372,8 +372,8 @@ class Unit:
 class Index(dict[nn.Parameter, Place]):
     """Maps each parameter to its shard group and position. `units`: the `root` first; `groups`: those of all units.
 
-    `running`: units whose forward is running, from the outside in, in the thread `thread`. `reads`: the units whose
-    parameters the forward of another one was seen to read.
+    `empty`: of whose elements this rank has none. `running`: units whose forward is running, from the outside in, in
+    the thread `thread`. `reads`: the units whose parameters the forward of another one was seen to read.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -384,6 +384,7 @@ class Index(dict[nn.Parameter, Place]):
         self.groups: list[ShardGroup] = [group for unit in units for group in unit.groups]
         self._units = {group: unit for unit in units for group in unit.groups}
         super().__init__(places_in(self.groups))
+        self.empty = {param for param, place in self.items() if place.span is None}
 
     def unit_of(self, param: nn.Parameter) -> Unit:
         return self._units[self[param].group]

@@ -271,8 +271,7 @@ class OSS(Optimizer):
         # One rank's shard is all, and current; what was consolidated is a copy without later writes into the state.
         if full is None or (self.comm.world == 1 and ranks_of_parts(params_of(self)) is None):
             return with_state_hooks(self, partial(shard_of, stepped))
-        found = {"state": dict(full["state"]), "param_groups": numbered_groups(stepped)}
-        return with_state_hooks(self, lambda: found)
+        return with_state_hooks(self, lambda: {"state": dict(full["state"]), "param_groups": numbered_groups(stepped)})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a full state (of OSS at any world size, or of the plain optimizer) or this rank's own shard.

@@ -200,7 +200,8 @@ class Step:
 
     def __init__(self, oss: Any, *, writes_frozen: bool) -> None:
         self._oss: Any = proxy(oss)  # it holds this, and is to be freed at once
-        self._inner, self._shards, self._gradients = oss.optim, oss.shards, oss.gradients
+        self._shards: OwnedShards = oss.shards
+        self._inner, self._gradients = oss.optim, oss.gradients
         self._writes_frozen = writes_frozen
         self._gathered: list[str] = []  # the groups of the last step
         self._led: Led = {}
@@ -284,8 +285,7 @@ class Step:
 
     def _stepped_groups(self) -> Sequence[ShardGroup]:
         """Those that a step may have changed, in the order in which gradients arrive."""
-        shards: OwnedShards = self._shards
-        return shards.shard_groups if self._writes_frozen else shards.trained_groups()
+        return self._shards.shard_groups if self._writes_frozen else self._shards.trained_groups()
 
     def _gather(self, groups: Sequence[ShardGroup], *, by_group: bool = False) -> None:
         """Collective. Gathers every rank's shards of these groups on every rank. by_group: steps each before, which is

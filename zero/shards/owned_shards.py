@@ -61,12 +61,13 @@ class LoadsMasters(TorchFunctionMode):
     """A context in which what is copied into parameters that are stored rounded is copied into their masters, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        holder = holder_of(args[0]) if func is Tensor.copy_ else None
+        holder = holder_of(args[0]) if func is Tensor.copy_ and len(args) > 1 else None
         if holder is not None and args[0] in holder.rounded_to and args[0].dtype is holder.rounded_to[args[0]]:
             master = holder[args[0]]
-            value = args[1].detach().to(args[0].device, master.dtype)  # receives it, where another rank sends it
-            holder.load_master(args[0], value)
-            args = args[0], value
+            param, value, *how = args
+            value = value.detach().to(param.device, master.dtype)  # receives it, where another rank sends it
+            holder.load_master(param, value)
+            args = param, value, *how
         return func(*args, **(kwargs or {}))
 
 

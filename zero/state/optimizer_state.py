@@ -68,7 +68,7 @@ def follow(optimizer: Optimizer, led: Led) -> None:
 
 def share(optimizer: Optimizer, empty: Collection[nn.Parameter]) -> None:
     """Call it after a state was loaded: single values that are equal are the same tensors from then on."""
-    for first, *others in _alike(optimizer, empty, Tensor.tolist):
+    for first, *others in _alike(optimizer, empty, lambda one: one.tolist() if isinstance(one, Tensor) else one):
         _share(optimizer, first, others)
 
 
@@ -166,7 +166,7 @@ def shards_of(optimizer: SteppedShards, rank: int | None = None) -> Iterator[Par
 
 def stepped_here(optimizer: SteppedShards) -> Iterator[ParamShard]:
     """Yields this rank's shards; at last the empty ones, if the optimizer steps them and keeps state of them, too."""
-    own, rank = {*()}, optimizer.comm.rank
+    own, rank = set[int](), optimizer.comm.rank
     for owned in shards_of(optimizer, rank):
         own.add(owned.number)
         yield owned
