@@ -30,7 +30,6 @@ METHODS = {
     "all_to_all": ("all_to_all_single", "alltoall_base"),
     "all_reduce": ("allreduce",),
     "broadcast": ("broadcast",),
-    "scatter": ("scatter",),
 }
 """Of process groups, by the names that versions of torch give them."""
 
@@ -104,7 +103,6 @@ class Wires:
             all_to_all=partial(self._flat, "all-to-all"),
             all_reduce=partial(self._in_place, "all-reduce"),
             broadcast=partial(self._in_place, "broadcast"),
-            scatter=lambda group, into, *given: Done(into[0].fill_(0.01)),
         )
 
     def _flat(self, kind: str, group: dist.ProcessGroup, into: Tensor, tensor: Tensor, *options: Any) -> Done:

@@ -132,7 +132,7 @@ def one_communicator(there: Simulated, world: int) -> Iterator[None]:
                 reduce=lambda _, *args: group._reduce_scatter_base(*args),
                 all_reduce=lambda _, *args: group.allreduce(*args),
                 broadcast=lambda _, *args: group.broadcast(*args),
-                scatter=lambda _, *args: group.scatter(*args),
+                all_to_all=lambda _, *args: group.alltoall_base(*args),
             )
         )
         yield

@@ -127,7 +127,7 @@ def test_nearly_equal_shares_of_whole_parameters_are_gathered_and_reduced_at_onc
         model(torch.ones(2, WIDTH)).sum().backward()
         launched = there.launched()
     assert len({segment.numel() for segment in model.parameters()}) > 1
-    assert launched == ["scatter", "gather", "reduce"], "the first is that of all weights"
+    assert launched == ["all-to-all", "gather", "reduce"], "the first is that of all weights"
 
 
 def seconds_down(there: Simulated, operator: Any, args: Sequence[Any]) -> float:

@@ -62,9 +62,7 @@ class Group:
             stream.wait(Event(self._device.current_stream()))
         stream.time = max(stream.time, self._free_at)  # one after another in a communicator
         begin = max(stream.time, self._device.host.time)
-        nbytes = (writes if what in ("gather", "broadcast", "scatter") else reads)[0].nbytes
-        if what == "scatter":
-            nbytes *= self._world  # of which each gets a part
+        nbytes = (writes if what in ("gather", "broadcast") else reads)[0].nbytes
         seconds = self._seconds(what, nbytes)
         if self._wire is not None:
             seconds = self._wire.send(begin, seconds) - begin
@@ -108,7 +106,3 @@ class Group:
     def broadcast(self, tensors: list[Tensor], how: Any) -> Work | None:
         reads = tensors if how.rootRank == self._rank else []
         return self._run("broadcast", reads, tensors, how, lambda: tensors[0].fill_(0.01))
-
-    def scatter(self, into: list[Tensor], segments: list[list[Tensor]], how: Any) -> Work | None:
-        reads = segments[0] if self._rank == how.rootRank else []
-        return self._run("scatter", reads, into, how, lambda: into[0].fill_(0.01))

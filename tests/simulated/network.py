@@ -8,7 +8,6 @@ hosts of L GPUs; a host has N NICs, which it uses alike.
     gather      S (W - 1) / W                   S (W - 1) / W       a ring enters and leaves each host once
     reduce      as gather                       as gather           a reduce-scatter
     all-reduce  twice that                      twice that
-    scatter     as gather                       as gather           from the first rank
     broadcast   S                               S                   a chain through all ranks, in pieces
     all-to-all  S (L - 1) / W                   L S (H - 1) / H     each rank by itself to each of the others
 
@@ -19,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-RINGS = {"gather": 1, "reduce": 1, "scatter": 1, "all-reduce": 2}
+RINGS = {"gather": 1, "reduce": 1, "all-reduce": 2}
 """How often each byte goes around."""
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise, zip_longest
 from typing import Any
 
@@ -22,12 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zero.comm.channels import COMPARISON, GATHER, REDUCTION, SCATTER, SUM
+from zero.comm.channels import BROADCAST, COLLECTION, COMPARISON, GATHER, REDUCTION, SCATTER, SUM
 from zero.comm.link import Link, link_of
 from zero.comm.oplog import described, dumped, loaded, mark_told, rebuilt, text_of
 from zero.comm.packing import BATCH, batches, copy_into, empty_flat, flatten, lengths
 from zero.comm.traffic import sent
-from zero.comm.transport import Message, Scattered, Work
+from zero.comm.transport import Message, Work
 
 
 class Comm:
@@ -218,7 +218,8 @@ class Comm:
             flat = alone
             if flat is None:
                 flat = flatten(batch) if self.rank == source else empty_flat(batch)
-            self._transports[flat.device.type].broadcast(flat, source)
+            bounds = [0] * (source + 1) + [len(flat)] * (self.world - source)
+            self._transports[flat.device.type].gather(flat, bounds, BROADCAST).wait()
             if self.rank == source:
                 sent["other"] += flat.nbytes * (self.world - 1)
             elif alone is None:
@@ -236,30 +237,32 @@ class Comm:
         longest = max(lengths(bounds))
         step = max(1, min(longest, BATCH // (self.world * into.element_size())))
         number = 2 if step < longest else 1  # one of them is filled while the other is sent
-        buffers = into.new_empty(number, self.world, step if self.rank == 0 else 0)
-        last: list[tuple[Tensor, Tensor]] = []
-
-        def parts() -> Iterator[Scattered]:
-            for turn, start in enumerate(range(0, longest, step)):
-                own, length = into[start : start + step], min(step, longest - start)
-                part = own if len(own) == length else into.new_empty(length)  # torch scatters pieces of equal length
-                if 0 < len(own) < length:
-                    last.append((own, part))
-                pieces = [row[:length] for row in buffers[turn % number]]
-                try:
-                    for piece, (low, high) in zip(pieces, pairwise(bounds), strict=True) if self.rank == 0 else ():
-                        read(min(low + start, high), piece[: max(high - low - start, 0)])
-                except Exception as error:
-                    self._raise_together(error, SCATTER)
-                else:
-                    self._raise_together(None, SCATTER)  # before this rank waits for the part
-                if self.rank == 0:
-                    sent["other"] += part.nbytes * (self.world - 1)
-                yield pieces, part
-
-        self._transports[into.device.type].scatter(parts(), longest * into.element_size())
-        for own, part in last:
-            own.copy_(part[: len(own)])
+        buffers = into.new_empty(number, (self.world - 1) * step if self.rank == 0 else 0)
+        before = Work()
+        for turn, start in enumerate(range(0, longest, step)):
+            shares = [(min(low + start, high), min(low + start + step, high)) for low, high in pairwise(bounds)]
+            counts = [high - low for low, high in shares]
+            own, nothing = into[start : start + step], [0] * self.world
+            part = buffers[turn % number][: sum(counts[1:]) if self.rank == 0 else 0]
+            try:
+                for (low, _), piece in (
+                    zip(shares, [own, *part.split(counts[1:])], strict=True) if self.rank == 0 else ()
+                ):
+                    read(low, piece)
+            except Exception as error:
+                self._raise_together(error, SCATTER)
+            else:
+                self._raise_together(None, SCATTER)  # before this rank waits for the part
+            sent["other"] += part.nbytes
+            given = (
+                (own[:0], (part, [0, *counts[1:]]), nothing)
+                if self.rank == 0
+                else (own, (part, nothing), [len(own), *nothing[1:]])
+            )
+            work = self._transports[into.device.type].exchange(*given, SCATTER)
+            before.wait()
+            before = work
+        before.wait()
 
     def all_reduce(self, tensor: Tensor, *, maximum: bool = False, times: float = 1, channel: int = SUM) -> None:
         """Collective. Overwrites a contiguous tensor with `times` its sum, or with its maximum, over the ranks.
@@ -282,10 +285,21 @@ class Comm:
         """
         if self.world == 1:
             return
-        own = [tensor for owner, tensor in transfers if owner == self.rank and tensor is not None]
-        receivers = self.world - 1 if to is None else int(to != self.rank)
-        sent["other"] += sum(tensor.nbytes for tensor in own) * receivers
-        self._transports[device.type].collect(transfers, to, device)
+        transport, works = self._transports[device.type], []
+        transport.compare(COLLECTION)
+        for owner, tensor in transfers:
+            flat = torch.empty(0, device=device) if tensor is None else tensor
+            sends, receives = owner == self.rank != to, owner != self.rank == to
+            if to is None:
+                works.append(transport.gather(flat, [0] * (owner + 1) + [len(flat)] * (self.world - owner), COLLECTION))
+            elif owner != to:  # all ranks take part, most of which send and receive nothing
+                counts_in = [len(flat) * (receives and rank == owner) for rank in range(self.world)]
+                counts_out = [len(flat) * (sends and rank == to) for rank in range(self.world)]
+                message = flat[: sum(counts_out)], counts_out
+                works.append(transport.exchange(flat[: sum(counts_in)], message, counts_in, COLLECTION))
+            sent["other"] += flat.nbytes * sends * (self.world - 1 if to is None else 1)
+        for work in works:
+            work.wait()
 
 
 def fail_together(comms: Sequence[Comm], device: torch.device) -> None:

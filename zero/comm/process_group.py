@@ -26,14 +26,13 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from zero._torch.process_groups import coalesced, collectives_of_one_tensor, in_stream_order
-from zero.comm.channels import BROADCAST, COLLECTION, COMPARISON, SCATTER
+from zero.comm.channels import COMPARISON
 from zero.comm.oplog import Log
 from zero.comm.packing import SIXTEEN_BITS, as_sent, concatenate, lengths, real, sum_in_rank_order, summed_as
-from zero.comm.transport import GroupWork, Message, Scattered, SumWork, Transport, Work, refuse_differing_logs
+from zero.comm.transport import GroupWork, Message, SumWork, Transport, Work, refuse_differing_logs
 
 _ALL_GATHER = in_stream_order(AllgatherOptions())
 ALL_TO_ALL = in_stream_order(dist.AllToAllOptions())
-_SCATTER = in_stream_order(dist.ScatterOptions())
 _REDUCE_SCATTER = in_stream_order(dist.ReduceScatterOptions())
 _SUM, _MAXIMUM = (in_stream_order(dist.AllreduceOptions()) for _ in range(2))
 _SUM.reduceOp, _MAXIMUM.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM), dist.ReduceOp(dist.ReduceOp.MAX)
@@ -79,42 +78,23 @@ class ProcessGroupTransport(Transport):
             works.append(collective(into, sent, *given, ALL_TO_ALL))
         return works
 
-    def broadcast(self, flat: Tensor, source: int) -> None:
-        self.log.append(BROADCAST, flat.nbytes, self.compare)
-        self._launch(BROADCAST, flat, self._group.broadcast, [as_sent(flat)], _from(source)).wait()
-
-    def scatter(self, parts: Iterator[Scattered], nbytes: int) -> None:
-        self.log.append(SCATTER, nbytes, self.compare)
-        before = Work()
-        for pieces, into in parts:
-            given = [[as_sent(piece) for piece in pieces]] if self._rank == 0 else []
-            work = self._launch(SCATTER, (pieces, into), self._group.scatter, [as_sent(into)], given, _SCATTER)
-            before.wait()
-            before = work
-        before.wait()
+    def exchange(self, into: Tensor, sent: Message, counts_in: Sequence[int], channel: int) -> Work:
+        # Not by `send` and `recv` of Gloo: it closes the connections of all ranks where a wait for these runs out, and
+        # `wait_watching` waits in intervals (tests/comm/test_slow.py). NCCL makes a communicator for each two ranks.
+        self.log.append(channel, 0, self.compare)
+        size, collective = into.element_size(), getattr(self._group, self._to_reduce.all_to_all)
+        counts = [[count * size for count in each] for each in (counts_in, sent[1])]
+        flats = into.view(torch.uint8), sent[0].view(torch.uint8)  # backends do not support all dtypes
+        return self._launch(channel, (into, sent), collective, *flats, *counts, ALL_TO_ALL)
 
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> Work:
         given = [real(tensor)], _MAXIMUM if maximum else _SUM
         self.log.append(channel, tensor.nbytes, self.compare)
         return self._launch(channel, tensor, self._group.allreduce, *given, result=tensor, times=times)
 
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
-        self.compare(COLLECTION)
-        send = (self._broadcast_each, transfers) if to is None else (self._send_each, to, transfers, device)
-        self._launch(COLLECTION, transfers, *send).wait()
-
-    def _broadcast_each(self, transfers: Sequence[tuple[int, Tensor | None]]) -> list[dist.Work | None]:
-        pairs = [(owner, tensor) for owner, tensor in transfers if tensor is not None and tensor.numel()]
-        return [self._lane(owner).broadcast([as_sent(tensor)], _from(owner)) for owner, tensor in pairs]
-
     def _lane(self, owner: int) -> Any:
         """The group by which a rank broadcasts its own."""
         return self._group
-
-    def _send_each(
-        self, to: int, transfers: Sequence[tuple[int, Tensor | None]], device: torch.device
-    ) -> list[dist.Work | None]:
-        return [self._send_to(to, owner, tensor, device) for owner, tensor in transfers if owner != to]
 
     def _launch(
         self,
@@ -135,18 +115,6 @@ class ProcessGroupTransport(Transport):
             raise
         works = launched if isinstance(launched, list) else [launched]
         return GroupWork(self.log, self._blocks, channel, buffers, works, result, times)
-
-    def _send_to(self, to: int, owner: int, tensor: Tensor | None, device: torch.device) -> dist.Work | None:
-        """Sends a tensor from where it lies to where it is to lie, by an all-to-all in which others send nothing."""
-        # Empty where this rank has no part; of one dtype here, as Gloo takes the size of what it sends from the other.
-        given = torch.empty(0, device=device) if tensor is None else as_sent(tensor)
-        counts_in = [len(given) * (self._rank == to and rank == owner) for rank in range(self._world)]
-        counts_out = [len(given) * (self._rank == owner and rank == to) for rank in range(self._world)]
-        into, sent = given[: sum(counts_in)], given[: sum(counts_out)]
-        # Not by `send` and `recv` of Gloo: it closes the connections of all ranks where a wait for these runs out, and
-        # work.py waits in intervals (tests/comm/test_slow.py). NCCL makes a communicator for each two ranks for them.
-        collective = getattr(self._group, self._to_reduce.all_to_all)
-        return collective(into, sent, counts_in, counts_out, ALL_TO_ALL)  # type: ignore[no-any-return]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         sent = torch.frombuffer(bytearray(data), dtype=torch.uint8)

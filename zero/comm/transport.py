@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain, repeat
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -148,11 +147,8 @@ class SumWork(Work):
 # ----------------------------------------------------------------------------------------------------------- transports
 
 
-Scattered = tuple[list[Tensor], Tensor]
-"""The pieces of a part, one a rank, on the rank that sends them; and what this rank gets."""
-
 Message = tuple[Tensor, Sequence[int]]
-"""A flat tensor, and the number of its elements that go to each rank, in rank order: the same numbers on all ranks."""
+"""A flat tensor, and the number of its elements that go to each rank, in rank order."""
 
 
 class Transport(ABC):
@@ -177,26 +173,18 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce(self, messages: Sequence[Message], times: float, channel: int) -> Work:
-        """Sums over the ranks the elements sent to this rank. `wait` returns `times` the sums, flat, one message after
-        another, of 16-bit floats in float32. On the CPU they are added in rank order."""
+        """Sums over the ranks the elements sent to this rank, of which all ranks have the same counts. `wait` returns
+        `times` the sums, flat, one message after another, of 16-bit floats in float32, on the CPU in rank order."""
 
     @abstractmethod
-    def broadcast(self, flat: Tensor, source: int) -> None:
-        """Overwrites the tensor with that of rank `source`."""
-
-    @abstractmethod
-    def scatter(self, parts: Iterator[Scattered], nbytes: int) -> None:
-        """Overwrites the tensor of rank r by the first rank's piece r, part by part, which are flat. nbytes: of all
-        parts of one rank. A part is made while the one before it is on its way, and not earlier."""
+    def exchange(self, into: Tensor, sent: Message, counts_in: Sequence[int], channel: int) -> Work:
+        """Sends other ranks their elements of the flat `sent`, and fills the flat `into` by what they send to this one,
+        both in rank order. Each rank has counts of its own, of which the one for itself is 0."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> Work:
         """Overwrites the contiguous tensor with `times` the sum, or with the maximum, over the ranks. `wait` returns
         its elements."""
-
-    @abstractmethod
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
-        """Sends flat tensors from their owners to rank `to`, or (None) to all ranks. See Comm.collect."""
 
     @abstractmethod
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -219,14 +207,11 @@ class Local(Transport):
         # A sum over one row is a copy: `times` must not change the gradients that were sent.
         return SumWork(sum_in_rank_order, Work([message.unsqueeze(0) for message, _ in messages]), times)
 
-    def broadcast(self, flat: Tensor, source: int) -> None: ...
-
-    def scatter(self, parts: Iterator[Scattered], nbytes: int) -> None: ...
+    def exchange(self, into: Tensor, sent: Message, counts_in: Sequence[int], channel: int) -> Work:
+        return Work()
 
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> Work:
         return Work(tensor)
-
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None: ...
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data]

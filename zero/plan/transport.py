@@ -6,7 +6,7 @@ received values. Tensors may have no values (meta or fake). All other ranks are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from zero.comm.link import Link, Transports
 from zero.comm.oplog import Log
 from zero.comm.packing import summed_as
 from zero.comm.process_group import by_rings
-from zero.comm.transport import Message, Scattered, SumWork, Transport, Work
+from zero.comm.transport import Message, SumWork, Transport, Work
 
 # The name of the rehearsed transport; "nccl" stands for all backends that overlap.
 Rehearsed = Literal["gloo", "host memory", "nccl"]
@@ -65,9 +65,8 @@ class Rehearsal(Transport):
         chunks = sample.new_empty(self._world, chunk)
         return [chunks[:, : min(chunk, n)] for n in own]
 
-    def broadcast(self, flat: Tensor, source: int) -> None: ...
-
-    def scatter(self, parts: Iterator[Scattered], nbytes: int) -> None: ...
+    def exchange(self, into: Tensor, sent: Message, counts_in: Sequence[int], channel: int) -> Work:
+        return Work()
 
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> Work:
         if self.reads:
@@ -77,8 +76,6 @@ class Rehearsal(Transport):
                 share = -(-tensor.numel() // self._world)
                 tensor.new_empty(self._world + 1, min(CHUNK // tensor.element_size(), share))
         return self._transfer([tensor], lambda: tensor)
-
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None: ...
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data] * self._world

@@ -16,8 +16,8 @@ import os
 import select
 import struct
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial, reduce
 from itertools import accumulate, pairwise
@@ -29,13 +29,13 @@ import torch
 from torch import Tensor
 
 from zero.comm import waiting
-from zero.comm.channels import BROADCAST, COLLECTION, COMPARISON, SCATTER
+from zero.comm.channels import COMPARISON
 from zero.comm.forked import Pipe
 from zero.comm.host_memory import attach
 from zero.comm.oplog import Log
 from zero.comm.packing import add_in_order, lengths, sum_in_rank_order, summed_as
 from zero.comm.store import StoreRendezvous
-from zero.comm.transport import Message, Operation, Scattered, Transport, Work, refuse_differing_logs
+from zero.comm.transport import Message, Operation, Transport, Work, refuse_differing_logs
 
 # ------------------------------------------------------------------------------------------------------ the other ranks
 #
@@ -304,20 +304,18 @@ class HostMemory(Transport):
         shown: Sequence[Tensor],
         read: Callable[[Addresses], Any],
         buffers: object,
-        counts: Mapping[int, int] | None = None,
     ) -> Work:
         """Launches an operation. `wait` returns the result of `read` after all ranks have read.
 
-        shown: the tensors that other ranks may read. counts: how many each rank shows; by default as many as this one.
-        A rank announces the address of one tensor itself, of several that of a table of their addresses.
+        shown: the tensors that other ranks may read, as many on each rank. A rank announces the address of one tensor
+        itself, of several that of a table of their addresses.
         """
         own = [tensor.data_ptr() for tensor in shown]
         # The device is named, as the user may have set another by torch.set_default_device.
         table = torch.tensor(own, dtype=torch.int64, device="cpu") if len(own) > 1 else None
-        counts = dict.fromkeys(range(self._world), len(own)) if counts is None else counts
 
         def read_all(words: Mapping[int, int]) -> Any:
-            result = read({rank: self._addresses(rank, word, counts[rank]) for rank, word in words.items()})
+            result = read({rank: self._addresses(rank, word, len(own)) for rank, word in words.items()})
             self._peers.finish()
             return result
 
@@ -412,31 +410,17 @@ class HostMemory(Transport):
         self._launch(channel, [rows[self._rank]], partial(self._read_each, rows), rows).wait()
         return rows
 
-    def broadcast(self, flat: Tensor, source: int) -> None:
-        self._collect([(source, flat)], BROADCAST)
+    def exchange(self, into: Tensor, sent: Message, counts_in: Sequence[int], channel: int) -> Work:
+        flat, counts_out = sent
+        own = [flat.data_ptr() + start * flat.element_size() for start in [0, *accumulate(counts_out)]]
+        # The device is named, as the user may have set another by torch.set_default_device.
+        table, address = torch.tensor(own, device="cpu"), torch.empty(1, dtype=torch.int64, device="cpu")
 
-    def scatter(self, parts: Iterator[Scattered], nbytes: int) -> None:
-        for pieces, into in parts:
-            read, shown = partial(self._read_piece, pieces, into), pieces if self._rank == 0 else []
-            # A Counter has 0 for all other ranks, which show nothing; a dict would raise KeyError.
-            self._launch(SCATTER, shown, read, (pieces, into), Counter({0: self._world})).wait()
+        def read(words: Mapping[int, int]) -> None:
+            for rank, place in enumerate(into.split([*counts_in])):
+                if place.numel():
+                    self._peers.read(rank, words[rank] + self._rank * address.nbytes, address)
+                    self._peers.read(rank, int(address), place)
+            self._peers.finish()
 
-    def _read_piece(self, pieces: Sequence[Tensor], into: Tensor, addresses: Addresses) -> None:
-        if self._rank == 0:
-            into.copy_(pieces[0])
-        else:
-            self._peers.read(0, addresses[0][self._rank], into)
-
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
-        self._collect(transfers, COLLECTION)
-
-    def _collect(self, transfers: Sequence[tuple[int, Tensor | None]], channel: int) -> None:
-        shown = [tensor for owner, tensor in transfers if owner == self._rank and tensor is not None]
-
-        def read(addresses: Addresses) -> None:
-            there = {rank: iter(of_tensors) for rank, of_tensors in addresses.items()}
-            for owner, tensor in transfers:
-                if owner != self._rank and tensor is not None:
-                    self._peers.read(owner, next(there[owner]), tensor)
-
-        self._launch(channel, shown, read, transfers, Counter(owner for owner, _ in transfers)).wait()
+        return self._announce(channel, table.data_ptr(), (into, flat, table), read)
