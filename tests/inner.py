@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import zero
 from zero.checkpoint import files
 from zero.comm import Comm as Comm
-from zero.comm.host_memory.transport import Peers
+from zero.comm.host_memory import Peers
 from zero.comm.transport import GroupWork
 from zero.fsdp.fsdp import FSDP, running_model
 from zero.offload import offload_of as offload_of

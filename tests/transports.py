@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import gpus
-from zero.comm.process_group import Overlapping
+from zero.comm.transport import Overlapping
 
 READS = os.environ.get("ZERO_HOST_MEMORY") != "0" and not gpus.ON
 """Whether ranks of this run of the tests may read one another's memory. `make hosts` forbids it, as between hosts."""

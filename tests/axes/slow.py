@@ -11,9 +11,9 @@ from unittest import mock
 import torch.distributed as dist
 
 from axes import Axis, happens
-from zero.comm.host_memory.transport import HostMemory, Peers
+from zero.comm.host_memory import HostMemory, Peers
 from zero.comm.oplog import Log
-from zero.comm.process_group import ProcessGroupTransport
+from zero.comm.transport import ProcessGroupTransport
 
 NAP = 0.6
 NAMES = ("send", "recv", "broadcast", "allgather", "_allgather_base", "allreduce", "alltoall_base")

@@ -56,7 +56,7 @@ def test_transfers_beside_the_computing_give_the_same_numbers(rank, world, stage
 
 ASKING = ["item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"]
 ASKING += ["nonzero", "is_nonzero", "equal", "allclose", "masked_select"]
-AMONG_HOSTS = ("process_group.py", "comm.py", "scaling.py: compare")
+AMONG_HOSTS = ("transport.py", "comm.py", "scaling.py: compare")
 """Where ranks tell each other what they do, in tensors that are always on the CPU."""
 
 

@@ -10,14 +10,14 @@ from unittest import mock
 
 import pytest
 
-from zero.comm.host_memory import attach
+from zero.comm import host_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="a system call of Linux")
 
 
 def test_bytes_are_copied_from_any_address_of_a_process():
     source, target = ctypes.create_string_buffer(b"some bytes"), ctypes.create_string_buffer(11)
-    attach.read(os.getpid(), ctypes.addressof(source) + 5, ctypes.addressof(target), 5)
+    host_memory.read_memory(os.getpid(), ctypes.addressof(source) + 5, ctypes.addressof(target), 5)
     assert target.raw == b"bytes" + bytes(6)
 
 
@@ -28,7 +28,7 @@ def test_what_ends_before_all_is_read_is_an_error():
         start = ctypes.addressof(mapped)
         ctypes.CDLL(None).munmap(ctypes.c_void_p(start + mmap.PAGESIZE), mmap.PAGESIZE)
         with pytest.raises(OSError, match="Bad address"):
-            attach.read(os.getpid(), start, ctypes.addressof(target), 2 * mmap.PAGESIZE)
+            host_memory.read_memory(os.getpid(), start, ctypes.addressof(target), 2 * mmap.PAGESIZE)
         del mapped
 
 
@@ -37,7 +37,7 @@ def test_a_process_that_has_ended_is_an_error():
     ended.wait()
     target = ctypes.create_string_buffer(8)
     with pytest.raises(OSError, match="No such process"):
-        attach.read(ended.pid, ctypes.addressof(target), ctypes.addressof(target), 8)
+        host_memory.read_memory(ended.pid, ctypes.addressof(target), ctypes.addressof(target), 8)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_siblings_are_permitted_only_where_yama_forbids_them_and_the_parent_is_a
         mock.patch.object(Path, "exists", return_value=True),
         mock.patch.object(Path, "read_text", return_value=f"{scope}\n"),
         mock.patch.object(os, "getppid", return_value=parent),
-        mock.patch.object(attach, "_libc") as libc,
+        mock.patch.object(host_memory, "_libc") as libc,
     ):
-        attach.permit_siblings()
+        host_memory.permit_siblings()
     assert [call.args[1].value for call in libc().prctl.call_args_list] == permitted

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import ranks
 from inner import Comm
 from ranks import refusal
+from zero.comm import host_memory
 from zero.comm.forked import held
-from zero.comm.host_memory import attach
 
 LENGTH = 5000
 
@@ -52,10 +52,10 @@ ERROR = {"side_effect": OSError("not here")}
 @pytest.mark.parametrize(
     ("hindered", "target", "effect"),
     [
-        (1, "zero.comm.host_memory.attach.host", {"return_value": "another"}),
-        (2, "zero.comm.host_memory.attach.read", {"return_value": None}),  # not what the other has there
+        (1, "zero.comm.host_memory.host_name", {"return_value": "another"}),
+        (2, "zero.comm.host_memory.read_memory", {"return_value": None}),  # not what the other has there
         (1, "os.pipe", ERROR),
-        (0, "zero.comm.host_memory.attach.read", ERROR),
+        (0, "zero.comm.host_memory.read_memory", ERROR),
     ],
 )
 @ranks.on(3)
@@ -70,14 +70,14 @@ def test_where_one_rank_cannot_read_another_all_use_collectives(rank, world, hin
 @ranks.on(3)
 def test_a_rank_that_goes_on_at_once_does_not_overwrite_what_a_slow_one_reads(rank, world):
     comm, _ = together(rank, world)
-    read = attach.read
+    read = host_memory.read_memory
 
     def slowly(*args):
         time.sleep(0.02)
         read(*args)
 
     found = []
-    with mock.patch.object(attach, "read", slowly if rank == 2 else read):
+    with mock.patch.object(host_memory, "read_memory", slowly if rank == 2 else read):
         for step in range(3):
             full = torch.zeros(world * LENGTH)
             own = full[rank * LENGTH : (rank + 1) * LENGTH]

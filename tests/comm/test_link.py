@@ -24,14 +24,13 @@ from runs import sgd, take_step
 from simulated.world import simulated
 from transports import TRANSPORTS, between_hosts, by, overlapping
 from zero._torch.process_groups import abort
-from zero.comm import Comm, settings
+from zero.comm import Comm, host_memory, settings
 from zero.comm import transport as all_transports
-from zero.comm.host_memory import attach
 from zero.comm.link import Link
 from zero.comm.oplog import Log
-from zero.comm.process_group import Gloo
 from zero.comm.store import RaisedText, StoreRendezvous
 from zero.comm.together import Together
+from zero.comm.transport import Gloo
 from zoo import WIDTH, Stack, loss_on
 
 
@@ -50,7 +49,7 @@ def test_what_was_in_flight_when_a_transfer_failed_has_not_arrived(rank, world, 
         channel = comm.channel("a test")
         comm.agree(channel)
         first, second = (comm.gather(torch.ones(40_000), [0, 20_000, 40_000], channel) for _ in range(2))
-        where = (all_transports, "wait_watching") if way == "gloo" else (attach, "read")
+        where = (all_transports, "wait_watching") if way == "gloo" else (host_memory, "read_memory")
         if rank == 0:
             with mock.patch.object(*where, side_effect=OSError("cut off")):
                 told = [refusal(second.wait)]
@@ -63,7 +62,7 @@ def test_what_was_in_flight_when_a_transfer_failed_has_not_arrived(rank, world, 
 def test_a_unit_whose_gather_has_failed_on_its_way_does_not_compute(rank, world, at):
     with within_a_host():
         model = zero.FSDP(Stack())
-        where = (attach, "read") if at == "transfer" else (Comm, "gather")
+        where = (host_memory, "read_memory") if at == "transfer" else (Comm, "gather")
         with mock.patch.object(*where, side_effect=OSError("cut off")):
             assert "cut off" in refusal(lambda: loss_on(rank, 0)(model))
         text = refusal(lambda: loss_on(rank, 0)(model))
@@ -183,7 +182,7 @@ def transport(rank: int, world: int, memory: str, others: str) -> tuple[str, int
     """The name of what the group gets, and how often reading was permitted to others. memory: on rank 1."""
     with (
         mock.patch.dict(os.environ, ZERO_HOST_MEMORY=memory if rank == 1 else others),
-        mock.patch.object(attach, "permit_siblings") as permit,
+        mock.patch.object(host_memory, "permit_siblings") as permit,
     ):
         return Comm().transport_name(torch.device("cpu")), permit.call_count
 

@@ -20,7 +20,7 @@ from ranks import refusal
 from runs import sgd, take_step
 from transports import TRANSPORTS, between_hosts, by, overlapping
 from zero.comm import Comm
-from zero.comm.process_group import Gloo, ProcessGroupTransport
+from zero.comm.transport import Gloo, ProcessGroupTransport
 from zoo import Stack, batch, loss_on
 
 

@@ -17,8 +17,8 @@ import ranks
 from assertions import same
 from inner import Comm
 from transports import TRANSPORTS, by
-from zero.comm.host_memory.transport import Peers
-from zero.comm.process_group import ProcessGroupTransport
+from zero.comm.host_memory import Peers
+from zero.comm.transport import ProcessGroupTransport
 
 LATE = 0.6
 

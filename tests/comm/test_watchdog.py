@@ -35,8 +35,7 @@ from transports import between_hosts, overlapping
 from zero.comm import waiting
 from zero.comm.forked import held
 from zero.comm.oplog import Log
-from zero.comm.watchdog import watchdog
-from zero.comm.watchdog.watchdog import Hub, Peer
+from zero.comm.watchdog import Hub, Peer, watchdog
 from zoo import WIDTH, Stack, loss_on
 
 VICTIM = 1

@@ -16,7 +16,7 @@ from torch import multiprocessing
 import gpus
 import zero
 from transports import TRANSPORTS, by
-from zero.comm import ending
+from zero.comm import forked
 from zoo import Stack, batch
 
 ENDS = """
@@ -35,7 +35,7 @@ sys.exit(1)
 @pytest.mark.parametrize("way", ["told", "recovers"])
 def test_a_process_that_was_told_ends_after_the_one_that_has_raised(way):
     """The one that has raised ends when its input does."""
-    with subprocess.Popen([sys.executable, "-c", ENDS, ending.__file__, way], stdin=-1, stdout=-1) as told:
+    with subprocess.Popen([sys.executable, "-c", ENDS, forked.__file__, way], stdin=-1, stdout=-1) as told:
         assert told.stdin is not None and told.stdout is not None and told.stdout.readline() == b"True\n"
         if way == "told":
             with pytest.raises(subprocess.TimeoutExpired):

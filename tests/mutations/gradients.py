@@ -107,7 +107,7 @@ def infinite_gradients_made_zero(reduce, self, messages, *streams):
     return Changed(reduce(self, messages, *streams), lambda sums: sums.nan_to_num_(0.0, 0.0, 0.0))
 
 
-@mutant("packing.summed_as")
+@mutant("transport.summed_as")
 def gradients_summed_in_16_bits(_, dtype):
     """16-bit gradients are summed in 16 bits, not in float32."""
     return dtype

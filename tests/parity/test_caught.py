@@ -16,8 +16,7 @@ from assertions import same
 from inner import shard_groups
 from runs import SideBySide, average_gradients
 from transports import READS, TRANSPORTS, by
-from zero.comm.channels import GATHER, REDUCTION
-from zero.comm.oplog import Log
+from zero.comm.oplog import GATHER, REDUCTION, Log
 from zero.comm.streams import Streams
 from zoo import WIDTH, Stack, loss_on
 

@@ -26,8 +26,7 @@ from zero._torch.process_groups import abort
 from zero.comm import Comm
 from zero.comm.link import Link, Transports
 from zero.comm.oplog import Log
-from zero.comm.process_group import Overlapping
-from zero.comm.transport import Local
+from zero.comm.transport import Local, Overlapping
 from zero.plan.transport import Rehearsal
 
 _make_wrapper_subclass, _frombuffer = Tensor._make_wrapper_subclass, torch.frombuffer

@@ -3,12 +3,11 @@
 Comm        the collectives of one process group: gather, reduce, and checks that all ranks do the same
 Link        the state that all Comms of one process group share: the log of operations, a transport for each device type
 Work        a transfer in flight: `wait` returns its result
-Transport   the interface of process_group (Gloo, and backends that overlap) and host_memory
+Transport   what sends tensors: Gloo, backends that overlap with computing, or reads within a host
 """
 
-from zero.comm.channels import AGREEMENT, COLLECTION
-from zero.comm.comm import Comm, fail_together
-from zero.comm.traffic import Traffic, traffic
+from zero.comm.comm import Comm, Traffic, fail_together, traffic
+from zero.comm.oplog import AGREEMENT, COLLECTION
 from zero.comm.transport import Work
 
 __all__ = ["AGREEMENT", "COLLECTION", "Comm", "Traffic", "Work", "fail_together", "traffic"]

@@ -28,13 +28,11 @@ from zero._torch.process_groups import (
     timeout_of,
 )
 from zero.comm import settings
-from zero.comm.host_memory import attach
-from zero.comm.host_memory.transport import HostMemory, rendezvous
+from zero.comm.host_memory import HostMemory, host_name, rendezvous
 from zero.comm.oplog import Log
-from zero.comm.process_group import Gloo, Overlapping
 from zero.comm.store import StoreRendezvous
-from zero.comm.transport import Local, Transport
-from zero.comm.watchdog.watchdog import Watchdog
+from zero.comm.transport import Gloo, Local, Overlapping, Transport
+from zero.comm.watchdog import Watchdog
 
 # The timeout of transfers on the CPU if the group has no backend for the CPU: torch's own default.
 _TIMEOUT = timedelta(minutes=30)
@@ -127,7 +125,7 @@ class Link:
         except ValueError as error:
             problem = str(error)
         with suppress(OSError):  # a system without /proc
-            host = attach.host()
+            host = host_name()
         told = exchange.all_gather(json.dumps([each, problem, host, os.getpid()]).encode())
         ranks = [json.loads(text) for text in told]
         for rank, (_, problem, *_) in enumerate(ranks):

@@ -16,9 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from zero.comm.channels import COMPARISON
 from zero.comm.comm import Comm
-from zero.comm.oplog import dumped, is_told, loaded, mark_told
+from zero.comm.oplog import COMPARISON, dumped, is_told, loaded, mark_told
 
 MOST_FLAGS, _PROBLEM = 1, 2
 """Flags that `agree` passes on; the other bit says that a rank has raised."""

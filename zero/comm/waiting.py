@@ -1,7 +1,7 @@
 """What a rank says that has waited for others for half a minute: once, on standard error, for whom and where.
 
 It may be right to wait: another rank computes, or writes a file. It is an error once the time-out of the group is over,
-of 30 minutes by default, or where the watchdog knows that ranks can never meet (watchdog/standing.py). Until then
+of 30 minutes by default, or where the watchdog knows that ranks can never meet (watchdog.py). Until then
 nobody else says that one rank alone saves, evaluates or has more batches, while others wait for it somewhere else.
 
 Over host memory the waiting rank knows who is missing, over Gloo and NCCL the watchdog's hub does, and before a group

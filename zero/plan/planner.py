@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero.comm.packing import batches
-from zero.comm.traffic import traffic
+from zero.comm.comm import traffic
+from zero.comm.transport import batches
 from zero.fsdp import FSDP, MixedPrecision
 from zero.fsdp.choice import Policy, smallest_leaves, unit_modules
 from zero.fsdp.fsdp import running_model

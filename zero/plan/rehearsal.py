@@ -18,9 +18,9 @@ from zero._torch.modules import parameters_of
 from zero._torch.recording import VALUE_OF
 from zero._torch.tensors import NEEDS_VALUES, copying_without_values, let_move, with_values, without_values
 from zero.comm import Comm, Work
-from zero.comm.host_memory.transport import QueuedWork
+from zero.comm.comm import sent
+from zero.comm.host_memory import QueuedWork
 from zero.comm.streams import HostStreams
-from zero.comm.traffic import sent
 from zero.fsdp import MixedPrecision
 from zero.fsdp.choice import params_by_unit
 from zero.plan.meter import Meter

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from zero.comm import Comm
-from zero.comm.host_memory.transport import CHUNK, QueuedWork
+from zero.comm.host_memory import CHUNK, QueuedWork
 from zero.comm.link import Link, Transports
 from zero.comm.oplog import Log
-from zero.comm.packing import summed_as
-from zero.comm.process_group import by_rings
-from zero.comm.transport import Message, SumWork, Transport, Work
+from zero.comm.transport import Message, SumWork, Transport, Work, by_rings, summed_as
 
 # The name of the rehearsed transport; "nccl" stands for all backends that overlap.
 Rehearsed = Literal["gloo", "host memory", "nccl"]

@@ -17,8 +17,8 @@ from zero._torch.autograd import at_end_of_backward, in_a_backward, writes_into
 from zero._torch.modules import parameters_of, registrations
 from zero._torch.tensors import call_last
 from zero.comm import Comm
-from zero.comm.packing import summed_as
 from zero.comm.streams import streams_in
+from zero.comm.transport import summed_as
 from zero.oss.optimizer import OSS
 from zero.shards.shard_group import ShardGroup
 from zero.wrap.bucket import EndOfBackward, FullBucket, GradBucket, OwnedBucket

@@ -27,7 +27,7 @@ from zero._torch.autograd import writes_so_far
 from zero._torch.telling import warn_user
 from zero._torch.tensors import as_dispatching, as_plain_tensors, shares_memory
 from zero.comm import Comm
-from zero.comm.channels import READ, part_of
+from zero.comm.oplog import READ, part_of
 from zero.comm.waiting import calling
 from zero.shards.cut import Cut, Owner
 from zero.tensor_parallel import parts

@@ -27,7 +27,7 @@ from zero._torch.autograd import writes_so_far
 from zero._torch.recording import profiler_range
 from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm, Work
-from zero.comm.channels import READ_BY_ALL
+from zero.comm.oplog import READ_BY_ALL
 from zero.comm.streams import DONE, HOST, HostStreams, streams_of
 from zero.shards.cut import Asked, Owner, register
 from zero.shards.layout import Layout

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from zero._torch.autograd import writes_so_far
 from zero._torch.tensors import FakeTensor as Fake
 from zero._torch.tensors import Rebound, as_plain_tensors, has_values, shares_memory
-from zero.comm.channels import READ
+from zero.comm.oplog import READ
 from zero.comm.waiting import calling
 from zero.measure.kinds import ELEMENTWISE, SINGLE
 from zero.shards.answers import (

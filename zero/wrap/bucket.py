@@ -21,9 +21,8 @@ from torch import Tensor
 from zero._torch.telling import warn_user
 from zero._torch.tensors import as_plain_tensors, foreach, has_values, part_of, shares_memory
 from zero.comm import Comm, Work
-from zero.comm.packing import concatenate, lengths, summed_as
 from zero.comm.together import Together
-from zero.comm.transport import Message
+from zero.comm.transport import Message, concatenate, lengths, summed_as
 from zero.shards.cut import Cut
 from zero.shards.shard_group import ShardGroup
 from zero.wrap.gradients import CREATE_GRAPH, OwnedGradient, Wide, as_wide_average, refuse_sparse

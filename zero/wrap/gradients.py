@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zero._torch.autograd import in_a_backward
 from zero._torch.tensors import WithoutMemory, as_plain_tensors, foreach, tree_iter
-from zero.comm.channels import READ
+from zero.comm.oplog import READ
 from zero.shards.answers import FINITE_CHECK, Kind, in_place, kind_of, norm_of, order_of, ranks_of, settled
 from zero.shards.cut import Cut
 from zero.shards.shard_group import ShardGroup

@@ -1,10 +1,10 @@
-"""The transport between the ranks of one Linux host, which read one another's memory (attach.py).
+"""The transport between the ranks of one Linux host, which read one another's memory.
 
 Every operation begins with a note to each other rank (Peers): the channel, and the address of the data to read. So
 ranks compare operations at no further cost. An operation ends when all ranks have read: until then no rank overwrites
 or frees data that others still read. Reads happen in `wait`, so they do not overlap with computing.
 
-It took less CPU time than Gloo (process_group.py) at every size from 4 KiB on, a tenth at 64 KiB and a quarter at 16 MB
+It took less CPU time than Gloo (transport.py) at every size from 4 KiB on, a tenth at 64 KiB and a quarter at 16 MB
 of a gather (two loaded cores of an AMD EPYC, November 2026), so it is used at all sizes.
 """
 
@@ -19,9 +19,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from itertools import accumulate, pairwise
 from operator import or_
+from pathlib import Path
 from typing import Any
 from weakref import finalize
 
@@ -29,13 +30,84 @@ import torch
 from torch import Tensor
 
 from zero.comm import waiting
-from zero.comm.channels import COMPARISON
 from zero.comm.forked import Pipe
-from zero.comm.host_memory import attach
-from zero.comm.oplog import Log
-from zero.comm.packing import add_in_order, lengths, sum_in_rank_order, summed_as
+from zero.comm.oplog import COMPARISON, Log
 from zero.comm.store import StoreRendezvous
-from zero.comm.transport import Message, Operation, Transport, Work, refuse_differing_logs
+from zero.comm.transport import (
+    Message,
+    Operation,
+    Transport,
+    Work,
+    add_in_order,
+    lengths,
+    refuse_differing_logs,
+    sum_in_rank_order,
+    summed_as,
+)
+
+# -------------------------------------------------------------------------------------------------------------- reading
+#
+# Reads the memory of another process of this host by Linux's cross memory attach, process_vm_readv(2).
+#
+# It copies once, directly from a tensor of the other process into a tensor of this process, without a buffer in
+# between.
+# MPI libraries and UCX send between the processes of one host in the same way.
+#
+# The system permits it between processes of one user that may trace one another. Where Yama restricts tracing to
+# descendants (/proc/sys/kernel/yama/ptrace_scope is 1, as on Ubuntu), ranks may not read one another, as they are
+# siblings, unless each has called `permit_siblings`.
+#
+# Where a system has none of it, these raise, and ranks send over Gloo.
+
+
+# "Yama" in ASCII. The standard library does not have the number.
+_PR_SET_PTRACER = 0x59616D61
+
+# struct iovec: an address, and a number of bytes.
+_Range = ctypes.c_size_t * 2
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None, use_errno=True)
+    ranges = ctypes.c_void_p, ctypes.c_ulong
+    libc.process_vm_readv.restype = ctypes.c_ssize_t
+    libc.process_vm_readv.argtypes = ctypes.c_int, *ranges, *ranges, ctypes.c_ulong
+    return libc
+
+
+def read_memory(pid: int, address: int, into: int, nbytes: int) -> None:
+    """Copies `nbytes` from an address in process `pid` to the address `into` in this process.
+
+    Raises OSError if not all bytes can be read: the process has ended, has no such memory, or does not permit it.
+    """
+    libc, done = _libc(), 0
+    while done < nbytes:  # the system copies at most 2 GiB in one call
+        local, remote = _Range(into + done, nbytes - done), _Range(address + done, nbytes - done)
+        copied = libc.process_vm_readv(pid, local, 1, remote, 1, 0)
+        if copied <= 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"process {pid} cannot be read: {os.strerror(number)}")
+        done += copied
+
+
+def permit_siblings() -> None:
+    """Permits the parent of this process and its descendants to read this process's memory, where Yama forbids it.
+
+    With a launcher, these are the ranks. The permission is for processes of this user, and lasts as long as this
+    process. Does nothing if the parent is the first process of the system, because all processes descend from it.
+    """
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    if scope.exists() and scope.read_text().strip() == "1" and os.getppid() > 1:
+        _libc().prctl(_PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
+
+
+def host_name() -> str:
+    """Returns kernel and namespace, which are equal in two processes if each finds the other by its process id."""
+    if os.readlink("/proc/self") != str(os.getpid()):
+        raise OSError("/proc is of another namespace of process ids")
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
 
 # ------------------------------------------------------------------------------------------------------ the other ranks
 #
@@ -46,7 +118,7 @@ from zero.comm.transport import Message, Operation, Transport, Work, refuse_diff
 #     operation   the channel of the sender's next operation, and the address of the data that the other ranks read
 #     done        the sender has read all its data of the oldest operation for which it has not sent this note yet
 #
-# Tensors do not go through the pipes: `attach.read` copies their values from the memory of the other rank.
+# Tensors do not go through the pipes: `read_memory` copies their values from the memory of the other rank.
 
 
 # The number of a `done` note, in place of a channel.
@@ -133,7 +205,7 @@ class Peers:
     def read(self, rank: int, address: int, into: Tensor) -> None:
         """Overwrites a contiguous tensor with what is at an address on another rank."""
         if into.nbytes:
-            attach.read(self._peers[rank].pid, address, into.data_ptr(), into.nbytes)
+            read_memory(self._peers[rank].pid, address, into.data_ptr(), into.nbytes)
 
     def finish(self) -> None:
         """Tells all ranks that this rank has read its data, and waits until all others have."""
@@ -194,22 +266,22 @@ def rendezvous(exchange: StoreRendezvous, how: str) -> Peers | None:
         offer, answer = b"", b""
         with suppress(Exception):
             if how == "ptracer":
-                attach.permit_siblings()
+                permit_siblings()
             pipes = {}
             for rank in {*range(exchange.world)} - {exchange.rank}:
                 inbox, entry = os.pipe()
                 inboxes[rank] = opened.enter_context(Pipe(inbox, "rb"))
                 # Closed on leaving: a pipe whose other end this rank held open itself would never show a peer's end.
                 pipes[rank] = entries.enter_context(Pipe(entry, "wb")).fileno()
-            offer = json.dumps([attach.host(), os.getpid(), pipes, ctypes.addressof(nonce)]).encode()
+            offer = json.dumps([host_name(), os.getpid(), pipes, ctypes.addressof(nonce)]).encode()
         offers = exchange.all_gather(b"" if how == "off" else offer)
         if not all(offers):
             return None
         with suppress(Exception):
             for rank, (host, pid, pipes, address) in enumerate(map(json.loads, offers)):
                 read = ctypes.create_string_buffer(len(nonce))
-                if host == attach.host():
-                    attach.read(pid, address, ctypes.addressof(read), len(nonce))
+                if host == host_name():
+                    read_memory(pid, address, ctypes.addressof(read), len(nonce))
                 if read.raw != nonce.raw:
                     raise OSError(f"rank {rank} of the group is on another host, or is not process {pid}")
                 if rank != exchange.rank:
