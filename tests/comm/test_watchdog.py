@@ -32,10 +32,10 @@ from inner import Comm
 from matrix import WHOLE, only
 from runs import sgd, take_step
 from transports import between_hosts, overlapping
-from zero.comm import waiting
+from zero.comm import waiting, watchdog
 from zero.comm.forked import held
 from zero.comm.oplog import Log
-from zero.comm.watchdog import Hub, Peer, watchdog
+from zero.comm.watchdog import Hub, Peer
 from zoo import WIDTH, Stack, loss_on
 
 VICTIM = 1

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import gpus
 import ranks
 from runs import SideBySide
-from zero.shards.shard_group import BoundParams
+from zero.shards.shard_group import ShardGroup
 from zoo import WIDTH, Stack, loss_on
 
 pytestmark = gpus.gpu_only("the CPU has no streams")
@@ -80,13 +80,13 @@ class Kept:
     def __init__(self) -> None:
         self._nodes: list[Any] = []
 
-    def __set__(self, bound: BoundParams, nodes: list[Any]) -> None:
+    def __set__(self, group: ShardGroup, nodes: list[Any]) -> None:
         self._nodes += nodes
 
 
 @contextmanager
 def nodes_kept() -> Iterator[None]:
-    with mock.patch.object(BoundParams, "_leaves", Kept(), create=True), warnings.catch_warnings():
+    with mock.patch.object(ShardGroup, "_leaves", Kept(), create=True), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, about the other stream
         yield
 

@@ -43,7 +43,7 @@ WRITTEN = "FAILED tests/oss/test_oss.py::test_of[a b] - assert 1 == 2\n1 failed,
 
 def test_a_failing_test_catches_one_only_if_it_fits():
     assert mutants.judged(WRITTEN, mutants.QUICK) == (mutants.QUICK, "tests/oss/test_oss.py::test_of[a b]")
-    misfit = "the mutant late-gather does not fit: zero has no Exchange.gather"
+    misfit = "the mutant late-gather does not fit: zero has no ShardGroup.gather"
     assert mutants.judged(WRITTEN + misfit, mutants.QUICK)[0] == mutants.MISFIT
     assert mutants.judged("ERROR tests/oss/test_oss.py\n1 error in 2 s", mutants.QUICK)[0] == mutants.ERROR
     in_a_fixture = "ERROR tests/oss/test_oss.py::test_of - zero.Failed\n1 error in 2 s"

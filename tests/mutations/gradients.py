@@ -37,15 +37,15 @@ def replicas_not_averaged(_, self):
     return self._reduction.wait()
 
 
-@mutant("Exchange.reduce")
-def stale_bucket(reduce, self, messages, *streams):
+@mutant("ShardGroup.reduce")
+def stale_bucket(reduce, self, messages):
     """A bucket hands over the averages of the backward before."""
 
     def stale(sums):
         before, self.stale = vars(self).get("stale", sums), sums.clone()
         return before if before.shape == sums.shape else sums
 
-    return Changed(reduce(self, messages, *streams), stale)
+    return Changed(reduce(self, messages), stale)
 
 
 @mutant("tensors.foreach")
@@ -101,10 +101,10 @@ def last_element_of_a_cut_dropped_at_stage_1(own_slice, self, index, full):
     return own
 
 
-@mutant("Exchange.reduce")
-def infinite_gradients_made_zero(reduce, self, messages, *streams):
+@mutant("ShardGroup.reduce")
+def infinite_gradients_made_zero(reduce, self, messages):
     """Infinities and NaN disappear from averages, so that no scaler can see an overflow."""
-    return Changed(reduce(self, messages, *streams), lambda sums: sums.nan_to_num_(0.0, 0.0, 0.0))
+    return Changed(reduce(self, messages), lambda sums: sums.nan_to_num_(0.0, 0.0, 0.0))
 
 
 @mutant("transport.summed_as")
@@ -136,18 +136,18 @@ def gradients_sent_in_16_bits_unasked(init, self, group, *, sent_as=None, **more
 _kept: list[object] = []
 
 
-@mutant("Exchange.reduce")
-def buckets_never_freed(reduce, self, messages, *streams):
+@mutant("ShardGroup.reduce")
+def buckets_never_freed(reduce, self, messages):
     """Something holds the gradients that were sent."""
     _kept.append(messages)
-    return reduce(self, messages, *streams)
+    return reduce(self, messages)
 
 
-@mutant("Exchange.gather")
-def parameters_sent_twice(gather, self, full, shard, *streams, **how):
+@mutant("ShardGroup.gather")
+def parameters_sent_twice(gather, self, full, shard=None, **how):
     """Each all-gather runs twice."""
-    gather(self, full, shard, *streams, **how).wait()
-    return gather(self, full, shard, *streams, **how)
+    gather(self, full, shard, **how).wait()
+    return gather(self, full, shard, **how)
 
 
 @mutant("OwnedBucket.decide")

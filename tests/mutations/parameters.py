@@ -101,7 +101,7 @@ def written_shard_not_noticed(_, self):
     """A shard that one rank has written between steps raises no error."""
 
 
-@mutant("BoundParams.moved")
+@mutant("ShardGroup.moved")
 def moved_parameters_not_noticed(_, self):
     """Parameters that were given other data raise no error, and the data is lost."""
 

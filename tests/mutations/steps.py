@@ -131,17 +131,17 @@ def last_bucket_not_gathered(gather, self, groups, **how):
     gather(self, [*groups][:-1] or groups, **how)
 
 
-@mutant("Exchange.gather")
-def late_gather(gather, self, full, shard, *streams, **how):
+@mutant("ShardGroup.gather")
+def late_gather(gather, self, full, shard=None, **how):
     """At stages 1 and 2 a rank gets what the others had stepped one step before."""
 
     def old(result):
-        now, own = full.clone(), slice(*self._layout.bounds[self.gathered_by.rank : self.gathered_by.rank + 2])
+        now, own = full.clone(), self.layout.segment(self.comm.rank)
         full.copy_(vars(self).get("late", now))
         full[own], self.late = now[own], now
         return result
 
-    handle = gather(self, full, shard, *streams, **how)
+    handle = gather(self, full, shard, **how)
     return handle if shard is not None else Changed(handle, old)
 
 

@@ -288,7 +288,7 @@ class Training:
         for group in groups:
             if group.state is GroupState.GATHERING:
                 raise ValueError(f"{group.names[0]} is being gathered. Save and load between steps")
-            if (moved := group.bound.moved()) is not None:
+            if (moved := group.moved()) is not None:
                 raise ValueError(f"{moved} was moved, cast or given other data after it was sharded: do that before")
         self.shards = [stepped_by(module, self._wrappers, one) for one in self.optimizers]
 

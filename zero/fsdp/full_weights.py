@@ -121,7 +121,7 @@ def summoned(
         if writeback:
             with alike(model.comms, "the full parameters of FSDP"):
                 yield
-                refuse_moved(group.bound for group in groups)
+                refuse_moved(group for group in groups)
         else:
             yield
         keep = writeback  # not after an exception: what is half written would reach the owners
@@ -166,7 +166,7 @@ class _Gradients:
                 for index, (param, view) in enumerate(views)
             ]
         for index, gradient in enumerate(shards):
-            group.bound.set_gradient(index, gradient)
+            group.set_gradient(index, gradient)
 
 
 # --------------------------------------------------------------------------------------------------------- full weights

@@ -132,7 +132,7 @@ class Model:
         what steps have hidden that have raised: the caller binds parameters anew, or gathers what they wrote."""
         self.finish_steps()
         try:
-            refuse_moved(group.bound for group in self.index.groups if group.state is not GroupState.SUMMONED)
+            refuse_moved(group for group in self.index.groups if group.state is not GroupState.SUMMONED)
         except RuntimeError as error:  # a section entered costs a forward that raises nothing 2 us
             self.together.tell(error)
             raise

@@ -201,7 +201,7 @@ class StepChecks:
         """Raises RuntimeError for what is wrong on this rank."""
         found = self._measured(optimizer)
         units = [unit for unit in self._index.units if Need.SUMMONED not in unit.needed_by]
-        refuse_moved(group.bound for unit in units for group in unit.groups)
+        refuse_moved(group for unit in units for group in unit.groups)
         self._refuse_new_parameters()
         if any(SHARD_MARK in group for group in optimizer.param_groups):
             refuse_other_state(self.model, optimizer)
@@ -274,7 +274,7 @@ class StepChecks:
                 )
         for param in stepped:
             group, index = self._index[param]
-            name, own, full_shape = group.bound.names[index], group.shard_views[index], group.shapes.full[index]
+            name, own, full_shape = group.names[index], group.shard_views[index], group.shapes.full[index]
             needs_whole = tensorwise.get(param)
             if needs_whole is not None and group.layout.numels[index] != own.numel() != 0:
                 raise RuntimeError(
@@ -366,8 +366,8 @@ class Steps:
             if now is None:
                 now = param.grad = gradient
             group, position = self._index[param]
-            if now is not None and group.bound.says_so:
-                mark(now, group.bound.cuts[position])
+            if now is not None and group.says_so:
+                mark(now, group.cuts[position])
         self.rest(hidden)
         if unshard and any(unit.needed_by for unit in self._index.units):
             for unit in self._units_of(hidden):
@@ -378,7 +378,7 @@ class Steps:
         """Has parameters that a step has given other data lie where they were again, with that data."""
         places = [self._index[param] for param in hidden]
         with torch.no_grad():
-            take_back(hidden, [place.group.bound.views[place.position] for place in places], [vars(optimizer)])
+            take_back(hidden, [place.group.views[place.position] for place in places], [vars(optimizer)])
 
     def rest(self, params: Sequence[nn.Parameter]) -> None:
         """Makes parameters that are not stepped now say that they are shards; gradients may be full, under no_sync."""

@@ -105,7 +105,7 @@ class UnitBucket(GradBucket):
         return self.params[index].grad
 
     def _set(self, index: int, gradient: Tensor | None) -> None:
-        self.group.bound.set_gradient(index, gradient)
+        self.group.set_gradient(index, gradient)
 
     def decide(self, used: Mapping[int, bool]) -> None:
         """Adds what only other ranks have used. A gradient of which this rank owns nothing is an empty tensor, so that
@@ -214,7 +214,7 @@ class Unit:
     def _set_title(self) -> None:
         self.title = f"unit {self.name!r}" if self.name else "the root unit"
         if self.groups:
-            channel = self.groups[0].exchange.gathered_by.channel  # the same ranks gather all groups
+            channel = self.groups[0].comm.channel  # the same ranks gather all groups
             self._for_forward = channel(f"the gathering of {self.title} for forward", _AS_ONE_UNIT if self.name else "")
             self._for_backward = channel(f"the gathering of {self.title} for backward")
 

@@ -37,7 +37,7 @@ class StateView(MutableMapping[nn.Parameter, State]):
         if not self._answers:
             self._answers, state, shards = True, self._inner.state, self._shards
             several = [group for group in shards.shard_groups if group.layout.world > 1]
-            cuts = [pair for group in several for pair in zip(group.params, group.bound.cuts, strict=True)]
+            cuts = [pair for group in several for pair in zip(group.params, group.cuts, strict=True)]
             held = [(shards[param], cut, state[shards[param]]) for param, cut in cuts if shards[param] in state]
             mark_held(held, type(self._inner))
 

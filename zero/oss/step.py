@@ -41,7 +41,7 @@ from zero.wrap.gradients import OWN_ONLY, OwnedGradient, WideAverage, refuse_spa
 def _refuse_moved(shards: OwnedShards) -> None:
     """Raises if parameters no longer lie in their shard groups."""
     for group in shards.shard_groups:
-        name = group.bound.moved()
+        name = group.moved()
         if name is None:
             continue
         taken = shards.taken_by_another()
@@ -68,7 +68,7 @@ def _refuse_edited(param_groups: Sequence[dict[str, Any]], shards: OwnedShards) 
     ):
         return
     kept = {param for params in found for param in params}
-    named = (pair for flat in shards.shard_groups for pair in zip(flat.params, flat.bound.names, strict=True))
+    named = (pair for flat in shards.shard_groups for pair in zip(flat.params, flat.names, strict=True))
     gone = next((name for param, name in named if param not in kept), None)
     raise RuntimeError(
         f"param_groups were edited: OSS was given groups of {expected} parameters, and finds groups of {counts}, "
@@ -182,7 +182,7 @@ class OwnedGradients:
                 if full is None:
                     continue
                 with as_plain_tensors():
-                    is_own = isinstance(full, WideAverage) and full.cut == group.bound.cuts[index]
+                    is_own = isinstance(full, WideAverage) and full.cut == group.cuts[index]
                     share = full.settled() if is_own else group.own_slice(index, full)  # type: ignore[attr-defined]
                 yield group, index, share
 

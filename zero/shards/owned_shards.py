@@ -251,7 +251,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         the same shape cannot be told apart.
         """
         for flat in self.shard_groups:
-            flat.bound.names = [given.get(param, name) for param, name in zip(flat.params, flat.names, strict=True)]
+            flat.names = [given.get(param, name) for param, name in zip(flat.params, flat.names, strict=True)]
         in_order = [given.get(param, "") for group in param_groups for param in group["params"]]
         self._comm.compare("the parameters given to OSS", in_order)
 

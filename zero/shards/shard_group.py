@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,12 +28,13 @@ from zero._torch.recording import profiler_range
 from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm, Work
 from zero.comm.oplog import READ_BY_ALL
-from zero.comm.streams import DONE, HOST, HostStreams, streams_of
-from zero.shards.cut import Asked, Owner, register
+from zero.comm.streams import DONE, HOST, HostStreams, on_other_device, streams_of
+from zero.comm.transport import Message
+from zero.shards.cut import Asked, register
 from zero.shards.layout import Layout
 from zero.shards.log import logger
 from zero.shards.offload import DEVICE, Offload
-from zero.shards.placement import Exchange, Placement
+from zero.shards.placement import Placement
 from zero.shards.shapes import Shapes, with_own_storage
 from zero.shards.sharded_parameter import GRADIENT, mark, note_data, rest, traced, wake
 
@@ -97,9 +98,9 @@ IN_PLACE = GroupOptions()
 """For groups that are never freed."""
 
 
-# ----------------------------------------------------------------------------------------------------- bound parameters
+# ----------------------------------------------------------------------------------------------------------- moved data
 #
-# Parameters bound to views of a shard group's memory, and which of them lie elsewhere since: they were moved, cast or
+# Parameters are bound to views of a shard group's memory. Which of them lie elsewhere since: they were moved, cast or
 # given other data.
 
 
@@ -108,54 +109,6 @@ MOVED = (
     "all-gather. Write in place: `p.data.copy_(...)`, or `p.copy_(...)` under torch.no_grad(). Move and cast the model "
     "before wrapping it."
 )
-
-
-class BoundParams:
-    """The parameters of a shard group, whose data are views of its memory.
-
-    owner: the shard group. names: of the parameters in error messages.
-    says_so: whether they say that they are shards while they are (sharded_parameter.py).
-    `views`: what they are bound to. `cuts`: of which parameter each one's shard is.
-    """
-
-    def __init__(self, owner: Owner, params: Sequence[nn.Parameter], names: Sequence[str], *, says_so: bool) -> None:
-        self.params, self.names, self.says_so = params, [*names], says_so
-        self.views: Sequence[Tensor] = ()
-        self.cuts = register(self.params, owner)
-        self._leaves: list[Any] = []
-
-    def bind(self, views: Sequence[Tensor], *, sharded: bool) -> None:
-        """sharded: whether they are shards then."""
-        self.views = views
-        wake(self.params)  # torch's own data is set
-        for param, view in zip(self.params, views, strict=True):
-            param.data = view
-        if sharded and self.says_so:
-            rest(self.params)
-
-    def moved(self) -> str | None:
-        """Returns the name of a parameter that lies elsewhere than where it was bound, if there is one."""
-        return next((self.names[index] for index in elsewhere(self.params, self.views)), None)
-
-    def set_gradient(self, index: int, gradient: Tensor | None) -> None:
-        """Makes it the gradient of the shard of a parameter that is sharded."""
-        if gradient is not None and self.says_so:
-            mark(gradient, self.cuts[index])
-        with as_plain_tensors():
-            GRADIENT.__set__(self.params[index], gradient)
-
-    def keep_leaves(self) -> None:
-        """Called while the parameters are full: a Function of the user's that reads parameters of another unit records
-        them before it reads, and a node that was made then would expect gradients of the shard's shape."""
-        # In inference mode a parameter has no node, and get_gradient_edge fails.
-        if self.says_so and not torch.is_inference_mode_enabled():
-            trained = [param for param in self.params if param.requires_grad]
-            # torch itself holds a leaf's node weakly: without the list the next one has the shape of the shard.
-            self._leaves = [torch.autograd.graph.get_gradient_edge(param).node for param in trained]
-
-    def forget_leaves(self) -> None:
-        """A node accumulates on the stream on which it was made, which may be another than now."""
-        self._leaves = []
 
 
 def elsewhere(params: Iterable[Tensor], views: Iterable[Tensor]) -> list[int]:
@@ -167,10 +120,10 @@ def elsewhere(params: Iterable[Tensor], views: Iterable[Tensor]) -> list[int]:
     return [index for index, (one, other) in enumerate(zip(here, there, strict=True)) if one != other]
 
 
-def refuse_moved(bound: Iterable[BoundParams]) -> None:
-    """Raises RuntimeError if one of these parameters has different data. Takes 0.1 ms for 258 parameters."""
-    for one in bound:
-        if (name := one.moved()) is not None:
+def refuse_moved(groups: Iterable[ShardGroup]) -> None:
+    """Raises RuntimeError if a parameter of these groups has different data. Takes 0.1 ms for 258 parameters."""
+    for group in groups:
+        if (name := group.moved()) is not None:
             raise RuntimeError(MOVED.format(name))
 
 
@@ -215,6 +168,9 @@ ACTS = ("unshard", "wait_for_unshard", "reshard", "reduce", "wait_for_reduce")
 """What is done to a group, in the profiler and the log."""
 
 
+_HERE = nullcontext()  # the CPU has no streams
+
+
 class ShardGroup:
     """Parameters of one dtype on one device, which are views of one flat buffer.
 
@@ -222,7 +178,8 @@ class ShardGroup:
     label: the name of the group in error messages.
     `shard`: see above. `main`: the flat tensor that the optimizer steps: `shard`, or what stands in its place
         (masters.py).
-    `bound`: the parameters, bound to views of `full` or `shard`.
+    `views`: of `full` or `shard`, to which the parameters are bound. `cuts`: of which parameter each one's shard is.
+    `says_so`: whether parameters say that they are shards while they are (sharded_parameter.py).
     `reads`: who is asked when they are read while they are shards; None while no model has the group.
     """
 
@@ -235,9 +192,8 @@ class ShardGroup:
         options: GroupOptions = IN_PLACE,
         label: str | None = None,
     ) -> None:
-        self.label, self.layout = label or f"a bucket of {len(names)} parameters, from {names[0]}", layout
-        self.exchange = Exchange(placement, layout, self.label)
-        self._name_channels()
+        self.layout, self.placement, self.comm, self._replicas = layout, placement, placement.comm, placement.replicas
+        self.rename(names, label or f"a bucket of {len(names)} parameters, from {names[0]}")
         self.state = GroupState.UNSHARDED
         self._next = NEXT_WITH_OWN_SHARD if options.own_shard else NEXT_IN_PLACE
         self.shapes = Shapes(params, layout, self.comm.rank)
@@ -247,7 +203,10 @@ class ShardGroup:
         # Whether `full` has no memory while the group is SHARDED.
         self.frees = options.own_shard and (self.comm.world > 1 or options.offload.active or other_dtype)
         self.params = [*params]
-        self.bound = BoundParams(self, self.params, names, says_so=options.own_shard and self.comm.world > 1)
+        self.says_so = options.own_shard and self.comm.world > 1
+        self.views: Sequence[Tensor] = ()
+        self.cuts = register(self.params, self)
+        self._leaves: list[Any] = []
         self.reads: Callable[[], Asked | None] = lambda: None
         self._handle: Work | None = None
         # The events after copies of gradients that are on their way to the CPU.
@@ -265,7 +224,7 @@ class ShardGroup:
         other_dtype = computed_as != first.dtype
         self.full = torch.empty(layout.numel, dtype=first.dtype, device=first.device)
         # Whether transfers overlap with computing.
-        self.overlaps = any(comm.overlaps(self.full) for comm in self.exchange.comms())
+        self.overlaps = any(comm.overlaps(self.full) for comm in placement.all_groups())
         self.streams: HostStreams = streams_of(self.full) if offload.active or self.overlaps else HOST
         self._full_views = self._views_to_bind()
         with torch.no_grad():
@@ -277,16 +236,20 @@ class ShardGroup:
                 read(layout.bounds[self.comm.rank], own)
             else:
                 read(0, self.full)
-            self.bound.bind(self._full_views, sharded=False)
+            self._bind(self._full_views, sharded=False)
         self.shard = self.main = offload.place(own) if self.frees and offload.active else own
         views = self.shapes.views_of_shard(self.shard)
         self.shard_views = views if self.frees else [with_own_storage(view) for view in views]
         alike = not offload.active and not other_dtype
         # Until after the first reshard, which would copy the shard from a `full` that has no values yet.
         self.shard_in_full = False
-        # Else torch drops the nodes: it does where a parameter is given data of another dtype or device.
-        if alike:
-            self.bound.keep_leaves()
+        # Called while the parameters are full: a Function of the user's that reads parameters of another unit records
+        # them before it reads, and a node that was made then would expect gradients of the shard's shape. torch drops
+        # nodes where a parameter is given data of another dtype or device; in inference mode there are none.
+        if alike and self.says_so and not torch.is_inference_mode_enabled():
+            trained = [param for param in self.params if param.requires_grad]
+            # torch itself holds a leaf's node weakly: without the list the next one has the shape of the shard.
+            self._leaves = [torch.autograd.graph.get_gradient_edge(param).node for param in trained]
         if options.own_shard:
             if other_dtype:
                 self.full = torch.empty(layout.numel, dtype=computed_as, device=self.full.device)
@@ -298,32 +261,23 @@ class ShardGroup:
         """Stores the parameters of a group that gathers in place in another dtype from here on."""
         self.full = self.full.to(dtype)
         self._full_views = self._views_to_bind()
-        self.bound.bind(self._full_views, sharded=False)
+        self._bind(self._full_views, sharded=False)
         self.shard = self.own_of_full
         self.shard_views = [with_own_storage(view) for view in self.shapes.views_of_shard(self.shard)]
 
     def __repr__(self) -> str:
         return f"ShardGroup({len(self.params)} x {self.full.dtype}, {self.state.value}, {self.layout.world} ranks)"
 
-    @property
-    def names(self) -> list[str]:
-        return self.bound.names
-
-    @property
-    def comm(self) -> Comm:
-        """The ranks that own the shards."""
-        return self.exchange.gathered_by
-
     def rename(self, names: Sequence[str], label: str) -> None:
-        """Changes the names of the parameters and the group in error messages; on every rank at the same point."""
-        self.bound.names, self.label = list(names), label
-        self.exchange.rename(label)
-        self._name_channels()
-
-    def _name_channels(self) -> None:
-        self._ranges = {act: profiler_range(f"zero::{act} {self.label}") for act in ACTS}
-        self.full_channel = self.comm.channel(f"the full tensors of {self.label}, as for state_dict()")
-        self.read_channel = self.comm.channel(f"the reading of a sharded tensor of {self.label}", READ_BY_ALL)
+        """Sets the names of the parameters and the group in error messages; on every rank at the same point."""
+        self.names, self.label = [*names], label
+        self._ranges = {act: profiler_range(f"zero::{act} {label}") for act in ACTS}
+        channel = self.comm.channel
+        self._gather, self._reduction = channel(f"the gathering of {label}"), channel(f"the reduction of {label}")
+        if self._replicas is not None:
+            self._averaging = self._replicas.channel(f"the averaging over replicas of {label}")
+        self._full_channel = channel(f"the full tensors of {label}, as for state_dict()")
+        self.read_channel = channel(f"the reading of a sharded tensor of {label}", READ_BY_ALL)
 
     def recorded(self, act: str) -> AbstractContextManager[Any]:
         """A context for an operation, one of ACTS: a range of the profiler, and at DEBUG a line of the log."""
@@ -360,6 +314,26 @@ class ShardGroup:
         """This rank's segment of `full`."""
         return self.full[self.layout.segment(self.comm.rank)]
 
+    def _bind(self, views: Sequence[Tensor], *, sharded: bool) -> None:
+        """sharded: whether the parameters are shards then."""
+        self.views = views
+        wake(self.params)  # torch's own data is set
+        for param, view in zip(self.params, views, strict=True):
+            param.data = view
+        if sharded and self.says_so:
+            rest(self.params)
+
+    def moved(self) -> str | None:
+        """Returns the name of a parameter that lies elsewhere than where it was bound, if there is one."""
+        return next((self.names[index] for index in elsewhere(self.params, self.views)), None)
+
+    def set_gradient(self, index: int, gradient: Tensor | None) -> None:
+        """Makes it the gradient of the shard of a parameter that is sharded."""
+        if gradient is not None and self.says_so:
+            mark(gradient, self.cuts[index])
+        with as_plain_tensors():
+            GRADIENT.__set__(self.params[index], gradient)
+
     def _become(self, state: GroupState) -> None:
         if state not in self._next[self.state]:
             raise AssertionError(f"{self.label} is {self.state.value}, and cannot become {state.value}")
@@ -378,19 +352,18 @@ class ShardGroup:
     def launch_unshard(self, channel: int | None = None, *, ahead: bool = False) -> None:
         """Collective. Launches the all-gather of the shards into `full`.
 
-        channel: see Exchange.gather.
-        ahead: the parameters are needed later, and `shard` was written before the running forward or backward began.
+        channel: see `gather`. ahead: the parameters are needed later, and `shard` was written before the running
+        forward or backward began.
         """
         self._become(GroupState.GATHERING)
-        shard = self.shard if self.frees else None
         try:
             with self.recorded("unshard"), torch.no_grad():
-                self._handle = self.exchange.gather(self.full, shard, self.streams, channel=channel, ahead=ahead)
+                self._handle = self.gather(self.full, self.shard if self.frees else None, channel=channel, ahead=ahead)
                 if self.offload.active:
                     self.offload.used(self.shard)
         except BaseException:
             # Without a failure of a transfer nothing was sent, as where torch.export traces: `full` is freed again.
-            broken = any(comm.log.failure.broken for comm in self.exchange.comms())
+            broken = any(comm.log.failure.broken for comm in self.placement.all_groups())
             self._become(GroupState.LOST if broken or not self.frees else GroupState.SHARDED)
             if not broken and self.frees:
                 self._free()
@@ -412,15 +385,15 @@ class ShardGroup:
             raise
         moved = None
         # Groups that gather in place stay bound. The same list is meant: `!=` would compare tensors.
-        if self.bound.views is not self._full_views:
-            # Before `bind`, which overwrites the traces; raised once the group can be resharded.
-            moved = self.bound.moved() if self.frees else None
-            self.bound.bind(self._full_views, sharded=False)
+        if self.views is not self._full_views:
+            # Before `_bind`, which overwrites the traces; raised once the group can be resharded.
+            moved = self.moved() if self.frees else None
+            self._bind(self._full_views, sharded=False)
         if self.frees:
             self.data_was_read = traced()
             note_data(self.params)
         if self.streams is not HOST:
-            self.bound.forget_leaves()
+            self._leaves = []  # a node accumulates on the stream on which it was made, which may be another than now
         if self.shard_in_full:
             self.shard.untyped_storage().resize_(0)
         if self.frees:
@@ -456,8 +429,8 @@ class ShardGroup:
                     self.shard.copy_(self.own_of_full)
             elif self.offload.active:
                 self.offload.used(self.shard)
-            moved = self.bound.moved() if self.frees else None
-            self.bound.bind(self.shard_views, sharded=True)
+            moved = self.moved() if self.frees else None
+            self._bind(self.shard_views, sharded=True)
             if self.frees:
                 if self.streams is not HOST:
                     self.streams.release()
@@ -504,6 +477,73 @@ class ShardGroup:
         self.wait_for_copies()
         self.streams.synchronize()
 
+    # ------------------------------------------------------------------------------------------------ transfers
+
+    def gather(
+        self, full: Tensor, shard: Tensor | None = None, *, channel: int | None = None, ahead: bool = False
+    ) -> Work:
+        """Collective. Launches the all-gather that fills a full buffer, which gets memory first if it has none.
+
+        shard: this rank's shard; None if it lies in the buffer already. channel: of `comm`, by default "the gathering
+        of" the group. ahead: see HostStreams.gathers.
+        """
+        streams, on_host = self.streams, self.streams is HOST
+        with (
+            _HERE
+            if on_host
+            else streams.gathers(ahead=ahead, from_host=shard is not None and on_other_device(shard, full))
+        ):
+            if shard is not None:
+                full.untyped_storage().resize_(full.nbytes)
+                own = full[self.layout.segment(self.comm.rank)]
+                sent = shard if shard.dtype == own.dtype else shard.to(own.device, non_blocking=True)  # rounded there
+                own.copy_(sent, non_blocking=True)
+            work = self.comm.gather(full, self.layout.bounds, self._gather if channel is None else channel)
+            return work if on_host else streams.arriving(work, self.comm, (full, self))
+
+    def average(self, full: Tensor) -> Work:
+        """Collective, without replicas. Launches the all-reduce of a full buffer of gradients, each a share of it."""
+        with _HERE if self.streams is HOST else self.streams.reductions():
+            work = self.comm.launch_all_reduce(full, channel=self._reduction)
+            return work if self.streams is HOST else self.streams.arriving(work, self.comm, full)
+
+    def reduce(self, messages: Sequence[Message]) -> Work:
+        """Collective. Launches a reduction. `wait` returns the averages for this rank's shard, flat, one message after
+        another."""
+        comm, replicas, streams = self.comm, self._replicas, self.streams
+        with _HERE if streams is HOST else streams.reductions():
+            work = comm.reduce(messages, times=1 / comm.world, channel=self._reduction)
+            if streams is HOST:
+                return work if replicas is None else ReplicaWork(work, replicas, self._averaging)
+            if replicas is None:
+                return streams.arriving(work, comm, messages)
+            sums = Work(work.wait())  # here, where sums that it still makes read what this stream has allocated
+            reduction = streams.arriving(sums, comm, messages)
+            with streams.averages():
+                average = streams.arriving(ReplicaWork(sums, replicas, self._averaging), comm, None)
+            average.before = reduction
+            return average
+
+    def gather_full(self, shard: Tensor, to: int | None = None) -> Tensor | None:
+        """Collective. Gathers a full flat tensor of which each rank passes its shard, outside of the steps that train.
+
+        shard: as long as this rank's segment. to: the rank of the group that gets it, by default all; None elsewhere.
+        """
+        comm, layout, device = self.comm, self.layout, self.full.device
+        owners = range(comm.world)
+        if to is not None and to != comm.rank:
+            sent = shard.to(device)
+            comm.collect([(owner, sent if owner == comm.rank else None) for owner in owners], to, device)
+            return None
+        full = shard.new_empty(layout.numel, device=device)
+        with torch.no_grad():
+            full[layout.segment(comm.rank)] = shard
+        if to is None:
+            comm.gather(full, layout.bounds, self._full_channel).wait()
+        else:
+            comm.collect([(owner, full[layout.segment(owner)]) for owner in owners], to, device)
+        return full
+
     # --------------------------------------------------------------------------------------- summon_full_params
 
     def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
@@ -517,11 +557,7 @@ class ShardGroup:
         if full is not None:
             self._summoned = full.cpu() if on_cpu else full
             views = self.shapes.views_of_full(self._summoned)
-            self.bound.bind([with_own_storage(view) for view in views], sharded=False)
-
-    def gather_full(self, shard: Tensor, to: int | None = None) -> Tensor | None:
-        """Collective. Gathers the full flat tensor of which each rank passes its shard. See Exchange.gather_full."""
-        return self.exchange.gather_full(shard, self.full.device, self.full_channel, to)
+            self._bind([with_own_storage(view) for view in views], sharded=False)
 
     def dismiss(self, *, keep: bool) -> None:
         """Ends `summon`. keep: copies this rank's segment of the full parameters into `shard`."""
@@ -531,7 +567,7 @@ class ShardGroup:
                 self.shard.copy_(self._summoned[self.layout.segment(self.comm.rank)])
         self.offload.used(self.shard)
         self._summoned = None
-        self.bound.bind(self.shard_views, sharded=True)
+        self._bind(self.shard_views, sharded=True)
 
     def stay_full(self) -> None:
         """After `summon`, in place of `dismiss`: the group keeps no other memory, and is of no more use."""
@@ -541,4 +577,16 @@ class ShardGroup:
     @property
     def at_rest(self) -> bool:
         """Whether parameters say that they are shards, unless an optimizer steps them."""
-        return self.bound.says_so and self.state is GroupState.SHARDED
+        return self.says_so and self.state is GroupState.SHARDED
+
+
+class ReplicaWork(Work):
+    """Averages what a reduction brings over replicas."""
+
+    def __init__(self, reduction: Work, replicas: Comm, channel: int) -> None:
+        self._reduction, self._replicas, self._channel = reduction, replicas, channel
+
+    def wait(self) -> Tensor:
+        averages: Tensor = self._reduction.wait()
+        self._replicas.all_reduce(averages, times=1 / self._replicas.world, channel=self._channel)
+        return averages

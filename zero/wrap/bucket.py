@@ -195,8 +195,8 @@ class GradBucket:
     def names(self) -> list[str]:
         """Of the parameters, by position."""
         if len(self.groups) == 1:  # asked for each gradient
-            return self.group.bound.names
-        return [name for one in self.groups for name in one.bound.names]
+            return self.group.names
+        return [name for one in self.groups for name in one.names]
 
     def notice_forward(self) -> set[int]:
         """Notices which parameters require gradients in a forward: they may be frozen by the time of its backward.
@@ -257,7 +257,7 @@ class GradBucket:
         self.taken = {}
 
     def _reduce(self) -> Work:
-        return self.group.exchange.reduce(self._messages.messages(self.taken), self.group.streams)
+        return self.group.reduce(self._messages.messages(self.taken))
 
     def wait_for_sent(self) -> bool:
         """Waits for what the reduce in flight has sent. Returns whether sums or averages over replicas are left; if not
@@ -404,7 +404,7 @@ class FullBucket(GradBucket):
         group = groups[0]
         # Whether owners sum: 16 bits, or what is sent in another dtype.
         self._is_wide = len({self._sent_as, summed_as(self._sent_as), group.full.dtype}) > 1
-        # Divided as they are copied, which costs no pass over the buffer; those of 16 bits are by Exchange.reduce.
+        # Divided as they are copied, which costs no pass over the buffer; those of 16 bits are by ShardGroup.reduce.
         self._before = 1.0 if self._is_wide else 1 / group.comm.world
         self._channel = group.comm.channel(f"the gathering of the averages of {group.label}")
         self._gather: Work | None = None
@@ -487,9 +487,9 @@ class FullBucket(GradBucket):
         self._put_pending(into_params=False)
         assert self._buffer is not None
         if not self._is_wide:
-            return group.exchange.average(self._buffer, group.streams)
+            return group.average(self._buffer)
         message = self._buffer.to(self._sent_as), lengths(group.layout.bounds)
-        return group.exchange.reduce([message], group.streams)
+        return group.reduce([message])
 
     def finish(self) -> None:
         """Waits for the averages, if they are on their way; of 16 bits for those of this rank's shards."""
@@ -501,7 +501,7 @@ class FullBucket(GradBucket):
         if self._is_wide:
             self._wide = group.shapes.views_of_shard(averages)
             buffer[group.layout.segment(group.comm.rank)] = averages
-            self._gather = group.exchange.gather(buffer, None, group.streams, channel=self._channel)
+            self._gather = group.gather(buffer, channel=self._channel)
 
     def decide(self, used: Mapping[int, bool]) -> None:
         """Sets the gradients of what other ranks alone have used."""
