@@ -11,9 +11,9 @@ from unittest import mock
 import torch.distributed as dist
 
 from axes import Axis, happens
-from zero.comm.host_memory import HostMemory, Peers
+from zero.comm import Comm
+from zero.comm.host_memory import Peers
 from zero.comm.oplog import Log
-from zero.comm.transport import ProcessGroupTransport
 
 NAP = 0.6
 NAMES = ("send", "recv", "broadcast", "allgather", "_allgather_base", "allreduce", "alltoall_base")
@@ -102,5 +102,4 @@ class SlowCollection(Slow):
         return random.randrange(3)
 
     def count(self, nap: Nap, stack: ExitStack) -> None:
-        for transport in (HostMemory, ProcessGroupTransport):
-            stack.enter_context(nap.within(transport, "collect"))
+        stack.enter_context(nap.within(Comm, "collect"))

@@ -259,7 +259,7 @@ ON_DEVICE = {"summoned": 1, "summoned with gradients": 2 + 1 / 2, "unwrapped": 1
 more than a step. Beside full gradients there are those of shards; unwrapped weights take the place of shards."""
 
 AT_ONCE = {
-    "zero.comm.packing.BATCH": UNIT,
+    "zero.comm.transport.BATCH": UNIT,
     "zero.state.gathered.AT_ONCE": UNIT,
     "zero.fsdp.full_weights.AT_ONCE": UNIT,
     "zero.checkpoint.files.BUFFER": UNIT // 2,  # of which an export may have two

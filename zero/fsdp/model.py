@@ -12,10 +12,10 @@ from zero._torch.modules import parameters_of, params_of
 from zero.comm import Comm, fail_together
 from zero.comm.streams import streams_in
 from zero.comm.together import Together
-from zero.fsdp.backward import Backward, Order
+from zero.fsdp.backward import Backward
 from zero.fsdp.options import Options, in_flight
 from zero.fsdp.schedule import Reads, Schedule, ShownUnits
-from zero.fsdp.unit import Index, Unit
+from zero.fsdp.unit import Index, Order, Unit
 from zero.shards.cut import claim, release
 from zero.shards.placement import Placement
 from zero.shards.shard_group import GroupState, refuse_moved

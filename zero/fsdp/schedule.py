@@ -24,17 +24,19 @@ from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm
 from zero.comm.streams import HostStreams
 from zero.comm.together import Together
-from zero.fsdp.backward import (
-    Backward,
-    Graph,
+from zero.fsdp.backward import Backward, Graph
+from zero.fsdp.unit import (
+    Call,
+    Index,
     Kept,
+    Need,
     Order,
+    Unit,
     recorded_as_shard,
     watch_inputs,
     watch_inside,
     watch_outputs,
 )
-from zero.fsdp.unit import Call, Index, Need, Unit
 from zero.shards.cut import Owner
 from zero.shards.shard_group import ShardGroup
 from zero.shards.sharded_parameter import NO_COPIES, NOT_EXPORTED, AtRest
@@ -294,13 +296,15 @@ class Schedule:
     def _pre_forward(
         self, unit: Unit, own: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """own: whether this is the unit's own module, not one inside it."""
-        if self._backward.active and not in_a_backward():
-            self._abandon()
-        if Need.BACKWARD in unit.needed_by:
-            # Activation checkpointing computes the forward again, and backward has unsharded it.
-            return self._cast_inputs(unit, module, args, kwargs) if own else None
-        if unit.running:
+        """Begins a forward of the unit: expects a backward, and registers hooks on inputs for the end of that backward.
+        Returns the inputs in the dtype of computing. own: whether this is the unit's own module, not one inside it."""
+        if self._backward.active and not in_a_backward():  # an exception has ended it
+            self._index.running.clear()
+            self._order.forget()
+            self._backward.abandon()
+        # In its backward activation checkpointing computes the forward again, and backward has unsharded it.
+        again = Need.BACKWARD in unit.needed_by
+        if again or unit.running:
             if not own:
                 return None
         elif Need.SUMMONED in unit.needed_by:
@@ -313,7 +317,18 @@ class Schedule:
         else:
             unit.entry_module = None if own else module
             self._enter(unit, training=module.training)
-        args, kwargs = self._begin(unit, module, args, kwargs)
+        if not again:
+            self._forwards_begun += 1
+            unit.running.append(Call(self._forwards_begun))
+        if unit.precision.param_dtype is not None:
+            args, kwargs = unit.precision.cast_inputs(module, (args, kwargs), root=unit is self._root)
+        if not again and unit is not self._root and torch.is_grad_enabled():
+            call = unit.running[-1]
+            if not self._backward.active:
+                self._graph.append((unit, call))
+            elif not unit.calls:  # else a checkpoint computes an expected call again
+                unit.calls.add(call)
+            call.has_exit_hook = watch_inputs(unit, args, kwargs, partial(self._backward.post_backward, unit, call))
         return args, kwargs
 
     def _before_encoder(self, module: nn.TransformerEncoder, _: Any) -> None:
@@ -327,11 +342,25 @@ class Schedule:
 
     def _enter(self, unit: Unit, *, training: bool) -> None:
         """Collective. Unshards the unit, and what must be with it. training: whether its module is in training."""
-        if not self._index.running:
-            self._begin_forward()
+        in_backward = self._backward.active
+        if not self._index.running:  # the forward of the model begins, or that of one unit by itself
+            if torch.compiler.is_exporting():
+                raise RuntimeError(NOT_EXPORTED)
+            if saves_copies():
+                raise RuntimeError(
+                    "a forward of FSDP runs within torch.autograd.graph.allow_mutation_on_saved_tensors(), which "
+                    "copies what a graph has saved when it is written, as FSDP writes parameters. Leave it out, or "
+                    "take stage 2."
+                )
+            self._index.thread = get_ident()
+            if not in_backward:
+                self._graph = Graph(reduces=self._backward.reduces)
+                for streams in self._streams:
+                    streams.begin()
+                for comm in self._comms:
+                    comm.log.begin_schedule(together=comm is self._comms[0])  # among the first all forwards gather
         for streams in self._streams:
             streams.expect_computing("{} of FSDP runs", unit.title)
-        in_backward = self._backward.active
         # A forward of the model begins, not another method or one within a backward.
         begins = unit is self._root and unit.entry_module is None and not in_backward
         if begins and training not in self.modes:
@@ -353,53 +382,14 @@ class Schedule:
         if not in_backward:
             self._order.enter(unit)
 
-    def _begin_forward(self) -> None:
-        """No unit is running: the forward of the model begins, or that of one unit by itself."""
-        if torch.compiler.is_exporting():
-            raise RuntimeError(NOT_EXPORTED)
-        if saves_copies():
-            raise RuntimeError(
-                "a forward of FSDP runs within torch.autograd.graph.allow_mutation_on_saved_tensors(), which copies "
-                "what a graph has saved when it is written, as FSDP writes parameters. Leave it out, or take stage 2."
-            )
-        self._index.thread = get_ident()
-        if self._backward.active:
-            return
-        self._graph = Graph(reduces=self._backward.reduces)
-        for streams in self._streams:
-            streams.begin()
-        for comm in self._comms:
-            comm.log.begin_schedule(together=comm is self._comms[0])  # among the first all forwards gather
-
-    def _begin(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Counts a forward of the unit. Expects a backward, and registers hooks on inputs for the end of that backward.
-
-        Returns the inputs in the dtype of computing.
-        """
-        self._forwards_begun += 1
-        call = Call(self._forwards_begun)
-        unit.running.append(call)
-        args, kwargs = self._cast_inputs(unit, module, args, kwargs)
-        if unit is not self._root and torch.is_grad_enabled():
-            if not self._backward.active:
-                self._graph.append((unit, call))
-            elif not unit.calls:  # else a checkpoint computes an expected call again
-                unit.calls.add(call)
-            call.has_exit_hook = watch_inputs(unit, args, kwargs, partial(self._backward.post_backward, unit, call))
-        return args, kwargs
-
-    def _cast_inputs(self, unit: Unit, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if unit.precision.param_dtype is None:
-            return args, kwargs
-        return unit.precision.cast_inputs(module, (args, kwargs), root=unit is self._root)
-
     def _post_forward(self, unit: Unit, own: bool, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if Need.BACKWARD in unit.needed_by or not unit.running:
             return None
         trains = torch.is_grad_enabled()
         if not own and module is not unit.entry_module:
             if trains:
-                watch_inside(output, partial(self._backward.reached_inside, unit, unit.running[-1], self._graph))
+                reached = partial(self._backward.reached, unit, unit.running[-1], self._graph, inside=True)
+                watch_inside(output, reached)
             return None
         unit.entry_module = None if module is unit.entry_module else unit.entry_module
         call = unit.running.pop()
@@ -410,26 +400,17 @@ class Schedule:
             self._kept[unit].refuse()
             # Backward will reach this unit first, as it did last time, and would gather it ahead.
             first_in_backward = self._order.in_flight == 3 and unit is self._order.before.get(self._root)
-            stays = unit is self._root or unit.stays or first_in_backward
-            self._leave(unit, stays=needs_backward and stays)
+            stays = needs_backward and (unit is self._root or unit.stays or first_in_backward)
+            unit.inputs.clear()
+            if unit in self._index.running:
+                self._index.running.remove(unit)
+            if unit is self._root:
+                self._order.leave_root()
+            for each in (unit, *self._index.reads[unit]):
+                # Before `release`, which reshards what nobody needs.
+                (each.needed_by.add if stays else each.needed_by.discard)(Need.KEPT)
+                each.release(unit)
+            if not self._index.running:
+                for streams in self._streams:
+                    streams.synchronize()  # the user may write into shards from here on
         return output
-
-    def _leave(self, unit: Unit, *, stays: bool) -> None:
-        unit.inputs.clear()
-        if unit in self._index.running:
-            self._index.running.remove(unit)
-        if unit is self._root:
-            self._order.leave_root()
-        for each in (unit, *self._index.reads[unit]):
-            # Before `release`, which reshards what nobody needs.
-            (each.needed_by.add if stays else each.needed_by.discard)(Need.KEPT)
-            each.release(unit)
-        if not self._index.running:
-            for streams in self._streams:
-                streams.synchronize()  # the user may write into shards from here on
-
-    def _abandon(self) -> None:
-        """Forgets a forward or backward that an exception has ended, so that the model can be used again."""
-        self._index.running.clear()
-        self._order.forget()
-        self._backward.abandon()
