@@ -134,7 +134,7 @@ def summed_as(dtype: torch.dtype) -> torch.dtype:
 #     GroupWork   collectives of a process group
 #     SumWork     sums of what an all-to-all brings
 #
-# StreamWork is in streams.py, QueuedWork in host_memory/transport.py, ReplicaWork in zero/shards/placement.py.
+# StreamWork is in streams.py, QueuedWork in host_memory.py, ReplicaWork in zero/shards/shard_group.py.
 
 
 # Times between looks at the other ranks while a rank waits; the last one is repeated.

@@ -1,4 +1,9 @@
-"""The backward of ShardedDDP: puts gradients into buckets, and reduces the buckets to the owners."""
+"""The backward of ShardedDDP: puts gradients into buckets, and reduces the buckets to the owners.
+
+Each backward launches the buckets in one order, which is the same on all ranks, and waits until one is sent before it
+sends another: more at once would take more memory. The first backward finds the order: that in which the first rank's
+buckets became complete.
+"""
 
 from __future__ import annotations
 
@@ -24,118 +29,6 @@ from zero.shards.shard_group import ShardGroup
 from zero.wrap.bucket import EndOfBackward, FullBucket, GradBucket, OwnedBucket
 from zero.wrap.tensors import nearest_leaf, tensors_in
 
-
-class Queue:
-    """The buckets of a model. Each backward launches them in one order, which is the same on all ranks, and waits until
-    one is sent before it sends another: more at once would take more memory.
-
-    `buckets`: in that order.
-    """
-
-    def __init__(self, comm: Comm) -> None:
-        self._comm = comm
-        self.buckets: list[OwnedBucket | FullBucket] = []
-        self._numbers: dict[GradBucket, int] = {}
-        self._launched = 0
-        self._in_flight: list[GradBucket] = []
-        # How many are in flight at most. Over Gloo another message that waits costs its memory alone, and none of the
-        # time in which this rank computes.
-        self._at_once = 1
-        # The numbers of buckets in the order in which they became complete; None once that order is theirs.
-        self._arrived: list[int] | None = []
-
-    def fill(self, buckets: Sequence[OwnedBucket | FullBucket]) -> None:
-        """Takes the buckets in the order in which their gradients are expected."""
-        self._put_in_order(buckets)
-        self.forget_order()
-        groups = [bucket.group for bucket in self.buckets]
-        sent_by_threads = not any(group.overlaps or group.comm.reads(group.full.device) for group in groups)
-        self._at_once = 2 if self._comm.world > 1 and sent_by_threads else 1
-
-    def _put_in_order(self, buckets: Sequence[OwnedBucket | FullBucket]) -> None:
-        self.buckets = [*buckets]
-        self._numbers = {bucket: number for number, bucket in enumerate(self.buckets)}
-
-    def forget_order(self) -> None:
-        """The next backward finds it again."""
-        self._arrived = []
-
-    def end(self) -> None:
-        """The backward ends. Collective after the first: from then on buckets are launched in the order in which the
-        first rank's became complete in it. One that waits for a gradient keeps those of all later ones. Those that did
-        not come are last."""
-        self._begin_again()
-        if self._arrived is None:
-            return
-        told = [*map(int, self._comm.all_gather_text(" ".join(map(str, self._arrived)))[0].split())]
-        self._arrived = None if told else []  # as where all gradients were accumulated before
-        order = [*told, *sorted({*range(len(self.buckets))} - {*told})]
-        self._put_in_order([self.buckets[number] for number in order])
-
-    def launch(self, complete: GradBucket) -> None:
-        """Launches a bucket that has become complete, once all before it are."""
-        if self._arrived is not None:
-            self._arrived.append(self._numbers[complete])
-        self._launch()
-
-    @property
-    def all_launched(self) -> bool:
-        return self._launched == len(self.buckets)
-
-    def _launch(self, *, incomplete: bool = False) -> None:
-        """Launches buckets, in the same order on all ranks, up to the first incomplete bucket.
-
-        incomplete: launches incomplete buckets, too, with gradients accumulated under no_sync, and zeros for the rest.
-        """
-        while self._launched < len(self.buckets):
-            bucket = self.buckets[self._launched]
-            if incomplete:  # what was accumulated of parameters that this backward did not reach
-                for index in bucket.trained:
-                    if index not in bucket.taken:
-                        bucket.take_written(index)
-            elif len(bucket.taken) < len(bucket.trained):
-                return
-            left = self._free_wire()
-            if bucket.trained:
-                bucket.launch()
-                self._in_flight.append(bucket)
-            for one in left:
-                one.finish()
-            self._launched, bucket.launched = self._launched + 1, True
-
-    def _free_wire(self) -> list[GradBucket]:
-        """Waits until another bucket may be sent. Returns those whose sums are still to be computed, during which the
-        wire need not be idle."""
-        left = []
-        while len(self._in_flight) >= self._at_once:
-            bucket = self._in_flight.pop(0)
-            if bucket.wait_for_sent():
-                left.append(bucket)
-            else:
-                bucket.finish()
-        return left
-
-    def finish(self) -> None:
-        """Collective. Launches what is left, and waits for all."""
-        self._launch(incomplete=True)
-        while self._in_flight:
-            self._in_flight.pop(0).finish()
-
-    def abandon(self) -> None:
-        """Forgets a backward that an exception ended."""
-        for bucket in self.buckets:
-            bucket.abandon()
-        # None stays None: the order is known, and finding it again is a collective of one more backward.
-        self._arrived = self._arrived and []
-        self._begin_again()
-        self._in_flight = []
-
-    def _begin_again(self) -> None:
-        self._launched = 0
-        for bucket in self.buckets:
-            bucket.launched = False
-
-
 # Bytes of a bucket at stage 1, as of DistributedDataParallel.
 _BUCKET = 25 << 20
 
@@ -157,6 +50,20 @@ def _together(owners: Mapping[ShardGroup, OSS], sent_as: torch.dtype | None) -> 
     return found
 
 
+_REPLACED = (
+    "this {} was replaced by another wrapper of the same parameters, which takes their gradients now. Use the new "
+    "wrapper, and drop this one and its optimizer."
+)
+
+# The Reducer that takes the gradients of a parameter, by parameter.
+_reducers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _remove(hooks: dict[Tensor, RemovableHandle]) -> None:
+    for hook in hooks.values():
+        hook.remove()
+
+
 class Reducer:
     """Takes gradients during backward into buckets, which are reduced meanwhile.
 
@@ -176,11 +83,19 @@ class Reducer:
     ) -> None:
         self.active, self._wrapper, self._full = True, wrapper, full
         self._module, self._optimizers, self._comm, self._sent_as = module, optimizers, comm, sent_as
-        self._queue = Queue(comm)
         name = f"the end of a backward of {wrapper}({type(module).__name__})"
         self._end = EndOfBackward([comm], name)
         name = "a comparison of which parameters are trained, as that has changed there"
         self._trained = comm.channel(name, "Freeze and unfreeze parameters on every rank.")
+        # In the order of their launches: the first `_launched` were launched by the running backward.
+        self._buckets: list[OwnedBucket | FullBucket] = []
+        self._launched = 0
+        self._in_flight: list[GradBucket] = []
+        # How many are in flight at most. Over Gloo another message that waits costs its memory alone, and none of the
+        # time in which this rank computes.
+        self._at_once = 1
+        # The numbers of buckets in the order in which they became complete; None once that order is theirs.
+        self._arrived: list[int] | None = []
         self._hooks: dict[Tensor, RemovableHandle] = {}
         finalize(self, _remove, self._hooks)  # whoever trains the module without the wrapper has plain parameters
         self._hooks_on_leaves: list[RemovableHandle] = []
@@ -190,41 +105,62 @@ class Reducer:
         # When the module was last looked through for parameters that nobody reduces.
         self._registrations = registrations()
         # What autograd calls at the end of the backward, while it may still do so.
-        self._awaits_end: Callable[[], object | None] = _nothing
+        self._awaits_end: Callable[[], object | None] = lambda: None
         self._update_buckets()
         for param in self._params():
             before = _reducers[param]() if param in _reducers else None
             if before is not None:
                 before.retire(_REPLACED)
             _reducers[param] = ref(self)
-        self._register_hooks()
+        self.take_groups()
 
     def _update_buckets(self) -> None:
         """Makes a bucket for each shard group, if the groups have changed (add_param_group, set_bucket_size)."""
         owners = {group: optimizer for optimizer in self._optimizers for group in optimizer.shards.shard_groups}
-        if {group for bucket in self._queue.buckets for group in bucket.groups} == owners.keys():
+        if {group for bucket in self._buckets for group in bucket.groups} == owners.keys():
             return
         # A bucket waits for its first parameter in the module, which a backward reaches last.
         place = {param: number for number, param in enumerate(parameters_of(self._module))}
-        buckets: list[OwnedBucket | FullBucket]
         if self._full:
             together = _together(owners, self._sent_as)
-            buckets = [FullBucket(alike, place, sent_as=self._sent_as) for alike in together]
+            self._buckets = [FullBucket(alike, place, sent_as=self._sent_as) for alike in together]
         else:
-            buckets = [OwnedBucket(group, sent_as=self._sent_as, of=place) for group in owners]
+            self._buckets = [OwnedBucket(group, sent_as=self._sent_as, of=place) for group in owners]
         # 0, so last: add_param_group may have brought a parameter that the module does not have.
-        buckets.sort(key=lambda bucket: -min(place.get(param, 0) for param in bucket.params))
-        self._queue.fill(buckets)
+        self._buckets.sort(key=lambda bucket: -min(place.get(param, 0) for param in bucket.params))
+        self._arrived = []
+        sent_by_threads = not any(group.overlaps or group.comm.reads(group.full.device) for group in owners)
+        self._at_once = 2 if self._comm.world > 1 and sent_by_threads else 1
         for owner in self._optimizers:
-            own = [bucket for bucket in buckets if isinstance(bucket, FullBucket) and owners[bucket.group] is owner]
+            own = [one for one in self._buckets if isinstance(one, FullBucket) and owners[one.group] is owner]
             owner.gradients.filled_by(own, self._module)
         _remove(self._hooks)  # of the buckets of before
         self._hooks.clear()
         self._streams = streams_in(group.streams for group in owners)
 
+    def take_groups(self) -> None:
+        """Takes gradients of all shard groups of its optimizers, from here on."""
+        self._update_buckets()
+        for bucket in self._buckets:
+            for index in bucket.notice_forward():
+                param = bucket.params[index]
+                # A weak reference: the garbage collector does not find cycles through hooks of autograd.
+                ready = partial(Reducer.gradient_ready, proxy(self), bucket, index)
+                self._hooks[param] = param.register_post_accumulate_grad_hook(ready)
+        call_last(self._hooks)  # they take gradients away, which hooks of the user's are to see
+
     def _params(self) -> set[nn.Parameter]:
         """Those of which gradients are reduced."""
-        return {bucket.params[index] for bucket in self._queue.buckets for index in bucket.own}
+        return {bucket.params[index] for bucket in self._buckets for index in bucket.own}
+
+    def retire(self, reason: str) -> None:
+        """Removes all hooks: the wrapper no longer owns the parameters. reason: the error message of later forwards."""
+        self._retired = reason
+        _remove(self._hooks)
+        while self._hooks_on_leaves:
+            self._hooks_on_leaves.pop().remove()
+
+    # ------------------------------------------------------------------------------------------------ a forward
 
     def before_forward(self) -> None:
         if self._retired is not None:
@@ -237,57 +173,27 @@ class Reducer:
                 self._hooks_on_leaves.pop().remove()
             self.take_groups()
 
-    def take_groups(self) -> None:
-        """Takes gradients of all shard groups of its optimizers, from here on."""
-        self._update_buckets()
-        self._register_hooks()
-
     def after_forward(self, output: Any) -> None:
-        """Registers hooks on the outputs, where backward begins: so its end is known, also in a re-entrant backward."""
+        """Registers hooks on the outputs, where backward begins: so its end is known, also in a re-entrant backward. An
+        inner torch.autograd.grad, which writes no gradients into leaves, is none."""
+        was_active = self.active
+
+        def reached(leaf: Node | None, _: Tensor) -> None:
+            if (was_active or self.active) and (leaf is None or writes_into(leaf)):
+                self._begin()
+                self._end.forwards.append(was_active)
+
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                reached = partial(self._output_reached, nearest_leaf(tensor), self.active)
-                hook = tensor.register_hook(reached)
+                hook = tensor.register_hook(partial(reached, nearest_leaf(tensor)))
                 if tensor.is_leaf:  # it outlives the graph
                     self._hooks_on_leaves.append(hook)
-
-    def _output_reached(self, leaf: Node | None, was_active: bool, _: Tensor) -> None:
-        """Begins a backward, unless this is an inner torch.autograd.grad, which writes no gradients into leaves.
-
-        was_active: whether gradients were to be reduced in the forward.
-        """
-        if (was_active or self.active) and (leaf is None or writes_into(leaf)):
-            self._begin()
-            self._end.forwards.append(was_active)
-
-    def _register_hooks(self) -> None:
-        for bucket in self._queue.buckets:
-            for index in bucket.notice_forward():
-                param = bucket.params[index]
-                # A weak reference: the garbage collector does not find cycles through hooks of autograd.
-                ready = partial(Reducer.gradient_ready, proxy(self), bucket, index)
-                self._hooks[param] = param.register_post_accumulate_grad_hook(ready)
-        call_last(self._hooks)  # they take gradients away, which hooks of the user's are to see
-
-    def _update_trained(self) -> None:
-        """Tells the buckets which parameters are trained. Collective if these have changed since the last backward."""
-        # A list: `any` of a generator would stop at the first change, and the other buckets would not notice theirs.
-        changed = [bucket.notice_trained() for bucket in self._queue.buckets]
-        if any(changed):
-            self._queue.forget_order()
-            trained = [bucket.names[index] for bucket in self._queue.buckets for index in bucket.trained]
-            self._comm.compare("the parameters that are trained", trained, channel=self._trained)
-
-    def retire(self, reason: str) -> None:
-        """Removes all hooks: the wrapper no longer owns the parameters. reason: the error message of later forwards."""
-        self._retired = reason
-        _remove(self._hooks)
-        while self._hooks_on_leaves:
-            self._hooks_on_leaves.pop().remove()
 
     def tell(self, error: Exception) -> None:
         """Collective. Called before this rank raises an error of the module's forward: other ranks raise it, too."""
         self._end.together.tell(error)
+
+    # ----------------------------------------------------------------------------------------------- a backward
 
     def gradient_ready(self, bucket: OwnedBucket | FullBucket, index: int, param: nn.Parameter) -> None:
         """Moves the gradient, which autograd has accumulated, from `param.grad` into its bucket."""
@@ -308,7 +214,9 @@ class Reducer:
                 streams.expect_computing("the gradient of {} is ready", bucket.names[index])
             bucket.take_written(index)
             if len(bucket.taken) == len(bucket.trained):
-                self._queue.launch(bucket)
+                if self._arrived is not None:
+                    self._arrived.append(self._buckets.index(bucket))
+                self._launch()
         except Exception as error:
             self._end.together.tell(error)
             raise
@@ -329,25 +237,74 @@ class Reducer:
         self._awaits_end = ref(finish)
         at_end_of_backward(finish)
 
+    def _update_trained(self) -> None:
+        """Tells the buckets which parameters are trained. Collective if these have changed since the last backward."""
+        # A list: `any` of a generator would stop at the first change, and the other buckets would not notice theirs.
+        changed = [bucket.notice_trained() for bucket in self._buckets]
+        if any(changed):
+            self._arrived = []
+            trained = [bucket.names[index] for bucket in self._buckets for index in bucket.trained]
+            self._comm.compare("the parameters that are trained", trained, channel=self._trained)
+
+    def _launch(self, *, incomplete: bool = False) -> None:
+        """Launches buckets, in the same order on all ranks, up to the first incomplete bucket.
+
+        incomplete: launches incomplete buckets, too, with gradients accumulated under no_sync, and zeros for the rest.
+        """
+        while self._launched < len(self._buckets):
+            bucket = self._buckets[self._launched]
+            if incomplete:  # what was accumulated of parameters that this backward did not reach
+                for index in bucket.trained:
+                    if index not in bucket.taken:
+                        bucket.take_written(index)
+            elif len(bucket.taken) < len(bucket.trained):
+                return
+            left = []  # whose sums are still to be computed, during which the wire need not be idle
+            while len(self._in_flight) >= self._at_once:
+                before = self._in_flight.pop(0)
+                if before.wait_for_sent():
+                    left.append(before)
+                else:
+                    before.finish()
+            if bucket.trained:
+                bucket.launch()
+                self._in_flight.append(bucket)
+            for one in left:
+                one.finish()
+            self._launched, bucket.launched = self._launched + 1, True
+
     def _finish(self) -> None:
         """Ends the backward. Called on every rank, whichever parameters it has used."""
         with self._end.together:
-            self._end_backward()
-
-    def _end_backward(self) -> None:
-        if not self._queue.buckets or not self._queue.all_launched or self._registrations != registrations():
-            self._refuse_replaced()
-            self._registrations = registrations()
-        self._queue.finish()
-        for optimizer in self._optimizers:
-            optimizer.shards.refuse_written()
-        self._end.reach(self._queue.buckets, reduces=self.active)
-        for optimizer in self._optimizers:
-            # The user reads gradients once backward() has returned; copies to the CPU may still be on their way.
-            optimizer.gradients.wait_for_copies()
-        self._queue.end()
-        # Last: if anything before raises, the next forward finds it set and drops what is left of this backward.
-        self._in_backward = False
+            if self._launched < len(self._buckets) or not self._buckets or self._registrations != registrations():
+                reduced = self._params()
+                for name, param in self._module.named_parameters():
+                    if param.requires_grad and param not in reduced:
+                        raise RuntimeError(
+                            f"{name!r} is in no optimizer of this {self._wrapper}: it was added or replaced (for "
+                            "example by load_state_dict with assign=True) after wrapping, so its gradient would not "
+                            "be reduced. Wrap the model again, with an OSS built from its present parameters, or add "
+                            "it by add_param_group."
+                        )
+                self._registrations = registrations()
+            self._launch(incomplete=True)
+            while self._in_flight:
+                self._in_flight.pop(0).finish()
+            for optimizer in self._optimizers:
+                optimizer.shards.refuse_written()
+            self._end.reach(self._buckets, reduces=self.active)
+            for optimizer in self._optimizers:
+                # The user reads gradients once backward() has returned; copies to the CPU may still be on their way.
+                optimizer.gradients.wait_for_copies()
+            self._begin_again()
+            if self._arrived is not None:
+                # One that waits for a gradient keeps those of all later ones. Those that did not come are last.
+                told = self._comm.all_gather_text(" ".join(map(str, self._arrived)))[0].split()
+                self._arrived = None if told else []  # as where all gradients were accumulated before
+                order = dict.fromkeys([*map(int, told), *range(len(self._buckets))])
+                self._buckets = [self._buckets[number] for number in order]
+            # Last: if anything before raises, the next forward finds it set and drops what is left of this backward.
+            self._in_backward = False
 
     def reduce_now(self) -> None:
         """Collective. Reduces the gradients accumulated under no_sync."""
@@ -355,36 +312,17 @@ class Reducer:
         self._update_trained()
         self._finish()
 
-    def _refuse_replaced(self) -> None:
-        """Raises RuntimeError if the module has a trained parameter that was added or replaced."""
-        reduced = self._params()
-        for name, param in self._module.named_parameters():
-            if param.requires_grad and param not in reduced:
-                raise RuntimeError(
-                    f"{name!r} is in no optimizer of this {self._wrapper}: it was added or replaced (for example by "
-                    "load_state_dict with assign=True) after wrapping, so its gradient would not be reduced. Wrap the "
-                    "model again, with an OSS built from its present parameters, or add it by add_param_group."
-                )
-
     def _abandon(self) -> None:
         """Forgets a backward that an exception ended."""
-        self._queue.abandon()
+        for bucket in self._buckets:
+            bucket.abandon()
+        # None stays None: the order is known, and finding it again is a collective of one more backward.
+        self._arrived = self._arrived and []
+        self._begin_again()
+        self._in_flight = []
         self._in_backward = False
 
-
-_REPLACED = (
-    "this {} was replaced by another wrapper of the same parameters, which takes their gradients now. Use the new "
-    "wrapper, and drop this one and its optimizer."
-)
-
-# The Reducer that takes the gradients of a parameter, by parameter.
-_reducers: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def _nothing() -> None:
-    """As a reference to what is gone."""
-
-
-def _remove(hooks: dict[Tensor, RemovableHandle]) -> None:
-    for hook in hooks.values():
-        hook.remove()
+    def _begin_again(self) -> None:
+        self._launched = 0
+        for bucket in self._buckets:
+            bucket.launched = False
