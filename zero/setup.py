@@ -137,11 +137,17 @@ def setup(
     names = [*signature(setup).parameters]
     asked = Arguments(model, optim, stage, params, partition, precision, *where, given, defaults, names)
     asked.agree(comm)
+    wrapped: nn.Module
     with _telling(asked.call):
         if stage in (1, 2):
             wrapped, optimizers = _with_oss(asked, comm, auto_wrap_policy)
         else:
-            wrapped = _fsdp(asked, comm, auto_wrap_policy) if stage else _ddp(model, comm)
+            wrapped = model
+            if stage:
+                how = {"auto_wrap_policy": auto_wrap_policy, "precision": asked.policy, **asked.options}
+                wrapped = FSDP(model, comm, partition=asked.fsdp_partition, **how)
+            elif comm.group is not None:
+                wrapped = DistributedDataParallel(model, process_group=comm.group)
             try:
                 with Together([comm], "the optimizers of zero.setup") as together:
                     optimizers = [_optimizer(asked, one, wrapped) for one in asked.optims]
@@ -153,17 +159,6 @@ def setup(
             if not stage and (dtype := asked.policy.param_dtype) is not None:
                 compute_under_autocast(wrapped, dtype)
         return wrapped, optimizers[0] if asked.is_one else optimizers
-
-
-def _fsdp(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> nn.Module:
-    """Stage 3."""
-    how = {"partition": asked.fsdp_partition, "auto_wrap_policy": auto_wrap_policy, "precision": asked.policy}
-    return FSDP(asked.model, comm, **asked.options, **how)
-
-
-def _ddp(model: nn.Module, comm: Comm) -> nn.Module:
-    """Stage 0."""
-    return model if comm.group is None else DistributedDataParallel(model, process_group=comm.group)
 
 
 def _optimizer(asked: Arguments, optim: Any, wrapped: nn.Module) -> Optimizer:

@@ -140,7 +140,9 @@ class Link:
     def _device_transport(self, device: torch.device, backend: str, checks: Transport) -> Transport:
         """Collective. Returns a transport for an accelerator, with a communicator of its own for reductions."""
         assert self._store is not None
-        store, second = self._store, settings.second_communicator(_nccl_version())
+        # None without NCCL, or with another library such as RCCL.
+        nccl = tuple(torch.cuda.nccl.version()) if torch.version.cuda and dist.is_nccl_available() else None
+        store, second = self._store, settings.second_communicator(nccl)
         if backend != "fake":
             # Keys of its own: another rank may not have ended the exchange before this one.
             with StoreRendezvous(dist.PrefixStore(str(device), store), self.rank, self.world, _TIMEOUT) as exchange:
@@ -175,13 +177,6 @@ class Transports(dict[str, Transport]):
     def __missing__(self, kind: str) -> Transport:
         self[kind] = self._choose(kind)
         return self[kind]
-
-
-def _nccl_version() -> tuple[int, ...] | None:
-    """Returns the version of NCCL that torch was built with; None without one, or with another library such as RCCL."""
-    if torch.version.cuda is None or not dist.is_nccl_available():
-        return None
-    return tuple(torch.cuda.nccl.version())
 
 
 _links: WeakKeyDictionary[dist.ProcessGroup, Link] = WeakKeyDictionary()

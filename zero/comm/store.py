@@ -31,7 +31,10 @@ class StoreRendezvous:
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
-        self.host = _host_of(store)
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        # The name or address of the host that keeps the store, as this process reaches it.
+        self.host = store.host if isinstance(store, dist.TCPStore) else "localhost"
         self.store, self._rounds = dist.PrefixStore("zero", store), 0
         self._drawn, self._read = ([f"{kind}/{rank}" for rank in range(world)] for kind in ("drawn", "read"))
 
@@ -92,13 +95,6 @@ class StoreRendezvous:
                     for rank in range(self.world):
                         self.store.delete_key(f"{number}/{rank}")
                 self.store.delete_key("left")
-
-
-def _host_of(store: dist.Store) -> str:
-    """Returns the name or address of the host that keeps the store, as this process reaches it."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store.host if isinstance(store, dist.TCPStore) else "localhost"
 
 
 def address_towards(host: str) -> tuple[str, str]:

@@ -101,7 +101,10 @@ def params_by_unit(
     unit_names = {module: name for name, module in units.items()}
     # Also modules that were seen: one in two units must belong to the unit around both.
     for prefix, module in root.named_modules(remove_duplicate=False):
-        path = [unit_names[outer] for outer in _modules_around(root, prefix) if outer in unit_names]
+        on_path = [root]
+        for atom in prefix.split(".") if prefix else []:
+            on_path.append(on_path[-1].get_submodule(atom))
+        path = [unit_names[outer] for outer in on_path if outer in unit_names]
         for name, param in module.named_parameters(prefix, recurse=False):
             names.setdefault(param, name)
             around[param] = [a for a, b in zip(around.get(param, path), path, strict=False) if a == b]
@@ -110,14 +113,6 @@ def params_by_unit(
         if param not in ignored:
             owned[path[-1]].append((names[param], param))
     return owned
-
-
-def _modules_around(root: nn.Module, prefix: str) -> list[nn.Module]:
-    """Returns the modules on the path from the root to the module of this name, both included."""
-    around = [root]
-    for atom in prefix.split(".") if prefix else []:
-        around.append(around[-1].get_submodule(atom))
-    return around
 
 
 def largest_unit(units: Sequence[Unit]) -> tuple[Unit, str]:
@@ -345,10 +340,11 @@ class UnitChoice:
     def owned(self) -> dict[str, list[tuple[str, nn.Parameter]]]:
         """Returns the parameters of each unit by its name, with their names once nested FSDPs are dissolved."""
         by_unit = params_by_unit(self.module, self.units, self._left_out)
-        return {unit: [(self._plain_name(name), param) for name, param in named] for unit, named in by_unit.items()}
-
-    def _plain_name(self, name: str) -> str:
         for prefix in self._nested:
-            if name.startswith(f"{prefix}.module."):
-                return prefix + name.removeprefix(f"{prefix}.module")
-        return name
+            inside = f"{prefix}.module."
+            for unit, named in by_unit.items():
+                by_unit[unit] = [
+                    (f"{prefix}.{name.removeprefix(inside)}" if name.startswith(inside) else name, param)
+                    for name, param in named
+                ]
+        return by_unit

@@ -60,7 +60,7 @@ class Materialiser:
     param_init_fn: called with a module whose own parameters have memory but no values; by default its
         `reset_parameters` is called. Each module is initialised once, when the first of its parameters gets memory. Of
         the modules that share a parameter, the first in the model is initialised last.
-    initialises: whether this rank initialises values.
+    initialises: whether this rank initialises values. `can_fail`: whether it has modules to initialise.
     """
 
     problem: str | None = None
@@ -84,11 +84,7 @@ class Materialiser:
                     self._holders.setdefault(param, []).append(module)
             if any(tensor.is_meta for tensor in (*own, *module.buffers(recurse=False))):
                 self._uninitialised[module] = prefix
-
-    @property
-    def pending(self) -> bool:
-        """Whether this rank has modules to initialise."""
-        return self._initialises and bool(self._uninitialised)
+        self.can_fail = initialises and bool(self._uninitialised)
 
     def materialise_buffers(self) -> None:
         """Gives memory to all meta buffers, and values to modules that hold only buffers."""
@@ -116,7 +112,12 @@ class Materialiser:
             holders = [module for module in self._holders.get(param, []) if module in self._uninitialised]
             for module in holders:
                 for own in parameters_of(module, recurse=False):
-                    self._give_memory(own)
+                    if own.is_meta:
+                        real = nn.Parameter(torch.empty_like(own, device=self._device), requires_grad=own.requires_grad)
+                        # swap_tensors also swaps the attributes that the user has set on the parameter.
+                        vars(real).update(vars(own))
+                        torch.utils.swap_tensors(own, real)
+                        self._materialised.append((own, real))
             for module in reversed(holders):
                 self._initialise(module, self._uninitialised[module])
 
@@ -126,14 +127,6 @@ class Materialiser:
             torch.utils.swap_tensors(param, meta)
         for module, buffers in self._materialised_buffers:
             buffers_of(module).update(buffers)
-
-    def _give_memory(self, param: nn.Parameter) -> None:
-        if param.is_meta:
-            real = nn.Parameter(torch.empty_like(param, device=self._device), requires_grad=param.requires_grad)
-            # swap_tensors also swaps the attributes that the user has set on the parameter.
-            vars(real).update(vars(param))
-            torch.utils.swap_tensors(param, real)
-            self._materialised.append((param, real))
 
     def _initialise(self, module: nn.Module, name: str) -> None:
         del self._uninitialised[module]
@@ -184,7 +177,7 @@ def build(
     division = Shares(placement.comm.world).divide([param for _, param in choice.own()], whole)
     units: list[Unit] = []
     # torch.set_default_device() may name another, such as meta, on which no rank can send.
-    can_fail = torch.tensor(float(options.offload.active or values.pending), device="cpu")
+    can_fail = torch.tensor(float(options.offload.active or values.can_fail), device="cpu")
 
     def agree(title: str = "") -> None:
         """Raises ValueError on every rank if building has failed on any."""

@@ -161,13 +161,9 @@ def _shards(model: Model, optimizer: Optimizer) -> SteppedShards:
     return of_user(optimizer, model.index.groups, model.comm)
 
 
-def _marks_of(groups: list[dict[str, Any]]) -> set[str]:
-    return {text for group in groups for text in texts_of(group.get(SHARD_MARK))}
-
-
 def _marked_as_own(stepped: SteppedShards, groups: list[dict[str, Any]]) -> bool:
     """Whether the groups have marks of this rank's shard. Raises ValueError for marks of another shard."""
-    marks = _marks_of(groups)
+    marks = {text for group in groups for text in texts_of(group.get(SHARD_MARK))}
     remedy = "Save state that loads anywhere: zero.full_optimizer_state_dict, or zero.checkpoint."
     state.refuse_other_shard(stepped, marks, remedy)
     return bool(marks)

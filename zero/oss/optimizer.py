@@ -238,6 +238,11 @@ class OSS(Optimizer):
     @property
     def stepped_shards(self) -> SteppedShards:
         """What the inner optimizer steps now."""
+
+        def loaded() -> None:
+            self.shards.note_versions()
+            self.full_state = None
+
         return SteppedShards(
             self.optim,
             self.shards.shard_groups,
@@ -245,12 +250,8 @@ class OSS(Optimizer):
             param_groups=self.param_groups,
             part=self.part,
             keeps_masters=bool(self.shards.masters),
-            loaded=self._loaded,
+            loaded=loaded,
         )
-
-    def _loaded(self) -> None:
-        self.shards.note_versions()
-        self.full_state = None
 
     def consolidate_state_dict(self, to: int | None = 0, *, recipient_rank: int | None = None) -> None:
         """Collective. Gathers the full state on rank `to` of the group (None: on all), for `state_dict` to return.

@@ -29,7 +29,9 @@ def as_groups(
     groups: list[dict[str, Any]] = given if any(in_dicts) else [{"params": given}]
     for position, group in enumerate(groups):
         _refuse_unordered(f"group {position}", group.get("params", ()))
-    groups = [{**group, "params": _listed(group.get("params"))} for group in groups]
+    given_in = [group.get("params") for group in groups]
+    listed = [[params] if isinstance(params, Tensor) else list(params or ()) for params in given_in]
+    groups = [{**group, "params": params} for group, params in zip(groups, listed, strict=True)]
     if any("param_names" in group or isinstance(entry, tuple) for group in groups for entry in group["params"][:1]):
         # torch has all groups named or none, and an empty one shows no names.
         groups = [group if group["params"] else {**group, "param_names": []} for group in groups]
@@ -67,10 +69,6 @@ def _refuse_unordered(given_to: str, params: object, *, one: bool = True) -> Non
             f"{given_to} was given a {type(params).__name__} for parameters. Pass an iterable that has an order, such "
             "as model.parameters()."
         )
-
-
-def _listed(params: Any) -> list[Any]:
-    return [params] if isinstance(params, Tensor) else list(params or ())
 
 
 def describe(groups: list[dict[str, Any]]) -> list[str]:

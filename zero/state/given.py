@@ -85,7 +85,14 @@ class FromFirst:
         Raises ValueError on every rank for what is no tensor."""
         contents: dict[str, Any] = {}
         try:
-            contents = _contents(weights or {})
+            weights = weights or {}
+            for name, value in weights.items():
+                if not isinstance(value, Tensor) or name.endswith("_extra_state"):
+                    raise ValueError(
+                        f"{name!r} is extra state, and only tensors are sent. Pass the weights on every rank."
+                    )
+            entries = [(name, str(one.dtype).removeprefix("torch."), [*one.shape]) for name, one in weights.items()]
+            contents = {"weights": entries, "versions": versions_in(weights)}
         except ValueError as error:
             self._tell({"problem": str(error)})
             raise ValueError(f"{_ALONE}: {error}") from error
@@ -162,16 +169,6 @@ class FromFirst:
     def _broadcast(self, tensor: Tensor) -> None:
         for comm in self._comms:
             comm.broadcast([tensor])
-
-
-def _contents(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The names, dtypes and shapes of weights, and the versions of modules that torch attaches to them. Raises
-    ValueError for what is no tensor."""
-    for name, value in weights.items():
-        if not isinstance(value, Tensor) or name.endswith("_extra_state"):
-            raise ValueError(f"{name!r} is extra state, and only tensors are sent. Pass the weights on every rank.")
-    entries = [(name, str(one.dtype).removeprefix("torch."), [*one.shape]) for name, one in weights.items()]
-    return {"weights": entries, "versions": versions_in(weights)}
 
 
 def _described(label: Label, leaf: Any) -> dict[str, Any]:

@@ -111,17 +111,15 @@ def keep_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
         for param, number in zip(group["params"], given["params"], strict=True):
             saved = leaves.opened(loaded["state"].get(number, {}))
             held = leaves.opened(dict(optimizer.state.get(param, {})))
-            cast = [key for key, value in held.items() if _differ(value, saved.get(key))]
+            both = [(key, value, saved.get(key)) for key, value in held.items()]
+            tensors = [(key, one, other) for key, one, other in both if isinstance(one, Tensor)]
+            # A number that became a tensor was converted by the optimizer's class.
+            cast = [key for key, one, other in tensors if isinstance(other, Tensor) and one.dtype != other.dtype]
             made = leaves.opened(state_made_by(optimizer, group, param.dtype)) if cast else {}
             kept = [key for key in cast if isinstance(made.get(key), Tensor) and made[key].dtype == saved[key].dtype]
             if kept:
                 own = {key: saved[key].to(held[key].device) for key in kept}
                 optimizer.state[param].update(leaves.closed({**held, **own}))
-
-
-def _differ(one: object, other: object) -> bool:
-    """Whether they are tensors of two dtypes. A number that became a tensor was converted by the optimizer's class."""
-    return isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype != other.dtype
 
 
 # ---------------------------------------------------------------------------------------------------------------- state

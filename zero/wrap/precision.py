@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal
@@ -91,11 +91,18 @@ class MixedPrecision:
     def prepare(self, modules: Iterable[nn.Module]) -> list[RemovableHandle]:
         """Casts buffers, and registers hooks that cast inputs and outputs of modules kept in float32."""
         hooks: list[RemovableHandle] = []
+
+        def to_float32(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+            return cast(args, torch.float32), cast(kwargs, torch.float32)
+
+        def back(_: nn.Module, args: Any, output: Any) -> Any:
+            return cast(output, self.param_dtype)
+
         for module in modules:
             if isinstance(module, self.keep_fp32):
                 if self.param_dtype is not None:
-                    hooks.append(module.register_forward_pre_hook(_cast_arguments, with_kwargs=True))
-                    hooks.append(module.register_forward_hook(_cast_output(self.param_dtype)))
+                    hooks.append(module.register_forward_pre_hook(to_float32, with_kwargs=True))
+                    hooks.append(module.register_forward_hook(back))
             elif self.buffer_dtype is not None:
                 for name, buffer in [*module.named_buffers(recurse=False)]:
                     if buffer.is_floating_point():
@@ -147,17 +154,6 @@ def cast(value: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return value
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
-
-
-def _cast_arguments(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    return cast(args, torch.float32), cast(kwargs, torch.float32)
-
-
-def _cast_output(dtype: torch.dtype) -> Callable[[nn.Module, Any, Any], Any]:
-    def cast_output(_: nn.Module, args: Any, output: Any) -> Any:
-        return cast(output, dtype)
-
-    return cast_output
 
 
 def as_precision(given: Any) -> MixedPrecision:
