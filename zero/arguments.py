@@ -123,35 +123,6 @@ class Arguments:
             )
         if mesh is not None and self.process_group is not None:
             raise ValueError("process_group and device_mesh both say which ranks train the model. Pass one of them.")
-        self._refuse_other_kinds()
-        self.policy = as_precision(self.precision)
-        refuse_scripted(self.model, inside=False)
-        _refuse_unusable(self.stage, self.options, self.model)
-        refuse_precision(self.policy, self.model, self.stage)
-        _refuse_of_wrappers(self.defaults)
-        parts.refuse_unfit(self.model.named_parameters(), [comm])
-        for optim in self.optims:
-            self._refuse_unknown(optim)
-        if self.params is not None:
-            self.groups = as_groups(self.params, call="zero.setup")
-        refuse_partition(self.partition)
-        _refuse_foreign("zero.setup(params=) was given", self.model, self.groups)
-        if self.groups and self.stage in (1, 2):
-            own = {param for _, param in named_params(self.groups)}
-            left = [name for name, one in self.model.named_parameters() if one.requires_grad and one not in own]
-            if left:
-                raise ValueError(
-                    f"zero.setup(params=) lacks {len(left)} trained parameters, such as {left[0]!r}, whose gradients "
-                    f"stage {self.stage} would not average. Add them, or freeze them by requires_grad_(False)."
-                )
-        if self.is_one and not isinstance(self.optim, Optimizer):
-            self._refuse_unbuilt(self.optim)
-        else:
-            beside = [*([] if self.params is None else ["params"]), *self.defaults]
-            _refuse_unfit(self.optims, self.model, self.stage, beside)
-
-    def _refuse_other_kinds(self) -> None:
-        """Raises ValueError for a model and optimizers that are none, or that stand in one another's place."""
         if isinstance(self.model, Optimizer) and isinstance(self.optim, nn.Module):
             raise ValueError("the optimizer stands before the model. Call zero.setup(model, optimizer, stage=...).")
         if not isinstance(self.model, nn.Module):
@@ -166,25 +137,55 @@ class Arguments:
                 f"zero.setup was given {given}. Pass one that is built, or its class and its arguments: "
                 "zero.setup(model, torch.optim.AdamW, stage=2, lr=1e-3)."
             )
-
-    def _refuse_unknown(self, optim: Any) -> None:
-        """Raises ValueError for options that neither zero.setup has nor the optimizer."""
-        if not isinstance(optim, Optimizer):
-            refuse_arguments(optim, self.defaults, self.names)
-            return
-        for name in self.defaults:
-            if near := nearest(name, self.names):
-                raise ValueError(f"zero.setup has no option {name}=.{near}")
-
-    def _refuse_unbuilt(self, optim: Any) -> None:
-        """Raises ValueError for the class of an optimizer that cannot be built with these arguments, while the model is
-        as it was. Others than torch's may look for the parameters themselves, and are built of them once the model is
-        sharded, which is undone where they raise, but for what was rounded."""
-        given = self.groups or [{"params": [*self.model.named_parameters()]}]
-        if known(optim) is not None:
-            refuse_unbuilt(optim, small(given), self.defaults)
-        elif self.stage in (1, 2) and self.policy.param_dtype is not None:
-            refuse_unbuilt(optim, [{**group} for group in given], self.defaults)
+        self.policy = as_precision(self.precision)
+        refuse_scripted(self.model, inside=False)
+        _refuse_unusable(self.stage, self.options, self.model)
+        refuse_precision(self.policy, self.model, self.stage)
+        # Options of FSDP, or of DistributedDataParallel, among the optimizer's.
+        of_fsdp = {name for name, taken in signature(FSDP).parameters.items() if taken.kind is taken.KEYWORD_ONLY}
+        for option in sorted(of_fsdp & {*self.defaults}):
+            raise ValueError(
+                f"{option}= is an option of FSDP that zero.setup does not take. Wrap the model by zero.FSDP(model, "
+                f"{option}=...), and build the optimizer of the parameters() of what that returns."
+            )
+        for option in sorted(signature(DistributedDataParallel).parameters.keys() & {*self.defaults}):
+            raise ValueError(
+                f"{option}= is an option of DistributedDataParallel. Leave it out: stages 1 to 3 average gradients "
+                "themselves. Or build zero.OSS.from_optimizer(optimizer) and DistributedDataParallel(model, "
+                f"{option}=..., gradient_as_bucket_view=True) yourself, which is stage 1."
+            )
+        parts.refuse_unfit(self.model.named_parameters(), [comm])
+        for optim in self.optims:
+            if not isinstance(optim, Optimizer):
+                refuse_arguments(optim, self.defaults, self.names)
+                continue
+            for option in self.defaults:
+                if near := nearest(option, self.names):
+                    raise ValueError(f"zero.setup has no option {option}=.{near}")
+        if self.params is not None:
+            self.groups = as_groups(self.params, call="zero.setup")
+        refuse_partition(self.partition)
+        _refuse_foreign("zero.setup(params=) was given", self.model, self.groups)
+        if self.groups and self.stage in (1, 2):
+            own = {param for _, param in named_params(self.groups)}
+            left = [name for name, one in self.model.named_parameters() if one.requires_grad and one not in own]
+            if left:
+                raise ValueError(
+                    f"zero.setup(params=) lacks {len(left)} trained parameters, such as {left[0]!r}, whose gradients "
+                    f"stage {self.stage} would not average. Add them, or freeze them by requires_grad_(False)."
+                )
+        if self.is_one and not isinstance(self.optim, Optimizer):
+            # A class that cannot be built with these arguments, while the model is as it was. Others than torch's may
+            # look for the parameters themselves, and are built of them once the model is sharded, which is undone where
+            # they raise, but for what was rounded.
+            groups = self.groups or [{"params": [*self.model.named_parameters()]}]
+            if known(self.optims[0]) is not None:
+                refuse_unbuilt(self.optims[0], small(groups), self.defaults)
+            elif self.stage in (1, 2) and self.policy.param_dtype is not None:
+                refuse_unbuilt(self.optims[0], [{**group} for group in groups], self.defaults)
+        else:
+            beside = [*([] if self.params is None else ["params"]), *self.defaults]
+            _refuse_unfit(self.optims, self.model, self.stage, beside)
 
     def _measured(self, optim: Any, comm: Comm) -> Finding | None:
         """Returns what is known or measured of an optimizer. Raises ValueError if it cannot be sharded so."""
@@ -207,22 +208,6 @@ _GIVEN = "the stages, models and optimizers given to zero.setup"
 
 def _class(optim: Any) -> Callable[..., Optimizer]:
     return type(optim) if isinstance(optim, Optimizer) else optim
-
-
-def _refuse_of_wrappers(defaults: Iterable[str]) -> None:
-    """Raises ValueError for options of FSDP, or of DistributedDataParallel, among the optimizer's."""
-    known = {name for name, one in signature(FSDP).parameters.items() if one.kind is one.KEYWORD_ONLY}
-    for option in sorted(known & {*defaults}):
-        raise ValueError(
-            f"{option}= is an option of FSDP that zero.setup does not take. Wrap the model by zero.FSDP(model, "
-            f"{option}=...), and build the optimizer of the parameters() of what that returns."
-        )
-    for option in sorted(signature(DistributedDataParallel).parameters.keys() & {*defaults}):
-        raise ValueError(
-            f"{option}= is an option of DistributedDataParallel. Leave it out: stages 1 to 3 average gradients "
-            "themselves. Or build zero.OSS.from_optimizer(optimizer) and DistributedDataParallel(model, "
-            f"{option}=..., gradient_as_bucket_view=True) yourself, which is stage 1."
-        )
 
 
 def _refuse_foreign(given: str, model: nn.Module, groups: list[dict[str, Any]]) -> None:

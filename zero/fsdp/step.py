@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
@@ -148,15 +147,6 @@ def registered(model: Model) -> list[Optimizer]:
     return [*_registered.get(model, ())]
 
 
-def refuse_other_state(model: Model, optimizer: Optimizer) -> None:
-    """Raises RuntimeError for an optimizer that has loaded another rank's shard."""
-    try:
-        _marked_as_own(_shards(model, optimizer), optimizer.param_groups)
-    except ValueError as error:
-        told = f"{type(optimizer).__name__} has loaded what does not belong to it: {error}"
-        raise RuntimeError(told) from None
-
-
 def _shards(model: Model, optimizer: Optimizer) -> SteppedShards:
     return of_user(optimizer, model.index.groups, model.comm)
 
@@ -169,70 +159,75 @@ def _marked_as_own(stepped: SteppedShards, groups: list[dict[str, Any]]) -> bool
     return bool(marks)
 
 
-# --------------------------------------------------------------------------------------------------------------- checks
-#
-# What is checked before an optimizer steps parameters of FSDP. OSS has its own checks in zero/oss/step.py.
+# ---------------------------------------------------------------------------------------------------------------- steps
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """What an optimizer was found to need, when it had so many groups.
-
-    tensorwise: the parameters that must not be cut, with the name of the optimizer that needs them so, and why.
-    """
-
-    groups: int
-    tensorwise: dict[nn.Parameter, tuple[str, Finding]]
-
-
-class StepChecks:
-    """Checks the steps of optimizers that hold parameters of one model."""
+class Steps:
+    """What is checked before, and done around, steps of the parameters of one model, as long as this object exists. OSS
+    has its own in zero/oss/step.py."""
 
     def __init__(self, model: Model) -> None:
-        self.model, self._index = model, model.index
+        self.model = model
+        self._index = model.index
+        self.together = Together(model.comms, "the step of an optimizer of FSDP")
         self._module_params = {*parameters_of(model.module)}
-        self._findings: WeakKeyDictionary[Optimizer, _Measured] = WeakKeyDictionary()
+        # By optimizer: how many groups it had when it was measured, and the parameters that must not be cut, with the
+        # name of the optimizer that needs them so, and why.
+        self._needs_whole: WeakKeyDictionary[Optimizer, tuple[int, dict[nn.Parameter, tuple[str, Finding]]]]
+        self._needs_whole = WeakKeyDictionary()
+        # What an optimizer steps now: its gradient, where this rank owns nothing of it, is hidden here.
+        self._stepping: dict[nn.Parameter, Tensor | None] = {}
+        self._led: Led = {}
+        self._offloads = any(group.offload.active for group in model.index.groups)
+        _watch()
+        _all[:] = [steps for steps in _all if steps() is not None]
+        _all.append(ref(self))
 
-    def refuse(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        """Raises RuntimeError for what is wrong on this rank."""
-        found = self._measured(optimizer)
-        units = [unit for unit in self._index.units if Need.SUMMONED not in unit.needed_by]
-        refuse_moved(group for unit in units for group in unit.groups)
-        self._refuse_new_parameters()
-        if any(SHARD_MARK in group for group in optimizer.param_groups):
-            refuse_other_state(self.model, optimizer)
-        self._refuse_gradients(optimizer, params, found.tensorwise)
+    def params_in(self, optimizer: Optimizer) -> list[nn.Parameter]:
+        return [param for param in params_of(optimizer) if param in self._index]
 
-    def _measured(self, optimizer: Optimizer) -> _Measured:
-        """Measures an optimizer at its first step, and again if the number of its groups has changed."""
-        found = self._findings.get(optimizer)
-        if found is None or found.groups != len(optimizer.param_groups):
-            found = self._findings[optimizer] = self._measure(optimizer)
-        return found
+    # --------------------------------------------------------------------------------------------------- check
 
-    def _measure(self, optimizer: Optimizer) -> _Measured:
-        """Measures the optimizer, and optimizers around it that step by it (SAM)."""
-        each = (*around(optimizer), optimizer) if self.model.comm.world > 1 else ()
-        findings = {title(type(one)): finding_of_built(one) for one in each}
-        for name, finding in findings.items():
-            if finding.kind is not Kind.TENSORWISE:  # refused only if a parameter with a gradient is cut
+    def check(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
+        """Collective. Raises RuntimeError on every rank if a step would be wrong on any."""
+        with self.together, as_plain_tensors():
+            if self._stepping:  # an optimizer around this one steps, too
+                self.take_back(optimizer, [param for param in params if param in self._stepping])
+            found = self._needs_whole.get(optimizer)
+            if found is None or found[0] != len(optimizer.param_groups):
+                found = self._needs_whole[optimizer] = len(optimizer.param_groups), self._measured(optimizer)
+            units = [unit for unit in self._index.units if Need.SUMMONED not in unit.needed_by]
+            refuse_moved(group for unit in units for group in unit.groups)
+            self._refuse_new_parameters()
+            if any(SHARD_MARK in group for group in optimizer.param_groups):
+                try:
+                    _marked_as_own(_shards(self.model, optimizer), optimizer.param_groups)
+                except ValueError as error:
+                    told = f"{type(optimizer).__name__} has loaded what does not belong to it: {error}"
+                    raise RuntimeError(told) from None
+            self._refuse_gradients(optimizer, params, found[1])
+            for unit in self._units_of(params):  # here, where what it raises is raised on every rank
+                unit.reshard()
+            self.together.agree()
+        for group in optimizer.param_groups:
+            group.pop(SHARD_MARK, None)  # load_state_dict() leaves the mark of this rank's shard here
+
+    def _measured(self, optimizer: Optimizer) -> dict[nn.Parameter, tuple[str, Finding]]:
+        """Measures the optimizer, and optimizers around it that step by it (SAM). Returns the parameters that must not
+        be cut. Group by group: an optimizer may treat some as Muon does, and others as AdamW."""
+        found: dict[nn.Parameter, tuple[str, Finding]] = {}
+        for one in (*around(optimizer), optimizer) if self.model.comm.world > 1 else ():
+            name, finding = title(type(one)), finding_of_built(one)
+            if finding.kind is not Kind.TENSORWISE:  # that is refused only if a parameter with a gradient is cut
                 try:
                     refuse_optimizer(name, finding, self.model.partition, of="FSDP")
                 except ValueError as error:
                     raise RuntimeError(str(error)) from None
-        return _Measured(
-            groups=len(optimizer.param_groups),
-            tensorwise=self._tensorwise(each) if Kind.TENSORWISE in {one.kind for one in findings.values()} else {},
-        )
-
-    def _tensorwise(self, each: Sequence[Optimizer]) -> dict[nn.Parameter, tuple[str, Finding]]:
-        """Group by group: an optimizer may treat some as Muon does, and others as AdamW."""
-        found = {}
-        for one in each:
+                continue
             for group in one.param_groups:
                 finding = finding_of_built(one, group)
                 if finding.kind is Kind.TENSORWISE:
-                    found.update(dict.fromkeys(group["params"], (title(type(one)), finding)))
+                    found.update(dict.fromkeys(group["params"], (name, finding)))
         return found
 
     def _refuse_new_parameters(self) -> None:
@@ -285,43 +280,6 @@ class StepChecks:
                         "full: wrap before the first step, and load full state by "
                         "zero.load_full_optimizer_state_dict(model, optimizer, state)."
                     )
-
-
-# ---------------------------------------------------------------------------------------------------------------- steps
-
-
-class Steps:
-    """What is done around steps of the parameters of one model, as long as this object exists."""
-
-    def __init__(self, model: Model) -> None:
-        self.model = model
-        self._index = model.index
-        self.together = Together(model.comms, "the step of an optimizer of FSDP")
-        self._checks = StepChecks(model)
-        # What an optimizer steps now: its gradient, where this rank owns nothing of it, is hidden here.
-        self._stepping: dict[nn.Parameter, Tensor | None] = {}
-        self._led: Led = {}
-        self._offloads = any(group.offload.active for group in model.index.groups)
-        _watch()
-        _all[:] = [steps for steps in _all if steps() is not None]
-        _all.append(ref(self))
-
-    def params_in(self, optimizer: Optimizer) -> list[nn.Parameter]:
-        return [param for param in params_of(optimizer) if param in self._index]
-
-    # --------------------------------------------------------------------------------------------------- check
-
-    def check(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        """Collective. Raises RuntimeError on every rank if a step would be wrong on any."""
-        with self.together, as_plain_tensors():
-            if self._stepping:  # an optimizer around this one steps, too
-                self.take_back(optimizer, [param for param in params if param in self._stepping])
-            self._checks.refuse(optimizer, params)
-            for unit in self._units_of(params):  # here, where what it raises is raised on every rank
-                unit.reshard()
-            self.together.agree()
-        for group in optimizer.param_groups:
-            group.pop(SHARD_MARK, None)  # load_state_dict() leaves the mark of this rank's shard here
 
     # ---------------------------------------------------------------------------------------- hide and restore
 
