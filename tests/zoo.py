@@ -164,6 +164,18 @@ class Block(nn.Module):
         return x + self.inner(x)
 
 
+class Gained(nn.Module):
+    """A layer behind a norm, times a number, and the residual around them."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        return x + self.gain * torch.tanh(self.linear(self.norm(x))) + shift
+
+
 class Stack(nn.Module):
     """Blocks between a layer and, if there are classes, another. Its weights are the same wherever it is built.
 

@@ -36,35 +36,34 @@ def side_by_side(rank: int, world: int, **options: Any) -> SideBySide:
 
 
 @pytest.mark.parametrize(
-    ("world", "options"), [(2, {}), (3, {"partition": "whole"}), (2, {"offload": zero.CPUOffload()})]
+    ("world", "options", "how"),
+    [
+        (2, {}, {}),
+        (3, {"partition": "whole"}, {}),
+        (2, {"offload": zero.CPUOffload()}, {}),
+        (2, {}, {"rank0_only": True, "writeback": False}),
+    ],
 )
 @ranks.on("world")
-def test_gradients_are_whole_too_and_what_is_written_is_stepped(rank, world, options):
+def test_gradients_are_whole_too_and_what_is_written_is_stepped(rank, world, options, how):
+    """On rank 0 alone if it is asked for; then nothing is written."""
     both = side_by_side(rank, world, **options)
     inner, plain = both.each()
-    with both.model.summon_full_params(with_grads=True):
-        for param, expected in zip(inner.parameters(), plain.parameters(), strict=True):
+    shards = [as_plain(param).clone() for param in inner.parameters()]
+    with both.model.summon_full_params(with_grads=True, **how):
+        for param, expected, shard in zip(inner.parameters(), plain.parameters(), shards, strict=True):
             average = both.averages.get(expected)
+            if how and rank:
+                assert torch.equal(as_plain(param), shard)
+                continue
             assert close(param, expected, both.tolerance)
             assert (param.grad is None) == (average is None)
             if average is not None:
                 assert close(param.grad, average, both.tolerance)
-                param.grad.mul_(0.5)
-                both.averages[expected] = average * 0.5
+                if not how:
+                    param.grad.mul_(0.5)
+                    both.averages[expected] = average * 0.5
     both.update()  # by the gradients that were halved
-
-
-@ranks.on(2)
-def test_only_rank_0_may_see_them_whole(rank, world):
-    both = side_by_side(rank, world)
-    inner, plain = both.each()
-    shards = [param.detach().clone() for param in inner.parameters()]
-    with both.model.summon_full_params(writeback=False, rank0_only=True, with_grads=True):
-        for param, shard, expected in zip(inner.parameters(), shards, plain.parameters(), strict=True):
-            assert torch.equal(as_plain(param), as_plain(shard)) if rank else close(param, expected, both.tolerance)
-            if not rank and both.averages.get(expected) is not None:
-                assert close(param.grad, both.averages[expected], both.tolerance)
-    both.update()
 
 
 class Root(nn.Module):
@@ -115,26 +114,25 @@ def summon(module: nn.Module, again: bool = False, **options: Any) -> None:
             summon(module)
 
 
-REFUSED: dict[str, tuple[Callable[[], None], list[str]]] = {
-    "ValueError, writeback from rank 0": (
-        lambda: summon(zero.FSDP(GPT()), rank0_only=True),
-        ["rank0_only=True", "writeback=False"],
-    ),
-    "ValueError, gradients on the CPU": (
+REFUSED: list[tuple[str, Callable[[], None], list[str]]] = [
+    ("ValueError", lambda: summon(zero.FSDP(GPT()), rank0_only=True), ["rank0_only=True", "writeback=False"]),
+    (
+        "ValueError",
         lambda: summon(Root().wrapped(), offload_to_cpu=True, with_grads=True),
         ["offload_to_cpu=True", "with_grads=True"],
     ),
-    "RuntimeError, twice": (lambda: summon(zero.FSDP(GPT()), again=True), ["another", "between steps"]),
-}
+    ("RuntimeError", lambda: summon(zero.FSDP(GPT()), again=True), ["another", "between steps"]),
+]
 
 
-def refused(rank: int, world: int, name: str) -> None:
-    REFUSED[name][0]()
+def refused(rank: int, world: int, number: int) -> None:
+    REFUSED[number][1]()
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_done_is_refused_on_every_rank(name):
-    ranks.expect_error(refused, 2, name.split(",")[0], *REFUSED[name][1], args=(name,), timeout=15)
+@pytest.mark.parametrize("number", range(3), ids=["writeback from rank 0", "gradients on the CPU", "twice"])
+def test_what_cannot_be_done_is_refused_on_every_rank(number):
+    error, _, words = REFUSED[number]
+    ranks.expect_error(refused, 2, error, *words, args=(number,), timeout=15)
 
 
 def initialise(module: nn.Module) -> None:

@@ -84,9 +84,10 @@ def test_those_that_couple_parameters_are_refused_at_setup(rank, world):
     zero.setup(built(matrices), Noisy, stage=3)
 
 
-def test_where_nothing_is_sharded_or_the_user_says_what_it_is_they_step():
-    ranks.run(stepped, args=(SamOfSGD, {"sharding_strategy": "NO_SHARD"}))
-    ranks.run(stepped, args=(partial(Curious, secret="known"), {"partition": "even"}))
+@ranks.on(2)
+def test_where_nothing_is_sharded_or_the_user_says_what_it_is_they_step(rank, world):
+    stepped(rank, world, SamOfSGD, {"sharding_strategy": "NO_SHARD"})
+    stepped(rank, world, partial(Curious, secret="known"), {"partition": "even"})
 
 
 @pytest.mark.slow
@@ -154,9 +155,8 @@ def test_a_step_inside_backward_is_refused(rank, world):
 @ranks.on(2)
 def test_other_models_are_not_looked_at(rank, world):
     plain, model = built(matrices), sharded()
-    one, other, together = (
-        sgd(params) for params in (plain.parameters(), model.parameters(), [*plain.parameters(), *model.parameters()])
-    )
+    one, other = sgd(plain.parameters()), sgd(model.parameters())
+    together = sgd([*plain.parameters(), *model.parameters()])
     backward(plain, rank)
     with model.no_sync():
         backward(model, rank)

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
 
 import ranks
 import zero
@@ -40,26 +39,6 @@ def net() -> Stack:
     return model
 
 
-STAGES: dict[str, dict[str, Any]] = {
-    "resharded": {},
-    "not sharded": {"sharding_strategy": "NO_SHARD"},
-    "whole": {"partition": "whole"},
-}
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@ranks.on(2)
-def test_adapters_train_and_what_they_adapt_stays(rank, world, stage):
-    both = side_by_side(net(), STAGES[stage], partial(AdamW, lr=1e-2))
-    before = both.model.state_dict()
-    for step in range(2):
-        both.step(loss_on(rank, 2 * step), loss_on(rank, 2 * step + 1), unsent=1)
-    after = both.model.state_dict()
-    for name, param in both.model.module.named_parameters():
-        assert param.grad is None or param.requires_grad
-        assert torch.equal(after[name], before[name]) != param.requires_grad, name
-
-
 @ranks.on(2)
 def test_unfrozen_parameters_are_added_to_the_optimizer(rank, world):
     """By add_param_group, with hyperparameters of their own."""
@@ -89,11 +68,8 @@ def between(rank: int, world: int, thaw: bool) -> None:
     both.step(loss_on(rank, 3))
 
 
-def test_unfrozen_between_backwards_of_a_step():
+def test_between_backwards_of_a_step_parameters_may_be_unfrozen_and_frozen_ones_are_not_stepped():
     ranks.run(between, args=(True,))
-
-
-def test_frozen_between_backwards_of_a_step_what_no_sync_left_is_not_stepped_with():
     words = [r"'blocks\.1\.up\.\w+' has a gradient that was not reduced", "no_sync"]
     ranks.expect_error(between, 2, RuntimeError, *words, args=(False,), timeout=15)
 

@@ -2,11 +2,11 @@
 
 import re
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD
 
 import ranks
@@ -14,23 +14,10 @@ import zero
 from assertions import same
 from runs import side_by_side
 from zero import FSDP
-from zoo import WIDTH, loss_on
+from zoo import WIDTH, Stack, loss_on
 
-REFUSED = [r"'(body|head)\.\w+' was moved, cast or given other data", r"p\.data\.copy_", "before wrapping"]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(x)))
-
-
-def loss(model: nn.Module, rank: int) -> Tensor:
-    return loss_on(rank, 0)(model)
+REFUSED = [r"'(first|last)\.\w+' was moved, cast or given other data", r"p\.data\.copy_", "before wrapping"]
+Net = partial(Stack, classes=WIDTH, blocks=0)
 
 
 def exchange(model: FSDP) -> None:
@@ -39,52 +26,40 @@ def exchange(model: FSDP) -> None:
         param.data = 0.5 * param.data
 
 
-def cast(model: FSDP) -> None:
-    model.bfloat16()
+REBINDS: dict[str, Callable[[FSDP], object]] = {
+    "exchanged": exchange,
+    "cast": FSDP.bfloat16,
+    "a bias, of which the last rank has all": lambda m: setattr(m.last.bias, "data", 0.5 * m.last.bias.data),
+    "exchanged on one rank": lambda model: exchange(model) if torch.distributed.get_rank() else None,
+}
+USES: dict[str, Callable[[FSDP, int], object]] = {
+    "evaluates": lambda model, rank: torch.no_grad()(loss_on(rank, 0))(model),
+    "gives its weights": lambda model, rank: model.state_dict(),
+    "is summoned": lambda model, rank: model.summon_full_params().__enter__(),
+    "is stepped": lambda model, rank: SGD(model.parameters(), 0.1).step(),
+}
 
 
-def one_part(model: FSDP) -> None:
-    """Of a parameter of which only the last rank has any."""
-    model.head.bias.data = 0.5 * model.head.bias.data
-
-
-def evaluate(model: FSDP, rank: int) -> None:
-    with torch.no_grad():
-        loss(model, rank)
-
-
-def take_weights(model: FSDP, rank: int) -> None:
-    model.state_dict()
-
-
-def summon(model: FSDP, rank: int) -> None:
-    with model.summon_full_params():
-        pass
-
-
-def step(model: FSDP, rank: int) -> None:
-    SGD(model.parameters(), 0.1).step()
-
-
-def rebound(rank: int, world: int, rebind: Callable[[FSDP], None], use: Callable[[FSDP, int], None]) -> None:
+def rebound(rank: int, world: int, rebind: str, use: str) -> None:
     model = zero.FSDP(Net())
-    loss(model, rank).backward()
-    rebind(model)
-    use(model, rank)
+    loss_on(rank, 0)(model).backward()
+    REBINDS[rebind](model)
+    USES[use](model, rank)
 
 
-@pytest.mark.parametrize(
-    ("rebind", "use"), [(exchange, use) for use in (evaluate, take_weights, summon, step)] + [(cast, evaluate)]
-)
+@pytest.mark.parametrize(("rebind", "use"), [*(("exchanged", use) for use in USES), ("cast", "evaluates")])
 def test_other_data_is_refused_where_it_would_be_lost(rebind, use):
     ranks.expect_error(rebound, 2, RuntimeError, *REFUSED, args=(rebind, use), timeout=15)
 
 
-@pytest.mark.parametrize(("use", "words"), [(step, "rank 1 has raised"), (evaluate, "rank 1 has raised.*out of step")])
+@pytest.mark.parametrize(
+    ("use", "words"), [("is stepped", "rank 1 has raised"), ("evaluates", "rank 1 has raised.*out of step")]
+)
 def test_ranks_that_go_on_are_told_why_another_does_not(use, words):
-    told = ranks.expect_error(rebound, 2, RuntimeError, "given other data", args=(one_part, use), timeout=15)
+    args = ("a bias, of which the last rank has all", use)
+    told = ranks.expect_error(rebound, 2, RuntimeError, "given other data", args=args, timeout=15)
     assert re.search(words, told[0])
-    assert "'head.bias'" in told[1] and not re.search(words, told[1])
+    assert "'last.bias'" in told[1] and not re.search(words, told[1])
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"sharding_strategy": "NO_SHARD"}], ids=str)
@@ -104,55 +79,53 @@ def test_what_is_written_in_place_counts(rank, world, options):
                     param.copy_(0.5 * param)
 
 
-def on_one_rank(model: FSDP) -> None:
-    if torch.distributed.get_rank() == 1:
-        exchange(model)
-
-
-@pytest.mark.parametrize("rebind", [exchange, cast, on_one_rank])
+@pytest.mark.parametrize("rebind", ["exchanged", "cast", "exchanged on one rank"])
 @ranks.raises(2, RuntimeError, *REFUSED, timeout=15)
 def test_other_data_for_whole_parameters_is_refused_and_nothing_of_it_stays(rank, world, rebind):
     model = zero.FSDP(Net())
     before = model.state_dict()
     with pytest.raises(RuntimeError, match="given other data") as error, model.summon_full_params():
-        rebind(model)
+        REBINDS[rebind](model)
     same({**model.state_dict()}, {**before})
-    loss(model, rank).backward()  # it can go on
-    step(model, rank)
+    loss_on(rank, 0)(model).backward()  # it can go on
+    USES["is stepped"](model, rank)
     raise error.value
 
 
-def stepped(rank: int, world: int, change: Callable[[Net], object], net: Net | None = None, **options: Any) -> None:
-    net = net or Net()
-    model = zero.FSDP(net, **options)
+def stepped(rank: int, world: int, change: Callable[[Stack], object]) -> None:
+    net = Net()
+    model = zero.FSDP(net)
     change(net)
     optimizer = SGD(model.parameters(), 0.1)
-    loss(model, rank).backward()
+    loss_on(rank, 0)(model).backward()
     optimizer.step()
 
 
-def other_head(net: Net) -> None:
-    net.head = nn.Linear(WIDTH, 2)
+def other_layer(net: Stack) -> None:
+    net.last = nn.Linear(WIDTH, 2)
 
 
-def other_weight(net: Net) -> None:
-    net.head.weight = nn.Parameter(torch.ones(2, WIDTH))
-    net.head.bias = None
+def other_weight(net: Stack) -> None:
+    net.last.weight = nn.Parameter(torch.ones(2, WIDTH))
+    net.last.bias = None
 
 
-def added(net: Net) -> None:
-    net.head = nn.Sequential(net.head, nn.Linear(WIDTH, WIDTH))
+def added(net: Stack) -> None:
+    net.last = nn.Sequential(net.last, nn.Linear(WIDTH, WIDTH))
 
 
-@pytest.mark.parametrize("change", [other_head, other_weight, added])
+@pytest.mark.parametrize("change", [other_layer, other_weight, added])
 def test_what_came_after_wrapping_is_refused_at_the_step(change):
-    words = [r"'head\.(1\.)?weight' is in no unit of FSDP: it was replaced .* or added since", "does not average"]
+    words = [r"'last\.(1\.)?weight' is in no unit of FSDP: it was replaced .* or added since", "does not average"]
     ranks.expect_error(stepped, 2, RuntimeError, *words, args=(change,), timeout=15)
 
 
 @ranks.on(2)
 def test_what_is_frozen_or_ignored_may_change(rank, world):
-    stepped(rank, world, lambda net: setattr(net, "head", nn.Linear(WIDTH, 2).requires_grad_(False)))
+    stepped(rank, world, lambda net: setattr(net, "last", nn.Linear(WIDTH, 2).requires_grad_(False)))
     net = Net()
-    net.body = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    stepped(rank, world, lambda net: net.body.__setitem__(0, nn.Linear(WIDTH, WIDTH)), net, ignored_modules=[net.body])
+    net.first = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+    model = zero.FSDP(net, ignored_modules=[net.first])
+    net.first[0] = nn.Linear(WIDTH, WIDTH)
+    loss_on(rank, 0)(model).backward()
+    SGD(model.parameters(), 0.1).step()

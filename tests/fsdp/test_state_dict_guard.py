@@ -21,8 +21,14 @@ GIVEN: dict[str, tuple[Callable[[Any], object], list[str]]] = {
     "state_dict": (lambda model: model.module.state_dict(), ["Linear 'first'", "zero.full_state_dict"]),
     "a block's state_dict": (lambda model: model.blocks[1].state_dict(), ["Linear 'up'", "summon_full_params"]),
     "a copy": (lambda model: copy.deepcopy(model.module), ["cannot be copied", "before wrapping"]),
+    "a copy of a block within summon_full_params": (lambda model: copied_within(model), ["full_state_dict"]),
     "an average": (lambda model: AveragedModel(model.module), ["cannot be copied"]),
 }
+
+
+def copied_within(model: Any) -> None:
+    with model.summon_full_params():
+        copy.deepcopy(model.blocks[0])
 
 
 def given_away(rank: int, world: int, what: str) -> None:

@@ -1,7 +1,5 @@
-"""Stage 3 where users' hooks, kept objects, interrupts and steps meet it: each trains as torch alone, or raises on
-every rank."""
+"""Stage 3 where interrupts and steps meet its forward: it trains as torch alone."""
 
-import tempfile
 from functools import partial
 
 import pytest
@@ -13,9 +11,9 @@ from torch.optim import SGD, Adam
 import ranks
 import zero
 from assertions import same
-from runs import SideBySide, loss_on
+from runs import SideBySide, average_gradients
 from transports import TRANSPORTS, by
-from zoo import WIDTH, Block, Stack, batch
+from zoo import WIDTH, Block, Stack, batch, loss_on
 
 
 class Stopped(Stack):
@@ -89,49 +87,7 @@ def test_a_model_steps_within_its_forward_and_runs_on(rank, world, partition):
 
         return train
 
-    def average():
-        for param in both.plain.parameters():
-            if param.grad is not None:
-                torch.distributed.all_reduce(param.grad)
-                param.grad /= world
-
     for step in range(3):
-        found = both.model(batch(rank, step), trained(players[0], lambda: None))
-        same(found, both.plain(batch(rank, step), trained(players[1], average)))
+        found = both.model(batch(rank, step), trained(players[0], tuple))
+        same(found, both.plain(batch(rank, step), trained(players[1], partial(average_gradients, both.plain))))
         same(zero.full_state_dict(both.model, to=None), {**both.plain.state_dict()})
-
-
-@pytest.mark.parametrize("offload", ["device", "disk", "cpu"])
-@ranks.on(2)
-def test_what_hooks_around_a_step_write_counts_and_they_may_be_removed(rank, world, offload):
-    where = {"device": None, "disk": zero.DiskOffload(tempfile.mkdtemp()), "cpu": zero.CPUOffload()}[offload]
-    both = SideBySide(Stack(), partial(zero_fsdp, offload=where), partial(Adam, lr=0.01))
-    seen = []
-
-    @torch.no_grad()
-    def halve(optimizer, *_):
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.grad.mul_(0.5)
-
-    @torch.no_grad()
-    def shrink(optimizer, *_):
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                seen.append(param.grad is None)
-                param.mul_(0.9)
-
-    both.step(loss_on(rank, 0))
-    hooks = [
-        register(hook)
-        for optimizer in (both.optimizer, both.plain_optimizer)
-        for register, hook in ((optimizer.register_step_pre_hook, halve), (optimizer.register_step_post_hook, shrink))
-    ]
-    for step in range(2):
-        both.step(loss_on(rank, 1 + step))
-    for hook in hooks:
-        hook.remove()
-    both.step(loss_on(rank, 5))
-    assert seen
-    assert not any(seen)

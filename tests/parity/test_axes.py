@@ -291,6 +291,7 @@ FOUND = [
     hook("before every optimizer's step halves each, registered early"),
     hook("after every optimizer's step decays each, registered late"),
     hook("before an optimizer's step zeroes each, registered late", "shards lie on a disk"),
+    hook("after an optimizer's step decays each, registered late", "shards lie on a disk"),
     hook("before the backward of a block reads, registered early"),
     hook("on each accumulated gradient scales in place, registered late"),
     hook("before an optimizer's step raises alone, registered late", "trains", "gloo"),

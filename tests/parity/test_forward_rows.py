@@ -3,7 +3,6 @@
 from functools import partial
 from types import SimpleNamespace
 
-import pytest
 import torch
 from torch import Tensor, func, nn
 from torch.autograd import forward_ad
@@ -12,12 +11,8 @@ from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import gpus
-import ranks
-import zero
 from rows import WIDTH, Rows, adam
-from runs import SideBySide
 from zero.wrap.tensors import tensors_in
-from zoo import data
 
 UNITS = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
 LATER = {"or_refused": r"gain|body|head", "fails": {3}}
@@ -361,17 +356,3 @@ row.of("two in evaluation", forwards(False, False))
 row.of("buffers of one rank differ", forwards(False, act=lambda t, i: t.n[1].running_mean.data.add_(t.rank)))
 row.of("they differ before two", forwards(False, False, act=lambda t, i: t.n[1].running_var.data.add_(t.rank)))
 test_buffers = row.tests()
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@ranks.on(2, timeout=15)
-def test_buffers_that_are_not_sent_are_read_by_two_forwards(rank, world, stage):
-    def build(net, optim):
-        optimizer = zero.OSS(net.parameters(), optim) if stage == 2 else None
-        how = {"broadcast_buffers": False}
-        model = zero.FSDP(net, **how) if stage == 3 else zero.ShardedDDP(net, optimizer, **how)
-        return model, optimizer or optim(model.parameters())
-
-    both = SideBySide(Norm(), build)
-    for i in range(3):
-        both.step(lambda m: sum(m(data(4, WIDTH, rank=rank, step=k + i)).square().mean() for k in (0, 10)))  # noqa: B023

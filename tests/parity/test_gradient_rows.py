@@ -141,16 +141,12 @@ NETS = {
 }
 
 
-def clipped(rank, world, net, norm, partition="auto", stage=3):
-    """norm: None for torch's clip_grad_norm_."""
+def clipped(rank, net, partition, stage):
     torch.manual_seed(0)
     model, optimizer = zero.setup(NETS[net](), momentum, stage=stage, partition=partition)
     for i in range(6):
         model(data(4, WIDTH, rank=rank, step=i)).square().sum().backward()
-        if norm is None:
-            clip_grad_norm_(model.parameters(), 0.01)
-        else:
-            assert clip_grad_norm_(model.parameters(), 0.01, norm) > 0.01
+        assert clip_grad_norm_(model.parameters(), 0.01) > 0.01
         optimizer.step()
         optimizer.zero_grad()
     return zero.full_state_dict(model, to=None)
@@ -163,9 +159,9 @@ def clipped(rank, world, net, norm, partition="auto", stage=3):
 def test_torchs_clip_grad_norm_is_that_of_stage_0(rank, world, net, partition):
     """Also where one rank has all."""
     # DistributedDataParallel does not train what is unused by itself.
-    expected = clipped(rank, world, net, None, stage=1 if net == "one is unused" else 0)
+    expected = clipped(rank, net, "auto", 1 if net == "one is unused" else 0)
     for stage in (2, 3):
-        found = clipped(rank, world, net, None, partition, stage)
+        found = clipped(rank, net, partition, stage)
         for name, value in expected.items():
             assert close(found[name], value, 1e-5), f"{name} at stage {stage}"
 
@@ -194,15 +190,3 @@ row.of("each has its norm", each(lambda t, params: [clip_grad_norm_(p, 0.01) for
 row.of("the largest is the norm", each(lambda t, params: clip_grad_norm_(params, 0.01, torch.inf)), **NORM)
 row.of("it runs foreach", each(lambda t, params: clip_grad_norm_(params, 0.01, foreach=True)), **NORM)
 test_scaled = row.tests()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("norm", [1.0, 2.0, torch.inf])
-@pytest.mark.parametrize("net", ["units", "small", "one output", "wide", "half is frozen"])
-def test_clipped_weights_are_within_rounding_of_those_of_stage_0(net, norm):
-    """A norm is summed in the order of the shards."""
-    expected = ranks.run(clipped, args=(net, norm, "auto", 0))[0]
-    largest = max(value.abs().max() for value in expected.values())
-    for stage in (1, 2, 3):
-        for found in ranks.run(clipped, args=(net, norm, "auto", stage)):
-            assert all((found[name] - value).abs().max() <= 2e-7 * largest for name, value in expected.items()), stage

@@ -218,7 +218,3 @@ def test_offloaded_gradients_are_read_for_their_norm_only_if_somebody_wrote(stag
             expected = torch.cat([grad.double().flatten() for grad in gradients]).norm(norm_type)
             assert norm.item() == pytest.approx(expected.item(), rel=1e-5 if dtype == torch.float32 else 5e-3)
             optimizer.step()
-
-
-def each(change: Any) -> Any:
-    return lambda t, i: t.update(t.loss(i), lambda t: [change(p) for p in t.m.parameters() if p.grad is not None])

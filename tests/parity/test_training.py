@@ -209,6 +209,9 @@ ROWS = {
     "units around units that hold nothing themselves": row(
         *(around("list", around("sequence", "feed", around("sequence", "feed"))),) * 2, units="blocks"
     ),
+    "buffers that are not sent, read by two forwards": row(
+        "batch norm", "feed", "batch norm", broadcast_buffers=False, steps=(Step((Micro(2),)),) * 3
+    ),
     "dropout": row("feed", "drop", "feed", "drop"),
 }
 AT: dict[str, dict[str, Any]] = {

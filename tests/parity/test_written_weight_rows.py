@@ -91,23 +91,6 @@ def a_step_between_a_forward_under_no_sync_and_its_backward(t, i):
 
 
 @row()
-def a_step_follows_a_forward_without_graph(t, i):
-    t.o.zero_grad()
-    t.loss(i).backward()
-    with torch.no_grad():
-        t.loss(10 + i)
-    t.o.step()
-
-
-@row()
-def a_step_follows_a_forward_whose_loss_is_dropped(t, i):
-    t.o.zero_grad()
-    t.loss(i).backward()
-    t.loss(10 + i)
-    t.o.step()
-
-
-@row()
 def a_step_without_gradients_comes_between(t, i):
     t.o.zero_grad()
     loss = t.loss(i)
@@ -158,16 +141,14 @@ def follows(average):
     return program
 
 
-def wrapped_copy(t):
-    copied = Net()
-    copied.load_state_dict({name.removeprefix("module."): value for name, value in t.m.state_dict().items()})
-    return copied if t.stage < 3 else zero.FSDP(copied)
-
-
 def plain_copy(t):
     copied = Net()
     copied.load_state_dict({name.removeprefix("module."): value for name, value in t.m.state_dict().items()})
     return copied
+
+
+def wrapped_copy(t):
+    return plain_copy(t) if t.stage < 3 else zero.FSDP(plain_copy(t))
 
 
 def keeps_the_best(t, i):
