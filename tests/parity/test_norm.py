@@ -52,7 +52,6 @@ class Half(nn.ModuleList):
 
 
 def one_weight() -> nn.Module:
-    """Under a whole cut one rank has nothing."""
     return nn.Linear(FEATURES, 3, bias=False)
 
 
@@ -178,7 +177,6 @@ class Reading(TorchDispatchMode):
 
 
 def by_data(gradients: list[Tensor]) -> None:
-    """torch counts no write into `.data`."""
     for gradient in gradients:
         gradient.data.mul_(3)
 

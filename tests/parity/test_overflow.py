@@ -28,7 +28,6 @@ def layers() -> nn.Module:
 
 
 def one_weight() -> nn.Module:
-    """Under whole cuts one rank owns no gradient."""
     return nn.Linear(FEATURES, 3, bias=False)
 
 

@@ -312,7 +312,6 @@ def frozen_first() -> Net:
 
 
 def trained_with_masters(rank: int, stage: int, optim: str, net: Net) -> tuple[dict[str, Tensor], Any, Any]:
-    """The masters, full weights, and full state of the optimizer."""
     model, optimizer = zero.setup(net, OPTIMIZERS[optim], stage=stage, precision="bf16")
     Loop(rank).at_stage(model, optimizer)
     weights, state = zero.full_state_dict(model, to=None), zero.full_optimizer_state_dict(model, optimizer, to=None)
@@ -350,8 +349,6 @@ def test_masters_change_no_parameters_that_other_ranks_have_as_well(rank, world,
 
 
 class Saves(Net):
-    """Whose user's hook sees what is saved."""
-
     def __init__(self) -> None:
         super().__init__()
         self.register_state_dict_post_hook(
@@ -403,7 +400,6 @@ def test_full_weights_are_the_masters_and_are_loaded_into_them(rank, world, stag
 
 
 def alone(rank: int, world: int, stage: int | None) -> list[float]:
-    """stage: None for torch alone."""
     net, optim = Net(), OPTIMIZERS["adam"]
     if stage is None:
         return Loop(0).by_hand(net, optim(net.parameters()), BF16)
