@@ -22,7 +22,7 @@ import zero
 from assertions import plain, same
 from optimizers import ByParameter
 from rows import Rows, adam, momentum, sgd
-from runs import SideBySide, average_gradients, norm_of_gradients, side_by_side
+from runs import SideBySide, norm_of_gradients
 from zoo import WIDTH, Stack, batch, loss_on
 
 
@@ -42,7 +42,6 @@ def each(act):
 
 
 def average(t, i):
-    """Weights and an average of them, kept by hand."""
     t.update(t.loss(i))
     now = [param.detach() for param in t.n.parameters()]
     if i == 0:
@@ -96,8 +95,6 @@ for options in ({}, {"options": {"partition": "whole"}}):
 
 
 class Twice(torch.optim.SGD):
-    """Calls its closure twice, as SAM does."""
-
     @torch.no_grad()
     def step(self, closure):
         for _ in range(2):
@@ -123,6 +120,25 @@ def with_a_closure(t, i):
         return loss
 
     t.o.step(closure)
+
+
+class Replacing(Twice):
+    """Steps by giving parameters other data; raises half-way if it is told to."""
+
+    fails = False
+
+    def write(self, param):
+        param.data = param.data - 0.1 * param.grad
+
+    def end_of_a_pass(self):
+        if self.fails:
+            raise KeyError
+
+
+def raises_half_way(t, i):
+    Replacing.fails = i == 1
+    with pytest.raises(KeyError) if Replacing.fails else nullcontext():
+        with_a_closure(t, i)
 
 
 class GoesBack(torch.optim.SGD):
@@ -153,7 +169,6 @@ class GoesBack(torch.optim.SGD):
 
 
 def written_after_evaluating(t, i):
-    """Gradients are enabled, but no backward follows."""
     t.update(t.loss(i))
     t.n.requires_grad_(True)
     t.m(batch(0, i)).sum()
@@ -164,29 +179,12 @@ def written_after_evaluating(t, i):
 
 
 class Asking(Stack):
-    """Its forward asks for the size of another unit's parameters, on rank 0 alone."""
-
     def forward(self, x):
         if dist.get_rank() == 0:
             weight = self.blocks[-1].up.weight
             found = (weight.numel(), tuple(weight.shape), weight.size(0), len(weight), weight.dim())
             assert found == (2 * WIDTH * WIDTH, (2 * WIDTH, WIDTH), 2 * WIDTH, 2 * WIDTH, 2)
         return super().forward(x)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@ranks.on(2)
-def test_other_data_is_refused_also_if_it_is_equal(rank, world, stage):
-    """Whoever gives a parameter a copy may keep the tensor from before, and give it back."""
-    model, optimizer = zero.setup(Stack(), sgd, stage=stage)
-    loss = loss_on(rank, 0)(model)
-    loss.backward()
-    param = model.module.first.weight
-    kept, param.data = param.data, param.data.clone()
-    with pytest.raises(RuntimeError, match=r"first\.weight.* was moved, cast or given other data"):
-        optimizer.step()
-    param.data = kept
-    optimizer.step()
 
 
 class Keeps(torch.optim.SGD):
@@ -227,12 +225,16 @@ def by_dimensions(params):
 
 
 row.of("one rank alone asks for the shape of another unit", net=Asking)
-row.of("an optimizer calls its closure twice", with_a_closure, optim=lambda params: Twice(params, lr=0.1))
+row.of("an optimizer calls its closure twice", with_a_closure, optim=partial(Twice, lr=0.1))
 row.of("an optimizer keeps what it made before its first step", lambda t, i: t.update(t.loss(i)), optim=Keeps)
 row.of("a hook in backward reads parameters", read_in_backward)
 row.of("groups are chosen by dimensions after wrapping", optim=by_dimensions, fsdp={"partition": "even"})
 row.of("an optimizer goes back to data from before", with_a_closure, optim=GoesBack)
-row.of("and steps by another", with_a_closure, optim=lambda params: GoesBack(params, by_another=True))
+row.of("and steps by another", with_a_closure, optim=partial(GoesBack, by_another=True))
+how = {"optim": partial(Replacing, lr=0.1), "fsdp": {"partition": "even"}}
+row.of("an optimizer gives other data, and raises once", raises_half_way, **how)
+how["fsdp"] = {"partition": "even", "reshard_after_forward": False}
+row.of("so it does to units that are kept", raises_half_way, **how)
 row.of("weights are written after evaluating", written_after_evaluating, optim=adam)
 test_rows = row.tests()
 
@@ -513,43 +515,6 @@ def test_unwrapping_restores_what_a_step_that_raises_hid_before_parameters_are_f
     assert {type(param) for param in module.parameters()} == {nn.Parameter}
 
 
-class Replacing(Twice):
-    """Steps by giving parameters other data; raises half-way if it is told to."""
-
-    fails = False
-
-    def write(self, param):
-        param.data = param.data - 0.1 * param.grad
-
-    def end_of_a_pass(self):
-        if self.fails:
-            raise KeyError
-
-
-@pytest.mark.parametrize("reshards", [True, False])
-@ranks.on(2)
-def test_data_that_a_step_gives_parameters_is_theirs_in_its_closure_and_after_an_error(rank, world, reshards):
-    both = side_by_side(Stack(), {"partition": "even", "reshard_after_forward": reshards}, Replacing)
-
-    def step(model, optimizer, number):
-        def closure():
-            optimizer.zero_grad()
-            loss = loss_on(rank, number)(model)
-            loss.backward()
-            if model is both.plain:
-                average_gradients(model)
-            return loss
-
-        optimizer.step(closure)
-
-    for number in range(3):
-        Replacing.fails = number == 1
-        for model, optimizer in ((both.model, both.optimizer), (both.plain, both.plain_optimizer)):
-            with pytest.raises(KeyError) if Replacing.fails else nullcontext():
-                step(model, optimizer, number)
-        both.compare()
-
-
 @ranks.on(2)
 def test_state_of_an_optimizer_says_so_too(rank, world):
     model, optimizer = zero.setup(Stack(), adam, stage=3)
@@ -575,8 +540,6 @@ def test_state_of_an_optimizer_says_so_too(rank, world):
 
 
 class Scaled(ByParameter):
-    """Keeps one number for each parameter, as a tensor of one element, beside a momentum."""
-
     def step_one(self, param, state, group):
         state.setdefault("scale", torch.ones(1)).mul_(0.5)
         state["momentum"] = state.get("momentum", 0) + param.grad

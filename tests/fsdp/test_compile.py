@@ -53,7 +53,6 @@ class Net(Stack):
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Without the level that torch.compile puts in their names."""
     return {name.replace("_orig_mod.", ""): value for name, value in zero.full_state_dict(model, to=None).items()}
 
 
@@ -199,8 +198,6 @@ class Run:
 
 
 class Reading(nn.Module):
-    """Multiplies by the weight of another unit, whose own forward comes before or after."""
-
     def __init__(self) -> None:
         super().__init__()
         self.one, self.other = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
@@ -212,8 +209,6 @@ class Reading(nn.Module):
 
 
 class Checkpointing(Net):
-    """The blocks are computed again in backward."""
-
     def call(self, block: nn.Module, x: Tensor) -> Tensor:
         return checkpoint(block, x, use_reentrant=False)
 

@@ -67,7 +67,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 @contextmanager
 def full_disk(rank: int, path: Path) -> Iterator[dict[str, Any]]:
     """The second rank has room for some shards."""
-    room = 3 if rank == 1 else 1000
+    room = 2 if rank == 1 else 1000
     allocate = os.posix_fallocate
 
     def allocate_while_there_is_room(*args: Any) -> None:

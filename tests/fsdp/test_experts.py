@@ -15,18 +15,12 @@ import zero
 from inner import unit_names
 from odd import recomputed, reentrant
 from runs import SideBySide, on_mesh, side_by_side
-from zoo import OPTIMIZERS, Stack, data
+from zoo import OPTIMIZERS, Block, Stack, data, made
 
 WIDTH, EXPERTS, TOKENS = 6, 5, 6
 
 
-class Expert(nn.Module):
-    def __init__(self, inner: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
+Expert = made(Block, lambda self, x: self.inner(x))
 
 
 class Mixture(nn.Module):
@@ -35,7 +29,7 @@ class Mixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS)
-        self.experts = nn.ModuleList(Expert(inner=5 + number % 2) for number in range(EXPERTS))
+        self.experts = nn.ModuleList(Expert(WIDTH, 5 + number % 2) for number in range(EXPERTS))
 
     def forward(self, x: Tensor, allowed: Tensor) -> Tensor:
         weights, chosen = (self.router(x) + allowed.log()).softmax(-1).max(-1)
@@ -57,8 +51,6 @@ class Layer(nn.Module):
 
 
 class Model(Stack):
-    """run: what runs a layer."""
-
     def __init__(self, run: Callable[..., Tensor] = lambda layer, *args: layer(*args)) -> None:
         super().__init__(Layer, WIDTH, blocks=2)
         self.run = run

@@ -29,7 +29,6 @@ class Net(Stack):
 
 
 def total(value: float) -> float:
-    """Over all ranks."""
     tensor = torch.tensor(float(value), dtype=torch.float64)
     dist.all_reduce(tensor)
     return tensor.item()

@@ -99,7 +99,6 @@ def test_with_real_weights_on_rank_0_only_training_has_the_bits_of_ddp(rank, wor
 
 
 def by_numbers(module: nn.Module) -> None:
-    """Values by the shape of a tensor; of modules of all kinds."""
     for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
         seed = zlib.crc32(str(tuple(tensor.shape)).encode())
         values = torch.randn(tensor.shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
@@ -107,8 +106,6 @@ def by_numbers(module: nn.Module) -> None:
 
 
 class Bare(nn.Module):
-    """Parameters and a buffer, and no reset_parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.matrix, self.scale = nn.Parameter(torch.ones(WIDTH, WIDTH)), nn.Parameter(torch.ones(()))

@@ -189,8 +189,6 @@ def test_integers_and_booleans_stay_what_they_are(rank, world):
 
 
 class Normalised(nn.Module):
-    """With buffers that are cast, and those of batch normalisation, which are not."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

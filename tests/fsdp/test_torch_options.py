@@ -12,11 +12,9 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import ranks
 import zero
-import zoo
 from assertions import plain, same
-from inner import offload_of, shard_groups, unsharded, unsharded_in_backward
-from transports import between_hosts
-from zoo import Stack, batch, data
+from inner import offload_of, shard_groups
+from zoo import data
 
 WIDTH = 6
 BF16 = torch.bfloat16
@@ -121,39 +119,6 @@ def test_a_model_trains_with_them(rank, world):
     own = trained(rank)
     for what, options in GIVEN.items():
         same(trained(rank, **options), own, what)
-
-
-PRE = {"backward_prefetch": fsdp.BackwardPrefetch.BACKWARD_PRE}
-PREFETCHES = [
-    ({"backward_prefetch": fsdp.BackwardPrefetch.BACKWARD_POST}, 2),
-    ({"backward_prefetch": None}, 1),
-    ({"limit_all_gathers": False}, 3),
-    ({"forward_prefetch": True}, None),
-    ({**PRE, "forward_prefetch": True}, 3),
-]
-
-
-def ahead(rank: int, **options: Any) -> list[int]:
-    """How many blocks are unsharded as each is computed forward, and as each has its gradient."""
-    net = Stack(blocks=4)
-    model = zero.FSDP(net, auto_wrap_policy=ModuleWrapPolicy({zoo.Block}), **options)
-    counts = unsharded_in_backward(model, [block.up.weight for block in net.blocks])
-    for block in net.blocks:
-        block.between.register_forward_hook(lambda *_: counts.append(len(unsharded(model))))
-    for step in range(2):  # the first shows the order
-        counts.clear()
-        model(batch(rank, step)).sum().backward()
-    return counts
-
-
-@pytest.mark.slow
-@ranks.on(2)
-def test_torchs_names_say_what_is_gathered_ahead(rank, world):
-    with between_hosts():
-        found = [(ahead(rank, **given), ahead(rank, prefetch=own)) for given, own in PREFETCHES]
-    for (given, _), (one, other) in zip(PREFETCHES, found, strict=True):
-        assert one == other, given
-    assert len({str(counts) for counts, _ in found}) == 3, found
 
 
 @ranks.on(2)

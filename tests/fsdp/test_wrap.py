@@ -116,11 +116,7 @@ UNITS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = {
         {"auto_wrap_policy": ModuleWrapPolicy({DecoderBlock, Attention})},
         ["", *(name for block in BLOCKS for name in (block, f"{block}.attention"))],
     ),
-    "as one unit, by class": (
-        GPT,
-        {"auto_wrap_policy": SMALLER, "as_one_unit": [DecoderBlock]},
-        ["", *BLOCKS, "norm"],
-    ),
+    "as one unit, by class": (GPT, {"auto_wrap_policy": SMALLER, "as_one_unit": [DecoderBlock]}, ["", *BLOCKS, "norm"]),
     "a sequence of blocks": (lambda: nn.Sequential(nn.Linear(8, 8), *decoders(2)), {}, ["", "1", "2"]),
     "blocks in a dictionary": (in_a_dictionary, {}, ["", "layers.first", "layers.second"]),
     "layers in a block are not divided": (resnet, {}, ["", *(f"layers.{n}" for n in range(3))]),
