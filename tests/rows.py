@@ -78,12 +78,12 @@ class Loop:
         torch.manual_seed(0)
         self.stage, self.rank, self.folder, self.axis = stage, rank, Path(folder), row.axis
         self.kept, self.seen = SimpleNamespace(), list[Tensor]()
-        self.n = self.axis.net(row.net(), self)
+        self.n = self.axis.net(self.axis.made(row.net), self)
         self.m, self.o = self.axis.wrapped(self, lambda optim: _wrapped(row, stage, self.n, optim), row.optim)
 
     def batch(self, i: int) -> Tensor:
         """Another one on each rank."""
-        return self.axis.inputs(data(4, WIDTH, rank=self.rank, step=i))
+        return self.axis.inputs(self.axis.made(lambda: data(4, WIDTH, rank=self.rank, step=i)))
 
     def forward(self, inputs: Tensor, **given: Any) -> Tensor:
         return self.axis.forward(self, inputs, **given)

@@ -164,6 +164,31 @@ class Block(nn.Module):
         return x + self.inner(x)
 
 
+class Gained(nn.Module):
+    """A layer behind a norm, times a number, and the residual around them."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor, shift: float = 0.0) -> Tensor:
+        return x + self.gain * torch.tanh(self.linear(self.norm(x))) + shift
+
+
+class Adapted(nn.Module):
+    """A frozen layer beside a trained one of low rank (Hu et al., 2021)."""
+
+    def __init__(self, before: int = WIDTH, after: int = WIDTH) -> None:
+        super().__init__()
+        self.base = nn.Linear(before, after).requires_grad_(False)
+        self.down, self.up = nn.Linear(before, 2, bias=False), nn.Linear(2, after, bias=False)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x)) * self.scale
+
+
 class Stack(nn.Module):
     """Blocks between a layer and, if there are classes, another. Its weights are the same wherever it is built.
 
@@ -193,6 +218,17 @@ class Stack(nn.Module):
 
     def call(self, block: nn.Module, x: Tensor) -> Tensor:
         return block(x)
+
+
+def made(kind: type[nn.Module], forward: Callable[..., Any], **parts: Callable[[], Any]) -> type[nn.Module]:
+    """A class like `kind` with another forward, and with more modules or parameters, each made by a call."""
+
+    def __init__(self: nn.Module, *args: Any, **how: Any) -> None:
+        kind.__init__(self, *args, **how)
+        for name, make in parts.items():
+            setattr(self, name, make())
+
+    return type(kind.__name__, (kind,), {"__init__": __init__, "forward": forward})
 
 
 class TiedBlocks(nn.Module):

@@ -5,6 +5,7 @@
     dtype    16 bits: parameters, autocast, mixed precision, master weights, loss scaling
     hooks    the user's own, at every place where torch lets them
     kept     an output, a gradient, a graph is kept, on one rank or on all
+    device   the default device is not the model's; shards lie in files
 
 What happens is a class, or several by `name`; it is entered under the name of its axis and its own:
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from rows import Loop
 
 FILES = ("slow", "layout", "dtype", "hooks", "kept")
+"""From which points are drawn. What is in MORE happens to some rows always."""
+MORE = ("device",)
 Make = TypeVar("Make", bound="Callable[[], Axis]")
 Wrap = Callable[[Callable[..., Any]], tuple[nn.Module, Any]]
 """Of an optimizer's class. Returns the wrapped model and its optimizer."""
@@ -47,6 +50,10 @@ class Axis:
     def running(self, rank: int, stage: int) -> AbstractContextManager[object]:
         """Around one training."""
         return nullcontext()
+
+    def made(self, make: Callable[[], Any]) -> Any:
+        """What the user makes: the module, a batch."""
+        return make()
 
     def net(self, net: nn.Module, t: Loop) -> nn.Module:
         """Before wrapping."""
@@ -108,7 +115,7 @@ def happens(*names: str) -> Callable[[Make], Make]:
 
 def every() -> list[str]:
     """All that happens, axis by axis."""
-    for file in FILES:
+    for file in (*FILES, *MORE):
         importlib.import_module(f"axes.{file}")
     return [*_happens]
 

@@ -45,8 +45,6 @@ class Half(Narrow):
 
 
 class Masters(torch.optim.Optimizer):
-    """Steps copies of the parameters in float32, and rounds them."""
-
     def __init__(self, params: Any, optim: Callable[..., Any]) -> None:
         super().__init__(params, {})
         self.inner = optim([param.detach().float() for param in self._params()])

@@ -107,7 +107,6 @@ class Hook(Axis):
 
 
 def hooks(name: str, place: Place, *acts: Act, whens: str = "early late", **how: Any) -> None:
-    """Enters a place with each thing that is done there."""
     for act, when in product(acts, whens.split()):
         words = f"hooks: {name} {act.__name__.replace('_', ' ')}, registered {when}"
         happens(words)(partial(Hook, place, act, early=when == "early", **how))
@@ -161,7 +160,6 @@ def decays_each(t: Loop, params: Iterable[Tensor]) -> None:
 
 
 def reads(t: Loop, *seen: Tensor | None) -> None:
-    """What the hook is given, and what is in its module."""
     for one in seen:
         if one is not None:
             t.note(one.sum())
@@ -288,7 +286,6 @@ hooks("on all gradients of a block", on_many("all"), reads, *RAISES, **how)
 
 
 def scales_entries(t: Loop, state: dict[str, Any]) -> dict[str, Any]:
-    """Returns another one."""
     tensors = {name: value * 0.9 for name, value in state.items() if isinstance(value, Tensor) and value.ndim}
     return (
         state | {name: scales_entries(t, value) for name, value in state.items() if isinstance(value, dict)} | tensors

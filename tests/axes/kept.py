@@ -59,16 +59,12 @@ class Gradients(Kept):
 
 
 class Data(Kept):
-    """Tensors that share the memory of parameters between steps."""
-
     def step(self, program: Any, t: Loop, i: int) -> None:
         self.keep(t, *(param.detach() for param in t.n.parameters()))
         super().step(program, t, i)
 
 
 class Cycle(Kept):
-    """A graph that only the garbage collector frees."""
-
     def forward(self, t: Loop, x: Tensor, **given: Any) -> Tensor:
         output = super().forward(t, x, **given)
         if not self.alone or t.rank == 0:
@@ -78,8 +74,6 @@ class Cycle(Kept):
 
 
 class Parts(Kept):
-    """Views of what a layer inside returned."""
-
     def wrapped(self, t: Loop, wrap: Wrap, optim: Callable[..., Any]) -> tuple[nn.Module, Any]:
         linears(t.n)[1].register_forward_hook(lambda _, __, output: self.keep(t, output[:1]))
         return super().wrapped(t, wrap, optim)

@@ -27,8 +27,6 @@ def linears(net: nn.Module) -> list[nn.Linear]:
 
 
 class Laid(Axis):
-    """Every parameter lies as `lay` puts it."""
-
     def net(self, net: nn.Module, t: Loop) -> nn.Module:
         self.prepare(net)
         for param in net.parameters():
@@ -64,8 +62,6 @@ class Strided(Laid):
 
 @happens("layout: one storage")
 class OneStorage(Laid):
-    """All parameters are slices of one vector, with gaps between them."""
-
     def prepare(self, net: nn.Module) -> None:
         total = sum(param.numel() + 3 for param in net.parameters())
         self.storage, self.used = next(net.parameters()).new_zeros(total), 0
@@ -82,8 +78,6 @@ def through_images(forward: Callable[..., Any], net: Any, x: Tensor, *args: Any,
 
 
 class Imaged(Laid):
-    """The first parameter is the weight of a convolution."""
-
     def prepare(self, net: nn.Module) -> None:
         inside = dict(net._modules)
         net._modules.clear()
@@ -110,8 +104,6 @@ def gained(forward: Callable[..., Any], layer: Any, x: Tensor) -> Any:
 
 @happens("layout: 0-dim and empty")
 class NoDims(Laid):
-    """Each layer has a number, and a parameter without elements."""
-
     def prepare(self, net: nn.Module) -> None:
         for layer in linears(net):
             layer.gain, layer.nothing = nn.Parameter(torch.tensor(0.9)), nn.Parameter(torch.zeros(0, 3))

@@ -46,7 +46,6 @@ class Nap:
             self.depth -= 1
 
     def before(self, owner: type, name: str) -> AbstractContextManager[object]:
-        """A context in which calls of this method count."""
         method = getattr(owner, name)
 
         def called(*args: Any, **given: Any) -> Any:
@@ -56,7 +55,6 @@ class Nap:
         return mock.patch.object(owner, name, called)
 
     def within(self, owner: type, name: str) -> AbstractContextManager[object]:
-        """A context in which only calls within this method count."""
         method = getattr(owner, name)
 
         def called(*args: Any, **given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Forms that people write of sharded tensors between steps, for test_operators.py.
+"""Forms that people write of sharded tensors between steps, for test_operators.py and test_at_rest.py.
 
 t: a sharded tensor. o: another one like it, or a plain one. p: a parameter; ps: all of its model; gs: their gradients.
 also: parameters of no model of zero. full and grown: of a list full plain tensors, and tensors without graph.
@@ -7,6 +7,20 @@ also: parameters of no model of zero. full and grown: of a list full plain tenso
 import itertools
 import math
 import re
+from typing import Any
+
+
+def listed(text: str) -> list[str]:
+    return re.split(r" ; |\n", text.strip())
+
+
+def compiled(form: str) -> Any:
+    """For `eval`: of a form that is a statement, that gives None."""
+    try:
+        return compile(form, "a form", "eval")
+    except SyntaxError:
+        return compile(form, "a form", "exec")
+
 
 EXACT = """
 t[0] = 0 ; t[:2] = 0 ; t[..., -1] = 1 ; t[...] = o ; t[t > 0] = 0 ; t[o > 0] = 0.5 ; t[o > 0] ; t[-1] ; t[:, 0]
@@ -99,5 +113,5 @@ for _order, _each in itertools.product((1, 2.0, 3, math.inf), (None, True, False
     ROUNDED += f"utils.clip_grad_norm_(ps, 0.5, {_how}, error_if_nonfinite=True)\n"
     ROUNDED += f"utils.clip_grads_with_norm_(ps, 0.5, utils.get_total_norm(gs, {_how}), foreach={_each})\n"
 
-FORMS = {form: text is EXACT for text in (EXACT, ROUNDED) for form in re.split(r" ; |\n", text.strip())}
+FORMS = {form: text is EXACT for text in (EXACT, ROUNDED) for form in listed(text)}
 """Each with whether all of its bits are the same; else ranks add up numbers for it."""

@@ -6,7 +6,6 @@ import io
 import pickle
 import re
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from unittest import mock
@@ -14,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from forms import compiled, listed
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector
 
@@ -22,7 +22,7 @@ import zero
 from assertions import plain, same
 from optimizers import ByParameter
 from rows import Rows, adam, momentum, sgd
-from runs import SideBySide, average_gradients, norm_of_gradients, side_by_side
+from runs import SideBySide, norm_of_gradients
 from zoo import WIDTH, Stack, batch, loss_on
 
 
@@ -42,7 +42,6 @@ def each(act):
 
 
 def average(t, i):
-    """Weights and an average of them, kept by hand."""
     t.update(t.loss(i))
     now = [param.detach() for param in t.n.parameters()]
     if i == 0:
@@ -96,8 +95,6 @@ for options in ({}, {"options": {"partition": "whole"}}):
 
 
 class Twice(torch.optim.SGD):
-    """Calls its closure twice, as SAM does."""
-
     @torch.no_grad()
     def step(self, closure):
         for _ in range(2):
@@ -123,6 +120,25 @@ def with_a_closure(t, i):
         return loss
 
     t.o.step(closure)
+
+
+class Replacing(Twice):
+    """Steps by giving parameters other data; raises half-way if it is told to."""
+
+    fails = False
+
+    def write(self, param):
+        param.data = param.data - 0.1 * param.grad
+
+    def end_of_a_pass(self):
+        if self.fails:
+            raise KeyError
+
+
+def raises_half_way(t, i):
+    Replacing.fails = i == 1
+    with pytest.raises(KeyError) if Replacing.fails else nullcontext():
+        with_a_closure(t, i)
 
 
 class GoesBack(torch.optim.SGD):
@@ -153,7 +169,6 @@ class GoesBack(torch.optim.SGD):
 
 
 def written_after_evaluating(t, i):
-    """Gradients are enabled, but no backward follows."""
     t.update(t.loss(i))
     t.n.requires_grad_(True)
     t.m(batch(0, i)).sum()
@@ -163,42 +178,13 @@ def written_after_evaluating(t, i):
         t.m(batch(0, i)).sum()
 
 
-class Counting(nn.Module):
-    """Its first layer asks for the size of another unit's parameters, on rank 0 alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = Stack()
-        self.sizes = []
-
+class Asking(Stack):
     def forward(self, x):
         if dist.get_rank() == 0:
-            weight = self.net.blocks[-1].up.weight
-            self.sizes.append((weight.numel(), tuple(weight.shape), weight.size(0), len(weight), weight.dim()))
-        return self.net(x)
-
-
-@ranks.on(2)
-def test_one_rank_alone_may_ask_for_the_shape_of_another_unit(rank, world):
-    both = SideBySide(Counting(), "3")
-    for step in range(3):
-        both.step(loss_on(rank, step))
-    assert both.model.module.sizes == both.plain.sizes
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@ranks.on(2)
-def test_other_data_is_refused_also_if_it_is_equal(rank, world, stage):
-    """Whoever gives a parameter a copy may keep the tensor from before, and give it back."""
-    model, optimizer = zero.setup(Stack(), sgd, stage=stage)
-    loss = loss_on(rank, 0)(model)
-    loss.backward()
-    param = model.module.first.weight
-    kept, param.data = param.data, param.data.clone()
-    with pytest.raises(RuntimeError, match=r"first\.weight.* was moved, cast or given other data"):
-        optimizer.step()
-    param.data = kept
-    optimizer.step()
+            weight = self.blocks[-1].up.weight
+            found = (weight.numel(), tuple(weight.shape), weight.size(0), len(weight), weight.dim())
+            assert found == (2 * WIDTH * WIDTH, (2 * WIDTH, WIDTH), 2 * WIDTH, 2 * WIDTH, 2)
+        return super().forward(x)
 
 
 class Keeps(torch.optim.SGD):
@@ -230,86 +216,55 @@ def read_in_backward(t, i):
     t.o.zero_grad()
 
 
-row.of("an optimizer calls its closure twice", with_a_closure, optim=lambda params: Twice(params, lr=0.1))
+def by_dimensions(params):
+    """As many scripts choose what decays."""
+    of = {True: [], False: []}
+    for param in params:
+        of[param.dim() > 1].append(param)
+    return momentum([{"params": of[True], "weight_decay": 0.3}, {"params": of[False], "lr": 0.01}])
+
+
+row.of("one rank alone asks for the shape of another unit", net=Asking)
+row.of("an optimizer calls its closure twice", with_a_closure, optim=partial(Twice, lr=0.1))
 row.of("an optimizer keeps what it made before its first step", lambda t, i: t.update(t.loss(i)), optim=Keeps)
 row.of("a hook in backward reads parameters", read_in_backward)
+row.of("groups are chosen by dimensions after wrapping", optim=by_dimensions, fsdp={"partition": "even"})
 row.of("an optimizer goes back to data from before", with_a_closure, optim=GoesBack)
-row.of("and steps by another", with_a_closure, optim=lambda params: GoesBack(params, by_another=True))
+row.of("and steps by another", with_a_closure, optim=partial(GoesBack, by_another=True))
+how = {"optim": partial(Replacing, lr=0.1), "fsdp": {"partition": "even"}}
+row.of("an optimizer gives other data, and raises once", raises_half_way, **how)
+how["fsdp"] = {"partition": "even", "reshard_after_forward": False}
+row.of("so it does to units that are kept", raises_half_way, **how)
 row.of("weights are written after evaluating", written_after_evaluating, optim=adam)
 test_rows = row.tests()
 
 
-def row_written(p):
-    p[0] = 0.0
-
-
-def grad_row_written(p):
-    p.grad[:2] = 0.0
-
-
-def grad_assigned(p):
-    p.grad = torch.ones(WIDTH, WIDTH)
-
-
-READ = {
-    "the largest is looked for": lambda p: p.argmax(),
-    "it is decomposed": lambda p: [*torch.linalg.qr(p)],
-    "it is summed": lambda p: p.square().sum(),
-    "it is viewed": lambda p: p.view(-1),
-    "it is transposed": lambda p: p.T,
-    "it is multiplied": lambda p: torch.ones(2, WIDTH) @ p,
-    "it is given to linear": lambda p: nn.functional.linear(torch.ones(2, WIDTH), p),
-    "it is an array": lambda p: torch.tensor(p.detach().numpy()),
-    "it is a list": lambda p: torch.tensor(p.tolist()),
-    "one element is a number": lambda p: torch.tensor(float(p.detach()[1, 2])),
-    "it is asked where it is positive": lambda p: [*torch.where(p > 0)],
-    "it is written into a plain tensor": lambda p: torch.mul(p.detach(), 2, out=torch.empty(0)),
-    "it is asked whether it is finite": lambda p: p.isfinite().all(),
-    "it is compared": lambda p: torch.tensor(torch.equal(p, p.clone())),
-    "it is compared with a plain tensor": lambda p: torch.tensor(torch.equal(p, torch.ones(WIDTH, WIDTH))),
-    "it is concatenated": lambda p: torch.cat([p, p]),
-    "its gradient's norm is read": lambda p: p.grad.norm().clone(),
-    "norms of rows are read": lambda p: p.grad.norm(dim=1),
-    "its size is asked for": lambda p: torch.tensor([*p.shape, *p.grad.stride(), p.numel(), p.nbytes, len(p.data)]),
-}
-
-WRITTEN = {
-    "a row": row_written,
-    "a row through .data": lambda p: p.data.__setitem__(0, 0.0),
-    "rows of a gradient": grad_row_written,
-    "rows that are normalised": lambda p: p.div_(p.norm(dim=1, keepdim=True) + 1),
-    "a product with a plain mask": lambda p: p.mul_(torch.eye(WIDTH) + 1),
-    "a product with a plain row": lambda p: p.mul_(torch.arange(1.0, WIDTH + 1)),
-    "noise": lambda p: p.add_(torch.randn_like(p)),
-    "what is drawn": lambda p: p.data.normal_(),
-    "what is initialised": nn.init.xavier_uniform_,
-    "a gradient that is assigned": grad_assigned,
-    "a gradient that torch clips": lambda p: clip_grad_norm_([p], 1e-2),
-    "one that it clips foreach": lambda p: clip_grad_norm_([p], 1e-3, foreach=True),
-}
-
-NEED_FULL = {
-    "its memory is shared": lambda p: p.share_memory_(),
-    "it is resized": lambda p: p.resize_(2, 2),
-    "a gradient is resized": lambda p: p.grad.resize_(2, 2),
-}
-
-COPIES = {
-    "it is copied": copy.deepcopy,
-    "it is pickled": pickle.dumps,
-    "it is saved": lambda p: torch.save(p, io.BytesIO()),
-    "its gradient is saved": lambda p: torch.save(p.grad, io.BytesIO()),
-}
+READ = listed("""
+p.argmax() ; torch.linalg.qr(p) ; p.square().sum() ; p.view(-1) ; p.T ; torch.ones(2, 10) @ p ; torch.cat([p, p])
+nn.functional.linear(torch.ones(2, 10), p) ; p.tolist() ; float(p.detach()[1, 2]) ; torch.tensor(p.detach().numpy())
+torch.where(p > 0) ; torch.mul(p.detach(), 2, out=torch.empty(0)) ; p.isfinite().all() ; torch.equal(p, p.clone())
+torch.equal(p, torch.ones(10, 10)) ; p.grad.norm(dim=1) ; p.grad.norm().clone()
+[*p.shape, *p.grad.stride(), p.numel(), p.nbytes, len(p.data)]
+""")
+WRITTEN = listed("""
+p[0] = 0.0 ; p.data[0] = 0.0 ; p.grad[:2] = 0.0 ; p.div_(p.norm(dim=1, keepdim=True) + 1) ; p.mul_(torch.eye(10) + 1)
+p.mul_(torch.arange(1.0, 11)) ; p.add_(torch.randn_like(p)) ; p.data.normal_() ; nn.init.xavier_uniform_(p)
+p.grad = torch.ones(10, 10) ; clip_grad_norm_([p], 1e-2) ; clip_grad_norm_([p], 1e-3, foreach=True)
+""")
+NEED_FULL = "needs the full tensor.*first.*summon_full_params"
+REFUSED = dict.fromkeys(("p.share_memory_()", "p.resize_(2, 2)", "p.grad.resize_(2, 2)"), (RuntimeError, NEED_FULL))
+for form in ("copy.deepcopy(p)", "pickle.dumps(p)", "torch.save(p, io.BytesIO())", "torch.save(p.grad, io.BytesIO())"):
+    REFUSED[form] = TypeError, "full_state_dict"
+REFUSED["p[0].zero_()"] = RuntimeError, "writes into a copy of 'first.weight'"
+REFUSED["p.data.view(-1).add_(1)"] = RuntimeError, "writes into a copy of"
+REFUSED["torch.zeros(1).add_(p)"] = RuntimeError, "output with shape"
+REFUSED["p.grad = torch.ones(2, 10)"] = RuntimeError, "a gradient that is assigned"
 
 
 @torch.no_grad()
-def refused(name, kind, use, param, words):
-    message = "nobody refused it"
-    try:
-        use(param)
-    except kind as error:
-        message = str(error)
-    assert re.search(words, message), f"{name}: {message}"
+def done(form, p):
+    names = {"torch": torch, "nn": nn, "clip_grad_norm_": clip_grad_norm_, "copy": copy, "io": io, "pickle": pickle}
+    return eval(compiled(form), {"p": p, **names})
 
 
 def between_backward_and_step(rank, partition):
@@ -329,29 +284,29 @@ def close_to(found, expected, name):
 @ranks.on(2)
 def test_what_is_read_is_what_the_full_tensor_answers(rank, world, partition):
     both, first, expected = between_backward_and_step(rank, partition)
-    with torch.no_grad():
-        for name, read in READ.items():
-            close_to(as_plain(read(first)), read(expected), name)
+    for form in READ:
+        close_to(as_plain(done(form, first)), as_plain(done(form, expected)), form)
     both.update()
 
 
 def as_plain(value):
     """What gathered copies answer, which are read only, as plain tensors."""
-    return [*map(as_plain, value)] if isinstance(value, list) else value.as_subclass(Tensor)
+    if isinstance(value, (list, tuple)):
+        return [*map(as_plain, value)]
+    return value.as_subclass(Tensor) if isinstance(value, Tensor) else value
 
 
 @pytest.mark.parametrize("partition", ["even", "whole"])
 @ranks.on(2)
 def test_what_is_written_reaches_the_shards(rank, world, partition):
     both, first, expected = between_backward_and_step(rank, partition)
-    for name, write in WRITTEN.items():
+    for form in WRITTEN:
         for param in (first, expected):
             torch.manual_seed(0)
-            with torch.no_grad():
-                write(param)
+            done(form, param)
         with both.model.summon_full_params(with_grads=True):
-            close_to(first.detach().clone(), expected.detach(), name)
-            close_to(first.grad.clone(), expected.grad, f"the gradient after {name}")
+            close_to(first.detach().clone(), expected.detach(), form)
+            close_to(first.grad.clone(), expected.grad, f"the gradient after {form}")
     both.tolerance = 1e-6
     both.optimizer.step()
     both.plain_optimizer.step()
@@ -362,25 +317,13 @@ def test_what_is_written_reaches_the_shards(rank, world, partition):
 @ranks.on(2)
 def test_what_the_parts_do_not_have_is_refused_on_every_rank(rank, world, partition):
     both, first, _ = between_backward_and_step(rank, partition)
-    for name, use in NEED_FULL.items():
-        refused(name, RuntimeError, use, first, "needs the full tensor.*first.*summon_full_params")
-    for name, use in COPIES.items():
-        refused(name, TypeError, use, first, "full_state_dict")
-    refused("a view is written", RuntimeError, lambda p: p[0].zero_(), first, "writes into a copy of 'first.weight'")
-    refused("a part is written", RuntimeError, lambda p: p.data.view(-1).add_(1), first, "writes into a copy of")
-    refused("shapes differ", RuntimeError, lambda p: torch.zeros(1).add_(p), first, "output with shape")
-    wrong = torch.ones(2, WIDTH)
-    refused("a gradient is", RuntimeError, lambda p: setattr(p, "grad", wrong), first, "a gradient that is assigned")
+    for form, (kind, words) in REFUSED.items():
+        told = ranks.refusal(lambda form=form: done(form, first))
+        assert re.match(f"{kind.__name__}: (?s:.*){words}", told), f"{form}: {told}"
     both.update()  # nothing of it was written
 
 
-ALONE = {
-    "a norm": lambda p: p.grad.norm().item(),
-    "a sum": lambda p: p.sum(),
-    "a row": lambda p: p.data[0],
-    "a drawn row": lambda p: p.data[0].tolist(),
-    "a row that is written": lambda p: p.data.__setitem__(0, 0.0),
-}
+ALONE = ["p.grad.norm().item()", "p.sum()", "p.data[0]", "p.data[0].tolist()", "p.data[0] = 0.0"]
 
 
 @pytest.mark.parametrize("asked", ALONE)
@@ -388,7 +331,7 @@ ALONE = {
 def test_what_one_rank_reads_alone_is_refused_on_every_rank(rank, world, asked):
     both, first, _ = between_backward_and_step(rank, "even")
     if rank == 0:
-        ALONE[asked](first)
+        done(asked, first)
     both.optimizer.step()
     dist.barrier()
 
@@ -437,16 +380,10 @@ def test_who_gathers_much_between_steps_is_told_once(rank, world):
     assert len(told) == 1
 
 
-TAKEN: dict[str, Callable[[nn.Parameter], Tensor]] = {
-    "zeros": lambda p: p.new_zeros(2),
-    "zeros by its data": lambda p: p.data.new_zeros(2),
-    "ones": lambda p: p.new_ones(2),
-    "a number": lambda p: p.new_full((2,), 3.0),
-    "a list": lambda p: p.new_tensor([1.0, 2.0]),
-    "nothing": lambda p: p.new_empty(2).fill_(1.0),
-    "a cast": lambda p: torch.ones(2, dtype=torch.float64).to(p),
-    "a cast by its type": lambda p: torch.ones(2, dtype=torch.float64).type_as(p),
-}
+TAKEN = listed("""
+p.new_zeros(2) ; p.data.new_zeros(2) ; p.new_ones(2) ; p.new_full((2,), 3.0) ; p.new_tensor([1.0, 2.0])
+p.new_empty(2).fill_(1.0) ; torch.ones(2, dtype=torch.float64).to(p) ; torch.ones(2, dtype=torch.float64).type_as(p)
+""")
 
 
 @pytest.mark.parametrize("partition", ["even", "whole"])
@@ -473,19 +410,12 @@ def test_a_plain_tensor_beside_a_shard_of_one_element_is_a_full_one(rank, world)
 
 
 @ranks.on(2)
-def test_a_unit_is_not_copied_within_summon_full_params_and_the_error_says_what_to_do(rank, world):
-    model = zero.FSDP(Stack())
-    with pytest.raises(TypeError, match="full_state_dict"), model.summon_full_params():
-        copy.deepcopy(model.module.blocks[0])
-
-
-@ranks.on(2)
 def test_what_takes_its_dtype_and_device_alone_is_a_plain_tensor(rank, world):
     """As the first hidden state of a recurrent net."""
     weight = zero.FSDP(Stack().bfloat16()).module.first.weight
-    for name, make in TAKEN.items():
-        made = make(weight)
-        assert type(made) is Tensor and made.shape == (2,) and made.dtype == torch.bfloat16, name
+    for form in TAKEN:
+        made = done(form, weight)
+        assert type(made) is Tensor and made.shape == (2,) and made.dtype == torch.bfloat16, form
 
 
 @pytest.mark.parametrize("partition", ["even", "whole"])
@@ -542,17 +472,21 @@ def test_a_step_sees_plain_tensors_and_so_does_what_steps_by_itself(rank, world)
         assert type(param) is not nn.Parameter
 
 
+def before_a_second_step(rank):
+    both = SideBySide(Stack(), "3")
+    both.step(loss_on(rank, 0))
+    both.zero_grad()
+    both.backward(loss_on(rank, 1))
+    return both
+
+
 @pytest.mark.parametrize("saves", [False, True], ids=["", "weights saved before"])
 @pytest.mark.parametrize("kept", [False, True], ids=["error dropped", "error kept"])
 @ranks.on(2)
 def test_what_a_step_that_raises_hid_is_there_again(rank, world, kept, saves):
     """As soon as nobody holds the error, which holds what the step was called with; at the latest by a forward."""
-    both = SideBySide(Stack(), "3")
-    both.step(loss_on(rank, 0))
-    failing = mock_step(both.optimizer)
-    both.zero_grad()
-    both.backward(loss_on(rank, 1))
-    with failing, pytest.raises(KeyError) as error:
+    both = before_a_second_step(rank)
+    with failing(), pytest.raises(KeyError) as error:
         both.optimizer.step()
     if saves:
         zero.full_state_dict(both.model, to=0)
@@ -570,57 +504,15 @@ def test_what_a_step_that_raises_hid_is_there_again(rank, world, kept, saves):
 
 @ranks.on(2)
 def test_unwrapping_restores_what_a_step_that_raises_hid_before_parameters_are_full(rank, world):
-    both = SideBySide(Stack(), "3")
-    both.step(loss_on(rank, 0))
-    weights = zero.full_state_dict(both.model, to=None)
-    both.zero_grad()
-    both.backward(loss_on(rank, 1))
-    with mock_step(both.optimizer), pytest.raises(KeyError) as error:
+    both, ignored = before_a_second_step(rank), []
+    with failing(), pytest.raises(KeyError) as error:
         both.optimizer.step()
     module = zero.unwrap(both.model)
-    ignored = []
     with mock.patch.object(sys, "unraisablehook", ignored.append):
         del error
     assert not ignored
-    same(dict(module.state_dict()), weights, "full weights")
+    same(dict(module.state_dict()), dict(both.plain.state_dict()), "full weights")
     assert {type(param) for param in module.parameters()} == {nn.Parameter}
-
-
-class Replacing(Twice):
-    """Steps by giving parameters other data; raises half-way if it is told to."""
-
-    fails = False
-
-    def write(self, param):
-        param.data = param.data - 0.1 * param.grad
-
-    def end_of_a_pass(self):
-        if self.fails:
-            raise KeyError
-
-
-@pytest.mark.parametrize("reshards", [True, False])
-@ranks.on(2)
-def test_data_that_a_step_gives_parameters_is_theirs_in_its_closure_and_after_an_error(rank, world, reshards):
-    both = side_by_side(Stack(), {"partition": "even", "reshard_after_forward": reshards}, Replacing)
-
-    def step(model, optimizer, number):
-        def closure():
-            optimizer.zero_grad()
-            loss = loss_on(rank, number)(model)
-            loss.backward()
-            if model is both.plain:
-                average_gradients(model)
-            return loss
-
-        optimizer.step(closure)
-
-    for number in range(3):
-        Replacing.fails = number == 1
-        for model, optimizer in ((both.model, both.optimizer), (both.plain, both.plain_optimizer)):
-            with pytest.raises(KeyError) if Replacing.fails else nullcontext():
-                step(model, optimizer, number)
-        both.compare()
 
 
 @ranks.on(2)
@@ -648,8 +540,6 @@ def test_state_of_an_optimizer_says_so_too(rank, world):
 
 
 class Scaled(ByParameter):
-    """Keeps one number for each parameter, as a tensor of one element, beside a momentum."""
-
     def step_one(self, param, state, group):
         state.setdefault("scale", torch.ones(1)).mul_(0.5)
         state["momentum"] = state.get("momentum", 0) + param.grad
@@ -677,14 +567,12 @@ def test_a_number_of_all_ranks_is_no_shard_where_a_rank_has_one_element(rank, wo
 @ranks.on(2)
 def test_a_step_that_raises_before_its_closure_leaves_shards(rank, world):
     both = SideBySide(Stack(), "3")
-    failing = mock_step(both.optimizer)
-    with failing, pytest.raises(KeyError):
+    with failing(), pytest.raises(KeyError):
         both.optimizer.step(lambda: 0.0)
-    for param in both.model.parameters():
-        assert type(param) is not nn.Parameter
+    assert nn.Parameter not in map(type, both.model.parameters())
 
 
-def mock_step(optimizer):
+def failing():
     return mock.patch.object(torch.optim.SGD, "step", torch.optim.Optimizer.profile_hook_step(_raise))
 
 

@@ -7,11 +7,11 @@ The first forward runs uncompiled, to find what modules read of other units. `ma
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from compiling import WIDTH, Net, loss, plain_names
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -24,24 +24,49 @@ import ranks
 import zero
 from assertions import plain, same
 from matrix import WHOLE
-from runs import take_step
-from zoo import OPTIMIZERS, data
+from runs import SideBySide, stage_3, steps, take_step
+from simulated.world import simulated
+from zoo import OPTIMIZERS, WIDTH, Block, Gained, Stack, batch, loss_on
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.matrix,
-    # Raised by Dynamo itself as it looks at the tensors that a module is given.
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings(
+        # Raised by Dynamo itself as it looks at the tensors that a module is given.
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+        "ignore:Dynamo does not know",
+        "ignore:.*is deprecated:DeprecationWarning",
+        "ignore::torch.jit.TracerWarning",
+    ),
 ]
 
 
-def in_place(blocks: nn.ModuleList, backend: Any) -> None:
+class Net(Stack):
+    def __init__(self) -> None:
+        super().__init__(Gained, classes=WIDTH, blocks=2)
+
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x, shift=0.5)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.blocks[0](self.first(x))
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name.replace("_orig_mod.", ""): value for name, value in zero.full_state_dict(model, to=None).items()}
+
+
+# ------------------------------------------------------------------------------------------------------------- blocks
+
+
+def in_place(blocks: nn.ModuleList, **how: Any) -> None:
     for block in blocks:
-        block.compile(backend=backend)
+        block.compile(**how)
 
 
-def replaced(blocks: nn.ModuleList, backend: Any) -> None:
+def replaced(blocks: nn.ModuleList, **how: Any) -> None:
     for number, block in enumerate(blocks):
-        blocks[number] = torch.compile(block, backend=backend)
+        blocks[number] = torch.compile(block, **how)
 
 
 def trained(rank: int, stage: int, compiled: Callable[..., None], backend: str, *, after: bool) -> Any:
@@ -50,16 +75,19 @@ def trained(rank: int, stage: int, compiled: Callable[..., None], backend: str, 
     counter = CompileCounterWithBackend(backend)
     model = Net()
     if not after:
-        compiled(model.blocks, counter)
+        compiled(model.blocks, backend=counter)
     wrapped = zero.FSDP(model) if stage == 3 else DistributedDataParallel(model)
     if after:
-        compiled(model.blocks, counter)
+        compiled(model.blocks, backend=counter)
     optimizer = OPTIMIZERS["adamw"](wrapped.parameters())
     losses, graphs = [], []
     for step in range(2):
-        losses.append(take_step(optimizer, loss(wrapped, rank, step)))
+        losses.append(take_step(optimizer, loss_on(rank, step)(wrapped)))
         graphs.append(counter.frame_count)
-    return losses, plain_names(zero.full_state_dict(wrapped, to=None)), graphs
+    loss_on(rank, 2)(wrapped).backward()
+    with torch.no_grad():  # compiles anew, when there are gradients
+        losses.append(loss_on(rank, 3)(wrapped.eval()))
+    return losses, weights_of(wrapped), graphs
 
 
 def as_ddp(rank: int, world: int, compiled: Callable[..., None], backend: str, after: bool) -> None:
@@ -71,7 +99,6 @@ def as_ddp(rank: int, world: int, compiled: Callable[..., None], backend: str, a
 ALONE = [(replaced, "aot_eager", False), *([(in_place, "eager", True), (in_place, "eager", False)] if WHOLE else [])]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("compiled", "backend", "after"), ALONE)
 def test_compiled_blocks_train_as_under_ddp_and_are_compiled_once(compiled, backend, after):
     ranks.run(as_ddp, args=(compiled, backend, after))
@@ -83,6 +110,49 @@ def test_compiled_blocks_train_as_under_ddp_and_are_compiled_once(compiled, back
 def test_blocks_compiled_to_machine_code_train_as_under_ddp():
     ranks.run(as_ddp, args=(in_place, "inductor", False), timeout=100)
 
+
+@pytest.mark.parametrize(("compiled", "after"), [(replaced, True), (in_place, False)])
+@ranks.on(2)
+def test_each_unit_may_be_one_graph(rank, world, compiled, after):
+    """Compiled after wrapping and a step, or before wrapping."""
+    expected = [loss_on(rank, step)(zero.FSDP(Net())).item() for step in range(2)]
+    torch._dynamo.reset()
+    counter, model = CompileCounterWithBackend("eager"), Net()
+    sharded = zero.FSDP(model) if after else None
+    if sharded is not None:
+        loss_on(rank, 0)(sharded).backward()
+    compiled(model.blocks, backend=counter, fullgraph=True)
+    sharded = sharded or zero.FSDP(model)
+    assert [loss_on(rank, step)(sharded).item() for step in range(2)] == expected
+    assert counter.frame_count == 1
+
+
+ALL_WHOLE = {"partition": "whole", "prefetch": 3}
+
+
+def compiled_late(rank: int) -> tuple[list[Tensor], int]:
+    """Gradients of blocks that are compiled, and compiled anew, when there are gradients already. And the graphs."""
+    torch._dynamo.reset()
+    counter, model = CompileCounterWithBackend("eager"), Net()
+    in_place(model.blocks, backend=counter)
+    sharded = zero.FSDP(model, **ALL_WHOLE)
+    with torch.compiler.set_stance("force_eager"):
+        loss_on(rank, 0)(sharded).backward()
+    for step in (1, 2):
+        loss_on(rank, step)(sharded).backward()
+        torch.compiler.reset()
+    gradients = [plain(param.grad) for param in sharded.parameters() if param.grad is not None]
+    return gradients, counter.frame_count
+
+
+@ranks.on(2)
+def test_compiling_leaves_gradients_that_are_there_alone(rank, world):
+    with torch.compiler.set_stance("force_eager"):
+        expected, _ = compiled_late(rank)
+    same(compiled_late(rank), (expected, 2))
+
+
+# ------------------------------------------------------------------------------------------------------- whole models
 
 Build = Callable[[nn.Module, Any, dict[str, Any]], tuple[zero.FSDP, nn.Module]]
 """Of a model, a backend (or None) and options: what is sharded, and what to call."""
@@ -107,6 +177,7 @@ class Run:
 
     def __init__(self, rank: int, build: Build, make: Callable[[], nn.Module], backend: str, options: dict[str, Any]):
         torch._dynamo.reset()
+        torch.manual_seed(0)
         counter = CompileCounterWithBackend(backend)
         sharded, model = build(make(), counter, options)
         optimizer = OPTIMIZERS["adamw"](sharded.parameters())
@@ -115,26 +186,23 @@ class Run:
         for step in range(2):
             optimizer.zero_grad()
             with model.no_sync():
-                loss(model, rank, 10 + step).backward()
-            trained = loss(model, rank, step)
-            trained.backward()
-            self.numbers += [trained.item(), sharded.clip_grad_norm_(0.5).item()]
+                loss_on(rank, 10 + step)(model).backward()
+            loss = loss_on(rank, step)(model)
+            loss.backward()
+            self.numbers += [loss.item(), sharded.clip_grad_norm_(0.5).item()]
             optimizer.step()
             self.graphs.append(counter.frame_count)
         before = [param.grad for param in sharded.parameters()]
         model.eval()
         with torch.no_grad():
-            self.numbers.append(loss(model, rank, 20).item())
+            self.numbers.append(loss_on(rank, 20)(model).item())
         assert all(param.grad is one for param, one in zip(sharded.parameters(), before, strict=True))
-        self.weights = plain_names(zero.full_state_dict(sharded, to=None))
+        self.weights = weights_of(sharded)
 
 
 class Reading(nn.Module):
-    """Multiplies by the weight of another unit, whose own forward comes before or after."""
-
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.one, self.other = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -144,18 +212,12 @@ class Reading(nn.Module):
 
 
 class Checkpointing(Net):
-    """The blocks are computed again in backward."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return 2 * self.last(torch.tanh(x))
+    def call(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=False)
 
 
-ALL_WHOLE = {"partition": "whole", "prefetch": 3}
-IN_16_BITS = {"precision": zero.MixedPrecision(param_dtype=torch.bfloat16, keep_fp32=(nn.LayerNorm,))}
 OF_LINEARS = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
+IN_16_BITS = {"precision": zero.MixedPrecision(param_dtype=torch.bfloat16, keep_fp32=(nn.LayerNorm,))}
 CASES: dict[str, tuple[Build, Callable[[], nn.Module], str, dict[str, Any], int | None]] = {
     "modules that read other units": (inside, Reading, "eager", ALL_WHOLE | OF_LINEARS, None)
 }
@@ -170,16 +232,12 @@ if WHOLE:
 
 def as_uncompiled(rank: int, world: int, case: str) -> None:
     build, make, backend, options, graphs = CASES[case]
-    torch.manual_seed(0)
-    expected = Run(rank, uncompiled, make, backend, options)
-    torch.manual_seed(0)
-    found = Run(rank, build, make, backend, options)
+    expected, found = (Run(rank, each, make, backend, options) for each in (uncompiled, build))
     same((found.numbers, found.weights), (expected.numbers, expected.weights))
     assert found.graphs == [graphs or found.graphs[0]] * 2
     assert found.graphs[0] > 0 == expected.graphs[0]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_models_train_as_uncompiled(case):
     ranks.run(as_uncompiled, args=(case,), fresh="around" in case)  # runs before would make it more graphs
@@ -189,7 +247,7 @@ def test_compiled_models_train_as_uncompiled(case):
 @ranks.on(2)
 def test_other_methods_and_summoned_parameters_are_compiled_too(rank, world):
     torch._dynamo.reset()
-    counter, x = CompileCounterWithBackend("eager"), data(5, WIDTH, rank=rank)
+    counter, x = CompileCounterWithBackend("eager"), batch(rank, 0)
     model = Net()
     expected, encoded = model(x), model.encode(x)
     sharded, called = around(model, counter, {})
@@ -203,25 +261,98 @@ def test_other_methods_and_summoned_parameters_are_compiled_too(rank, world):
     assert torch.equal(torch.compile(sharded.module.encode, backend="eager")(x), encoded)
 
 
-def compiled_late(rank: int) -> tuple[list[Tensor], int]:
-    """Gradients of blocks that are compiled, and compiled anew, when there are gradients already. And the graphs."""
+@pytest.mark.parametrize("unsent", [0, 1])
+@ranks.on(2, timeout=60)
+def test_a_compiled_model_trains_where_gradients_are_there_in_a_forward(rank, world, unsent):
+    """Six units: where whoever asks for shapes counts as a reader, ranks would unshard units in orders of their own."""
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("eager")
-    model = Net()
-    in_place(model.blocks, counter)
-    sharded = zero.FSDP(model, **ALL_WHOLE)
-    with torch.compiler.set_stance("force_eager"):
-        loss(sharded, rank, 0).backward()
-    for step in (1, 2):
-        loss(sharded, rank, step).backward()
-        torch.compiler.reset()
-    gradients = [plain(param.grad) for param in sharded.parameters() if param.grad is not None]
-    return gradients, counter.frame_count
+    both = SideBySide(Stack(blocks=6), partial(stage_3, auto_wrap_policy=ModuleWrapPolicy({Block})))
+    compiled = torch.compile(both.model, backend="eager")
+
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return loss_on(rank, step)(compiled if model is both.model else model)
+
+    for step in range(3):
+        both.step(*(partial(loss, step=2 * step + half) for half in range(2)), unsent=unsent)
 
 
-@pytest.mark.slow
+@ranks.on(2, timeout=60)
+def test_the_step_of_an_optimizer_may_be_compiled(rank, world):
+    torch._dynamo.reset()
+    both = SideBySide(Stack(), "3")
+    both.optimizer.step = torch.compile(both.optimizer.step, backend="eager")
+    steps(both, rank)
+
+
+# ----------------------------------------------------------------------------------------------------------- refusals
+
+
+def in_one_graph(rank: int, world: int, where: str) -> None:
+    torch._dynamo.reset()
+    model: Any = Net()
+    one_graph = partial(torch.compile, backend="eager", fullgraph=True)
+    sharded = zero.FSDP(one_graph(model) if where == "inside" else model)
+    if where == "inside later":
+        model.compile(backend="eager", fullgraph=True)
+    loss_on(rank, 0)(one_graph(sharded) if where == "around" else sharded).backward()
+
+
+@pytest.mark.parametrize("where", ["around", "inside", "inside later"])
+def test_several_units_in_one_graph_are_refused_on_every_rank_with_the_remedy(where):
+    error = ValueError if where == "inside" else RuntimeError
+    words = [] if where == "around" else [r"Net '' .*fullgraph=True"]
+    ranks.expect_error(in_one_graph, 2, error, *words, r"unit\.compile\(fullgraph=True\)", args=(where,))
+
+
+def graphs_of_a_unit(model: Net, comm: Any) -> nn.Module:
+    model.blocks[1] = torch.compile(model.blocks[1], mode="reduce-overhead")
+    return zero.FSDP(model, comm)
+
+
+def graphs_of_a_unit_later(model: Net, comm: Any) -> nn.Module:
+    sharded = zero.FSDP(model, comm)
+    model.blocks[1].compile(options={"triton.cudagraphs": True})
+    return sharded
+
+
+def graphs_of_a_function(model: Net, comm: Any) -> Callable[[Tensor], Tensor]:
+    return torch.compile(zero.FSDP(model, comm).forward, mode="reduce-overhead")
+
+
+BY_GRAPHS: dict[Callable[..., Any], tuple[str, str]] = {
+    graphs_of_a_unit: ("ValueError", "Gained 'blocks.1'"),
+    graphs_of_a_unit_later: ("RuntimeError", "Gained 'blocks.1'"),
+    graphs_of_a_function: ("RuntimeError", "the FSDP"),
+}
+
+
+def refused_on_a_gpu(build: Callable[..., Any], world: int) -> str:
+    """Nothing is compiled."""
+    torch._dynamo.reset()
+    with simulated() as there, torch.compiler.set_stance("force_eager"):
+        return ranks.refusal(lambda: build(Net(), there.comm(0, world))(torch.ones(5, WIDTH)))
+
+
+@pytest.mark.filterwarnings("ignore")  # inductor, while it is imported
+@pytest.mark.parametrize("build", BY_GRAPHS, ids=lambda build: build.__name__)
+def test_cuda_graphs_are_refused_before_they_are_recorded(build):
+    told = refused_on_a_gpu(build, 2)
+    for words in (*BY_GRAPHS[build], "CUDA graphs", "'max-autotune-no-cudagraphs'"):
+        assert words in told, told
+
+
+@pytest.mark.filterwarnings("ignore")
 @ranks.on(2)
-def test_compiling_leaves_gradients_that_are_there_alone(rank, world):
-    with torch.compiler.set_stance("force_eager"):
-        expected, _ = compiled_late(rank)
-    same(compiled_late(rank), (expected, 2))
+def test_cuda_graphs_are_not_refused_where_nothing_moves_or_is_recorded(rank, world):
+    """In a single process nothing is freed; on the CPU nothing is recorded."""
+    assert refused_on_a_gpu(graphs_of_a_unit_later, 1) == ""
+    graphs_of_a_unit(Net(), None)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.raises(2, RuntimeError, "TorchScript cannot run")
+def test_scripts_and_traces_are_refused(rank, world, stage):
+    model = zero.setup(Stack(), torch.optim.SGD, stage=stage, lr=0.1)[0]
+    if stage == 3:
+        assert "TorchScript cannot run" in ranks.refusal(lambda: torch.jit.trace(model, torch.ones(2, WIDTH)))
+    torch.jit.script(model)

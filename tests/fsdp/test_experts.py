@@ -8,25 +8,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.utils.checkpoint import checkpoint
 
 import matrix
 import ranks
 import zero
 from inner import unit_names
+from odd import recomputed, reentrant
 from runs import SideBySide, on_mesh, side_by_side
-from zoo import OPTIMIZERS, data
+from zoo import OPTIMIZERS, Block, Stack, data, made
 
 WIDTH, EXPERTS, TOKENS = 6, 5, 6
 
 
-class Expert(nn.Module):
-    def __init__(self, inner: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, inner), nn.Linear(inner, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.tanh(self.up(x)))
+Expert = made(Block, lambda self, x: self.inner(x))
 
 
 class Mixture(nn.Module):
@@ -35,7 +29,7 @@ class Mixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS)
-        self.experts = nn.ModuleList(Expert(inner=5 + number % 2) for number in range(EXPERTS))
+        self.experts = nn.ModuleList(Expert(WIDTH, 5 + number % 2) for number in range(EXPERTS))
 
     def forward(self, x: Tensor, allowed: Tensor) -> Tensor:
         weights, chosen = (self.router(x) + allowed.log()).softmax(-1).max(-1)
@@ -56,19 +50,15 @@ class Layer(nn.Module):
         return x + self.mixture(self.norm(x), allowed)
 
 
-class Model(nn.Module):
-    def __init__(self, checkpointed: str | None = None) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.checkpointed = checkpointed
+class Model(Stack):
+    def __init__(self, run: Callable[..., Tensor] = lambda layer, *args: layer(*args)) -> None:
+        super().__init__(Layer, WIDTH, blocks=2)
+        self.run = run
 
     def forward(self, x: Tensor, allowed: Tensor) -> Tensor:
         x = self.first(x)
-        for layer in self.layers:
-            again = partial(checkpoint, layer, use_reentrant=self.checkpointed == "re-entrant")
-            x = (again if self.checkpointed else layer)(x, allowed)
+        for layer in self.blocks:
+            x = self.run(layer, x, allowed)
         return x
 
 
@@ -109,7 +99,7 @@ UNITS: dict[str, dict[str, Any]] = {
 def test_each_rank_runs_other_experts_and_training_is_that_of_torch(rank, world, units, optim):
     names = unit_names(trains(rank, UNITS[units], optim).model)
     assert not any("experts" in name for name in names)
-    assert units == "whole layers" or {"layers.0.mixture", "layers.1.mixture"} <= set(names)
+    assert units == "whole layers" or {"blocks.0.mixture", "blocks.1.mixture"} <= set(names)
 
 
 @pytest.mark.slow
@@ -127,14 +117,14 @@ def test_micro_batches_under_no_sync_and_evaluation_use_experts_of_their_own(ran
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("units", "kind"), [("by class", "re-entrant"), ("whole layers", "not re-entrant")])
+@pytest.mark.parametrize(("units", "run"), [("by class", reentrant), ("whole layers", recomputed)])
 @ranks.on(2)
-def test_experts_under_activation_checkpointing(rank, world, units, kind):
-    trains(rank, UNITS[units], model=partial(Model, kind))
+def test_experts_under_activation_checkpointing(rank, world, units, run):
+    trains(rank, UNITS[units], model=partial(Model, run))
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
-@ranks.raises(2, RuntimeError, r"unit 'layers\.0\.mixture\.experts\.\d'", "rank 0", "rank 1", "as_one_unit", timeout=15)
+@ranks.raises(2, RuntimeError, r"unit 'blocks\.0\.mixture\.experts\.\d'", "rank 0", "rank 1", "as_one_unit", timeout=15)
 def test_without_it_every_rank_raises_and_names_the_experts_and_the_remedy(rank, world, options):
     model = zero.FSDP(Model(), auto_wrap_policy=ModuleWrapPolicy({Layer, Expert}), **options)
     for step in range(2):

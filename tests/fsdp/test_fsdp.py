@@ -4,37 +4,24 @@ That it trains right in all kinds of loops is tested in test_parity.py and test_
 """
 
 import copy
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import AdamW
 
 import ranks
 import zero
 from assertions import plain, same, same_weights
 from inner import Meter, at_rest, unsharded
-from runs import SideBySide, sgd, steps
-from zoo import WIDTH, Stack, batch
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.gain = nn.Parameter(torch.tensor(1.5))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.gain * torch.tanh(self.linear(self.norm(x)))
+from runs import SideBySide
+from zoo import WIDTH, Gained, Stack, batch
 
 
 class Net(Stack):
     def __init__(self) -> None:
-        super().__init__(Block, blocks=4)
+        super().__init__(Gained, blocks=4)
         self.register_buffer("shift", torch.arange(float(WIDTH)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -42,7 +29,6 @@ class Net(Stack):
 
 
 def total(value: float) -> float:
-    """Over all ranks."""
     tensor = torch.tensor(float(value), dtype=torch.float64)
     dist.all_reduce(tensor)
     return tensor.item()
@@ -88,22 +74,16 @@ def test_at_rest_parameters_and_gradients_are_parts(rank, world, options):
 @ranks.on(2)
 def test_a_forward_that_needs_no_backward_leaves_parts(rank, world):
     model = zero.FSDP(Net(), reshard_after_forward=False)
-    with torch.no_grad():
-        model(batch(rank, 0))
-    assert_in_parts(model, Net())
-    model.eval()
-    with torch.inference_mode():
-        model(batch(rank, 0))
-    assert_in_parts(model, Net())
-    model.requires_grad_(False)
-    model(batch(rank, 0))
-    assert_in_parts(model, Net())
+    for within in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        model.requires_grad_(within is not torch.enable_grad).train(within is torch.no_grad)
+        with within():
+            model(batch(rank, 0))
+        assert_in_parts(model, Net())
 
 
 @ranks.on(2)
 def test_parameters_keep_identity_and_names_and_attributes_are_forwarded(rank, world):
-    net = Net()
-    net.blocks[3].linear.weight = net.first.weight
+    net = tied_net()
     before = list(net.named_parameters())
     model = zero.FSDP(net)
     model(batch(rank, 0)).square().mean().backward()
@@ -116,28 +96,6 @@ def test_parameters_keep_identity_and_names_and_attributes_are_forwarded(rank, w
     assert net.blocks[3].linear.weight is net.first.weight
     with pytest.raises(AttributeError, match="no_such"):
         model.no_such  # noqa: B018
-
-
-def by_dimensions(model: nn.Module) -> list[dict[str, Any]]:
-    """As many scripts choose what decays."""
-    params = list(model.parameters())
-    return [
-        {"params": [param for param in params if param.dim() >= 2], "weight_decay": 0.3},
-        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0, "lr": 0.01},
-    ]
-
-
-@pytest.mark.parametrize(("before", "optim"), [(True, sgd), (False, partial(AdamW, lr=1e-3))])
-@ranks.on(2)
-def test_an_optimizer_with_groups_built_before_or_after_wrapping_trains_the_same(rank, world, before, optim):
-    def build(model: nn.Module, optim: Any) -> Any:
-        optimizer = optim(by_dimensions(model)) if before else None
-        wrapped = zero.FSDP(model)
-        return wrapped, optimizer or optim(by_dimensions(wrapped))
-
-    both = SideBySide(Net(), build, optim)
-    both.plain_optimizer = optim(by_dimensions(both.plain))
-    steps(both, rank)
 
 
 def random(seed: int, net: nn.Module) -> nn.Module:

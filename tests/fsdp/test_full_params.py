@@ -1,9 +1,11 @@
-"""Full parameters and gradients outside of forward and backward: summon_full_params, apply, state_dict."""
+"""Full parameters and gradients outside of forward and backward: summon_full_params, apply, state_dict. Modules inside
+an FSDP do not give this rank's shards away as if they were unsharded."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.optim.swa_utils import AveragedModel
 
 import gpus
 import ranks
@@ -19,52 +22,52 @@ from assertions import close, same, same_weights
 from assertions import plain as as_plain
 from inner import unsharded
 from runs import SideBySide, stage_3
-from zoo import CASES, GPT, OddMLP, data
-
-
-def odd_batch(rank: int, step: int) -> tuple[Tensor, bool]:
-    return data(5, 13, rank=rank, step=step), bool((rank + step) % 2)
+from zero.fsdp.full_weights import loading, naming
+from zero.fsdp.model import models_of
+from zoo import CASES, GPT, Stack, batch
 
 
 def side_by_side(rank: int, world: int, **options: Any) -> SideBySide:
-    torch.manual_seed(0)
-    both = SideBySide(OddMLP(), partial(stage_3, **options), tolerance=0.0 if world == 2 else 1e-5)
-    both.step(lambda model: model(*odd_batch(rank, 0)).square().mean())
+    def loss(model: nn.Module, step: int) -> Tensor:
+        return model(*case.batch(rank, step).inputs).square().mean()
+
+    case = CASES["mlp"]
+    both = SideBySide(case.model(), partial(stage_3, **options), tolerance=0.0 if world == 2 else 1e-5)
+    both.step(partial(loss, step=0))
     both.zero_grad()
-    both.backward(lambda model: model(*odd_batch(rank, 1)).square().mean())
+    both.backward(partial(loss, step=1))
     return both
 
 
 @pytest.mark.parametrize(
-    ("world", "options"), [(2, {}), (3, {"partition": "whole"}), (2, {"offload": zero.CPUOffload()})]
+    ("world", "options", "how"),
+    [
+        (2, {}, {}),
+        (3, {"partition": "whole"}, {}),
+        (2, {"offload": zero.CPUOffload()}, {}),
+        (2, {}, {"rank0_only": True, "writeback": False}),
+    ],
 )
 @ranks.on("world")
-def test_gradients_are_whole_too_and_what_is_written_is_stepped(rank, world, options):
+def test_gradients_are_whole_too_and_what_is_written_is_stepped(rank, world, options, how):
+    """On rank 0 alone if it is asked for; then nothing is written."""
     both = side_by_side(rank, world, **options)
     inner, plain = both.each()
-    with both.model.summon_full_params(with_grads=True):
-        for param, expected in zip(inner.parameters(), plain.parameters(), strict=True):
+    shards = [as_plain(param).clone() for param in inner.parameters()]
+    with both.model.summon_full_params(with_grads=True, **how):
+        for param, expected, shard in zip(inner.parameters(), plain.parameters(), shards, strict=True):
             average = both.averages.get(expected)
+            if how and rank:
+                assert torch.equal(as_plain(param), shard)
+                continue
             assert close(param, expected, both.tolerance)
             assert (param.grad is None) == (average is None)
             if average is not None:
                 assert close(param.grad, average, both.tolerance)
-                param.grad.mul_(0.5)
-                both.averages[expected] = average * 0.5
+                if not how:
+                    param.grad.mul_(0.5)
+                    both.averages[expected] = average * 0.5
     both.update()  # by the gradients that were halved
-
-
-@ranks.on(2)
-def test_only_rank_0_may_see_them_whole(rank, world):
-    both = side_by_side(rank, world)
-    inner, plain = both.each()
-    shards = [param.detach().clone() for param in inner.parameters()]
-    with both.model.summon_full_params(writeback=False, rank0_only=True, with_grads=True):
-        for param, shard, expected in zip(inner.parameters(), shards, plain.parameters(), strict=True):
-            assert torch.equal(as_plain(param), as_plain(shard)) if rank else close(param, expected, both.tolerance)
-            if not rank and both.averages.get(expected) is not None:
-                assert close(param.grad, both.averages[expected], both.tolerance)
-    both.update()
 
 
 class Root(nn.Module):
@@ -109,32 +112,47 @@ def test_called_on_the_class_it_takes_any_module(rank, world):
     summon(nn.Linear(2, 2))
 
 
-def summon(module: nn.Module, again: bool = False, **options: Any) -> None:
+def summon(module: nn.Module, act: Callable[[nn.Module], object] = id, **options: Any) -> None:
     with zero.FSDP.summon_full_params(module, **options):
-        if again:
-            summon(module)
+        act(module)
 
 
-REFUSED: dict[str, tuple[Callable[[], None], list[str]]] = {
-    "ValueError, writeback from rank 0": (
-        lambda: summon(zero.FSDP(GPT()), rank0_only=True),
+def started() -> Any:
+    """Its root is unsharded now, but not for long."""
+    model = zero.FSDP(Stack())
+    model(batch(0, 0)).sum()
+    return model
+
+
+WRITEBACK, ON_CPU = {"rank0_only": True}, {"offload_to_cpu": True, "with_grads": True}
+REFUSED: dict[str, tuple[type[Exception], Callable[[], object], list[str]]] = {
+    "writeback from rank 0": (
+        ValueError,
+        lambda: summon(started(), **WRITEBACK),
         ["rank0_only=True", "writeback=False"],
     ),
-    "ValueError, gradients on the CPU": (
-        lambda: summon(Root().wrapped(), offload_to_cpu=True, with_grads=True),
-        ["offload_to_cpu=True", "with_grads=True"],
+    "gradients on the CPU": (
+        ValueError,
+        lambda: summon(Root().wrapped(), **ON_CPU),
+        [f"{name}=True" for name in ON_CPU],
     ),
-    "RuntimeError, twice": (lambda: summon(zero.FSDP(GPT()), again=True), ["another", "between steps"]),
+    "summon twice": (RuntimeError, lambda: summon(zero.FSDP(GPT()), summon), ["another", "between steps"]),
+    "state_dict": (RuntimeError, lambda: started().module.state_dict(), ["Linear 'first'", "zero.full_state_dict"]),
+    "a block's": (RuntimeError, lambda: started().blocks[1].state_dict(), ["Linear 'up'", "summon_full_params"]),
+    "a copy": (TypeError, lambda: copy.deepcopy(started().module), ["cannot be copied", "before wrapping"]),
+    "a copy within": (TypeError, lambda: summon(started(), lambda m: copy.deepcopy(m.blocks[0])), ["full_state_dict"]),
+    "an average": (TypeError, lambda: AveragedModel(started().module), ["cannot be copied"]),
 }
 
 
 def refused(rank: int, world: int, name: str) -> None:
-    REFUSED[name][0]()
+    REFUSED[name][1]()
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_done_is_refused_on_every_rank(name):
-    ranks.expect_error(refused, 2, name.split(",")[0], *REFUSED[name][1], args=(name,), timeout=15)
+def test_what_cannot_be_done_or_would_be_taken_for_whole_is_refused_on_every_rank(name):
+    error, _, words = REFUSED[name]
+    ranks.expect_error(refused, 2, error, *words, args=(name,), timeout=15)
 
 
 def initialise(module: nn.Module) -> None:
@@ -199,3 +217,86 @@ def test_rank_0_alone_takes_the_state_dict_of_what_it_alone_has_summoned(rank, w
         if rank == 0:
             same({**model.state_dict()}, {**plain.state_dict()})
     assert len(model.state_dict()) == len(plain.state_dict())
+
+
+@pytest.mark.parametrize(("world", "options"), [(2, {}), (2, {"sharding_strategy": "NO_SHARD"}), (1, {})])
+@ranks.on("world", timeout=15)
+def test_what_is_whole_is_given(rank, world, options):
+    plain = Stack()
+    model = zero.FSDP(copy.deepcopy(plain), **options)
+    if options or world == 1:
+        found = model.module.state_dict()
+    else:
+        with model.summon_full_params():
+            found = {name: value.clone() for name, value in model.module.state_dict().items()}
+        assert [*model.module.state_dict(keep_vars=True).values()] == [*model.parameters()]
+    same(dict(found), dict(plain.state_dict()))
+
+
+@ranks.on(2, timeout=15)
+def test_full_weights_of_a_module_inside_are_gathered(rank, world):
+    plain = Stack()
+    model = zero.FSDP(copy.deepcopy(plain))
+    model(batch(rank, 0)).sum()
+    for inner, expected in ((model.module, plain), (model.blocks[1], plain.blocks[1])):
+        found = zero.full_state_dict(inner, to=None)
+        same(dict(found), dict(expected.state_dict()))
+    assert unsharded(model) == []
+
+
+def without_bias(module: nn.Module, found: dict[str, Any], prefix: str, _: object) -> None:
+    assert found[f"{prefix}up.weight"].shape == (module.up.out_features, module.up.in_features)
+    del found[f"{prefix}up.bias"]
+
+
+@ranks.on(2, timeout=15)
+def test_hooks_on_state_dicts_of_modules_inside_see_full_parameters(rank, world):
+    plain, seen = Stack(), dict[str, Any]()
+    model = zero.FSDP(copy.deepcopy(plain))
+    model.register_state_dict_post_hook(lambda module, found, *_: seen.update(found))
+    model.blocks[1].register_state_dict_post_hook(without_bias)
+    expected = dict(plain.state_dict())
+    del expected["blocks.1.up.bias"]
+    for found in (model.state_dict(), zero.full_state_dict(model, to=None)):
+        same(dict(found), expected)
+        same(seen, expected)
+
+
+@ranks.on(2)
+def test_names_and_shapes_are_given_and_no_values(rank, world):
+    plain = Stack()
+    model = zero.FSDP(copy.deepcopy(plain))
+    for context in (naming, loading):
+        with context([one for one, _ in models_of(model)]):
+            for inner, expected in ((model.module, plain), (model.blocks[1], plain.blocks[1])):
+                found = inner.state_dict()
+                assert {name: one.shape for name, one in found.items()} == {
+                    name: one.shape for name, one in expected.state_dict().items()
+                }
+            with pytest.raises(NotImplementedError, match="meta"):
+                found["up.weight"].cpu()
+    assert ranks.refusal(model.module.state_dict).startswith("RuntimeError")
+
+
+@ranks.on(2)
+def test_frozen_modules_that_load_by_themselves_stay_sharded_while_others_are_loaded(rank, world):
+    plain = Stack()
+    plain.first.requires_grad_(False).register_load_state_dict_pre_hook(lambda *_: None)
+    model = zero.FSDP(plain)
+    inner = [one for one, _ in models_of(model)]
+    for frozen in (False, True):
+        with loading(inner, frozen=frozen):
+            assert [unit.summoned for one in inner for unit in one.units].count(True) == frozen
+
+
+@ranks.on(2)
+def test_full_weights_load_into_a_module_inside(rank, world):
+    model = zero.FSDP(Stack())
+    for step, context in enumerate((nullcontext, model.summon_full_params)):
+        full = {name: value + 1 + step for name, value in zero.full_state_dict(model, to=None).items()}
+        with context():
+            model.module.load_state_dict(full)
+        same({**zero.full_state_dict(model, to=None)}, full)
+    full = {name: value + 1 for name, value in full.items() if name.startswith("blocks.1.")}
+    model.module.blocks[1].load_state_dict({name.removeprefix("blocks.1."): value for name, value in full.items()})
+    same({name: value for name, value in zero.full_state_dict(model, to=None).items() if name in full}, full)

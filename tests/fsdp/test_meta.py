@@ -2,15 +2,15 @@
 
 import zlib
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
+import lines
 import pytest
 import torch
+from lines import Block, Line
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.nn.functional import linear
 
 import matrix
 import ranks
@@ -18,24 +18,6 @@ import zero
 from assertions import same
 from runs import reference, train_case
 from zoo import CASES, OPTIMIZERS, WIDTH, data
-
-
-class Line(nn.Module):
-    """A layer whose first values depend on its shape alone, not on which layers had theirs before."""
-
-    def __init__(self, before: int, after: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(after, before))
-        self.bias = nn.Parameter(torch.empty(after))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        for param in self.parameters():
-            random = torch.Generator().manual_seed(param.numel())
-            param.data.copy_(torch.randn(param.shape, generator=random, device="cpu") / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
 
 
 class Waves(nn.Module):
@@ -53,31 +35,16 @@ class Waves(nn.Module):
         return x + self.waves
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), Line(WIDTH, 17), Line(17, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Net(nn.Module):
-    """With buffers of both kinds, a layer shared by two units, frozen parameters, and two dtypes."""
+class Net(lines.Net):
+    """With a layer shared by two units, frozen parameters, buffers of all kinds, and two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.waves, self.statistics = Line(WIDTH, WIDTH), Waves(), nn.BatchNorm1d(WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.blocks[2].down = self.blocks[0].down
-        self.frozen = Line(WIDTH, WIDTH).requires_grad_(False)
+        self.waves, self.statistics, self.norm = Waves(), nn.BatchNorm1d(WIDTH), nn.LayerNorm(WIDTH)
         self.last = Line(WIDTH, 3).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.statistics(self.waves(self.first(x)))
-        for block in self.blocks:
-            x = block(x)
-        return self.last(self.frozen(x).double())
+        return self.last(self.norm(self.statistics(super().forward(self.waves(x)))).double())
 
 
 def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
@@ -85,10 +52,6 @@ def on_meta(build: Callable[[], nn.Module]) -> nn.Module:
         model = build()
     assert all(param.is_meta for param in model.parameters())
     return model
-
-
-def assert_materialised(model: nn.Module) -> None:
-    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -104,7 +67,7 @@ def materialised(rank: int, world: int, options: dict[str, Any], real_on_rank_0:
     expected = Net()
     net = Net() if real_on_rank_0 and rank == 0 else on_meta(Net)
     model = zero.FSDP(net, **options)
-    assert_materialised(model)
+    assert not any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     same(dict(model.state_dict()), dict(expected.state_dict()))
     assert torch.equal(model.waves.waves, expected.waves.waves)
     assert model.blocks[2].down is model.blocks[0].down
@@ -136,7 +99,6 @@ def test_with_real_weights_on_rank_0_only_training_has_the_bits_of_ddp(rank, wor
 
 
 def by_numbers(module: nn.Module) -> None:
-    """Values by the shape of a tensor; of modules of all kinds."""
     for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
         seed = zlib.crc32(str(tuple(tensor.shape)).encode())
         values = torch.randn(tensor.shape, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
@@ -144,8 +106,6 @@ def by_numbers(module: nn.Module) -> None:
 
 
 class Bare(nn.Module):
-    """Parameters and a buffer, and no reset_parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         self.matrix, self.scale = nn.Parameter(torch.ones(WIDTH, WIDTH)), nn.Parameter(torch.ones(()))
@@ -188,30 +148,27 @@ def test_a_tied_weight_is_drawn_once_and_whole_by_the_module_that_has_it_first(r
     assert weight.shape == (7, WIDTH) and weight.abs().max() > 1, "a linear layer draws small numbers"
 
 
-def wrap(rank: int, world: int, build: Callable[[], nn.Module], options: dict[str, Any], real_on_rank_0: bool) -> None:
-    with nullcontext() if real_on_rank_0 and rank == 0 else torch.device("meta"):
-        model = build()
-    zero.FSDP(model, **options)
+def wrap(rank: int, world: int, options: dict[str, Any], real_on_rank_0: bool) -> None:
+    zero.FSDP(with_bare() if real_on_rank_0 and rank == 0 else on_meta(with_bare), **options)
 
 
 def fails(module: nn.Module) -> None:
     raise KeyError("as told")
 
 
-REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], list[str]]] = {
-    "parameters": (with_bare, {}, ["'1", "Bare has no reset_parameters", "param_init_fn"]),
-    "param_init_fn that fails": (with_bare, {"param_init_fn": fails}, ["as told"]),
-    "not synchronised": (with_bare, {"sync_module_states": False}, ["'0.weight' is on the meta device"]),
+REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "parameters": ({}, ["'1", "Bare has no reset_parameters", "param_init_fn"]),
+    "param_init_fn that fails": ({"param_init_fn": fails}, ["as told"]),
+    "not synchronised": ({"sync_module_states": False}, ["'0.weight' is on the meta device"]),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_given_values_is_refused_on_every_rank(case):
-    build, options, words = REFUSED[case]
-    args = (build, options, case == "not synchronised")
-    ranks.expect_error(wrap, 2, ValueError, *words, args=args, timeout=10)
+    options, words = REFUSED[case]
+    ranks.expect_error(wrap, 2, ValueError, *words, args=(options, case == "not synchronised"), timeout=10)
     if case == "parameters":  # no matter where rank 0 has values
-        ranks.run(wrap, args=(build, options, True))
+        ranks.run(wrap, args=(options, True))
 
 
 @ranks.on(2)

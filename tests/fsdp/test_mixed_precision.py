@@ -109,25 +109,13 @@ def loss_on(rank: int, step: int) -> Callable[[nn.Module], Tensor]:
 
 
 def side_by_side(
-    precision: Precision, options: dict[str, Any], optim: str = "sgd", *, net: Any = Net, tolerance: float = 0.0
+    precision: Precision, options: dict[str, Any], optim: str = "sgd", tolerance: float = 0.0
 ) -> SideBySide:
     """With the policy, and with torch alone following it."""
     build = partial(stage_3, precision=precision, **options)
-    both = SideBySide(net(), build, OPTIMIZERS[optim], tolerance=tolerance)
+    both = SideBySide(Net(), build, OPTIMIZERS[optim], tolerance=tolerance)
     both.plain.follow(precision)
     return both
-
-
-def trains(
-    rank: int, world: int, policy: str, options: dict[str, Any], *, unsent: int = 0, micro: int = 1, **how: Any
-) -> None:
-    both = side_by_side(POLICIES[policy], on_mesh(world, options), **how)
-    for step in range(2):
-        both.step(*(loss_on(rank, micro * step + number) for number in range(micro)), unsent=unsent)
-    assert all(value.dtype is FP32 for value in zero.full_state_dict(both.model, to=None).values())
-    for param in both.model.parameters():
-        assert param.dtype is FP32
-        assert param.grad is None or param.grad.dtype is FP32
 
 
 POLICIES = {
@@ -142,29 +130,28 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_numbers_are_those_of_the_policy_by_torch_alone(policy):
-    ranks.run(trains, args=(policy, {}))
+NORMS, ACCUMULATED = "norms in float32", {"micro": 2, "unsent": 1, "tolerance": 3e-2}
+CASES: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
+    **{policy: (2, policy, {}, {}) for policy in POLICIES},
+    "not sharded": (2, NORMS, {"sharding_strategy": "NO_SHARD"}, {"optim": "adamw"}),
+    "whole": (2, NORMS, {"partition": "whole"}, {"optim": "adamw"}),
+    "gradients that add up in shards": (2, NORMS, {}, {"micro": 2}),
+    "gradients that autograd adds up, in what it wrote": (2, NORMS, {}, ACCUMULATED),
+    "four ranks, which add up in float32": (4, "bf16", {"replicas": 2}, {"tolerance": 1e-5}),
+}
 
 
-@pytest.mark.parametrize("options", [{"sharding_strategy": "NO_SHARD"}, {"partition": "whole"}], ids=str)
-@ranks.on(2)
-def test_with_other_strategies_and_partitions(rank, world, options):
-    trains(rank, world, "norms in float32", options, optim="adamw")
-
-
-@pytest.mark.slow
-@ranks.on(4)
-def test_four_ranks_add_up_in_float32(rank, world):
-    trains(rank, world, "bf16", {"replicas": 2}, tolerance=1e-5)
-
-
-@pytest.mark.slow
-@ranks.on(2)
-def test_accumulation(rank, world):
-    """Between ranks and in shards gradients add up in float32; under no_sync as autograd adds up what it wrote."""
-    trains(rank, world, "norms in float32", {}, micro=2)
-    trains(rank, world, "norms in float32", {}, micro=2, unsent=1, tolerance=3e-2)
+@pytest.mark.parametrize(("world", "policy", "options", "how"), CASES.values(), ids=CASES)
+@ranks.on("world")
+def test_numbers_are_those_of_the_policy_by_torch_alone(rank, world, policy, options, how):
+    micro, unsent = how.pop("micro", 1), how.pop("unsent", 0)
+    both = side_by_side(POLICIES[policy], on_mesh(world, options), **how)
+    for step in range(2):
+        both.step(*(loss_on(rank, micro * step + number) for number in range(micro)), unsent=unsent)
+    assert all(value.dtype is FP32 for value in zero.full_state_dict(both.model, to=None).values())
+    for param in both.model.parameters():
+        assert param.dtype is FP32
+        assert param.grad is None or param.grad.dtype is FP32
 
 
 @ranks.on(2)
@@ -202,8 +189,6 @@ def test_integers_and_booleans_stay_what_they_are(rank, world):
 
 
 class Normalised(nn.Module):
-    """With buffers that are cast, and those of batch normalisation, which are not."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -244,11 +229,6 @@ def test_buffers_are_saved_and_loaded_in_their_own_dtype(rank, world, tmp_path):
     for other in (read, given, loaded):
         same({**other.state_dict()}, {**model.state_dict()})
         assert other is read or [block.shift.dtype for block in other.blocks] == casts
-
-
-@ranks.raises(2, ValueError, "differ between ranks", "bfloat16", "float16", timeout=15)
-def test_policies_that_differ_between_ranks_are_refused_on_every_rank(rank, world):
-    zero.FSDP(Net(), precision=Precision(param_dtype=(BF16, FP16)[rank]))
 
 
 @ranks.on(2)

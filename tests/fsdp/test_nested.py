@@ -1,5 +1,6 @@
 """Units chosen by hand: FSDP inside FSDP, and PyTorch's `wrap` while a model is built."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -21,10 +22,8 @@ class Net(Stack):
         super().__init__(lambda: wrap(Block()), classes=3, blocks=2)
         self.between = nn.Sequential(wrap(Block()), nn.Tanh(), Block())
 
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.last(self.between(self.first(x)))
+    def middle(self, x: Tensor) -> Tensor:
+        return self.between(super().middle(x))
 
 
 def by_wrap() -> zero.FSDP:
@@ -38,13 +37,6 @@ def by_hand() -> zero.FSDP:
     model.blocks[1] = zero.FSDP(model.blocks[1], auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     model.between = zero.FSDP(nn.Sequential(zero.FSDP(model.between[0]), model.between[1], model.between[2]))
     return zero.FSDP(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
-
-
-class Whole(nn.Sequential):
-    """A block of one parameter."""
-
-    def __init__(self, *shape: int, bias: bool) -> None:
-        super().__init__(nn.Linear(*shape, bias=bias), nn.Tanh())
 
 
 UNITS = {
@@ -71,7 +63,8 @@ def test_units_chosen_by_hand_train_exactly_and_keep_the_models_own_names(rank, 
 @ranks.on(2)
 def test_the_default_units_do_not_depend_on_what_a_rank_has_of_units_inside(rank, world):
     """Layers of a quarter of the largest block become units; of blocks inside that are not cut one rank has nothing."""
-    model = Stack(lambda: zero.FSDP(Whole(WIDTH, WIDTH, bias=False), partition="whole"), classes=2, blocks=2)
+    block = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh())  # of one parameter
+    model = Stack(lambda: zero.FSDP(copy.deepcopy(block), partition="whole"), classes=2, blocks=2)
     assert unit_names(zero.FSDP(model, partition="whole", prefetch=1))
 
 

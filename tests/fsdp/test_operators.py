@@ -24,7 +24,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from forms import FORMS
+from forms import FORMS, compiled
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn import init
@@ -264,13 +264,6 @@ class Called:
             except Exception as error:
                 self.error = error
         self.words += ", with a graph" * graph
-
-
-def compiled(form: str) -> Any:
-    try:
-        return compile(form, "a form", "eval")
-    except SyntaxError:
-        return compile(form, "a form", "exec")
 
 
 def short(value: Any) -> str:

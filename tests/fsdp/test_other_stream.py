@@ -20,7 +20,7 @@ import gpus
 import ranks
 from runs import SideBySide
 from zero.shards.shard_group import ShardGroup
-from zoo import WIDTH, Stack, loss_on
+from zoo import WIDTH, Stack, loss_on, made
 
 pytestmark = gpus.gpu_only("the CPU has no streams")
 
@@ -28,15 +28,7 @@ ASLEEP = 10**8
 """Cycles of the GPU, some 50 ms: longer than the host takes for a backward of the small model."""
 
 
-class Again(nn.Module):
-    """Uses its parameters twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(self.inner(x).tanh())
+Again = made(nn.Module, lambda self, x: self.inner(self.inner(x).tanh()), inner=lambda: nn.Linear(WIDTH, WIDTH))
 
 
 class Late:

@@ -8,16 +8,18 @@ from typing import Any
 
 import pytest
 from torch import Tensor, nn
+from torch.distributed.fsdp import BackwardPrefetch
 
 import gpus
 import ranks
 import zero
 from inner import unit_names, unsharded, unsharded_in_backward
 from runs import sgd, take_step
-from transports import READS, by, overlapping
+from transports import READS, between_hosts, by, overlapping
 from zoo import WIDTH, Stack, loss_on
 
 BLOCKS = 4
+BLOCK_NAMES = [f"blocks.{number}" for number in range(BLOCKS)]
 
 
 class Net(Stack):
@@ -51,13 +53,15 @@ DEFAULT = ALL_AHEAD if gpus.ON else AS_NEEDED
 def test_blocks_are_gathered_as_far_ahead_as_was_asked_for(rank, world, prefetch, overlaps, expected):
     """By default where transfers overlap computing."""
     with overlapping() if overlaps else nullcontext():
-        assert unsharded_blocks(rank, prefetch) == expected
+        units, found = unsharded_blocks(rank, prefetch=prefetch)
+    assert found == expected
+    assert units == (["", "first", *BLOCK_NAMES, "last", "embedding"] if prefetch == 1 else ["", *BLOCK_NAMES])
 
 
-def unsharded_blocks(rank: int, prefetch: int | None) -> tuple[list[list[int]], ...]:
-    """The blocks that are unsharded as each begins its forward, between forward and backward, and as each begins its
-    backward."""
-    model = zero.FSDP(Net(), prefetch=prefetch)
+def unsharded_blocks(rank: int, **options: Any) -> tuple[list[str], tuple[list[list[int]], ...]]:
+    """All units, and the blocks that are unsharded as each begins its forward, between forward and backward, and as
+    each begins its backward."""
+    model = zero.FSDP(Net(), **options)
     optimizer = sgd(model.parameters())
     forward, between, backward = seen = ([], [], [])
 
@@ -74,10 +78,27 @@ def unsharded_blocks(rank: int, prefetch: int | None) -> tuple[list[list[int]], 
         loss = loss_on(rank, step)(model)
         look(between)
         take_step(optimizer, loss)
-    blocks = [f"blocks.{number}" for number in range(BLOCKS)]
-    units = ["", "first", *blocks, "last", "embedding"] if prefetch == 1 else ["", *blocks]
-    assert unit_names(model) == units
-    return seen
+    return unit_names(model), seen
+
+
+BACKWARD_PRE = {"backward_prefetch": BackwardPrefetch.BACKWARD_PRE}
+PREFETCHES: list[tuple[dict[str, Any], int | None]] = [
+    ({"backward_prefetch": BackwardPrefetch.BACKWARD_POST}, 2),
+    ({"backward_prefetch": None}, 1),
+    ({"limit_all_gathers": False}, 3),
+    ({"forward_prefetch": True}, None),
+    ({**BACKWARD_PRE, "forward_prefetch": True}, 3),
+]
+
+
+@pytest.mark.slow
+@ranks.on(2)
+def test_torchs_names_say_what_is_gathered_ahead(rank, world):
+    with between_hosts():
+        found = [(unsharded_blocks(rank, **given), unsharded_blocks(rank, prefetch=own)) for given, own in PREFETCHES]
+    for (given, _), (one, other) in zip(PREFETCHES, found, strict=True):
+        assert one == other, given
+    assert len({str(counts) for counts, _ in found}) == 3, found
 
 
 @gpus.cpu_only("there transfers overlap computing")

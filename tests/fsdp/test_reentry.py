@@ -1,6 +1,8 @@
-"""Backward is interrupted, or comes to a unit again: no gradient is lost, and none that was cleared comes back."""
+"""Forward or backward is interrupted, comes to a unit again, or steps: no gradient is lost, none that was cleared comes
+back, and what is saved and trained is as by torch alone."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -8,27 +10,28 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim import SGD, Adam
 
 import gpus
 import matrix
 import ranks
 import zero
-from assertions import plain
-from runs import side_by_side, steps
-from zoo import Block, Stack, batch, loss_on
+from assertions import plain, same
+from odd import AT, STAGE_3
+from runs import SideBySide, average_gradients, side_by_side, steps
+from transports import TRANSPORTS, by
+from zoo import WIDTH, Block, Stack, batch, loss_on
 
 
 class Stop(nn.Module):
-    """Hands its input on, until it is told to fail."""
+    """Hands its input on, until it is told to fail: by an error, or "in backward"."""
 
-    where: str | None = None
+    how: type[BaseException] | str | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.where == "interrupt":
-            raise KeyboardInterrupt
-        if self.where == "forward":
-            raise KeyError("as told")
-        if self.where == "backward":
+        if isinstance(self.how, type):
+            raise self.how("as told")
+        if self.how:
             x = x.clone()
             x.register_hook(self.fail)
         return x
@@ -40,21 +43,20 @@ class Stop(nn.Module):
 class Stopping(Stack):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks[1].up = nn.Sequential(Stop(), self.blocks[1].up, Stop())
+        self.blocks[1].up = nn.Sequential(self.blocks[1].up, Stop())
 
-    def failing(self, where: str, call: Any, *, late: bool = False) -> Any:
-        """What `call` returns while a stop fails. late: in backward, after a gradient of the block."""
-        stop = self.blocks[1].up[0 if late else 2]
-        stop.where = where
+    def failing(self, how: type[BaseException] | str, call: Any) -> Any:
+        """What `call` returns while a stop fails."""
+        stop = self.blocks[1].up[1]
+        stop.how = how
         try:
             return call()
         finally:
-            stop.where = None
+            stop.how = None
 
 
 @ranks.on(2, timeout=20)
 def test_gradients_from_before_an_exception_are_there_after_it(rank, world):
-    """The exception comes before the first gradient of the last block."""
     both = side_by_side(Stopping(), {})
     params = [*both.model.parameters()]
     both.backward(loss_on(rank, 0))
@@ -69,32 +71,31 @@ def test_gradients_from_before_an_exception_are_there_after_it(rank, world):
         assert param.grad is old is None or torch.equal(plain(param.grad), plain(old))
 
 
-def a_graph_after_one_whose_backward_failed(rank, world, options):
-    """No forward comes between the two backwards."""
-    both = side_by_side(Stopping(), options)
+def a_graph_after_one_whose_backward_failed(rank, world, at):
+    both = SideBySide(Stopping(), AT[at])
     for step in range(2):
         both.zero_grad()
         graphs = {model: loss_on(rank, 2 * step)(model) for model in (both.model, both.plain)}
-        failing = both.model.failing("backward", lambda: loss_on(rank, 1)(both.model))
+        failing = both.model.failing("in backward", lambda: loss_on(rank, 1)(both.model))
         with pytest.raises(KeyError):
             failing.backward()
         both.step(lambda model, graphs=graphs: graphs[model])
 
 
-def a_forward_that_is_broken_off(rank, world, options):
+def a_forward_that_is_broken_off(rank, world, at):
     """After a backward under no_sync, and where nothing is trained. Hooks of modules are not told of an interrupt."""
-    both = side_by_side(Stopping(), options, tolerance=1e-6)
+    both = SideBySide(Stopping(), AT[at], tolerance=1e-6)
     model = both.model
-    for step, where in enumerate(["interrupt", "forward"]):
+    for step, error in enumerate([KeyboardInterrupt, KeyError]):
         both.zero_grad()
         both.backward(loss_on(rank, 4 * step), sync=False)
         for enter in (model, model.blocks[1] if step == 0 else model):
-            with pytest.raises((KeyError, KeyboardInterrupt)), model.no_sync():
-                model.failing(where, lambda enter=enter: enter(batch(rank, 1)))
+            with pytest.raises(error), model.no_sync():
+                model.failing(error, lambda enter=enter: enter(batch(rank, 1)))
         both.backward(loss_on(rank, 4 * step + 2))  # what no_sync kept before is there still
         both.update()
-        with pytest.raises((KeyError, KeyboardInterrupt)), torch.no_grad():
-            model.failing(where, lambda: model(batch(rank, 3)))
+        with pytest.raises(error), torch.no_grad():
+            model.failing(error, lambda: model(batch(rank, 3)))
     steps(both, rank, 1)
 
 
@@ -104,30 +105,20 @@ def test_a_step_may_follow_a_forward_that_was_interrupted(rank, world):
     both = side_by_side(Stopping(), {})
     both.backward(loss_on(rank, 0))
     with pytest.raises(KeyboardInterrupt):
-        both.model.failing("interrupt", lambda: both.model(batch(rank, 1)))
+        both.model.failing(KeyboardInterrupt, lambda: both.model(batch(rank, 1)))
     with mock.patch.object(both, "compare"):  # full weights are refused until the next forward
         both.update()
     both.step(loss_on(rank, 2))
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "kept": {"reshard_after_forward": False},
-    "no shard": {"sharding_strategy": "NO_SHARD"},
-    "memory first": {"prefetch": 1},
-    "speed first": {"prefetch": 3},
-}
-
-
 @matrix.combined(
-    "scenario, options", [a_graph_after_one_whose_backward_failed, a_forward_that_is_broken_off], OPTIONS, each=3
+    "scenario, at", [a_graph_after_one_whose_backward_failed, a_forward_that_is_broken_off], STAGE_3, each=3
 )
-def test_numbers_are_those_of_the_reference(scenario, options):
-    ranks.run(scenario, args=(OPTIONS[options],), timeout=20)
+def test_numbers_are_those_of_the_reference(scenario, at):
+    ranks.run(scenario, args=(at,), timeout=20)
 
 
 def penalised(rank: int, step: int) -> Callable[[nn.Module], Tensor]:
-    """A penalty that is computed past forward."""
 
     def loss(model: nn.Module) -> Tensor:
         blocks: Any = getattr(model, "module", model).blocks
@@ -157,3 +148,59 @@ def test_a_gradient_that_comes_past_forward_after_the_others_were_sent_is_added_
     for (name, one), other in zip(plain.named_parameters(), both.parameters(), strict=True):
         penalty = 2 * one.detach() if name == "blocks.0.up.weight" else 0
         torch.testing.assert_close(other.grad, one.grad + penalty, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, KeyError])
+@ranks.on(2)
+def test_saving_works_after_what_has_ended_a_forward(rank, world, error, options, transport, tmp_path):
+    with by(transport):
+        both = side_by_side(Stopping(), options)
+        both.step(loss_on(rank, 0))
+        for trains in (True, False):
+            with pytest.raises(error), torch.set_grad_enabled(trains):
+                both.model.failing(error, lambda: both.model(batch(rank, 1)))
+            same(zero.full_state_dict(both.model, to=None), {**both.plain.state_dict()})
+            zero.full_optimizer_state_dict(both.model, both.optimizer, to=None)
+            zero.checkpoint.save(tmp_path, both.model, both.optimizer)
+        both.step(loss_on(rank, 2))
+
+
+class Trains(nn.Module):
+    """Two players, one of whose layers lie in the root unit; its forward trains them in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.block = Block(WIDTH)
+
+    def forward(self, x: Tensor, train) -> list[Tensor]:
+        losses = [train(0, self.block(self.one(x)).square().mean())]
+        return [*losses, train(1, (self.two(self.one(x)) - x).square().mean())]
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@ranks.on(2)
+def test_a_model_steps_within_its_forward_and_runs_on(rank, world, partition):
+    both = side_by_side(Trains(), {"auto_wrap_policy": ModuleWrapPolicy({Block}), "partition": partition})
+    players = [
+        [SGD([*model.one.parameters(), *model.block.parameters()], lr=0.05), Adam(model.two.parameters(), lr=0.01)]
+        for model in (both.model.module, both.plain)
+    ]
+
+    def trained(optimizers, average):
+        def train(number, loss):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            average()
+            optimizers[number].step()
+            return loss.detach()
+
+        return train
+
+    for step in range(3):
+        found = both.model(batch(rank, step), trained(players[0], tuple))
+        same(found, both.plain(batch(rank, step), trained(players[1], partial(average_gradients, both.plain))))
+        same(zero.full_state_dict(both.model, to=None), {**both.plain.state_dict()})

@@ -1,13 +1,14 @@
 """torch's own checkpoint helpers at every stage: they get full weights, and no shard of an optimizer's state as if it
-were full. What `zero` gathers goes into torch's checkpoints, and comes from them."""
+were full. What `zero` gathers goes into torch's checkpoints, and comes from them. And torch's averages of weights."""
 
 import copy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim import SGD, Adam, Optimizer
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn
 
 import ranks
 import zero
@@ -116,3 +118,35 @@ def test_full_state_goes_into_a_checkpoint_of_torch(rank, world, at, tmp_path):
     set_model_state_dict(again[0], room["model"])
     set_optimizer_state_dict(*again, room["optim"])
     assert train(*again, rank, range(2, 4)) == train(*plain, rank, range(2, 4))
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "EMA": {"avg_fn": get_ema_avg_fn(0.9)},
+    "EMA of many, with buffers": {"multi_avg_fn": get_ema_multi_avg_fn(0.9), "use_buffers": True},
+    "SWA": {},
+}
+
+
+def averaged(rank: int, stage: int, kind: str) -> tuple[dict[str, Tensor], Tensor]:
+    """The averaged weights, and what they compute."""
+    torch.manual_seed(rank)
+    net = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Tanh(), nn.Linear(7, 1))
+    average = AveragedModel(net, **KINDS[kind])
+    model, optimizer = zero.setup(net, torch.optim.Adam, stage=stage, lr=0.1)
+    if stage == 3:
+        average.module = zero.FSDP(average.module)
+    for step in range(3):
+        take_step(optimizer, model(data(4, 5, rank=rank, step=step)).square().mean())
+        average.update_parameters(net)
+    with torch.no_grad():
+        return zero.full_state_dict(average.module, to=None), average.eval()(torch.ones(2, 5))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@ranks.on(2)
+def test_averages_are_those_of_ddp(rank, world, kind):
+    expected, computed = averaged(rank, 0, kind)
+    for stage in (1, 2, 3):
+        found, output = averaged(rank, stage, kind)
+        same(found, expected)
+        assert rank or torch.equal(output, computed)  # a forward of FSDP has the buffers of rank 0

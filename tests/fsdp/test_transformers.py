@@ -1,10 +1,11 @@
-"""Models of the transformers library, as users have them: trained at every stage, generating, saved, checkpointed.
+"""Models of the transformers library, as users have them: trained at every stage, generating, saved, checkpointed, and
+adapted by peft (LoRA).
 
-The reference is the same model trained by a few lines of torch (runs.py): on two ranks, the same bits.
-"""
+The reference is the same model trained by a few lines of torch (runs.py): on two ranks, the same bits."""
 
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -26,7 +27,9 @@ pytest.importorskip("sklearn")
 
 from families import FAMILIES, VOCABULARY, Family
 
-pytestmark = pytest.mark.slow
+# peft still asks transformers by the old name.
+OLD_NAME = "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(OLD_NAME)]
 
 
 def by_oss(model: nn.Module, optim: Any, **options: Any) -> Any:
@@ -136,3 +139,64 @@ def test_whole_weights_load_into_the_plain_model_and_back(rank, world, name):
     same_weights(plain, family.model(3))
     wrapped.load_state_dict(other.state_dict(), strict=True)
     assert family.loss(rank, 0)(wrapped.eval()).item() == family.loss(rank, 0)(other.eval()).item()
+
+
+needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
+TARGETS = {"gpt2": ["c_attn", "c_proj"], "llama": ["q_proj", "v_proj"]}
+
+
+def lora(name: str, **options: Any) -> Any:
+    """Adapters that are no zeros, so that gradients come to both halves of them from the first step on."""
+    import peft  # takes seconds, on the ranks alone
+
+    base = FAMILIES[name].model()
+    base.config.use_cache = False
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM",
+        r=4,
+        lora_alpha=8,
+        lora_dropout=0.1,
+        init_lora_weights=False,
+        target_modules=TARGETS[name],
+        fan_in_fan_out=name == "gpt2",
+        **options,
+    )
+    torch.manual_seed(1)
+    return peft.get_peft_model(base, config)
+
+
+@needs_peft
+@pytest.mark.parametrize(
+    ("name", "stage", "reentrant"), [("gpt2", "3", None), ("llama", "2", None), ("llama", "3", True)]
+)
+@ranks.on(2)
+def test_adapters_train_the_same_at_every_stage(rank, world, name, stage, reentrant):
+    """reentrant: how activations are recomputed, if they are."""
+    model = lora(name)
+    if reentrant is not None:
+        model.enable_input_require_grads()  # for the re-entrant kind, which else finds nothing to train
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    both = SideBySide(model, stage, OPTIMIZERS["adamw" if stage == "3" else "sgd"])
+    before = zero.full_state_dict(both.model, to=None)
+    for step in range(2):
+        both.step(FAMILIES[name].loss(rank, step))
+    after = zero.full_state_dict(both.model, to=None)
+    changed = {key for key in after if not torch.equal(before[key], after[key])}
+    assert changed == {key for key in after if "lora_" in key}
+
+
+@needs_peft
+@ranks.on(2)
+def test_adapters_are_saved_and_loaded_by_peft(rank, world):
+    import peft
+
+    plain, wrapped = lora("llama"), zero.FSDP(lora("llama"))
+    expected = peft.get_peft_model_state_dict(plain)
+    found = peft.get_peft_model_state_dict(wrapped.module, state_dict=wrapped.state_dict())
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    other = {name: value + 1 for name, value in found.items()}
+    with wrapped.summon_full_params():
+        peft.set_peft_model_state_dict(wrapped.module, other)
+    peft.set_peft_model_state_dict(plain, other)
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in wrapped.state_dict().items())

@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam
-from torch.utils.checkpoint import checkpoint
 
 import axes
 import gpus
 import zero
 from axes import Point
+from odd import Calling, recomputed
 from rows import Loop, Net, Row, Rows, case, cases_as_test, momentum
 from runs import norm_of_gradients
 from transports import TRANSPORTS
@@ -37,14 +37,8 @@ CLIPS = {"optim": adam, "tolerance": 1e-5}  # norms are added up in another orde
 row = Rows("small programs", __name__, optim=momentum)
 
 
-@row()
-def trains(t: Loop, i: int) -> None:
-    t.update(t.loss(i))
-
-
-@row(**CLIPS)
-def clips(t: Loop, i: int) -> None:
-    t.update(t.loss(i), lambda t: t.clip(0.1))
+row.of("trains")
+row.of("clips", lambda t, i: t.update(t.loss(i), lambda t: t.clip(0.1)), **CLIPS)
 
 
 @row()
@@ -73,7 +67,7 @@ def evaluates_between_forward_and_backward(t: Loop, i: int) -> None:
 def note_state(t: Loop, state: dict[str, Any]) -> None:
     for entry in state.get("state", {}).values():
         for value in entry.values():
-            t.note(torch.as_tensor(value))
+            t.note(torch.as_tensor(value, device=getattr(value, "device", gpus.DEVICE)))
 
 
 @row()
@@ -99,9 +93,7 @@ def goes_back_to_what_it_saved(t: Loop, i: int) -> None:
         t.kept.weights, t.kept.state = weights, state
 
 
-@row()
-def two_forwards_have_one_loss(t: Loop, i: int) -> None:
-    t.update(t.loss(i) + t.loss(10 + i))
+row.of("two forwards have one loss", lambda t, i: t.update(t.loss(i) + t.loss(10 + i)))
 
 
 @row(net=lambda: Net(blocks=4))
@@ -133,7 +125,6 @@ def gradients_are_given_by_hand(t: Loop, i: int) -> None:
 
 @row()
 def gradients_are_divided(t: Loop, i: int) -> None:
-    """As by a number of tokens."""
     t.update(t.loss(i), lambda t: [param.grad.mul_(1 / 3) for param in shown(t) if param.grad is not None])
 
 
@@ -173,12 +164,7 @@ class Forces(Stack):
 row.of("forces are taken within forward", net=lambda: Forces(classes=3, blocks=2), **ALIKE)
 
 
-class Recomputed(Stack):
-    def call(self, block: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(block, x, use_reentrant=False)
-
-
-row.of("blocks are computed again", net=lambda: Recomputed(classes=3, blocks=2))
+row.of("blocks are computed again", net=lambda: Calling(recomputed, classes=3, blocks=2))
 row.of("one block is used twice", net=lambda: Twice(classes=3, blocks=2))
 row.of("units have buffers", net=lambda: Stack(lambda: Block(between=nn.BatchNorm1d(2 * WIDTH)), classes=3, blocks=2))
 
@@ -211,10 +197,23 @@ def a_layer_is_frozen_on_rank_1(t: Loop, i: int) -> None:
     t.update(t.loss(i))
 
 
+@row()
+def joins_other_numbers_of_batches(t: Loop, i: int) -> None:
+    for x, weight in zero.join([t.batch(10 * i + k) for k in range(1 + t.rank)], t.m):
+        t.update(t.note(weight * t.forward(x).square().mean()))
+
+
+@row(optim=adam)
+def goes_on_from_a_checkpoint(t: Loop, i: int) -> None:
+    t.update(t.loss(i))
+    zero.checkpoint.save(t.folder, t.m, t.o, extra={"step": torch.ones(2, device="cpu")}, wait=False).wait()
+    zero.checkpoint.load(t.folder, t.m, t.o)
+
+
 test_plain = row.tests()
 
 
-SAVES = {"saves_on_rank_0", "goes_back_to_what_it_saved"}
+SAVES = {"saves_on_rank_0", "goes_back_to_what_it_saved", "goes_on_from_a_checkpoint"}
 WITHOUT = {  # a reference at stage 0
     "a_layer_is_frozen_on_rank_1": "[^p]",
     "scales_losses_in_float16": "dtype",
@@ -291,6 +290,7 @@ FOUND = [
     hook("before every optimizer's step halves each, registered early"),
     hook("after every optimizer's step decays each, registered late"),
     hook("before an optimizer's step zeroes each, registered late", "shards lie on a disk"),
+    hook("after an optimizer's step decays each, registered late", "shards lie on a disk"),
     hook("before the backward of a block reads, registered early"),
     hook("on each accumulated gradient scales in place, registered late"),
     hook("before an optimizer's step raises alone, registered late", "trains", "gloo"),
@@ -307,6 +307,19 @@ FOUND = [
     Draw("a_layer_is_frozen_on_rank_1", Point("plain"), "overlapping"),
 ]
 """Points at which something was found."""
+ELSEWHERE = {
+    "device: meta by default": [
+        *("trains", "clips", "accumulates_under_no_sync", "saves_on_rank_0", "goes_back_to_what_it_saved"),
+        *("scales_losses_in_float16", "shards lie on a disk", "units have buffers", "joins_other_numbers_of_batches"),
+        "goes_on_from_a_checkpoint",
+    ],
+    "device: shards in files": [
+        *("clips", "accumulates_under_no_sync", "weights_decay_between_steps", "goes_back_to_what_it_saved"),
+        "scales_losses_in_float16",
+    ],
+}
+for words, names in ELSEWHERE.items():
+    FOUND += [Draw(name, Point(words), TRANSPORTS[k % len(TRANSPORTS)]) for k, name in enumerate(names)]
 
 
 def cases(draw: Draw) -> Iterator[Any]:

@@ -22,15 +22,12 @@ from zoo import WIDTH, Stack, loss_on
 
 
 class Warmed(Adam):
-    """Writes an option into each group that it is given."""
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         param_group["warm_lr"] = param_group["lr"] / 10
 
 
 def test_a_group_that_is_added_has_the_options_that_the_optimizer_gives_it():
-    """And what a scheduler wrote into another group stays."""
     net = Stack()
     plain, sharded = (one(net.first.parameters(), lr=0.01) for one in (Warmed, partial(zero.OSS, optim=Warmed)))
     for optimizer in (plain, sharded):
@@ -44,12 +41,8 @@ def test_a_group_that_is_added_has_the_options_that_the_optimizer_gives_it():
     assert found[1]["warm_lr"] == 0.001
 
 
-class Told(Exception):
-    pass
-
-
 def fail(_: Tensor) -> None:
-    raise Told
+    raise KeyError("as told")
 
 
 @gpus.cpu_only("elsewhere autograd ends in a thread of its own, and the next forward restores them")
@@ -63,7 +56,7 @@ def test_no_full_gradient_of_a_backward_that_an_exception_ended_stays(rank, worl
         if interrupted:
             loss = loss_on(rank, 1)(both.model)
             failing = net.blocks[1].up.weight.register_hook(fail)
-            with pytest.raises(Told):
+            with pytest.raises(KeyError):
                 loss.backward()
             del loss
             failing.remove()
@@ -117,7 +110,6 @@ def test_what_is_rounded_before_it_is_sent_takes_two_buffers_in_turn():
 @pytest.mark.parametrize("transport", [TRANSPORTS[0], TRANSPORTS[-1]])
 @ranks.on(2, timeout=20)
 def test_every_gather_of_a_step_is_finished(rank, world, transport):
-    """Of many groups."""
     with by(transport):
         net, plain = Stack(), Stack()
         optimizer = zero.OSS(net.parameters(), SGD, lr=10.0)
@@ -133,8 +125,6 @@ def test_every_gather_of_a_step_is_finished(rank, world, transport):
 
 
 class Deep(nn.Module):
-    """Has layers at several depths."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

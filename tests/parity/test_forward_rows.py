@@ -1,23 +1,28 @@
-"""Parameters that are read outside their units, and several forwards of a model with buffers."""
+"""Models whose forwards read parameters outside their units, write into them or keep them; whose buffers change; whose
+parameters() is their own; whose parameters share memory."""
 
+import copy
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, func, nn
 from torch.autograd import forward_ad
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 import gpus
 import ranks
 import zero
-from rows import WIDTH, Rows, adam
-from runs import SideBySide
+from rows import WIDTH, Loop, Rows, adam, changed
 from zero.wrap.tensors import tensors_in
-from zoo import data
+from zoo import Block, Stack, made
 
 UNITS = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
 LATER = {"or_refused": r"gain|body|head", "fails": {3}}
@@ -25,9 +30,9 @@ LATER = {"or_refused": r"gain|body|head", "fails": {3}}
 
 class Net(nn.Module):
     """Two units, and a parameter of the root, which forward reads if `inside`. Between the units is read(x, weight of
-    `of`), from forward number `since` on."""
+    `of`, or the net), from forward number `since` on."""
 
-    def __init__(self, read=lambda x, w: x, of: str = "head", since: int = 0, inside: bool = True) -> None:
+    def __init__(self, read=lambda x, w: x, of: str | None = "head", since: int = 0, inside: bool = True) -> None:
         super().__init__()
         self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.gain = nn.Parameter(torch.randn(WIDTH, WIDTH))
@@ -35,26 +40,17 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.body(x) @ self.gain if self.inside else self.body(x))
-        x = self.read(x, getattr(self, self.of).weight) if self.count >= self.since else x
+        x = self.read(x, getattr(self, self.of).weight if self.of else self) if self.count >= self.since else x
         self.count += 1
         return self.head(torch.tanh(x))
 
 
-class Times(nn.Linear):
-    """Has a number, which one rank owns whole."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.by = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.by
-
-
 def with_a_number() -> Net:
-    net = Net()
-    net.body = Times()
-    return net
+    """Which one rank owns whole."""
+    times = made(
+        nn.Linear, lambda self, x: nn.Linear.forward(self, x) * self.by, by=lambda: nn.Parameter(torch.tensor(0.7))
+    )
+    return changed(Net(), lambda net: setattr(net, "body", times(WIDTH, WIDTH)))
 
 
 NUMBER = {"net": with_a_number, "or_refused": r"body\.by"}
@@ -135,8 +131,6 @@ test_readers = row.tests()
 
 
 class Keeps(nn.Linear):
-    """Keeps what `keep` makes of its weight as `kept`, or hands it out beside its output if `out`."""
-
     def __init__(self, keep, out: bool = False, where=lambda kept: kept) -> None:
         super().__init__(WIDTH, WIDTH)
         self.keep, self.out, self.where, self.kept = keep, out, where, None
@@ -197,37 +191,26 @@ class Mine(Tensor):
     """A class of the user's, whose results are of it."""
 
 
-class Views(Net):
-    """Computes with views of the root's parameter beside `other`."""
-
-    def __init__(self, other) -> None:
-        super().__init__(inside=False)
-        self.other = other
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.other(self, torch.tanh(self.body(x)))))
-
-
-def of_a_class(net, x):
+def of_a_class(x, net):
     y = x.as_subclass(Mine) @ net.gain.t()
     assert type(y) is Mine
     return y.as_subclass(Tensor) * net.gain[0]
 
 
 row = Rows("views of a full parameter", __name__, options=UNITS)
-row.of("beside another unit's weight", net=partial(Views, lambda net, x: x @ (net.gain.t() + net.head.weight)))
-row.of("in a list with it", net=partial(Views, lambda net, x: x @ torch.stack([net.gain.t(), net.head.weight]).sum(0)))
-row.of("beside a tensor of the user's class", net=partial(Views, of_a_class))
-row.of("written in forward", net=partial(Views, lambda net, x: x @ net.gain.detach().mul_(0.99).t() @ net.gain))
-row.of(
-    "of several kinds", net=partial(Views, lambda net, x: x * net.gain.view(-1)[:WIDTH] + net.gain.chunk(2)[1].mean(0))
-)
+VIEWS = {
+    "beside another unit's weight": lambda x, net: x @ (net.gain.t() + net.head.weight),
+    "in a list with it": lambda x, net: x @ torch.stack([net.gain.t(), net.head.weight]).sum(0),
+    "beside a tensor of the user's class": of_a_class,
+    "written in forward": lambda x, net: x @ net.gain.detach().mul_(0.99).t() @ net.gain,
+    "of several kinds": lambda x, net: x * net.gain.view(-1)[:WIDTH] + net.gain.chunk(2)[1].mean(0),
+}
+for words, view in VIEWS.items():
+    row.of(words, net=partial(Net, view, None, inside=False))
 test_views = row.tests()
 
 
 class Through(nn.Module):
-    """Its block is run by `run`, before a layer."""
-
     def __init__(self, run) -> None:
         super().__init__()
         self.body, self.head, self.run = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH), run
@@ -261,7 +244,6 @@ def inner_gradient(block, x):
 
 
 def evaluated_and_halved(t, i):
-    """Written between two forwards of which none is followed by a backward."""
     t.note(t.m(t.batch(i)))
     for param in t.n.parameters():
         param.data.mul_(0.5)
@@ -363,15 +345,224 @@ row.of("they differ before two", forwards(False, False, act=lambda t, i: t.n[1].
 test_buffers = row.tests()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@ranks.on(2, timeout=15)
-def test_buffers_that_are_not_sent_are_read_by_two_forwards(rank, world, stage):
-    def build(net, optim):
-        optimizer = zero.OSS(net.parameters(), optim) if stage == 2 else None
-        how = {"broadcast_buffers": False}
-        model = zero.FSDP(net, **how) if stage == 3 else zero.ShardedDDP(net, optimizer, **how)
-        return model, optimizer or optim(model.parameters())
+row = Rows("D: parameters() that leave some out, or are no iterator of parameters", __name__, tolerance=1e-5)
 
-    both = SideBySide(Norm(), build)
-    for i in range(3):
-        both.step(lambda m: sum(m(data(4, WIDTH, rank=rank, step=k + i)).square().mean() for k in (0, 10)))  # noqa: B023
+
+def overridden(base: type[nn.Module], name: str, make: Callable[[Any], Iterable[Any]]) -> type[nn.Module]:
+    def method(module: Any, *args: Any, **how: Any) -> Iterable[Any]:
+        return make(getattr(super(found, module), name)(*args, **how))
+
+    found = type(base.__name__, (base,), {name: method})
+    return found
+
+
+def frozen(net: Stack) -> Stack:
+    net.first.requires_grad_(False)
+    net.blocks[0].up.requires_grad_(False)
+    return net
+
+
+MAKES: dict[str, tuple[str, Callable[[Any], Iterable[Any]]]] = {
+    "parameters() that leave frozen ones out": ("parameters", lambda own: (p for p in own if p.requires_grad)),
+    "parameters() that are a list": ("parameters", list),
+    "parameters() that are groups": ("parameters", lambda own: [{"params": [*own], "lr": 0.1}]),
+    "named_parameters() that leave frozen ones out": (
+        "named_parameters",
+        lambda own: ((name, param) for name, param in own if param.requires_grad),
+    ),
+}
+
+
+class WithoutArguments(Stack):
+    def parameters(self) -> Any:  # type: ignore[override]
+        return [*super().parameters()]
+
+
+def trains_and_saves(t: Loop, i: int) -> None:
+    t.loss(i).backward()
+    t.clip(1.0)
+    t.o.step()
+    t.o.zero_grad()
+    if i == 1:
+        zero.load_full_state_dict(t.m, zero.full_state_dict(t.m, to=None))
+        zero.load_full_optimizer_state_dict(t.m, t.o, zero.full_optimizer_state_dict(t.m, t.o, to=None))
+        zero.checkpoint.save(t.folder, t.m, t.o)
+        zero.checkpoint.load(t.folder, t.m, t.o)
+
+
+for title, (name, make) in MAKES.items():
+    model, block = overridden(Stack, name, make), overridden(Block, name, make)
+    row.of(title, trains_and_saves, net=lambda model=model: frozen(model(classes=3)))
+    row.of(f"{title}, of blocks", trains_and_saves, net=lambda block=block: frozen(Stack(block, classes=3)))
+row.of("parameters() without arguments", trains_and_saves, net=lambda: frozen(WithoutArguments(classes=3)))
+
+test_overridden = row.tests()
+
+
+def unwrapped(t: Loop, i: int) -> None:
+    t.update(t.loss(i))
+    assert zero.unwrap(t.m) is t.n and t.n.first.weight.shape == (WIDTH, WIDTH)
+
+
+unwraps = Rows("D: parameters() of one's own, unwrapped", __name__)
+for title, (name, make) in MAKES.items():
+    model = overridden(Stack, name, make)
+    unwraps.of(title, unwrapped, steps=1, net=partial(model, classes=3))
+
+test_unwraps = unwraps.tests()
+
+
+Change = Callable[["Embedded"], object]
+
+
+class Embedded(nn.Module):
+    """An embedding, layers, and an output layer, in the shapes of ties.
+
+    change: what is done to it before it is wrapped. act: what it does to itself "before" or "after" its layers in each
+    forward, or in the one that has the number `when`.
+    """
+
+    def __init__(self, change: Change = id, act: Change = id, when: object = "before") -> None:
+        super().__init__()
+        self.emb, self.out = nn.Embedding(7, WIDTH), nn.Linear(WIDTH, 7, bias=False)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.act, self.when, self.count = act, when, 0
+        change(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        if self.when in ("before", self.count):
+            self.act(self)
+        x = self.emb(x.argmax(1) % 7) + sum((buffer.mean() for buffer in self.buffers()), torch.zeros(()))
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        y = self.out(x + self.teacher(x))
+        if self.when == "after":
+            self.act(self)
+        return y
+
+
+def give(param: Tensor, data: Tensor) -> None:
+    param.data = data
+
+
+def slices(net: Embedded, start: int) -> None:
+    both, size = torch.randn(14 * WIDTH), 7 * WIDTH
+    net.emb.weight.data, net.out.weight.data = both[:size].view(7, -1), both[start : start + size].view(7, -1)
+
+
+B4 = "B4: parameters that share memory"
+TIED = ("out.weight", "emb.weight", "out.weight = emb.weight")
+BLOCKS = ("blocks.0.weight", "blocks.1.weight")
+
+SHARING: dict[str, tuple[Change, tuple[str, ...]]] = {
+    "an output layer has the data of the embedding": (lambda n: give(n.out.weight, n.emb.weight.data), TIED),
+    "a new parameter has it": (lambda n: setattr(n.out, "weight", nn.Parameter(n.emb.weight.data)), TIED),
+    "it is loaded with assign": (lambda n: n.out.load_state_dict(n.emb.state_dict(), assign=True), TIED),
+    "it is frozen": (lambda n: give(n.out.weight, n.emb.requires_grad_(False).weight.data), TIED),
+    "on one rank alone": (lambda n: give(n.out.weight, n.emb.weight.data) if dist.get_rank() else None, TIED),
+    "units have the same data": (lambda n: give(n.blocks[1].weight, n.blocks[0].weight.data), BLOCKS),
+    "transposed data": (lambda n: give(n.blocks[1].weight, n.blocks[0].weight.data.t()), BLOCKS),
+    "slices of one tensor overlap": (lambda n: slices(n, 3 * WIDTH), TIED[:2]),
+    "slices have one element in common": (lambda n: slices(n, 7 * WIDTH - 1), TIED[:2]),
+    "a bias is a row of a weight": (lambda n: give(n.blocks[0].bias, n.emb.weight.data[2]), ("blocks.0.bias", TIED[1])),
+    "a view in another dtype": (
+        lambda n: n.register_parameter("c", nn.Parameter(torch.view_as_complex(n.emb.weight.data.view(-1, 2)))),
+        ("emb.weight", "c"),
+    ),
+}
+
+
+def wrapped(rank: int, world: int, share: str, by: object) -> None:
+    net = Embedded(SHARING[share][0])
+    zero.setup(net, adam, stage=by) if by in (1, 2, 3) else zero.OSS(net.parameters(), adam)
+
+
+@pytest.mark.parametrize("by", [1, 2, 3, "OSS without names"])
+@pytest.mark.parametrize("share", SHARING)
+def test_parameters_that_share_memory_are_refused_on_every_rank(share, by):
+    """by: a stage, or the class."""
+    told = ranks.expect_error(wrapped, 2, ValueError, args=(share, by), timeout=15)
+    facts = SHARING[share][1] if by in (1, 2, 3) else ("parameter ", "of group 0")
+    assert all(fact in text for fact in facts for text in told), told
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.raises(2, ValueError, r"'graph' has layout torch\.sparse_coo.*\.to_dense\(\)", timeout=15)
+def test_a_sparse_buffer_is_refused(rank, world, stage):
+    zero.setup(Embedded(lambda n: n.register_buffer("graph", torch.eye(3).to_sparse())), adam, stage=stage)
+
+
+def fuse(net: nn.Module) -> None:
+    vector_to_parameters(parameters_to_vector(net.parameters()).detach(), net.parameters())
+
+
+recurrent = made(nn.LSTM, lambda self, x: nn.LSTM.forward(self, x)[0])
+row = Rows(B4, __name__)
+row.of("weights are fused", net=lambda: changed(recurrent(WIDTH, 5, 2, bidirectional=True), fuse))
+row.of("slices of one tensor touch", net=lambda: Embedded(lambda n: slices(n, 7 * WIDTH)))
+row.of(
+    "a weight is tied as a parameter",
+    net=lambda: Embedded(lambda n: setattr(n.out, "weight", n.emb.weight)),
+    optim=adam,
+)
+row.of("a layer is a shallow copy", net=lambda: Embedded(lambda n: n.blocks.append(copy.copy(n.blocks[0]))))
+row.of(
+    "one is empty",
+    net=lambda: Embedded(lambda n: n.register_parameter("no", nn.Parameter(n.out.weight.data[2:2], False))),
+)
+row.of(
+    "a buffer has the data of a weight",
+    net=lambda: Embedded(lambda n: n.register_buffer("kept", n.out.weight.data)),
+    or_refused="out.weight",
+)
+
+test_memory = row.tests()
+
+NAME = r"blocks\.\d\.weight"
+row = Rows("B5: p.data = ... inside forward", __name__, options=UNITS)
+LOST = {"same": {3}, "refused": {1: NAME, 2: NAME}, "or_refused": NAME}
+"""Refused at stages 1 and 2. At stage 3 so, too, or it counts."""
+
+
+def average(net: Embedded) -> None:
+    for mean, param in zip(net.teacher.parameters(), net.blocks[0].parameters(), strict=True):
+        mean.data = 0.9 * mean.data + 0.1 * param.data
+
+
+def halve(layer: nn.Module, *_: object) -> None:
+    layer.weight.data = 0.5 * layer.weight.data
+
+
+def clamp(net: Embedded) -> None:
+    give(net.blocks[0].weight, net.blocks[0].weight.data.clamp(-0.1, 0.1))
+
+
+TEACHER = {**LOST, "refused": dict.fromkeys((1, 2), "teacher"), "or_refused": "teacher"}
+row.of("a teacher is a moving average", net=lambda: Embedded(act=average), **TEACHER)
+row.of("so it is within one unit", net=lambda: Embedded(act=average), options={}, **TEACHER)
+row.of(
+    "a teacher follows at the end of forward", net=lambda: Embedded(act=average, when="after"), optim=adam, **TEACHER
+)
+row.of("a weight is clamped before its use", net=lambda: Embedded(act=clamp), **LOST)
+row.of("a weight is clamped after its use", net=lambda: Embedded(act=clamp, when="after"), **LOST)
+row.of("the second forward alone writes", net=lambda: Embedded(act=lambda n: halve(n.blocks[0]), when=2), **LOST)
+row.of(
+    "a hook after the layer writes", net=lambda: Embedded(lambda n: n.blocks[0].register_forward_hook(halve)), **LOST
+)
+row.of(
+    "a hook before the unit writes",
+    net=lambda: Embedded(lambda n: n.blocks[0].register_forward_pre_hook(halve)),
+    **LOST,
+)
+row.of("a backward hook writes", net=lambda: Embedded(lambda n: n.blocks[1].register_full_backward_hook(halve)), **LOST)
+row.of("a weight is halved in place", net=lambda: Embedded(act=lambda n: n.out.weight.data.mul_(0.5)))
+row.of(
+    "one rank alone gives its weight a copy",
+    net=lambda: Embedded(act=lambda n: give(n.out.weight, n.out.weight.data.clone()) if dist.get_rank() else None),
+    or_refused="out.weight",
+    fails={3},
+)
+
+test_forward = row.tests()

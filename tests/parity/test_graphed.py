@@ -13,21 +13,16 @@ from torch.optim import AdamW
 import gpus
 import ranks
 import zero
+from runs import STAGES
 from zero.graphs import WARM_UP
 from zoo import Stack, batch
-
-
-def stage_3_kept(model: nn.Module, optim: Any) -> tuple[nn.Module, Any]:
-    wrapped = zero.FSDP(model, reshard_after_forward=False)
-    return wrapped, optim(wrapped.parameters())
-
 
 GRAPHED: dict[str, Callable[..., Any]] = {
     "0": partial(zero.setup, stage=0),
     "1": partial(zero.setup, stage=1),
     "2": partial(zero.setup, stage=2),
     "3": partial(zero.setup, stage=3),
-    "3 kept": stage_3_kept,
+    "3 kept": STAGES["3 kept"],
     "2 bf16": partial(zero.setup, stage=2, precision="bf16"),
     "3 bf16": partial(zero.setup, stage=3, precision="bf16"),
 }

@@ -125,10 +125,9 @@ class Run:
 
     def __init__(self, stage: int, meter: Apart | OnGpu, rank: int, folder: str) -> None:
         torch.manual_seed(0)
-        blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(UNITS)]
         options: Any = {"auto_wrap_policy": ModuleWrapPolicy({nn.Sequential})} if stage == 3 else {}
         self.meter, self.rank, self.folder = meter, rank, folder
-        self.model, self.optimizer = zero.setup(Stacked(blocks), Adam, stage=stage, **options)
+        self.model, self.optimizer = zero.setup(net(), Adam, stage=stage, **options)
         for _ in range(2):
             self._train()
         self.step = self.peak(self._train)
@@ -139,21 +138,13 @@ class Run:
         self.optimizer.zero_grad()
 
     def peak(self, run: Callable[[], Any]) -> int:
-        """Bytes of the device."""
         self.meter.reset_peak()
         run()
         return self.meter.peak()
 
 
-class Stacked(nn.Module):
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def net() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(UNITS)))
 
 
 P = UNITS * (WIDTH * WIDTH + WIDTH) * 4
@@ -176,8 +167,8 @@ def given(run: Run, make: Callable[[], Any]) -> Any:
     return made
 
 
-def state(run: Run) -> Any:
-    params = [*Stacked([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(UNITS)]).parameters()]
+def state() -> Any:
+    params = [*net().parameters()]
     of = {
         number: {key: torch.ones_like(param) for key in ("exp_avg", "exp_avg_sq")} | {"step": torch.tensor(3.0)}
         for number, param in enumerate(params)
@@ -185,24 +176,19 @@ def state(run: Run) -> Any:
     return {"state": of, "param_groups": Adam(params).state_dict()["param_groups"]}
 
 
-def weights(run: Run) -> Any:
-    return Stacked([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(UNITS)]).state_dict()
-
-
 def loads(run: Run, everywhere: bool, iterates: bool = False) -> None:
     there = everywhere or run.rank == 0
-    full = given(run, lambda: weights(run)) if there else None
+    full = given(run, lambda: net().state_dict()) if there else None
     zero.load_full_state_dict(run.model, iter(full.items()) if full and iterates else full)
 
 
 def forget_state(run: Run) -> None:
-    """An optimizer has none yet when a run goes on."""
     getattr(run.optimizer, "optim", run.optimizer).state.clear()
 
 
 def loads_state(run: Run, everywhere: bool) -> None:
     forget_state(run)
-    full = given(run, lambda: state(run)) if everywhere or run.rank == 0 else None
+    full = given(run, state) if everywhere or run.rank == 0 else None
     zero.load_full_optimizer_state_dict(run.model, run.optimizer, full)
 
 

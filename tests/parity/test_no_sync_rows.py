@@ -34,8 +34,7 @@ def gradients(t):
 
 def replace(t, by):
     for p in t.n.parameters():
-        if p.grad is not None:
-            p.grad = by(p)
+        p.grad = None if p.grad is None else by(p)
 
 
 def halve_one(t, i):
@@ -96,11 +95,6 @@ def passed(t, *modules, through=None, sends=False, i=20):
     t.note(inputs.grad)
 
 
-def pass_twice(t, i):
-    passed(t, t.n)
-    passed(t, t.n, i=30)
-
-
 def accumulate_after_it(t, i):
     passed(t, t.n)
     with t.m.no_sync():
@@ -114,22 +108,15 @@ def take_the_gradient_of_inputs(t, i):
     t.n.requires_grad_(True)
 
 
-def pass_in_evaluation(t, i):
-    t.m.eval()
-    passed(t, t.n)
-    t.m.train()
-
-
 frozen("the model is frozen", lambda t, i: passed(t, t.n))
 frozen("half of the model is frozen", lambda t, i: passed(t, t.n.first, t.n.blocks[0]))
 frozen("one block is frozen", lambda t, i: passed(t, t.n.blocks[1]))
 frozen("the root alone is frozen", lambda t, i: passed(t, t.n.first, t.n.last))
 frozen("biases are frozen", lambda t, i: passed(t, *(p for p in t.n.parameters() if p.ndim == 1)))
 frozen("the model is frozen and sends", lambda t, i: passed(t, t.n, sends=True), tolerance=1e-6)
-frozen("the model is frozen twice", pass_twice, optim=adam)
+frozen("the model is frozen twice", lambda t, i: [passed(t, t.n, i=k) for k in (20, 30)], optim=adam)
 frozen("the model is frozen before another backward", accumulate_after_it)
 frozen("the model is frozen for the gradient of its inputs", take_the_gradient_of_inputs)
-frozen("the model is frozen in evaluation mode", pass_in_evaluation)
 frozen("the module inside is frozen and called", lambda t, i: passed(t, t.n, through=t.n, sends=True), tolerance=1e-6)
 
 test_kept = kept.tests()

@@ -52,7 +52,6 @@ class Half(nn.ModuleList):
 
 
 def one_weight() -> nn.Module:
-    """Under a whole cut one rank has nothing."""
     return nn.Linear(FEATURES, 3, bias=False)
 
 
@@ -178,7 +177,6 @@ class Reading(TorchDispatchMode):
 
 
 def by_data(gradients: list[Tensor]) -> None:
-    """torch counts no write into `.data`."""
     for gradient in gradients:
         gradient.data.mul_(3)
 
@@ -218,7 +216,3 @@ def test_offloaded_gradients_are_read_for_their_norm_only_if_somebody_wrote(stag
             expected = torch.cat([grad.double().flatten() for grad in gradients]).norm(norm_type)
             assert norm.item() == pytest.approx(expected.item(), rel=1e-5 if dtype == torch.float32 else 5e-3)
             optimizer.step()
-
-
-def each(change: Any) -> Any:
-    return lambda t, i: t.update(t.loss(i), lambda t: [change(p) for p in t.m.parameters() if p.grad is not None])

@@ -1,8 +1,8 @@
 """Models, inputs, outputs and losses of odd kinds: at stages 2 and 3 numbers are those of torch alone, bit for bit.
 
-Among them are losses of what does not leave a unit through what its forward returns, and units that return their own
-parameters.
-"""
+Among them are losses of what does not leave a unit through what its forward returns, units that return their own
+parameters, and several branches that read one tensor. Autograd adds their gradients in the order in which it comes to
+them: units must not stand in between, and each is all the same released as soon as backward has been through it."""
 
 from collections import UserDict, defaultdict, deque
 from collections.abc import Callable
@@ -15,13 +15,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint_sequential
 
 import gpus
 import ranks
 import zero
 from assertions import close
-from odd import STAGE_3, Calling, Odds, mean, recomputed, reentrant
-from zoo import WIDTH, Block, Stack, batch
+from inner import unsharded_in_backward
+from odd import AT, STAGE_3, Calling, Odds, mean, recomputed, reentrant
+from runs import SideBySide, steps
+from transports import READS
+from zoo import WIDTH, Adapted, Block, Stack, batch, made
 
 MODELS = odd = Odds()
 
@@ -32,19 +36,14 @@ class Normed(Block):
         self.up, self.down = weight_norm(self.up), spectral_norm(self.down)
 
 
-class Attending(Block):
-    """Reads the weights of a layer inside its attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(self.attention(x[None], x[None], x[None], need_weights=False)[0][0])
+Attending = made(
+    Block,
+    lambda self, x: x + self.inner(self.attention(x[None], x[None], x[None], need_weights=False)[0][0]),
+    attention=lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True),
+)
 
 
 def evaluated(model: Any, x: Tensor) -> Tensor:
-    """Evaluates between forward and backward."""
     output = model(x)
     model.eval()
     with torch.no_grad():
@@ -90,8 +89,6 @@ for count in (1, 2):
 
 @dataclass
 class Derived:
-    """With a field that the constructor does not take."""
-
     hidden: Tensor
     doubled: Tensor = field(init=False)
 
@@ -107,8 +104,6 @@ class Slots:
 
 
 class Packed(Block):
-    """Takes its input in a container and returns it in one."""
-
     def __init__(self, kind: Callable[..., Any]) -> None:
         super().__init__()
         self.kind = kind
@@ -121,9 +116,7 @@ def unpacked(given: Any) -> Tensor:
     return given["hidden"] if hasattr(given, "__getitem__") else given.hidden
 
 
-class InDeque(Calling):
-    def forward(self, x: Tensor) -> deque[Tensor]:
-        return deque([super().forward(x)])
+InDeque = made(Calling, lambda self, x: deque([Stack.forward(self, x)]))
 
 
 for kind in (Derived, partial(defaultdict, list), UserDict, SimpleNamespace, Slots):
@@ -134,48 +127,32 @@ for kind in (Derived, partial(defaultdict, list), UserDict, SimpleNamespace, Slo
     )
 
 
-class Viewed(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.gain = nn.LayerNorm(WIDTH), nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.norm(super().forward(x)) * self.gain).view(-1, 2, WIDTH)
+Viewed = made(
+    Block,
+    lambda self, x: (self.norm(Block.forward(self, x)) * self.gain).view(-1, 2, WIDTH),
+    norm=lambda: nn.LayerNorm(WIDTH),
+    gain=lambda: nn.Parameter(torch.ones(WIDTH)),
+)
+Viewing = made(Block, lambda self, x: (x.view(-1, 2, WIDTH), self.inner(x)))
+ViewOfTheRoot = made(Stack, lambda self, x: Stack.forward(self, x).view(-1, 2, WIDTH))
+Scaling = made(
+    nn.Module,
+    lambda self, x: x.mul_(self.scale.exp()).add_(self.shift),
+    scale=lambda: nn.Parameter(torch.ones(WIDTH)),
+    shift=lambda: nn.Parameter(torch.zeros(WIDTH)),
+)
 
 
 def written(block: nn.Module, x: Tensor) -> Tensor:
-    """Writes into what the block returned, which is a view."""
     y = block(x)
     y += 1.0
     y[..., 0] = 0
     return y.view(len(x), WIDTH)
 
 
-class Viewing(Block):
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.view(-1, 2, WIDTH), self.inner(x)
-
-
 def mixed(block: nn.Module, x: Tensor) -> Tensor:
     viewed, inner = block(x.clone())
     return viewed.view(-1, WIDTH).mul(2) + inner
-
-
-class Scaling(nn.Module):
-    """Writes into its input and returns it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.shift = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x *= self.scale.exp()
-        return x.add_(self.shift)
-
-
-class ViewOfTheRoot(Stack):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).view(-1, 2, WIDTH)
 
 
 odd("views that are written into", lambda: Calling(written, Viewed))
@@ -186,8 +163,6 @@ odd("a view that the root returns", ViewOfTheRoot, lambda model, x: model(x).add
 
 
 class Remembering(Block):
-    """Puts its hidden state by."""
-
     def forward(self, x: Tensor) -> Tensor:
         self.hidden = torch.tanh(self.up(x))
         return x + self.down(self.hidden)
@@ -214,7 +189,6 @@ def of_hidden(model: Any, x: Tensor, blocks: slice = slice(None), beside: bool =
 
 
 def of_features(model: Any, x: Tensor) -> Tensor:
-    """That hooks collect."""
     features: list[Tensor] = []
     modules = [model.first, model.blocks[0], model.blocks[1].up]
     hooks = [module.register_forward_hook(lambda *seen: features.append(seen[-1])) for module in modules]
@@ -225,8 +199,6 @@ def of_features(model: Any, x: Tensor) -> Tensor:
 
 
 class Energy(Block):
-    """Takes forces of an energy."""
-
     def forward(self, x: Tensor) -> Tensor:
         with torch.enable_grad():
             at = x if x.requires_grad else x.detach().requires_grad_()
@@ -235,40 +207,13 @@ class Energy(Block):
         return x - 0.1 * force
 
 
-class Slope(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        at = x.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(self.inner(at).sum(), at)  # without a graph: nothing is trained by it
-        return self.inner(x) * slope
-
-
-class Positions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(6, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.table[: len(x)]
-
-
-class Placed(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = Positions()
-
-    def middle(self, x: Tensor, *blocks: slice) -> Tensor:
-        return super().middle(x + self.positions(x))
-
-
-class Returning(Stack):
-    """Gives the loss its weights, beside the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor([2.0]))
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), {"scale": self.scale, "weight": self.first.weight.t()}
+Positions = made(nn.Module, lambda self, x: self.table[: len(x)], table=lambda: nn.Parameter(torch.randn(6, WIDTH)))
+Placed = made(Stack, lambda self, x: self.middle((y := self.first(x)) + self.positions(y)), positions=Positions)
+Returning = made(
+    Stack,
+    lambda self, x: (Stack.forward(self, x), {"scale": self.scale, "weight": self.first.weight.t()}),
+    scale=lambda: nn.Parameter(torch.tensor([2.0])),
+)
 
 
 def weighted(model: nn.Module, x: Tensor) -> Tensor:
@@ -284,17 +229,9 @@ odd("hidden states that are changed in place", partial(Stack, Rectified), of_hid
 odd("a loss that forward puts by", Silent, lambda model, x: model(x) or model.loss)
 odd("features that hooks collect of one unit", Stack, of_features, units=[])
 odd("forces that forward takes of an energy", partial(Stack, Energy))
-odd("slopes that forward takes", partial(Stack, Slope))
 odd("a view of a parameter of the root", Placed)
 odd("a view of a parameter of a unit", Placed, units=[Positions, Block])
 odd("parameters of the root", Returning, weighted)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize(("name", "at"), MODELS.cases())
-@ranks.on(2, timeout=20)
-def test_numbers_are_those_of_torch(rank, world, name, at):
-    MODELS[name].trains(rank, at)
 
 
 @ranks.on(2)
@@ -308,3 +245,85 @@ def test_parameters_that_are_returned_in_evaluation_are_whole_and_no_hooks_pile_
         weighted(model, batch(rank, step)).backward()
     assert weights["scale"].tolist() == [2.0]
     assert len(model.module.scale._backward_hooks or {}) == before
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
+        self.query, self.key, self.value, self.out = Adapted(), Adapted(), Adapted(), Adapted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = self.norm(x)
+        scores = self.query(seen) @ self.key(seen).transpose(-1, -2)
+        return x + self.out(scores.softmax(-1) @ self.value(seen))
+
+
+class Side(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(Adapted() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third = (branch(x) for branch in self.branches)
+        return x + first * torch.sigmoid(second) * third
+
+
+Leaves = made(Calling, lambda self, x: self.middle(x.requires_grad_()))
+"""Its blocks read the model's input, of which a gradient is asked for, and what checkpointing hands on."""
+
+
+class Mixed(Stack):
+    """MultiheadAttention computes otherwise where query, key and value are not one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.LSTM(WIDTH, WIDTH, num_layers=2, batch_first=True), blocks=1)
+        self.gru = nn.GRU(WIDTH, WIDTH, batch_first=True)
+        self.encoder = nn.TransformerEncoderLayer(WIDTH, 2, 3 * WIDTH, batch_first=True, dropout=0.0)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.stack([self.first(x), x.flip(0), x.cos()], dim=1)
+        x = self.encoder(self.gru(self.blocks[0](x)[0])[0])
+        return self.attention(x, x, x)[0]
+
+
+NESTED = [Attention, Adapted, nn.Linear]
+odd("adapters in blocks", partial(Stack, Attention))
+odd("adapters in units of their own", partial(Stack, Attention), units=[Adapted])
+odd("adapters in units within units", partial(Stack, Attention, blocks=1), units=NESTED)
+odd("adapters recomputed", lambda: Calling(recomputed, Attention, blocks=1), units=NESTED)
+odd("adapters under re-entrant checkpointing", lambda: Calling(reentrant, Attention, blocks=1), units=NESTED)
+odd("leaves that several units read", lambda: Leaves(reentrant, Side), units=[Adapted])
+odd("recurrent layers and attention", Mixed, units=[nn.LSTM, nn.GRU, nn.TransformerEncoderLayer, nn.MultiheadAttention])
+
+
+segments = made(Stack, lambda self, x: checkpoint_sequential([*self.blocks], 2, self.first(x), use_reentrant=False))
+odd("segments recomputed", partial(segments, blocks=8), units=[Block])
+odd("siblings", lambda: Stack(Side), units=[Adapted])
+odd("siblings under re-entrant checkpointing", lambda: Calling(reentrant, Side), units=[Adapted])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("name", "at"), MODELS.cases())
+@ranks.on(2, timeout=20)
+def test_numbers_are_those_of_torch(rank, world, name, at):
+    MODELS[name].trains(rank, at)
+
+
+@pytest.mark.slow
+@gpus.cpu_only("there units are gathered ahead")
+@pytest.mark.parametrize("at", ["3", "3 memory first"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name.startswith(("segments", "siblings"))])
+@ranks.on(2, timeout=20)
+def test_units_that_read_one_tensor_or_are_recomputed_together_are_released_one_by_one(rank, world, name, at):
+    model = MODELS[name]
+    both = SideBySide(model.net(), partial(AT[at], **model.options))
+    steps(both, rank, 1)
+    counts = unsharded_in_backward(both.model, [one.up.weight for one in units(both.model)])
+    steps(both, rank, 2)
+    assert max(counts) <= (1 if READS or at == "3 memory first" else 2)  # over Gloo one more is gathered half-way
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    return [one for one in model.modules() if isinstance(one, (Adapted, Block))]

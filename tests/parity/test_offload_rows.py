@@ -1,11 +1,10 @@
-"""Shards and what optimizers step lie in files: the numbers are those of training without. What lies in the memory of
-the CPU is compared in tests/offload, where there is a device beside it."""
+"""Shards and what optimizers step lie in files: the numbers are those of training without. More programs are rows of
+test_axes.py. What lies in the memory of the CPU is compared in tests/offload, where there is a device beside it."""
 
 import tempfile
 from functools import partial
 
 import torch
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import Adafactor, Adam, AdamW
 from torch.optim.lr_scheduler import StepLR
 
@@ -34,19 +33,6 @@ row.of(
 )
 
 
-@row(tolerance=1e-5)
-def backwards_add_up(t, i):
-    with zero.no_sync(t.m) if t.stage != 1 else t.m.no_sync():
-        t.loss(10 + i).backward()
-    t.loss(20 + i).backward()
-    t.update(t.loss(i))
-
-
-@row(tolerance=1e-5)
-def gradients_are_clipped(t, i):
-    t.update(t.loss(i), lambda t: t.note(clip_grad_norm_(t.m.parameters(), 0.05)))
-
-
 @row(optim=adamw)
 def a_schedule_is_followed_and_state_loaded(t, i):
     t.kept.schedule = t.kept.schedule if i else StepLR(t.o, 1, gamma=0.5)
@@ -68,32 +54,6 @@ def steps_with_a_closure_and_without_take_turns(t, i):
     else:
         closure()
         t.o.step()
-
-
-@row(same={1, 2})
-def weights_are_written_between_steps(t, i):
-    for param in t.n.parameters() if i == 1 else ():
-        param.data.mul_(0.9)
-    t.update(t.loss(i))
-
-
-@row(same={3})
-def shards_are_written_between_steps(t, i):
-    with torch.no_grad():
-        for param in t.n.parameters() if i == 1 else ():
-            param.mul_(0.9)
-    t.update(t.loss(i))
-
-
-@row(steps=4)
-def an_infinite_gradient_of_one_rank_skips_the_step_on_all(t, i):
-    t.kept.scaler = t.kept.scaler if i else torch.amp.GradScaler("cpu", init_scale=4.0)
-    loss = t.loss(i) * (torch.inf if (i, t.rank) == (1, 1) else 1)
-    t.kept.scaler.scale(loss).backward()
-    t.kept.scaler.step(t.o)
-    t.kept.scaler.update()
-    t.note(torch.tensor(t.kept.scaler.get_scale()))
-    t.o.zero_grad()
 
 
 @row()

@@ -28,7 +28,6 @@ def layers() -> nn.Module:
 
 
 def one_weight() -> nn.Module:
-    """Under whole cuts one rank owns no gradient."""
     return nn.Linear(FEATURES, 3, bias=False)
 
 
@@ -108,7 +107,7 @@ def beside_none(rank: int, world: int, place: str, clips: bool) -> None:
 
 
 QUICK = {"stage 1", "stage 2 whole of one weight", "stage 3"}
-LEFT_OUT = {"stage 1 whole", "stage 1 offloaded", "stage 2", "stage 2 of float16 with masters", "stage 3 whole"}
+LEFT_OUT = {"stage 1 whole", "stage 1 offloaded", "stage 2", "stage 3 whole"}
 """Of the suite; `make matrix` has them."""
 CASES = [
     pytest.param(name, in_turn(number), marks=[] if name in QUICK else pytest.mark.slow)

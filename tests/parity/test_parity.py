@@ -103,17 +103,8 @@ def zeros(
     return ranks.run(train_at, world, args=(case, optim, stage, how, members), timeout=20)
 
 
-def assert_same_bits(found: list[Record], expected: list[Record]) -> None:
-    for rank, (here, there) in enumerate(zip(found, expected, strict=True)):
-        assert all(map(math.isfinite, there.losses))
-        assert here.losses == there.losses, f"losses on rank {rank}"
-        assert list(here.weights) == list(there.weights)
-        different = [name for name, value in here.weights.items() if not close(value, there.weights[name], 0.0)]
-        assert not different, f"on rank {rank}"
-
-
-def assert_close(found: list[Record], expected: list[Record], tolerance: float) -> None:
-    """Within `tolerance` of each tensor's largest value."""
+def assert_same(found: list[Record], expected: list[Record], tolerance: float = 0.0) -> None:
+    """All bits, or within `tolerance` of each tensor's largest value."""
     for rank, (here, there) in enumerate(zip(found, expected, strict=True)):
         assert all(map(math.isfinite, there.losses))
         assert here.losses == pytest.approx(there.losses, rel=tolerance, abs=0), f"losses on rank {rank}"
@@ -124,7 +115,7 @@ def assert_close(found: list[Record], expected: list[Record], tolerance: float) 
 
 @matrix.combined("case, stage, optim", CASES, STAGES, OPTIMIZERS)
 def test_two_ranks_get_the_bits_of_ddp(case, optim, stage):
-    assert_same_bits(zeros(2, case, optim, stage), ddp(2, case, optim))
+    assert_same(zeros(2, case, optim, stage), ddp(2, case, optim))
 
 
 def train_between_hosts(rank: int, world: int, case: str, optim: str, stage: str) -> tuple[Record | None, bool]:
@@ -138,7 +129,7 @@ def train_between_hosts(rank: int, world: int, case: str, optim: str, stage: str
 def test_so_do_two_hosts(case, stage):
     """Some of what `make hosts` runs in this way."""
     found = ranks.run(train_between_hosts, 2, args=(case, "adamw", stage), timeout=20)
-    assert_same_bits([record for record, _ in found], ddp(2, case, "adamw"))
+    assert_same([record for record, _ in found], ddp(2, case, "adamw"))
     assert not any(reads for _, reads in found)
 
 
@@ -149,7 +140,7 @@ AT = [("1", 4), ("1 whole", 3), ("2", 3), ("2 small buckets", 4), ("3", 3), ("3"
 @matrix.combined("at, case", AT, CASES)
 def test_more_ranks_agree_with_ddp_within_rounding(at, case):
     stage, world = at
-    assert_close(zeros(world, case, "sgd", stage), ddp(world, case, "sgd"), 2e-6)
+    assert_same(zeros(world, case, "sgd", stage), ddp(world, case, "sgd"), 2e-6)
 
 
 ACCUMULATING = ["1", "2", "2 small buckets", "3", "3 not resharded"]
@@ -158,21 +149,21 @@ ACCUMULATING = ["1", "2", "2 small buckets", "3", "3 not resharded"]
 @matrix.combined("stage, case", ACCUMULATING, ODD, each=2)
 def test_accumulation_under_no_sync_gets_the_bits_of_ddp(case, stage):
     how = {"micro": 3, "sync": False, "steps": 3}
-    assert_same_bits(zeros(2, case, "sgd", stage, **how), ddp(2, case, "sgd", **how))
+    assert_same(zeros(2, case, "sgd", stage, **how), ddp(2, case, "sgd", **how))
 
 
 @pytest.mark.slow
 @matrix.combined("stage, case", ACCUMULATING, ODD)
 def test_accumulation_with_sync_agrees_with_ddp_within_rounding(case, stage):
     how = {"micro": 3, "sync": True, "steps": 3}
-    assert_close(zeros(2, case, "sgd", stage, **how), ddp(2, case, "sgd", **how), 1e-5)
+    assert_same(zeros(2, case, "sgd", stage, **how), ddp(2, case, "sgd", **how), 1e-5)
 
 
 @matrix.combined("stage, case", ["1", "1 whole", "2", "3"], ODD)
 def test_a_subgroup_computes_what_a_world_of_its_size_does(case, stage):
     first, outsider, second = zeros(3, case, "sgd", stage, members=[0, 2])
     assert outsider is None
-    assert_same_bits([first, second], ddp(2, case, "sgd"))
+    assert_same([first, second], ddp(2, case, "sgd"))
 
 
 def train_alone(rank: int, world: int, case: str, optim: str, stage: int | None) -> Record:
@@ -191,7 +182,7 @@ def test_one_process_without_a_group_computes_what_a_plain_loop_does(case, optim
 
     expected = alone(None)
     for stage in range(4):
-        assert_same_bits(alone(stage), expected)
+        assert_same(alone(stage), expected)
 
 
 def test_training_moves_every_trained_parameter_that_is_used():

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import matrix
 import ranks
 import zoo
 from fuzz.cases import Case, Micro, Node, Step
 from fuzz.training import train
+from odd import Calling, reentrant
 from rows import Scenarios
 from runs import SideBySide
 from transports import TRANSPORTS, calling, in_turn
@@ -132,16 +132,11 @@ def outputs_that_need_no_gradient_beside_those_that_do(rank, world, stage):
     steps(SideBySide(Counted(Counting, classes=3), stage), rank)
 
 
-class Reentrant(zoo.Stack):
-    def call(self, block, x):
-        return checkpoint(block, x, use_reentrant=True)
-
-
 @pytest.mark.parametrize("stage", ["2", "2 in small buckets"])
 @ranks.raises(2, RuntimeError, r"blocks\.\d", "use_reentrant=False", timeout=20)
 def test_two_gradients_for_a_parameter_in_one_backward_by_reentrant_checkpointing(rank, world, stage):
     """Stage 2 has sent the first when the second comes, and says so, as DDP does. Stage 3 sends both."""
-    both = SideBySide(Reentrant(classes=3), stage, tolerance=1e-6)
+    both = SideBySide(Calling(reentrant, classes=3), stage, tolerance=1e-6)
     steps(both, rank)
     both.step(loss_on(batch(rank, 3)), lambda model: sum(loss_on(batch(rank, i))(model) for i in (4, 5)), unsent=1)
 
@@ -208,6 +203,9 @@ ROWS = {
     "units of a single layer": row(*FEEDS, units="layers"),
     "units around units that hold nothing themselves": row(
         *(around("list", around("sequence", "feed", around("sequence", "feed"))),) * 2, units="blocks"
+    ),
+    "buffers that are not sent, read by two forwards": row(
+        "batch norm", "feed", "batch norm", broadcast_buffers=False, steps=(Step((Micro(2),)),) * 3
     ),
     "dropout": row("feed", "drop", "feed", "drop"),
 }

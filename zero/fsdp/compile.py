@@ -180,7 +180,8 @@ def _hide(_: object) -> None:
     with as_plain_tensors():  # not as reads in the forward that may be running
         for param in sharded_params():
             gradient = param.grad
-            if gradient is not None and _kind(gradient) != _kind(param):
+            # One as large as the parameter, too, which says that it is sharded: torch would look for its operators.
+            if gradient is not None and (type(gradient) is not Tensor or _kind(gradient) != _kind(param)):
                 _hidden_gradients.append((param, gradient))
                 GRADIENT.__set__(param, None)
 
