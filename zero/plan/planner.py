@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -247,29 +246,13 @@ def _step(
         loss.backward()
         del loss
     held = resident(model, [optimizer])
-    held["host"] += _brought_by_step(optimizer)
+    if isinstance(optimizer, OSS) and not optimizer.gradients.are_sharded:  # at stage 1 a step brings the shards' own
+        offloaded = ((param, shard) for param, shard in optimizer.shards.items() if on_host(shard))
+        held["host"] += sum(shard.nbytes for param, shard in offloaded if param.grad is not None)
     if held["gradients"] + held["host"]:
         optimizer.step()
     optimizer.zero_grad()
     return held
-
-
-def _brought_by_step(optimizer: Optimizer) -> int:
-    """Bytes of gradients of shards that a step brings to the host at stage 1, where `param.grad` is full before, and of
-    those in 16 bits that it widens at a time."""
-    if not isinstance(optimizer, OSS) or optimizer.gradients.are_sharded:
-        return 0
-    brought, widened = 0, Counter[ShardGroup]()
-    for param, shard in optimizer.shards.items():
-        gradient = param.grad
-        if gradient is not None and on_host(shard):
-            brought += shard.numel() * min(gradient.element_size(), shard.itemsize)
-            if gradient.element_size() < shard.itemsize:
-                widened[optimizer.shards.places[param].group] += shard.nbytes
-    if not optimizer.shards.steps_by_group(optimizer.optim, {}):
-        return brought + widened.total()
-    at_once = {one: one.offload.at_once() for one in widened if isinstance(one.offload, Offloaded)}
-    return brought + max((min(widened[one], n * one.main.itemsize) for one, n in at_once.items()), default=0)
 
 
 def resident(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, int]:

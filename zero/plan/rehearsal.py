@@ -211,10 +211,6 @@ class Offloaded(Offload):
     def has(self, shard: Tensor) -> bool:
         return on_host(shard)
 
-    def at_once(self) -> int:
-        """Returns how many elements of a group are stepped at a time."""
-        return int(self._offload.at_once())
-
 
 class BesideComputing(HostStreams):
     """The streams of a GPU: the result of a transfer is there once it is launched, and what it reads is kept until it
