@@ -36,8 +36,7 @@ _SAMPLE = 256
 
 @dataclass(eq=False)
 class Left:
-    """What is known of a flat tensor of gradients since it has left the device. norms: by offset, 0-dim, on the device.
-    sample: every `stride`-th element, on the device."""
+    """Of a flat tensor of gradients that has left the device: norms by offset, and every `stride`-th element."""
 
     norms: Mapping[int, Tensor]
     sample: Tensor
@@ -149,8 +148,7 @@ class Piece:
         return tensor if self.whole else tensor.view(-1)[self.begin : self.end]
 
     def state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state to step the piece with: parts of tensors of the parameter's shape, and copies of others, such as
-        the count of steps, since each piece begins with the same."""
+        """The state to step the piece with: parts of tensors of the parameter's shape, and copies of others."""
         if self.whole:
             return state
         parts = dict(state)

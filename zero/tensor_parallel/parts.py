@@ -72,8 +72,7 @@ def of(param: Any) -> Any:
 
 
 def others(param: nn.Parameter) -> Comm | None:
-    """The ranks that have the other elements of the tensor that a parameter is a part of; None if the part has
-    all."""
+    """The ranks that have the other elements of a parameter's whole tensor; None if the part has all."""
     dtensor = table.dtensor_of(param) if table.made else None
     return table.comm_of(dtensor) if dtensor is not None and table.is_cut(dtensor) else None
 
@@ -84,8 +83,7 @@ def others_of(params: Iterable[nn.Parameter]) -> list[Comm]:
 
 
 def slice_of(param: nn.Parameter) -> tuple[Sequence[int], int, int, int] | None:
-    """Returns, for a part, the shape of the whole tensor, the dimension along which it is cut, the length of the slices
-    along it, of which the last ones may be shorter, and the number of this slice. None if the part has all."""
+    """Of a part: the whole tensor's shape, the dimension that is cut, the length of slices, and this one's number."""
     dtensor = table.dtensor_of(param)
     if dtensor is None or not table.is_cut(dtensor):
         return None
@@ -94,8 +92,7 @@ def slice_of(param: nn.Parameter) -> tuple[Sequence[int], int, int, int] | None:
 
 
 def whole(param: Tensor, value: Tensor) -> Tensor:
-    """Collective among the ranks that have the parts. Returns the whole tensor of which `value`, in the shape of the
-    parameter, is this rank's part."""
+    """Collective among the ranks that have the parts. The whole tensor of which `value` is this rank's part."""
     if takes(value):
         return value.full_tensor()  # type: ignore[attr-defined, no-any-return]
     dtensor = table.dtensor_of(param)
@@ -126,8 +123,7 @@ def shape(param: Tensor, shape: Sequence[int]) -> Sequence[int]:
 
 
 def ranks(params: Iterable[Tensor]) -> Comm | None:
-    """The ranks that have the parts, of which the first keeps what is brought together on one rank; None if
-    none of the parameters is a part."""
+    """The ranks that have the parts, of which the first keeps what is brought together; None without parts."""
     found = (table.dtensor_of(param) for param in params)
     return next((table.comm_of(one) for one in found if one is not None), None)
 
