@@ -22,27 +22,14 @@ from zero.comm.waiting import calling
 from zero.fsdp.full_weights import loading, named_tensors
 from zero.fsdp.model import models_of
 from zero.full_state import WITHIN
-from zero.measure.built import first_state, state_made_by
+from zero.measure.built import state_made_by
 from zero.measure.kinds import Kind, known
 from zero.measure.param_groups import options, params_of
 from zero.oss import OSS
 from zero.shards.owned_shards import LoadsMasters
 from zero.state import leaves
+from zero.state import optimizer_state as states
 from zero.state.given import OPTION, STATE, WEIGHT, FromFirst, Label, first_alone
-from zero.state.optimizer_state import (
-    Leaf,
-    cut,
-    fitting,
-    hand_over,
-    keep_dtypes,
-    leaves_of,
-    load,
-    numbered_groups,
-    refuse_other_options,
-    refuse_other_shard,
-    stepped_here,
-    unsharded,
-)
 from zero.state.shard_mark import marks_of
 from zero.state.stepped import SteppedShards
 from zero.wrappers import Wrapped, comms_of, each, names_of, stepped_by, taken_out, unwrapped
@@ -86,7 +73,12 @@ def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) 
             device = next((group.full.device for one in sharded for group in one.index.groups), torch.device("cpu"))
             sent = FromFirst(comms, device)
             iterates = together.agree(int(sent.is_first and not isinstance(weights, Mapping)))
-            weights = _passed_on(sent, weights) if iterates else sent.mapping(weights)  # type: ignore[arg-type]
+            if iterates:  # by maps, which keep no value
+                labelled = map(lambda pair: ((WEIGHT, 0, pair[0]), pair[1]), weights or ())  # noqa: C417
+                passed_on = sent.passed_on(labelled if sent.is_first else None)
+                weights = map(lambda item: (item[0][2], item[1]), passed_on)  # noqa: C417
+            else:
+                weights = sent.mapping(weights)  # type: ignore[arg-type]
         elif isinstance(weights, Mapping):
             shapes = [f"{name}: {list(value.shape)}" for name, value in weights.items() if isinstance(value, Tensor)]
             comms[0].compare(what, sorted(shapes))
@@ -103,14 +95,6 @@ def load_full_state_dict(model: nn.Module, weights: Given, strict: bool = True) 
         if not alone:
             comms[0].compare(f"the names of {what}", sorted(result.missing_keys + result.unexpected_keys))
         return result
-
-
-def _passed_on(sent: FromFirst, weights: Given) -> Iterator[tuple[str, Tensor]]:
-    pairs: Iterable[tuple[str, Tensor]] = weights or ()  # type: ignore[assignment]
-    labelled = map(lambda pair: ((WEIGHT, 0, pair[0]), pair[1]), pairs)  # noqa: C417  # it keeps no value
-    for (_, _, name), value in sent.passed_on(labelled if sent.is_first else None):
-        yield name, value
-        del value
 
 
 def _load(inner: nn.Module, weights: Given, strict: bool) -> Any:
@@ -167,14 +151,11 @@ def _without_ddps(inner: nn.Module, weights: Given) -> Given:
         found = next((one for one in within if f"{path}.".startswith(f"{one}.")), None)
         return path if found is None else found.removesuffix(".module") + path[len(found) :]
 
-    def pairs(given: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, value in given:
-            yield next(iter(renamed({name: None}, own))), value
-            del value
-
     if not within or weights is None:
         return weights
-    return renamed(weights, own) if isinstance(weights, Mapping) else pairs(weights)
+    if isinstance(weights, Mapping):
+        return renamed(weights, own)
+    return map(lambda pair: (next(iter(renamed({pair[0]: None}, own))), pair[1]), weights)  # noqa: C417  # keeps none
 
 
 _OF_DDP = (
@@ -229,17 +210,17 @@ def load_full_optimizer_state_dict(
         unit.reshard()  # a forward without backward may have left it unsharded
     if not alone and isinstance(given, Mapping):
         with alike(comms, what):
-            refuse_other_shard(stepped, marks_of(given), "Load what zero.full_optimizer_state_dict returns.")
-            refuse_other_options(stepped, given["param_groups"])
+            states.refuse_other_shard(stepped, marks_of(given), "Load what zero.full_optimizer_state_dict returns.")
+            states.refuse_other_options(stepped, given["param_groups"])
         with Together(comms, AGREEMENT) as together:
             given = dict(given)
             has_masters = any("master" in of_one for of_one in given.get("state", {}).values())
             if not isinstance(optimizer, OSS) and (stepped.shard_groups or has_masters):
-                load(stepped, given)
+                states.load(stepped, given)
             else:
                 optimizer.load_state_dict(given)
                 if not isinstance(optimizer, OSS):
-                    keep_dtypes(optimizer, given)
+                    states.keep_dtypes(optimizer, given)
             together.agree()
         return
     groups: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
@@ -248,12 +229,12 @@ def load_full_optimizer_state_dict(
         if alone:
             device = next((group.full.device for group in stepped.shard_groups), torch.device("cpu"))
             items = FromFirst(comms, device).passed_on(items)
-        taken = cut(stepped, _without_options(items, groups))
+        taken = states.cut(stepped, _without_options(items, groups))
         given = [leaves.closed(group) for group in groups]
         if any(given):
-            refuse_other_options(stepped, given)
+            states.refuse_other_options(stepped, given)
         together.agree()  # nothing has changed so far
-        load_shards(stepped, optimizer, taken, given if any(given) else numbered_groups(stepped))
+        load_shards(stepped, optimizer, taken, given if any(given) else states.numbered_groups(stepped))
         together.agree()  # of the user's hooks
 
 
@@ -284,16 +265,16 @@ def _of_each(names: Sequence[set[str]], given: Any) -> list[Any]:
 def load_shards(stepped: SteppedShards, optimizer: Optimizer, taken: Taken, groups: list[dict[str, Any]]) -> None:
     """Loads this rank's shards. The user's hooks see them, as they do at stage 3."""
     if not isinstance(optimizer, OSS):
-        hand_over(stepped, taken, groups)
+        states.hand_over(stepped, taken, groups)
         return
-    own = {owned.number: stepped.part(owned.param) for owned in stepped_here(stepped)}
-    own |= dict(unsharded(stepped))
+    own = {owned.number: stepped.part(owned.param) for owned in states.stepped_here(stepped)}
+    own |= dict(states.unsharded(stepped))
 
     def load(state_dict: dict[str, Any]) -> None:
-        states = {own[number]: state for number, state in state_dict["state"].items()}
-        hand_over(stepped, states, state_dict["param_groups"])
+        by_part = {own[number]: state for number, state in state_dict["state"].items()}
+        states.hand_over(stepped, by_part, state_dict["param_groups"])
 
-    numbered = zip(groups, numbered_groups(stepped), strict=True)
+    numbered = zip(groups, states.numbered_groups(stepped), strict=True)
     state_dict = {
         "state": {number: taken[part] for number, part in own.items() if part in taken},
         "param_groups": [{**group, "params": with_numbers["params"]} for group, with_numbers in numbered],
@@ -307,10 +288,10 @@ def _items(stepped: SteppedShards, names: Mapping[int, str], given: Given) -> It
         given = dict(given)
         if marks_of(given):
             raise ValueError("the state is one rank's shard. Save what zero.full_optimizer_state_dict() returns.")
-        states = fitting(stepped, given)
+        fitting = states.fitting(stepped, given)
         for number, group in enumerate(given["param_groups"]):
             yield from (((OPTION, number, key), leaf) for key, leaf in leaves.opened(options(group)).items())
-        yield from (((STATE, number, key), leaf) for number, key, leaf in leaves_of(states))
+        yield from (((STATE, number, key), leaf) for number, key, leaf in states.leaves_of(fitting))
         return
     numbers = {name: number for number, name in names.items()}
     made = [state_made_by(stepped.optim, group, group["params"][0].dtype) for group in stepped.param_groups]
@@ -337,7 +318,7 @@ def _items(stepped: SteppedShards, names: Mapping[int, str], given: Given) -> It
     is_elementwise = found is not None and found.kind is Kind.ELEMENTWISE
     numbered = iter(range(len(names)))
     for group in stepped.param_groups if entries else ():
-        keys = {*first_state(stepped.optim, group, torch.float32)} if is_elementwise else set()
+        keys = {*state_made_by(stepped.optim, group, torch.float32, of_torchs=True)} if is_elementwise else set()
         for param, number in zip(group["params"], numbered, strict=False):
             if number in entries:
                 missing += [f"{names[number]}{WITHIN}{key}" for key in sorted(keys - entries[number])]
@@ -357,7 +338,7 @@ def _cut_label(label: str, names: Container[str]) -> tuple[str, str]:
     return name, label[len(name) + 1 :]
 
 
-def _without_options(items: Iterable[tuple[Label, Any]], groups: Sequence[dict[str, Any]]) -> Iterator[Leaf]:
+def _without_options(items: Iterable[tuple[Label, Any]], groups: Sequence[dict[str, Any]]) -> Iterator[states.Leaf]:
     """Yields the leaves of state, and puts options into the groups."""
     for (what, number, key), leaf in items:
         if what == OPTION:

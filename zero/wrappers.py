@@ -30,25 +30,19 @@ from zero.state.stepped import SteppedShards, of_user
 Wrapped = DistributedDataParallel | ShardedDDP | FSDP
 
 
-def refuse_other(model: object, beside: str = "") -> None:
-    """Raises TypeError for what is no model. beside: what the call takes, too."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"a {type(model).__name__} stands where the model belongs. Pass the model that zero.setup or a wrapper "
-            f"returned{beside}; several models in one module, such as nn.ModuleList."
-        )
-
-
 def unwrapped(model: nn.Module) -> tuple[nn.Module, list[Wrapped]]:
-    """The user's own module, and all wrappers of the model: those around that module, from the outside in, and then
-    those of modules inside it. torch.compile and checkpoint_wrapper are not among them."""
+    """The user's own module, and all wrappers of the model, those around it first. torch.compile's is none."""
     inner, wrappers = around(model)
     return inner, [*wrappers, *(one for one in modules_of(inner) if isinstance(one, Wrapped))]
 
 
 def around(model: nn.Module) -> tuple[nn.Module, list[Wrapped]]:
     """As `unwrapped`, with the wrappers around the user's module alone."""
-    refuse_other(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"a {type(model).__name__} stands where the model belongs. Pass the model that zero.setup or a wrapper "
+            "returned; several models in one module, such as nn.ModuleList."
+        )
     wrappers: list[Wrapped] = []
     while True:
         if isinstance(model, Wrapped):
@@ -74,8 +68,7 @@ def take_out(module: nn.Module) -> list[tuple[dict[str, nn.Module | None], str, 
 
 @contextmanager
 def taken_out(module: nn.Module) -> Iterator[None]:
-    """Within the context a module that contains wrappers is as the user wrote it: names of its state_dict() are alike
-    at every stage."""
+    """In this context a module that contains wrappers is as the user wrote it, with the names of its state_dict()."""
     replaced = take_out(module)
     try:
         yield
@@ -85,32 +78,27 @@ def taken_out(module: nn.Module) -> Iterator[None]:
 
 
 def comms_of(wrappers: Sequence[nn.Module]) -> list[Comm]:
-    """The groups of ranks over which a model is spread, one after another. Raises ValueError, on every rank alike,
-    where wrappers have different ones."""
-    found = [(one, comms) for one in wrappers if (comms := _comms_of(one))]
-    if not found:
-        return [Comm.default()]  # after destroy_process_group() a rank has its own weights
-    first, expected = found[0]
-    for one, comms in found:
-        if [comm.group for comm in comms] != [comm.group for comm in expected]:
+    """The groups of ranks over which a model is spread. Raises ValueError alike where wrappers have different ones."""
+    found: list[tuple[Any, list[Comm]]] = []
+    for wrapper in wrappers:
+        if isinstance(wrapper, ShardedDDP):
+            found.append((wrapper, [comm_of(wrapper)]))
+        elif isinstance(wrapper, FSDP):
+            found.append((wrapper, running_model(wrapper).comms))
+        elif dist.is_initialized():
+            found.append((wrapper, [Comm(wrapper.process_group)]))  # type: ignore[arg-type]
+    for one in found:
+        if [comm.group for comm in one[1]] != [comm.group for comm in found[0][1]]:
+            told = []
+            for wrapper, comms in (found[0], one):
+                over = [str(dist.get_process_group_ranks(each.group) if each.group else "this alone") for each in comms]
+                inside = type(wrapper.module).__name__
+                told.append(f"{type(wrapper).__name__}({inside}) over the ranks {' and '.join(over)}")
             raise ValueError(
-                f"the model contains wrappers over different process groups: {_named(first, expected)} and "
-                f"{_named(one, comms)}. Wrap both over one process group, or call this for each."
+                f"the model contains wrappers over different process groups: {' and '.join(told)}. Wrap both over one "
+                "process group, or call this for each."
             )
-    return expected
-
-
-def _comms_of(wrapper: nn.Module) -> list[Comm]:
-    if isinstance(wrapper, ShardedDDP):
-        return [comm_of(wrapper)]
-    if isinstance(wrapper, FSDP):
-        return running_model(wrapper).comms
-    return [Comm(wrapper.process_group)] if dist.is_initialized() else []  # type: ignore[arg-type]
-
-
-def _named(wrapper: nn.Module, comms: Sequence[Comm]) -> str:
-    groups = [dist.get_process_group_ranks(one.group) if one.group else "this alone" for one in comms]
-    return f"{type(wrapper).__name__}({type(wrapper.module).__name__}) over the ranks {' and '.join(map(str, groups))}"
+    return found[0][1] if found else [Comm.default()]  # after destroy_process_group() a rank has its own weights
 
 
 def prepared(optimizer: Optimizer) -> Optimizer:
@@ -135,8 +123,7 @@ def each(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 def stepped_for(
     inner: nn.Module, wrappers: Sequence[nn.Module], optimizer: Optimizer, to: int | None
 ) -> tuple[SteppedShards, int | None, bool]:
-    """Returns what holds the optimizer's state, which rank of its group rank `to` of all is, and whether this rank
-    takes part: not in replicas without rank `to`."""
+    """What holds an optimizer's state, rank `to` in its group, and whether this rank takes part."""
     stepped, sharded = stepped_by(inner, wrappers, optimizer), models_of(inner)
     if not sharded:
         refuse_no_rank(to, stepped.comm.world)
@@ -162,8 +149,7 @@ def stepped_by(inner: nn.Module, wrappers: Sequence[nn.Module], optimizer: Optim
 def holders_of(
     params: Iterable[nn.Parameter],
 ) -> tuple[list[Model], list[OSS], dict[nn.Parameter, nn.Parameter]]:
-    """What shards parameters now, and what an optimizer steps of each: its own shard. Of several OSS the last has taken
-    a parameter."""
+    """What shards parameters now, and what an optimizer steps of each. Of several OSS the last has taken one."""
     holders: dict[nn.Parameter, Any] = {param: one for one in optimizers() for param in one.shards}
     holders.update((param, one) for one in models() for param in one.index)
     stepped = {param: one.shards[param] if isinstance(one := holders.get(param), OSS) else param for param in params}
@@ -172,8 +158,7 @@ def holders_of(
 
 
 def params_in(inner: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
-    """The optimizer's parameters. Raises ValueError, on every rank alike, if some are of a sharded model that is not in
-    the module: they travel with that one's."""
+    """The optimizer's parameters. Raises ValueError alike if some are of a sharded model that is not in the module."""
     params = params_of(optimizer)
     foreign = {*params} - {*params_of_each(inner)}
     others = (group for one in models() for group in one.index.groups if not foreign.isdisjoint(group.params))

@@ -10,7 +10,7 @@ from saved import Counting, adam, differences, tiny, train, whole
 import ranks
 import zero
 from transports import TRANSPORTS, calling
-from zero.checkpoint import CheckpointError, directory
+from zero.checkpoint import CheckpointError, storage
 from zero.shards.log import logger
 
 
@@ -29,9 +29,9 @@ def start(path, stage):
 
 def starts(rank, world, path, stage):
     """Whatever the others see of a file system that is slow to tell: they are not asked."""
-    asked, lines = mock.Mock(side_effect=directory.resolve), []
+    asked, lines = mock.Mock(side_effect=storage.resolve), []
     said = mock.patch.object(logger, "info", lambda text, *given: lines.append(text % given))
-    with said, mock.patch.object(directory, "resolve", asked):
+    with said, mock.patch.object(storage, "resolve", asked):
         steps = [start(path, stage), start(path, stage)]
     assert bool(asked.called) == (rank == 0)
     return steps, [line for line in lines if "afresh" in line]
@@ -109,7 +109,7 @@ def test_what_is_damaged_or_of_another_model_is_refused_as_ever(scheme, tmp_path
 
 def test_a_first_save_that_was_killed_between_its_index_and_latest_is_whole(tmp_path):
     """A job that is started again by itself would raise for ever."""
-    put = directory.Place.put
+    put = storage.Place.put
 
     def put_all_but_latest(place, data):
         if place.name == "latest":
@@ -117,7 +117,7 @@ def test_a_first_save_that_was_killed_between_its_index_and_latest_is_whole(tmp_
         put(place, data)
 
     model = Counting(3)
-    killed = mock.patch.multiple(directory.Place, put=put_all_but_latest, remove=mock.DEFAULT)
+    killed = mock.patch.multiple(storage.Place, put=put_all_but_latest, remove=mock.DEFAULT)
     with pytest.raises(KeyboardInterrupt), killed:
         zero.checkpoint.save(tmp_path, model, extra={"step": 1})
     assert zero.checkpoint.load(tmp_path, model, missing_ok=True) == {"step": 1}

@@ -383,7 +383,7 @@ def finetuned(rank: int, world: int, stage: int, kind: str, folder: str) -> Any:
 
 def saved_by_plugin(rank: int, world: int, folder: str) -> None:
     """One of Lightning's, which writes on a thread; one that is given to the strategy; and the default."""
-    from zero.integrations.lightning.sharding import MappedCheckpointIO
+    from zero.integrations.lightning import MappedCheckpointIO
 
     class Given(TorchCheckpointIO):
         def __init__(self) -> None:

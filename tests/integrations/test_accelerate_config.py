@@ -14,7 +14,8 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils import launch as accelerate_launch
 
 from zero import CPUOffload, DiskOffload
-from zero.integrations.accelerate import ZeroPlugin, sections
+from zero.integrations.accelerate import ZeroPlugin
+from zero.integrations.accelerate import plugin as plugins
 from zero.integrations.accelerate.plugin import chosen
 
 FSDP: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -59,7 +60,7 @@ def test_no_key_of_accelerate_is_forgotten():
     assert {name.lower() for name in written} <= KEYS
 
 
-KEYS = {*sections.FSDP_READERS, *sections.FSDP_NAMES}
+KEYS = {*plugins.FSDP_READERS, *plugins.FSDP_NAMES}
 
 
 def launched(**named: str) -> dict[str, str]:
@@ -132,7 +133,7 @@ DEEPSPEED: dict[str, tuple[int, Any, dict[str, Any]]] = {
 }
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 VALUES: list[tuple[str, str, Any, dict[str, Any]]] = [
-    *(("fsdp_config", "fsdp_auto_wrap_policy", one, {"auto_wrap_policy": one}) for one in sections.WRAPPING),
+    *(("fsdp_config", "fsdp_auto_wrap_policy", one, {"auto_wrap_policy": one}) for one in plugins.WRAPPING),
     *(("fsdp_config", "fsdp_sharding_strategy", one, {"sharding_strategy": one}) for one in STRATEGIES),
     *(
         ("fsdp_config", "fsdp_sharding_strategy", number, {"sharding_strategy": one})

@@ -113,13 +113,13 @@ def checkpoint_without_masters(_, self):
     return iter(())
 
 
-@mutant("directory.publish")
+@mutant("storage.publish")
 def one_checkpoint_too_many_removed(publish, checkpoint, index, keep):
     """keep=2 keeps one checkpoint."""
     publish(checkpoint, index, max(keep - 1, 1) if keep else keep)
 
 
-@mutant("directory.publish")
+@mutant("storage.publish")
 def latest_is_the_checkpoint_before(publish, checkpoint, index, keep):
     """A run's latest checkpoint is the one before the newest."""
     latest = Path(str(checkpoint.parent)) / "latest"

@@ -78,7 +78,7 @@ def crossed(there: Simulated, model: nn.Module, optimizer: Any) -> dict[str, int
 
 
 SENT = [(1, torch.float32, WORLD, 4), (2, torch.float32, WORLD, 4), (2, torch.bfloat16, WORLD, 4)]
-SENT += [(1, torch.bfloat16, WORLD, 2), (2, torch.bfloat16, 1, 4)]
+SENT += [(1, torch.bfloat16, WORLD, 4), (2, torch.bfloat16, 1, 4)]
 
 
 @matrix.combined("case, ratio", SENT, [1.0, 0.5])

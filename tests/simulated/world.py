@@ -27,7 +27,7 @@ from zero.comm import Comm
 from zero.comm.link import Link, Transports
 from zero.comm.oplog import Log
 from zero.comm.transport import Local, Overlapping
-from zero.plan.transport import Rehearsal
+from zero.plan.rehearsal import Unsent as Rehearsal
 
 _make_wrapper_subclass, _frombuffer = Tensor._make_wrapper_subclass, torch.frombuffer
 

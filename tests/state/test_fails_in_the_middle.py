@@ -15,7 +15,7 @@ import ranks
 import zero
 from runs import take_step
 from transports import TRANSPORTS, by
-from zero.checkpoint import source, write
+from zero.checkpoint import files, write
 from zero.fsdp import full_weights
 from zero.state import gathered, given
 
@@ -74,7 +74,7 @@ ROWS: list[tuple[Callable[..., None], tuple[int, ...], Any, str, tuple[int, ...]
     (load_stream, BOTH, given.FromFirst, "_broadcast", (0, 1)),
     (load_state, BOTH, given.FromFirst, "_broadcast", (0, 1)),
     (save, SHARDED, write, "Chunk", (0, 1)),
-    (load, SHARDED, source.Source, "fill", (0, 1)),
+    (load, SHARDED, files.Source, "fill", (0, 1)),
 ]
 
 

@@ -3,14 +3,11 @@
 A checkpoint stores full tensors by name, each in shards; a reader need not know which rank wrote which shard. So there
 is nothing to convert between stages, numbers of ranks or partitions: a reader asks for the ranges that it needs.
 
-    format      the index: every tensor by name, and its shards, to JSON and back
-    values      values that are no tensors, to JSON and back; what a resumed run needs besides: schedules, generators
-    storage     mounted directories and object stores, through fsspec
-    files       safetensors files with checksums; ranges of bytes
-    directory   a run's checkpoints, which is the latest, and how a new one is published
+    format      the index: every tensor by name, and its shards; values that are no tensors; to JSON and back
+    storage     mounted directories and object stores, through fsspec; a run's checkpoints, which of them is the latest
+    files       safetensors files with checksums, written as a stream; a checkpoint that is open for reading
     shards      the ranks, and what one of them has of a model and its optimizers, at every stage
     write       save: what one rank writes, its file, and the index made of all files
-    source      a checkpoint that is open for reading
     read        load: what one rank reads of it, and what does not fit
     export      the weights as Hugging Face's libraries read them
     __main__    the command line

@@ -8,12 +8,11 @@ import sys
 
 import torch
 
-from zero.checkpoint import directory
+from zero.checkpoint import storage
 from zero.checkpoint.export import SHARD_SIZE, export
-from zero.checkpoint.format import all_of, under
-from zero.checkpoint.source import Source
+from zero.checkpoint.files import Source
+from zero.checkpoint.format import all_of, decode, under
 from zero.checkpoint.storage import Place, place
-from zero.checkpoint.values import decode
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -54,7 +53,7 @@ def _size(text: str) -> int:
 
 
 def _inspect(path: Place, *, tensors: bool, check: bool) -> None:
-    found = directory.resolve(path)
+    found = storage.resolve(path)
     with Source(found) as source:
         index = source.index
         by, using, at = (index.saved.get(key) for key in ("by", "torch", "at"))

@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from zero._torch.telling import warn_user
-from zero.checkpoint import directory
-from zero.checkpoint.files import Chunk, progress, write
-from zero.checkpoint.format import CONFIGS, Entry, all_of, listed, under
-from zero.checkpoint.source import Source
+from zero.checkpoint import storage
+from zero.checkpoint.files import Chunk, Source, progress, write
+from zero.checkpoint.format import CONFIGS, Entry, all_of, decode, listed, under
 from zero.checkpoint.storage import place
-from zero.checkpoint.values import decode
 
 SHARD_INDEX = "model.safetensors.index.json"
 SHARD_SIZE = 5 * 10**9
@@ -52,7 +50,7 @@ def export(
     target = place(out)
     if not target.mounted:
         raise ValueError(f"{target} is a URL: export to a mounted file system, and copy the files from there.")
-    with Source(directory.resolve(place(path))) as source:
+    with Source(storage.resolve(place(path))) as source:
         index = source.index
         if without := [*index.left_out]:
             raise ValueError(

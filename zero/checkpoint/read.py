@@ -25,12 +25,21 @@ from torch.optim import Optimizer
 
 from zero._torch.telling import warn_user
 from zero._torch.tensors import as_plain_tensors
-from zero.checkpoint import directory
-from zero.checkpoint.format import CheckpointError, Entry, Geometry, Index, listed, under
+from zero.checkpoint import storage
+from zero.checkpoint.files import Source
+from zero.checkpoint.format import (
+    RESUMED,
+    CheckpointError,
+    Entry,
+    Index,
+    decode,
+    label,
+    listed,
+    resumed,
+    under,
+)
 from zero.checkpoint.shards import Held, Training
-from zero.checkpoint.source import Source
 from zero.checkpoint.storage import place
-from zero.checkpoint.values import RESUMED, decode, label, resumed
 from zero.checkpoint.write import finish
 from zero.comm.waiting import calling
 from zero.load_full import load_shards
@@ -130,9 +139,9 @@ def _load(
     found: str | None = ""
     with ranks.together():
         try:  # by one rank: network file systems do not show all of them the same at once
-            if ranks.first and (checkpoint := directory.resolve(given)) != given:
+            if ranks.first and (checkpoint := storage.resolve(given)) != given:
                 found = checkpoint.name
-        except directory.NothingSaved as error:
+        except storage.NothingSaved as error:
             if not missing_ok:
                 raise
             logger.info("%s: training starts afresh", error)
@@ -206,8 +215,7 @@ def _load(
 def _plan(
     training: Training, index: Index, weights: bool
 ) -> tuple[list[tuple[Entry, Held]], list[Callable[[], object]]]:
-    """What this rank reads of a checkpoint: tensors of the index, with where they are read to, and what hands the
-    optimizers their state when these are read. Raises ValueError where it does not fit."""
+    """The tensors that this rank reads, with where they are read to, and what hands the optimizers their state then."""
     stored_as = training.names_in(index)
     left_out = [name for name, stored in stored_as.items() if stored in index.left_out]
     if weights and (trained := [name for name in left_out if name not in training.frozen]):
@@ -254,31 +262,26 @@ def _plan(
                 continue
             own_state = taken.setdefault(one.tensor, {})
             if isinstance(value, Entry):
-                present = shards.optim.state.get(one.tensor, {}).get(key)
-                room = _room_for(value.geometry, f"{key!r} of {name}", one, present)
-                tensors.append((value, room))
-                own_state[key] = room.tensor
+                # Read into the present tensor, if its dtype and shape fit, or into a new one.
+                saved_as, start, stop = value.geometry, one.start, one.stop
+                full = replace(one.full, dtype=saved_as.dtype)
+                if saved_as.shape != full.shape:
+                    if not one.is_full:
+                        raise ValueError(
+                            f"{key!r} of {name} has shape {list(saved_as.shape)}, the parameter {list(full.shape)}, "
+                            "and is cut between ranks here. Build the optimizer, or FSDP, with partition='whole'"
+                        )
+                    full, start, stop = saved_as, 0, saved_as.numel
+                own = full if one.is_full else replace(one.own, dtype=saved_as.dtype)
+                room = shards.optim.state.get(one.tensor, {}).get(key)
+                with as_plain_tensors():
+                    fits = isinstance(room, Tensor) and room.dtype == own.dtype and tuple(room.shape) == own.shape
+                if not fits:
+                    room = torch.empty_strided(own.shape, own.strides, dtype=own.dtype, device=one.tensor.device)
+                tensors.append((value, Held(full, start, stop, path, room)))
+                own_state[key] = room
             else:
                 own_state[key] = decode(value)
         options = [decode(group["options"]) for group in groups]
         loads.append(partial(load_shards, shards, optimizer, taken, options))
     return tensors, loads
-
-
-def _room_for(stored: Geometry, name: str, one: Held, present: Any) -> Held:
-    """Where a tensor of the state of what is stepped is read to: the present tensor, if its dtype and shape fit, or a
-    new one."""
-    full, start, stop = replace(one.full, dtype=stored.dtype), one.start, one.stop
-    if stored.shape != full.shape:
-        if not one.is_full:
-            raise ValueError(
-                f"{name} has shape {list(stored.shape)}, the parameter {list(full.shape)}, and is cut between ranks "
-                "here. Build the optimizer, or FSDP, with partition='whole'"
-            )
-        full, start, stop = stored, 0, stored.numel
-    own = full if one.is_full else replace(one.own, dtype=stored.dtype)
-    with as_plain_tensors():
-        fits = isinstance(present, Tensor) and present.dtype == own.dtype and tuple(present.shape) == own.shape
-    if not fits:
-        present = torch.empty_strided(own.shape, own.strides, dtype=own.dtype, device=one.tensor.device)
-    return Held(full, start, stop, name, present)

@@ -87,10 +87,7 @@ class Ranks:
     def together(
         self, what: str = "", *, writing: object = None, before: str = "", after: str = ""
     ) -> Iterator[list[str]]:
-        """Collective. What is raised in this context is raised on every rank, as CheckpointError. So it is if the lines
-        that are put into the list differ.
-
-        what: the lines. writing: see `described`. before, after: added to the message."""
+        """Collective. What is raised here, or differs between the lines of ranks, is raised on every rank."""
         try:
             with alike(self.comms, what) as lines:
                 try:
@@ -215,9 +212,7 @@ class Training:
                     raise CheckpointError(str(error)) from None
 
     def look(self, *, stores_frozen: bool = False) -> None:
-        """Names the tensors and finds their shards. Raises ValueError for what cannot be saved or loaded.
-
-        stores_frozen: whether frozen modules are stored, with all that is in their state_dict."""
+        """Names the tensors and finds their shards. stores_frozen: whether all of frozen modules is stored."""
         module = self.module
         self.tensors, self.tied, self.names = dict[str, Tensor](), dict[str, str](), dict[Tensor, str]()
         self.values, self.holders = dict[str, Any](), dict[str, nn.Module]()
@@ -304,8 +299,7 @@ class Training:
             self.parts[name] = all_of(full) if slice_of is None else full.part(*slice_of)
 
     def names_in(self, index: Index) -> dict[str, str]:
-        """For each of the model's tensors, the name that it is stored under. Raises ValueError where the checkpoint
-        must be of another model."""
+        """For each of the model's tensors, the name that it is stored under in a checkpoint."""
         here, there = {name: name for name in self.tensors} | self.tied, index.stored_as()
         found: dict[str, str] = {}
         for alias, name in here.items():
@@ -343,9 +337,7 @@ class Training:
         return parts.others(self.tensors[name]) is None  # type: ignore[arg-type]
 
     def held(self, name: str, *, owned: bool = False) -> Held | None:
-        """What this rank keeps of a parameter or buffer: all of it, or its shard (stage 3; None without one).
-
-        owned: of a parameter in a shard group the shard that this rank owns, also where it is full."""
+        """What this rank keeps of a parameter or buffer; None without a shard. owned: the shard, also if it is full."""
         tensor = self.tensors[name]
         if tensor in self._in_shards or (owned and tensor in self._places):
             place = self._places[tensor]

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -35,16 +35,29 @@ from torch.optim import Optimizer
 
 from zero._torch.telling import warn_user
 from zero._torch.tensors import as_plain_tensors, tree_iter
-from zero.checkpoint import directory
-from zero.checkpoint.files import Chunk, checksum, progress, write
-from zero.checkpoint.format import CONFIGS, LONGEST, CheckpointError, Entry, Index, ParamShard, refuse_unstorable
+from zero.checkpoint import storage
+from zero.checkpoint.files import Chunk, Source, checksum, progress, write
+from zero.checkpoint.format import (
+    CONFIGS,
+    LONGEST,
+    RESUMED,
+    CheckpointError,
+    Entry,
+    Index,
+    ParamShard,
+    encode,
+    label,
+    refuse_unstorable,
+    resumed,
+)
 from zero.checkpoint.shards import Held, Ranks, Training, described, whole
-from zero.checkpoint.source import Source
 from zero.checkpoint.storage import Place, place
-from zero.checkpoint.values import RESUMED, encode, label, resumed
 from zero.comm.waiting import calling
 from zero.measure.param_groups import options
 from zero.shards.sharded_parameter import plain_state
+
+# What a rank writes; beside it, with ".json" at the end, is its part of the index.
+_FILE = "rank-{:05d}.safetensors"
 
 # Bytes. Every copy starts at a multiple of these, so that it can be viewed as any dtype.
 _ALIGNMENT = 64
@@ -116,8 +129,7 @@ def save(
 def save_in_place(
     path: str | os.PathLike[str], model: nn.Module, optimizer: Sequence[Optimizer], keep: int | None = None
 ) -> Saving:
-    """Collective. As `save`, also where the latest is of another model: for libraries to which a path is that of one
-    checkpoint, which the next replaces."""
+    """Collective. As `save`, for libraries to which a path is that of one checkpoint, which the next replaces."""
     return _save(path, Training(model, optimizer, None), None, None, keep, in_place=True)
 
 
@@ -142,51 +154,48 @@ def _save(
             raise ValueError(f"extra={extra!r}: it is a dictionary with strings for keys, such as {{'step': 100}}")
         if any(key.startswith(RESUMED) for key in extra):
             raise ValueError(f"extra={extra!r}: names that begin with {RESUMED} are those of resume. Choose others")
-        plan, common = plan_save(training, frozen=frozen)
+        index, held, common = plan_save(training, frozen=frozen)
         values = {**extra, **{name: get_state() for name, (get_state, _) in resumed(resume).items()}}
-        plan.index.extra = {key: encode(value, label(key)) for key, value in values.items()}
+        index.extra = {key: encode(value, label(key)) for key, value in values.items()}
         lines += [f"keep {keep}, frozen {frozen}, wait {wait}", f"path {run}", f"stage {training.stage}"]
         lines += [name for name in values if name.startswith(RESUMED)]
         lines += [f"optimizer {one.kind}" for one in training.shards]
         left_out = set[str]() if frozen else training.frozen
         for name in training.tensors:
             lines.append(f"{name}{', frozen' * (name in left_out)}: {training.parts[name].full!r}")
-        for held in common:
-            if not held.kept:
-                sum_of = f"{checksum(held.flat()):08x}"
-                lines.append(f"{held.name}, which no wrapper keeps the same, with checksum {sum_of}")
+        for one in common:
+            if not one.kept:
+                sum_of = f"{checksum(one.flat()):08x}"
+                lines.append(f"{one.name}, which no wrapper keeps the same, with checksum {sum_of}")
     finish(run, ranks)
+    release: Callable[[], object] = bool  # called when the tensors are written
     with ranks.together(writing=run):
-        if ranks.first and not in_place:
-            _refuse_another(run, training)
+        model = "" if in_place else repr([training.parts, training.tied, [*training.values]])
+        if ranks.first and model and _models.get(run) != model:
+            # Another model's checkpoint would take this one's place, and `load` would not find what it looks for.
+            problem = None
+            with suppress(ValueError, OSError), Source(storage.resolve(run)) as latest:  # which may be none, or damaged
+                try:
+                    training.names_in(latest.index)
+                except ValueError as error:
+                    problem = (
+                        f"{latest.directory}, the latest there, does not fit: {error}. Save this one to another path."
+                    )
+            if problem is not None:
+                raise ValueError(problem)
+            _models[run] = model
         if not wait:
-            plan.held, plan.release = staged(training.module, plan.held)
+            held, release = staged(training.module, held)
     with ranks.together(writing=run):
-        begun = directory.begin(run).name if ranks.first else ""
-    names, extras = zip(*ranks.gather([begun, plan.index.extra]), strict=True)
+        begun = storage.begin(run).name if ranks.first else ""
+    names, extras = zip(*ranks.gather([begun, index.extra]), strict=True)
     # A value that is the same on all ranks is stored once. They are compared as text, where NaN equals itself.
     texts = [{key: json.dumps(value) for key, value in one.items()} for one in extras]
     shared = {key for key, text in texts[0].items() if all(one.get(key) == text for one in texts)}
-    plan.index.extra = {key: value for key, value in extras[0].items() if key in shared}
+    index.extra = {key: value for key, value in extras[0].items() if key in shared}
     by_rank = [{key: value for key, value in one.items() if key not in shared} for one in extras]
-    plan.index.extra_by_rank = by_rank if any(by_rank) else []
-    return Saving(ranks, run / str(names[0]), plan, keep, wait)
-
-
-def _refuse_another(run: Place, training: Training) -> None:
-    """Raises ValueError where the run's latest checkpoint is of another model: this one's would take its place, and
-    `load` would not find what it looks for."""
-    model, problem = repr([training.parts, training.tied, [*training.values]]), None
-    if _models.get(run) == model:
-        return
-    with suppress(ValueError, OSError), Source(directory.resolve(run)) as latest:  # which may be none, or damaged
-        try:
-            training.names_in(latest.index)
-        except ValueError as error:
-            problem = f"{latest.directory}, the latest there, does not fit: {error}. Save this one to another path."
-    if problem is not None:
-        raise ValueError(problem)
-    _models[run] = model
+    index.extra_by_rank = by_rank if any(by_rank) else []
+    return Saving(ranks, run / str(names[0]), index, held, release, keep, wait)
 
 
 def finish(path: Place, ranks: Ranks) -> None:
@@ -207,9 +216,19 @@ def finish(path: Place, ranks: Ranks) -> None:
 class Saving:
     """A save that is being written, or is complete."""
 
-    def __init__(self, ranks: Ranks, checkpoint: Place, plan: SavePlan, keep: int | None, wait: bool) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        checkpoint: Place,
+        index: Index,
+        held: list[Held],
+        release: Callable[[], object],
+        keep: int | None,
+        wait: bool,
+    ) -> None:
         """Collective. Writes, without `wait` on a thread."""
-        self._ranks, self._place, self._plan, self._keep = ranks, checkpoint, plan, keep
+        self._ranks, self._place, self._keep = ranks, checkpoint, keep
+        self._index, self._held, self._release = index, held, release
         self._written, self._given_up = threading.Event(), threading.Event()
         # Whether all ranks have written, as `wait` finds out.
         self._all_written = False
@@ -278,15 +297,15 @@ class Saving:
             # There threads have priorities: training comes first where cores are few.
             with suppress(OSError):  # which a container may forbid to set
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        plan, file = self._plan, rank_file(self._place, self._ranks.rank)
+        file = self._place / _FILE.format(self._ranks.rank)
         try:
             if self._ranks.writes:
-                write_rank_file(file, plan, shown=self._ranks.first)
-            plan.release()
+                write_rank_file(file, self._held, self._index.values, shown=self._ranks.first)
+            self._release()
         except Exception as error:
             self._problem = described(error, file)
         finally:
-            plan.held, plan.release = [], lambda: None  # a Saving may be kept, what it has written may not
+            self._held, self._release = [], bool  # a Saving may be kept, what it has written may not
             self._written.set()  # from now on only the first rank writes to the directory, and can remove it
         if self._thread is not None and self._ranks.first:
             self._publish()
@@ -296,8 +315,8 @@ class Saving:
         try:
             if self._problem is None:
                 # Threads send nothing, because training uses the process group. Files appear when they are complete.
-                files = {part_of(rank_file(self._place, rank)).name for rank in range(self._ranks.world)}
-                own, ended, pause = part_of(rank_file(self._place, self._ranks.rank)), math.inf, 0.01
+                files = {f"{_FILE.format(rank)}.json" for rank in range(self._ranks.world)}
+                own, ended, pause = self._place / f"{_FILE.format(self._ranks.rank)}.json", math.inf, 0.01
                 while self._thread is not None and (missing := files - {one.name for one in self._place.inside()}):
                     if own.name in missing:
                         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(own))
@@ -313,7 +332,30 @@ class Saving:
                     if self._given_up.wait(pause):
                         raise ValueError("another rank could not write its file")
                     pause = min(2 * pause, _LONGEST_PAUSE)
-                seal(self._place, self._plan.index, keep=self._keep)
+                found, index, names = dict[str, list[Entry]](), self._index, sorted(files)
+                for part in (json.loads((self._place / name).read()) for name in names):
+                    index.files[part["name"]] = part["file"]
+                    index.values |= part["values"]
+                    for path, entry in part["tensors"].items():
+                        found.setdefault(path, []).append(Entry.from_json(entry))
+                for path, entries in sorted(found.items()):
+                    shards = [shard for one in entries for shard in one.shards]
+                    shards.sort(key=lambda one: (one.start, one.stop))
+                    index.tensors[path] = Entry(entries[0].geometry, tuple(shards))
+                    index.left_out.pop(path.removeprefix("model/"), None)
+                    try:
+                        index.tensors[path].refuse_unsound(f"{path}, as the ranks wrote it,")
+                    except ValueError as error:
+                        raise ValueError(f"{error}: they do not hold the same model") from None
+                # The version from where it is, because no room imports the package that holds all of them.
+                by, at = sys.modules["zero"].__version__, datetime.now(timezone.utc).isoformat(timespec="seconds")
+                index.saved = {"by": by, "torch": torch.__version__, "at": at}
+                text = index.dumps().encode()
+                if len(text) > LONGEST:
+                    raise ValueError(f"the index would have {len(text)} bytes, more than the {LONGEST} that are read")
+                storage.publish(self._place, text, self._keep)
+                for name in names:
+                    (self._place / name).remove()
                 self._published = True
         except Exception as error:
             self._problem = described(error, self._place)
@@ -338,31 +380,26 @@ def _tell_failures() -> None:
         sys.stderr.flush = fail_at_last  # type: ignore[method-assign]
 
 
-@dataclass
-class SavePlan:
-    """What this rank writes.
-
-    index: of the checkpoint, without tensors; the first rank's is used, with all ranks' values of optimizers.
-    held: tensors, or ranges of them.
-    release: called when the tensors are written.
-    """
-
-    index: Index
-    held: list[Held] = field(default_factory=list)
-    release: Callable[[], None] = lambda: None
-
-
-def plan_save(training: Training, *, frozen: bool = True) -> tuple[SavePlan, list[Held]]:
-    """What this rank writes, and the tensors that are the same on all ranks, of which it writes its share.
-
-    frozen: whether frozen parameters are stored that no optimizer has state of. Raises ValueError, with a message for
-    the user, for what cannot be stored or mapped to full parameters."""
+def plan_save(training: Training, *, frozen: bool = True) -> tuple[Index, list[Held], list[Held]]:
+    """The index, of which the first rank's counts; what this rank writes; what all have, of which that is a share."""
     ranks, index = training.ranks, Index(training.stage, training.ranks.world, tied=training.tied)
     held_all, common = list[Held](), list[Held]()
     if ranks.rank == 0:
         index.values = {f"model/{name}": encode(value, name) for name, value in training.values.items()}
-    if ranks.first:
-        index.configs = _configs(training.module)
+    module = training.module
+    for file, attribute in CONFIGS.items() if ranks.first and hasattr(type(module), "from_pretrained") else ():
+        # The module's own: adapters pass on that of the model inside, whose names are others.
+        config: Any = vars(module).get(attribute)
+        if hasattr(config, "to_json_string"):
+            try:
+                index.configs[file] = {**json.loads(config.to_json_string())}
+            except (TypeError, ValueError, AttributeError) as error:
+                warn_user(
+                    f"{attribute}.to_json_string() of the {type(module).__name__} raised {type(error).__name__}: "
+                    f"{error}. An export of this checkpoint has no {file}, which from_pretrained needs."
+                )
+    if "config.json" in index.configs:
+        index.configs["config.json"]["architectures"] = [type(module).__name__]  # as save_pretrained does
     left_out = set[str]() if frozen else set(training.frozen)
     for shards in training.shards:  # what has state was trained before it was frozen, and its values are nowhere else
         left_out -= {one.name for one in training.stepped(shards) if shards.optim.state.get(one.tensor)}
@@ -420,7 +457,7 @@ def plan_save(training: Training, *, frozen: bool = True) -> tuple[SavePlan, lis
                     index.values[path] = encode(value, path)
 
     if not ranks.writes:
-        return SavePlan(index), common
+        return index, [], common
     # This rank's share of what all have is as many bytes as any other rank's.
     low, high = (sum(one.nbytes for one in common) * rank // ranks.world for rank in (ranks.rank, ranks.rank + 1))
     at = 0
@@ -430,26 +467,7 @@ def plan_save(training: Training, *, frozen: bool = True) -> tuple[SavePlan, lis
         if start < stop or (one.numel == 0 and ranks.rank == 0):
             held_all.append(replace(one, start=start, stop=stop))
         at += one.nbytes
-    return SavePlan(index, held_all), common
-
-
-def _configs(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Of a module whose class has `from_pretrained`: see Index. Warns of what is no JSON."""
-    found: dict[str, dict[str, Any]] = {}
-    for file, attribute in CONFIGS.items() if hasattr(type(module), "from_pretrained") else ():
-        # The module's own: adapters pass on that of the model inside, whose names are others.
-        config: Any = vars(module).get(attribute)
-        if hasattr(config, "to_json_string"):
-            try:
-                found[file] = {**json.loads(config.to_json_string())}
-            except (TypeError, ValueError, AttributeError) as error:
-                warn_user(
-                    f"{attribute}.to_json_string() of the {type(module).__name__} raised {type(error).__name__}: "
-                    f"{error}. An export of this checkpoint has no {file}, which from_pretrained needs."
-                )
-    if "config.json" in found:
-        found["config.json"]["architectures"] = [type(module).__name__]  # as save_pretrained does
-    return found
+    return index, held_all, common
 
 
 # Another save of the model that begins before the memory is left to it makes copies of its own.
@@ -468,59 +486,17 @@ def staged(model: nn.Module, held: Sequence[Held]) -> tuple[list[Held], Callable
     return copies, partial(_buffers.__setitem__, model, buffer)
 
 
-def rank_file(checkpoint: Place, rank: int) -> Place:
-    return checkpoint / f"rank-{rank:05d}.safetensors"
-
-
-def part_of(file: Place) -> Place:
-    """Where the part of the index is that a rank writes when its file is on disk."""
-    return file.parent / f"{file.name}.json"
-
-
-def write_rank_file(file: Place, plan: SavePlan, *, shown: bool) -> None:
+def write_rank_file(file: Place, held_all: Sequence[Held], values: dict[str, Any], *, shown: bool) -> None:
     """Writes a rank's file, and its part of the index; both are on disk when this returns. shown: show progress."""
     chunks, entries = list[Chunk](), dict[str, Any]()
-    for held in plan.held:  # other libraries can read a full tensor, under its own name and with its shape
+    for held in held_all:  # other libraries can read a full tensor, under its own name and with its shape
         key = held.name if held.is_full else f"{held.name}@{held.start}"
         shape = held.full.shape if held.is_full and held.full.counting == (None, None) else (held.numel,)
         chunks.append(Chunk(key, held.full.dtype, shape, partial(map, Held.flat, [held])))
     with progress("saving", sum(chunk.nbytes for chunk in chunks), shown) as tick:
         written, starts = write(file, chunks, tick)
-    for chunk, held in zip(chunks, plan.held, strict=True):
+    for chunk, held in zip(chunks, held_all, strict=True):
         shard = ParamShard(file.name, chunk.key, starts[chunk.key], held.start, held.stop)
         entries[held.name] = Entry(held.full, (shard,)).to_json()
-    part = {"file": written, "tensors": entries, "values": plan.index.values}
-    part_of(file).put(json.dumps(part).encode())
-
-
-def seal(checkpoint: Place, index: Index, *, keep: int | None) -> None:
-    """Makes a directory that has all ranks' files a checkpoint.
-
-    index: of the checkpoint; what the files hold is added, and what writes it when. keep: how many of the run's
-        checkpoints stay; None for all.
-    """
-    found: dict[str, list[Entry]] = {}
-    files = [rank_file(checkpoint, rank) for rank in range(index.world)]
-    for file in files:
-        part = json.loads(part_of(file).read())
-        index.files[file.name] = part["file"]
-        index.values |= part["values"]
-        for path, entry in part["tensors"].items():
-            found.setdefault(path, []).append(Entry.from_json(entry))
-    for path, entries in sorted(found.items()):
-        shards = sorted((shard for one in entries for shard in one.shards), key=lambda one: (one.start, one.stop))
-        index.tensors[path] = Entry(entries[0].geometry, tuple(shards))
-        index.left_out.pop(path.removeprefix("model/"), None)
-        try:
-            index.tensors[path].refuse_unsound(f"{path}, as the ranks wrote it,")
-        except ValueError as error:
-            raise ValueError(f"{error}: they do not hold the same model") from None
-    # The version from where it is, because no room imports the package that holds all of them.
-    by, at = sys.modules["zero"].__version__, datetime.now(timezone.utc).isoformat(timespec="seconds")
-    index.saved = {"by": by, "torch": torch.__version__, "at": at}
-    text = index.dumps().encode()
-    if len(text) > LONGEST:
-        raise ValueError(f"the index would have {len(text)} bytes, more than the {LONGEST} that are read")
-    directory.publish(checkpoint, text, keep)
-    for file in files:
-        part_of(file).remove()
+    part = {"name": file.name, "file": written, "tensors": entries, "values": values}
+    (file.parent / f"{file.name}.json").put(json.dumps(part).encode())

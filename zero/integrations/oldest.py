@@ -8,8 +8,7 @@ OLDEST = {"accelerate": "1.15.0", "transformers": "5.23.0", "lightning": "2.6.0"
 
 
 def refuse_older(library: str) -> None:
-    """Raises ImportError if the installed library is older, and lacks what the integration calls: that would show
-    later, and on some ranks only."""
+    """Raises ImportError for a library that lacks what the integration calls, before only some ranks find out."""
     oldest = OLDEST[library]
     try:
         found = version(library)

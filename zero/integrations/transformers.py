@@ -12,27 +12,28 @@ from zero.integrations.oldest import refuse_older
 refuse_older("transformers")
 
 import json
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.trainer import FSDP_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from zero._torch.telling import warn_user
+from zero._torch.tensors import WithoutMemory
 from zero.comm import Comm
 from zero.fsdp import FSDP
-from zero.fsdp.full_weights import loading
+from zero.fsdp.full_weights import loading, naming
 from zero.fsdp.model import models_of
+from zero.full_state import full_optimizer_state_dict
 from zero.integrations.accelerate import Accelerator, ZeroPlugin, states
-from zero.integrations.accelerate.plugin import chosen, hidden_environment
-from zero.integrations.accelerate.sections import NOT_READ, of_fsdp
-from zero.integrations.adapters import has_adapters, saved_names, saving
+from zero.integrations.accelerate.plugin import NOT_READ, chosen, hidden_environment, of_fsdp
 from zero.wrappers import Wrapped
 
 _BeforeATrainer: Any = object
@@ -111,10 +112,9 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
             self._saves_to_go_on = False
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Collective. Where a rank cannot write, every rank raises. At stage 3 a `_save` of another Trainer's, as that
-        of sentence-transformers, finds full parameters in the module, on the ranks that write."""
+        """Collective. Another Trainer's own `_save` finds full parameters in the module at stage 3."""
         dtype = None if self._saves_to_go_on else self.accelerator.saved_dtype
-        writes, only, adapts = self.args.should_save, None, has_adapters(self.model)
+        writes, only, adapts = self.args.should_save, None, hasattr(self.model, "peft_config")
         rank0_only, save = not self.args.save_on_each_node, super()._save
         by_itself = isinstance(self.model_wrapped, FSDP) and not _is_own(save)
         with states.together() as step, ExitStack() as stack:
@@ -151,7 +151,7 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
     def _load_weights(self, folder: str, load: Callable[[str], None], is_own: bool) -> None:
         """Collective. Loads what rank 0 reads. load: the Trainer's method, which every rank calls in place of that for
         adapters of peft, and where it is not transformers' own: it may read files by other names."""
-        adapts = has_adapters(self.model)
+        adapts = hasattr(self.model, "peft_config")
         if is_own and not adapts:
             self._issue_warnings_after_load(states.load_weights(self.model, _files(folder), strict=False))
             return
@@ -168,7 +168,9 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
         if self.accelerator.saves_shards:
             states.save_sharded(output_dir, [self.model_wrapped], [self.optimizer])
         else:
-            state = states.full_state(self.model_wrapped, self.optimizer, self.args.should_save)
+            state = states.for_writers(
+                self.args.should_save, partial(full_optimizer_state_dict, self.model_wrapped, self.optimizer)
+            )
         if self.args.should_save:
             if not self.accelerator.saves_shards:
                 states.remove_others(output_dir, [SAFE_WEIGHTS_NAME])
@@ -182,11 +184,8 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
         with states.together() as step:
             file = None
             if Comm.default().rank == 0:  # also as transformers' FSDP Trainer saves it in full
-                folder, own, scheduled = (
-                    Path(checkpoint),
-                    Path(checkpoint, OPTIMIZER_NAME),
-                    Path(checkpoint, SCHEDULER_NAME),
-                )
+                folder = Path(checkpoint)
+                own, scheduled = folder / OPTIMIZER_NAME, folder / SCHEDULER_NAME
                 in_shards = [one for one in folder.glob(f"{own.stem}_*") if one.is_dir()]
                 file = next((one for one in (own, own.with_suffix(".bin"), *in_shards) if one.exists()), None)
                 problem, remove = None, "it"
@@ -240,3 +239,57 @@ class Trainer(ZeroTrainerMixin, transformers.Trainer):  # type: ignore[misc]
 
 class Seq2SeqTrainer(ZeroTrainerMixin, transformers.Seq2SeqTrainer):  # type: ignore[misc]
     """transformers.Seq2SeqTrainer with the argument zero_plugin; see ZeroTrainerMixin."""
+
+
+@contextmanager
+def saving(model: nn.Module, *, rank0_only: bool) -> Iterator[None]:
+    """Collective. In this context peft saves adapters, if it is given their weights. rank0_only: on rank 0 alone."""
+    sharded = [one for one, _ in models_of(model)]
+    encoders = getattr(model, "prompt_encoder", None)
+    with ExitStack() as stack:
+        if sharded and isinstance(encoders, nn.Module):
+            full = FSDP.summon_full_params(encoders, writeback=False, rank0_only=rank0_only, offload_to_cpu=True)
+            stack.enter_context(full)
+        stack.enter_context(naming(sharded))
+        stack.enter_context(torch.no_grad())
+        yield
+
+
+def saved_names(model: Any) -> Sequence[str]:
+    """Within `saving`: the names of the weights whose values peft asks for to save the adapters of a model."""
+    import peft
+
+    asked: set[str] = set()
+    weights = {**model.state_dict()}
+    for name, value in weights.items():
+        if isinstance(value, Tensor):
+            weights[name] = made = _Asked.like(value, device=torch.device("cpu"))
+            made.key, made.asked = name, asked
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns again as it saves
+        for adapter in model.peft_config:
+            kept = peft.get_peft_model_state_dict(model, state_dict={**weights}, adapter_name=adapter)
+            asked.update(value.key for value in kept.values() if isinstance(value, _Asked))
+    return [name for name in weights if name in asked]
+
+
+class _Asked(WithoutMemory):
+    """Stands for a weight, and notes its name once its value is asked for, which is zero."""
+
+    key: str
+    asked: set[str]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*map(_zeros, args), **{name: _zeros(value) for name, value in (kwargs or {}).items()})
+
+
+def _zeros(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_zeros, value))
+    if not isinstance(value, _Asked):
+        return value
+    value.asked.add(value.key)
+    return torch.zeros((), dtype=value.dtype, device="cpu").expand(value.shape)

@@ -19,8 +19,7 @@ from zero.measure.probe import single_step, undisturbed
 
 
 def finding_of_built(optimizer: Optimizer, group: dict[str, Any] | None = None) -> Finding:
-    """The kind of an optimizer that exists already: measured on another, built with the same arguments as far as the
-    optimizer's attributes have them. group: the one of which the kind is asked; by default the worst of all."""
+    """The kind of an optimizer, measured on another like it. group: of which it is asked; by default the worst."""
     found = known(type(optimizer))
     if found is not None:
         return found
@@ -29,14 +28,13 @@ def finding_of_built(optimizer: Optimizer, group: dict[str, Any] | None = None) 
     return measured(type(optimizer), _description(optimizer), alike, groups, narrow)
 
 
-def state_made_by(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The state that the optimizer's first step makes for a matrix of this dtype in such a group; empty for torch's
-    own, whose state has the dtype of the parameter, and where that cannot be measured."""
-    return {} if known(type(optimizer)) is not None else first_state(optimizer, group, dtype)
-
-
-def first_state(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """The same of any optimizer; empty where it cannot be measured."""
+def state_made_by(
+    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, *, of_torchs: bool = False
+) -> dict[str, Any]:
+    """The state that the first step makes for a matrix of this dtype; empty where it cannot be measured, and for
+    torch's own optimizers, whose state has the dtype of the parameter, unless asked for."""
+    if known(type(optimizer)) is not None and not of_torchs:
+        return {}
     return single_step(partial(_built_alike, optimizer), options(group), dtype)[1]
 
 

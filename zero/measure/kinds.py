@@ -68,10 +68,7 @@ def finding_of(
     groups: Sequence[Mapping[str, Any]] = ({},),
     narrow: torch.dtype | None = None,
 ) -> Finding:
-    """The kind of an optimizer that `optim(params, **defaults)` builds from groups with these options.
-
-    narrow: see narrow_among.
-    """
+    """The kind of an optimizer that `optim(params, **defaults)` builds. narrow: see narrow_among."""
     given = dict(defaults or {})
     while isinstance(optim, partial) and not optim.args:  # which would take the place of the groups
         given, optim = {**optim.keywords, **given}, optim.func
@@ -93,10 +90,7 @@ def measured(
     groups: Sequence[Mapping[str, Any]],
     narrow: torch.dtype | None = None,
 ) -> Finding:
-    """The kind of an optimizer of groups with such options: the worst kind of any group.
-
-    source, options: what `build` builds, and with which options, as text; they are the key of the cache.
-    """
+    """The worst kind of any group. source, options: what `build` builds, and how: the key of the cache."""
     if _assumed:
         return _assumed[-1]
     try:

@@ -61,8 +61,7 @@ def described_options(given: dict[str, Any]) -> str:
 
 
 def called(optim: object) -> str:
-    """The name of a class or function, or of what a partial calls; for other objects that of their class, as repr() may
-    have an address in it."""
+    """A name for errors that is the same in every process, as repr() is not."""
     optim = getattr(optim, "func", optim)
     return getattr(optim, "__name__", type(optim).__name__)
 

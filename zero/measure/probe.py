@@ -74,10 +74,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """reason: what differed, or why nothing could be measured, as text for the user.
-
-    writes_frozen: whether a step may write into parameters that have no gradient.
-    """
+    """reason: for the user. writes_frozen: whether a step may write into parameters that have no gradient."""
 
     kind: Kind
     reason: str = ""
@@ -94,10 +91,7 @@ class _DifferenceError(Exception):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """The outcome of some steps: the tensors' last values, their states, the numbers in param_groups after each step.
-
-    drew: whether random numbers were drawn.
-    """
+    """The tensors' last values, their states, the numbers in param_groups after each step; whether it drew."""
 
     values: list[Tensor]
     states: list[dict[str, Any]]
@@ -106,8 +100,7 @@ class _Outcome:
 
 
 class Collectives(DispatchMode):
-    """Raises RuntimeError in place of each collective: on tensors that measure, ranks would wait for one another in
-    vain. `called`: the name of the first, if there was one."""
+    """Raises in place of each collective, for which ranks would wait in vain. called: the name of the first."""
 
     called: str | None = None
 
@@ -120,8 +113,7 @@ class Collectives(DispatchMode):
 
 @contextmanager
 def undisturbed() -> Iterator[Collectives]:
-    """In this context no global hook of optimizers is called, and no collective. On exit random generators are
-    restored."""
+    """In this context no global hook of optimizers is called, and no collective; generators are restored."""
     collectives = Collectives()
     with ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())

@@ -41,11 +41,10 @@ class Disk(OnHost):
             return shard.clone()
 
     def refuse_full(self, what: str) -> None:
-        if self._full is None:
-            return
-        raise ValueError(
-            f"there is no room for {what} in {self._offload}: {self._full}. Free some, or choose another directory."
-        )
+        if self._full is not None:
+            raise ValueError(
+                f"there is no room for {what} in {self._offload}: {self._full}. Free some, or choose another directory."
+            )
 
     def map(self, shard: Tensor) -> Tensor:
         """Copies a tensor into a file. Raises OSError where the disk is full."""
@@ -60,19 +59,16 @@ class Disk(OnHost):
             pages = mmap.mmap(file.fileno(), shard.nbytes)
         there = torch.frombuffer(pages, dtype=shard.dtype).as_strided(shard.shape, shard.stride())
         there.copy_(shard)
-        self._mapped[_address(there)] = pages
+        self._mapped[there.untyped_storage().data_ptr()] = pages
         self.used(there)
         return there
 
     def has(self, shard: Tensor) -> bool:
-        return _address(shard) in self._mapped
+        return shard.untyped_storage().data_ptr() in self._mapped
 
-    def used(self, shard: Tensor) -> None:
-        """Releases the memory; the operating system writes changed pages to the file."""
-        self._advise(shard, "MADV_DONTNEED")
-
-    def _advise(self, tensor: Tensor, advice: str) -> None:
-        pages = self._mapped.get(_address(tensor))
+    def used(self, shard: Tensor, advice: str = "MADV_DONTNEED") -> None:
+        """Releases the memory; the operating system writes changed pages to the file. Or gives other advice."""
+        pages = self._mapped.get(shard.untyped_storage().data_ptr())
         if pages is not None and hasattr(mmap, advice):  # other systems take no advice
             pages.madvise(getattr(mmap, advice))
 
@@ -90,7 +86,7 @@ class Disk(OnHost):
                 for following, _ in gradients[number + 1 : number + 2]:
                     for tensor in (following, *part.state.get(following, {}).values()):
                         if isinstance(tensor, Tensor):
-                            self._advise(tensor, "MADV_WILLNEED")
+                            self.used(tensor, "MADV_WILLNEED")
                 param.grad = gradient
                 step()
                 param.grad = None
@@ -131,7 +127,3 @@ class Disk(OnHost):
                     state[key] = self.map(value)
                 self.used(state[key])
         self.used(param.data)
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()

@@ -1,7 +1,7 @@
 """Where shards lie in the memory of the CPU, or in mapped files, and the optimizer steps them there.
 
-A group is stepped piece by piece: what is widened before the step and rounded after it stays in the processor's cache
-in between, so that the memory of the CPU is read and written once.
+A group is stepped piece by piece: what is rounded after the step is still in the processor's cache, so that the memory
+of the CPU is read and written once.
 
 Norms of gradients are computed on the device before the gradients leave it. To read them in the memory of the CPU would
 take about a tenth of the time of a step, between backward and step, where nothing else runs. torch counts writes into a
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -35,37 +34,14 @@ _OF_A_THREAD, _LEAST = 2**18, 2**20
 _SAMPLE = 256
 
 
-class Unwidened:
-    """In the place of the event `arrival`, after which a gradient of 16 bits is there, for a step that widens it.
-
-    `narrow`: this gradient. `gradient`: what stands for it meanwhile, of the dtype that is stepped. It has values only
-    after `synchronize`, for whoever reads it otherwise.
-    """
-
-    def __init__(self, narrow: Tensor, arrival: Any, dtype: torch.dtype) -> None:
-        self.narrow, self.arrival = narrow, arrival
-        self.gradient = narrow.new_full((), torch.nan, dtype=dtype).expand(narrow.shape)
-
-    def synchronize(self) -> None:
-        self.arrival.synchronize()
-        self.gradient.data = self.narrow.to(self.gradient.dtype)
-
-
 @dataclass(eq=False)
 class Left:
-    """What is known of a flat tensor of gradients since it has left the device. norms: by offset, 0-dim, on the device.
-    sample: every `stride`-th element, on the device."""
+    """Of a flat tensor of gradients that has left the device: norms by offset, and every `stride`-th element."""
 
     norms: Mapping[int, Tensor]
     sample: Tensor
     stride: int
     version: int
-
-    def holds(self, copied: Tensor) -> bool:
-        """Whether nobody has written into the tensor. Waits for the sample."""
-        return writes_so_far([copied]) == self.version and torch.equal(
-            copied[:: self.stride], self.sample.to(copied.device)
-        )
 
 
 # By flat tensor in the memory of the CPU.
@@ -75,14 +51,8 @@ _left = WeakIdKeyDictionary()
 class OnHost(Offload):
     active = True
 
-    def narrow(self, gradient: Tensor, arriving: Any, stepped: Tensor) -> tuple[Tensor, Any]:
-        if gradient.dtype == stepped.dtype or not has_values(gradient):
-            return super().narrow(gradient, arriving, stepped)
-        unwidened = Unwidened(gradient, arriving, stepped.dtype)
-        return unwidened.gradient, unwidened
-
     def at_once(self) -> int:
-        """Returns how many elements of a group `step_part` is given at a time."""
+        """How many elements of a group `step_part` is given at a time."""
         return max(_OF_A_THREAD * torch.get_num_threads(), _LEAST)
 
     def copied(self, there: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:
@@ -95,11 +65,16 @@ class OnHost(Offload):
         _left[there] = Left(dict(zip(offsets, norms, strict=True)), sample, stride, writes_so_far([there]))
 
     def known_norms(self, gradients: Sequence[Tensor], norm_type: float) -> Mapping[int, Tensor]:
-        found: dict[int, Tensor] = {}
-        holds = cache(Left.holds)
+        found, unwritten = dict[int, Tensor](), dict[Left, bool]()
         for position, gradient in enumerate(gradients if norm_type == 2 else ()):
             copied = base_of(gradient)
-            if copied is not None and (left := _left.get(copied)) is not None and holds(left, copied):
+            if copied is None or (left := _left.get(copied)) is None:
+                continue
+            if left not in unwritten:  # waits for the sample
+                sample = left.sample.to(copied.device)
+                same = writes_so_far([copied]) == left.version and torch.equal(copied[:: left.stride], sample)
+                unwritten[left] = same
+            if unwritten[left]:
                 found[position] = left.norms[int(gradient.storage_offset())]
         return found
 
@@ -114,23 +89,19 @@ class OnHost(Offload):
         if not has_values(flat):
             super().step_group(group, optimizer, params, then)
             return
-        # Gradients may be on their way, and nobody but the step waits for them.
-        unwidened = [one for one in group.copies if isinstance(one, Unwidened)]
-        narrow = {one.gradient: one.narrow for one in unwidened}
-        group.copies = [one.arrival if isinstance(one, Unwidened) else one for one in group.copies]
         whole = part_of(optimizer, params)
         group.wait_for_copies()
 
         pieces = []
         for number, options in enumerate(whole.param_groups):
             for param in options["params"]:
-                if (gradient := param.grad) is None:
+                if param.grad is None:
                     continue
                 numel, state = param.numel(), whole.state[param].values()
                 place = (param.data_ptr() - flat.data_ptr()) // flat.element_size() if numel else 0
                 # A parameter without state, or whose elements do not lie in their order, is one piece.
                 created = bool(state) and all(one is not None for one in state)
-                read = [param, narrow.get(gradient, gradient), *(one for one in state if isinstance(one, Tensor))]
+                read = [param, param.grad, *(one for one in state if isinstance(one, Tensor))]
                 cut = created and all(tensor.is_contiguous() for tensor in read)
                 length = longest if cut else max(numel, 1)
                 for begin in range(0, max(numel, 1), length):
@@ -142,22 +113,12 @@ class OnHost(Offload):
                 calls.append([])
             calls[-1].append(piece)
 
-        widened, done = flat.new_empty(0), 0
+        done = 0
         for call in calls:
-            numel = sum(piece.numel for piece in call if piece.param.grad in narrow)
-            if numel > len(widened):
-                widened = flat.new_empty(max(numel, min(longest, len(flat))))
-            memory, stepped = widened, defaultdict[int, list[nn.Parameter]](list)
-            states: dict[nn.Parameter, dict[str, Any]] = {}
+            stepped, states = defaultdict[int, list[nn.Parameter]](list), dict[nn.Parameter, dict[str, Any]]()
             for piece in call:
                 part = nn.Parameter(piece.of(piece.param.data))
-                gradient: Tensor = piece.param.grad  # type: ignore[no-redef]
-                if gradient in narrow:
-                    given = piece.of(narrow[gradient])
-                    own, memory = memory[: piece.numel], memory[piece.numel :]
-                    part.grad = own.as_strided(given.shape, given.stride()).copy_(given)
-                else:
-                    part.grad = piece.of(gradient)
+                part.grad = piece.of(piece.param.grad)  # type: ignore[arg-type]
                 states[part] = piece.state(whole.state[piece.param])
                 stepped[piece.options].append(part)
             groups = [{**whole.param_groups[number], "params": held} for number, held in stepped.items()]
@@ -172,34 +133,22 @@ class OnHost(Offload):
             then(slice(done, len(flat)))
 
 
-@dataclass(frozen=True)
 class Piece:
     """Elements `begin` to `end` of a parameter.
 
     options: the number of the optimizer's group that has it. place: that of the first element in the flat tensor.
     """
 
-    param: nn.Parameter
-    options: int
-    place: int
-    begin: int
-    end: int
-
-    @property
-    def numel(self) -> int:
-        return self.end - self.begin
-
-    @property
-    def whole(self) -> bool:
-        return self.numel == self.param.numel()
+    def __init__(self, param: nn.Parameter, options: int, place: int, begin: int, end: int) -> None:
+        self.param, self.options, self.place, self.begin, self.end = param, options, place, begin, end
+        self.numel, self.whole = end - begin, end - begin == param.numel()
 
     def of(self, tensor: Tensor) -> Tensor:
         """The piece of a tensor of the parameter's shape."""
         return tensor if self.whole else tensor.view(-1)[self.begin : self.end]
 
     def state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state to step the piece with: parts of tensors of the parameter's shape, and copies of others, such as
-        the count of steps, since each piece begins with the same."""
+        """The state to step the piece with: parts of tensors of the parameter's shape, and copies of others."""
         if self.whole:
             return state
         parts = dict(state)
@@ -210,9 +159,7 @@ class Piece:
 
     def keep(self, stepped: dict[str, Any], state: dict[str, Any]) -> None:
         """Takes over what the step of the last piece has left in the place of copies."""
-        if self.whole or self.end < self.param.numel():
-            return
-        for key, value in stepped.items():
+        for key, value in () if self.whole or self.end < self.param.numel() else stepped.items():
             if not isinstance(value, Tensor):
                 state[key] = value
             elif state[key].shape != self.param.shape:

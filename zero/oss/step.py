@@ -162,7 +162,7 @@ class OwnedGradients:
         if self.are_sharded:
             return True
         for group, index, share in self._shares():
-            shards[group.params[index]].grad = group.to_main(share, for_step=True)
+            shards[group.params[index]].grad = group.to_main(share)
         return any(param.grad is not None for param in shards)
 
     def _positions(self) -> Iterator[tuple[ShardGroup, int]]:

@@ -58,13 +58,7 @@ class GPT(nn.Module):
 
 
 def gpt_of(parameters: float, layers: int | None, dtype: torch.dtype) -> GPT:
-    """A GPT on the meta device of so many parameters, within less than one word's.
-
-    layers: by default about as many as GPT-3's models of that size have (T. Brown et al., Language Models are Few-Shot
-        Learners, 2020, table 2.1), and fewer in smaller models: 32 for 7B, 12 for 125M, 4 for 1M.
-
-    Raises ValueError for a number that is not finite or too small for such a model.
-    """
+    """A GPT on the meta device of so many parameters, within less than one word's. layers: by default GPT-3's."""
     if not math.isfinite(parameters):
         raise ValueError(f"{parameters} parameters: give a finite number, such as 7B.")
     layers = layers or max(1, round(3.8 * (parameters / 1e6) ** 0.24))

@@ -21,13 +21,7 @@ _Known = ref[torch.UntypedStorage]
 
 
 class Meter(DispatchMode):
-    """Adds up all live storages after every operator, while both its arguments and its results are alive.
-
-    The operators of a backward pass and of collectives are seen as well. What an operator allocates and frees within
-    its kernel is not.
-
-    apart: tensors that are not counted.
-    """
+    """Adds up all live storages but those `apart` after every operator, while its arguments and results live."""
 
     def __init__(self, apart: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -78,10 +72,10 @@ class Meter(DispatchMode):
 
     def _is_inside_another(self, storage: torch.UntypedStorage, known: _Known) -> bool:
         """Those that are inside this one are no longer counted."""
-        if not _has_address(storage):
+        if storage.device.type == "meta":
             return False
         for key in [*(self._bytes if not storage.resizable() else self._shared)]:
-            if (other := key()) is None or not _has_address(other):
+            if (other := key()) is None or other.device.type == "meta":
                 continue
             if _lies_within(storage, other):
                 return True
@@ -123,7 +117,7 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     outermost: list[torch.UntypedStorage] = []
     without_address = 0
     for storage in {each.untyped_storage() for tensor in tensors for each in wrapped_in(tensor)}:
-        if not _has_address(storage):
+        if storage.device.type == "meta":
             without_address += storage.nbytes()
         elif not any(_lies_within(storage, other) for other in outermost):
             outermost = [other for other in outermost if not _lies_within(other, storage)] + [storage]
@@ -134,7 +128,3 @@ def _lies_within(storage: torch.UntypedStorage, other: torch.UntypedStorage) -> 
     """Whether a storage is inside another's memory. Both must have addresses."""
     start, first = other.data_ptr(), storage.data_ptr()
     return 0 < storage.nbytes() <= start + other.nbytes() - first and start <= first
-
-
-def _has_address(storage: torch.UntypedStorage) -> bool:
-    return storage.device.type != "meta"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero._torch.modules import parameters_of
 from zero.comm.comm import traffic
 from zero.comm.transport import batches
 from zero.fsdp import FSDP, MixedPrecision
@@ -27,9 +27,8 @@ from zero.offload import CPUOffload, DiskOffload, offload_of
 from zero.oss import OSS
 from zero.oss.optimizer import set_bucket_size
 from zero.plan.meter import nbytes
-from zero.plan.rehearsal import BesideComputing, Offloaded, Rehearsal, cast, faked, on_host, rehearsing, run, walk
+from zero.plan.rehearsal import BesideComputing, Offloaded, Rehearsed, faked, on_host, rehearsed, rehearsing, run, walk
 from zero.plan.result import Cost, Plan
-from zero.plan.transport import Rehearsed, rehearsed
 from zero.sdp import AveragingDDP, ShardedDDP
 from zero.shards.partition import Partition, cut_for, refuse_optimizer, refuse_partition
 from zero.shards.shard_group import ShardGroup
@@ -162,11 +161,21 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[int]]:
                 group.streams = BesideComputing()
         if not stage.startswith("3"):
             inputs = job.precision.cast_inputs(module, inputs, root=True)
-        step = partial(_step, job, model, optimizer, inputs, rehearsal)
-        step()  # creates the optimizer's state, and records the order of the units
-        before = traffic().total
-        rehearsal.reset_peak()
-        held = step()
+        for _ in range(2):  # the first step creates the optimizer's state, and records the order of the units
+            before = traffic().total
+            rehearsal.reset_peak()
+            loss = run(model, module, inputs, rehearsal, job.device)
+            if loss is not None:
+                loss.backward()
+            del loss
+            held = resident(model, [optimizer])
+            if isinstance(optimizer, OSS) and not optimizer.gradients.are_sharded:
+                # At stage 1 a step brings the gradients of the shards that are on the host.
+                offloaded = ((param, shard) for param, shard in optimizer.shards.items() if on_host(shard))
+                held["host"] += sum(shard.nbytes for param, shard in offloaded if param.grad is not None)
+            if held["gradients"] + held["host"]:
+                optimizer.step()
+            optimizer.zero_grad()
         sent = traffic().total - before
         if stage == "0":  # DistributedDataParallel sends gradients by all ranks, buffers by the first
             buffers = sum(buffer.nbytes for batch in batches([*module.buffers()]) for buffer in batch)
@@ -205,7 +214,12 @@ def _built(job: Job, stage: str, rank: int) -> tuple[nn.Module, Optimizer]:
             offload=job.offload,
         )
         return model, optim(model.parameters())
-    cast(job.module, job.precision)
+    for holder in job.module.modules():  # in the dtypes that they are computed with, as FSDP gathers them
+        dtype = job.precision.dtype_of(holder)
+        for param in parameters_of(holder, recurse=False):
+            if dtype is not None and param.is_floating_point():
+                param.data = param.data.to(dtype)
+    job.precision.prepare(job.module.modules())
     if stage == "0":
         for param in job.module.parameters() if job.world > 1 else ():
             if param.requires_grad:
@@ -236,40 +250,6 @@ def _built(job: Job, stage: str, rank: int) -> tuple[nn.Module, Optimizer]:
 def _copy_gradient(place: Tensor, param: Tensor) -> None:
     assert param.grad is not None
     place.copy_(param.grad)
-
-
-def _step(
-    job: Job, model: nn.Module, optimizer: Optimizer, inputs: Sequence[Any], rehearsal: Rehearsal
-) -> dict[str, int]:
-    """Returns bytes between backward and step."""
-    loss = run(model, job.module, inputs, rehearsal, job.device)
-    if loss is not None:
-        loss.backward()
-        del loss
-    held = resident(model, [optimizer])
-    held["host"] += _brought_by_step(optimizer)
-    if held["gradients"] + held["host"]:
-        optimizer.step()
-    optimizer.zero_grad()
-    return held
-
-
-def _brought_by_step(optimizer: Optimizer) -> int:
-    """Bytes of gradients of shards that a step brings to the host at stage 1, where `param.grad` is full before, and of
-    those in 16 bits that it widens at a time."""
-    if not isinstance(optimizer, OSS) or optimizer.gradients.are_sharded:
-        return 0
-    brought, widened = 0, Counter[ShardGroup]()
-    for param, shard in optimizer.shards.items():
-        gradient = param.grad
-        if gradient is not None and on_host(shard):
-            brought += shard.numel() * min(gradient.element_size(), shard.itemsize)
-            if gradient.element_size() < shard.itemsize:
-                widened[optimizer.shards.places[param].group] += shard.nbytes
-    if not optimizer.shards.steps_by_group(optimizer.optim, {}):
-        return brought + widened.total()
-    at_once = {one: one.offload.at_once() for one in widened if isinstance(one.offload, Offloaded)}
-    return brought + max((min(widened[one], n * one.main.itemsize) for one, n in at_once.items()), default=0)
 
 
 def resident(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""A model that runs on tensors without values, while the memory that it would take is counted (meter.py)."""
+"""A model that runs on tensors without values while memory is counted (meter.py), by a transport that sends nothing."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import cache, partial, reduce
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from zero._torch.modules import parameters_of
 from zero._torch.recording import VALUE_OF
 from zero._torch.tensors import NEEDS_VALUES, copying_without_values, let_move, with_values, without_values
 from zero.comm import Comm, Work
 from zero.comm.comm import sent
-from zero.comm.host_memory import QueuedWork
+from zero.comm.host_memory import CHUNK, QueuedWork
+from zero.comm.link import Link, Transports
+from zero.comm.oplog import Log
 from zero.comm.streams import HostStreams
-from zero.fsdp import MixedPrecision
+from zero.comm.transport import Message, SumWork, Transport, by_rings, summed_as
 from zero.fsdp.choice import params_by_unit
 from zero.plan.meter import Meter
 from zero.shards.offload import Offload
@@ -69,8 +70,7 @@ def _workspace_of_lstm(shapes: Iterable[torch.Size], dtype: torch.dtype, *option
 
 @contextmanager
 def rehearsing(model: nn.Module, device: str) -> Iterator[tuple[nn.Module, Rehearsal]]:
-    """In this context new tensors have no values, nor have those of the copy of the model that it yields, whose
-    parameters and buffers are on the device. What is sent is not counted as this process's."""
+    """Yields a copy of the model without values, on the device. New tensors have none here, either."""
     with ExitStack() as stack:
         stack.callback(sent.update, Counter(sent))
         stack.callback(sent.clear)  # this is called first
@@ -82,8 +82,9 @@ def rehearsing(model: nn.Module, device: str) -> Iterator[tuple[nn.Module, Rehea
         stack.enter_context(torch.compiler.set_stance("force_eager"))  # blocks, and steps, may be compiled
         mode = without_values()
         with mode:
-            moved = {id(one): faked(one, device) for one in (*model.parameters(), *model.buffers())}
+            moved = dict[int, Any]()
             for one in (*model.parameters(), *model.buffers()):
+                moved[id(one)] = faked(one, device)
                 if isinstance(one, nn.Parameter):
                     moved[id(one)] = nn.Parameter(moved[id(one)], requires_grad=one.requires_grad)
                     let_move(moved[id(one)])
@@ -104,19 +105,8 @@ def faked(tensor: Tensor, device: str) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
-def cast(module: nn.Module, precision: MixedPrecision) -> None:
-    """Casts parameters and buffers to the dtypes that they are computed with, as FSDP gathers them."""
-    for holder in module.modules():
-        dtype = precision.dtype_of(holder)
-        for param in parameters_of(holder, recurse=False):
-            if dtype is not None and param.is_floating_point():
-                param.data = param.data.to(dtype)
-    precision.prepare(module.modules())
-
-
 def run(model: nn.Module, module: nn.Module, batch: Sequence[Any], rehearsal: Rehearsal, device: str) -> Tensor | None:
-    """The loss of a forward, or a sum of what the model returns; None if no output requires a gradient. Errors that
-    come from running it without values have a remedy. module: the one inside."""
+    """The loss of a forward, or a sum of what the model returns; None if nothing requires a gradient."""
     try:
         rehearsal.in_forward = True
         outputs = [tensor for tensor in tensors_in(model(*batch)) if tensor.requires_grad]
@@ -175,8 +165,7 @@ class _Touch(torch.autograd.Function):
 
 
 def walk(module: nn.Module, units: dict[str, nn.Module]) -> None:
-    """Replaces the units' forwards by forwards without activations, to be called with a 0-dim tensor. The units run one
-    after another in the order of their first parameters, and gradients arrive from the last parameter to the first."""
+    """Has units run one after another without activations. Gradients arrive from the last parameter to the first."""
     owned = {unit: [name for name, _ in named] for unit, named in params_by_unit(module, units).items()}
     touch: Callable[[Tensor, Tensor], Tensor] = _Touch.apply
 
@@ -211,14 +200,9 @@ class Offloaded(Offload):
     def has(self, shard: Tensor) -> bool:
         return on_host(shard)
 
-    def at_once(self) -> int:
-        """Returns how many elements of a group are stepped at a time."""
-        return int(self._offload.at_once())
-
 
 class BesideComputing(HostStreams):
-    """The streams of a GPU: the result of a transfer is there once it is launched, and what it reads is kept until it
-    is waited for."""
+    """The streams of a GPU: a result is there once launched, and what it reads is kept until it is waited for."""
 
     def arriving(self, transfer: Work, comm: Comm, keeps: object) -> Work:
         result = transfer.wait()
@@ -228,3 +212,87 @@ class BesideComputing(HostStreams):
 def on_host(tensor: Tensor) -> bool:
     """Whether offload has moved the tensor to the host."""
     return tensor.device.type == _HOST
+
+
+# The name of the rehearsed transport; "nccl" stands for all backends that overlap.
+Rehearsed = Literal["gloo", "host memory", "nccl"]
+
+
+class Unsent(Transport):
+    """A transport by which one rank of a group of any size runs its operations, and nothing is sent.
+
+    It allocates the buffers that the transport `like` would allocate, so that memory can be metered, but does not write
+    received values. Tensors may have no values. All other ranks are assumed to do the same as this rank.
+    """
+
+    def __init__(self, rank: int, world: int, like: Rehearsed) -> None:
+        self.name, self.overlaps, self.reads = f"{like}, rehearsed", like == "nccl", like == "host memory"
+        self._rank, self._world = rank, world
+        self._queue: list[QueuedWork] = []
+
+    def gather(self, full: Tensor, bounds: Sequence[int], channel: int) -> Work:
+        return self._transfer([full], lambda: None)
+
+    def reduce(self, messages: Sequence[Message], times: float, channel: int) -> Work:
+        sent, own = [message for message, _ in messages], [counts[self._rank] for _, counts in messages]
+        if self.overlaps and by_rings(messages):
+            sums = sent[0].new_empty(own[0])
+            return self._transfer([*sent, sums], lambda: sums)
+
+        def summed(rows: Sequence[Tensor], times: float = 1) -> Tensor:
+            total = rows[0].new_empty(sum(own), dtype=summed_as(rows[0].dtype))
+            if self.overlaps:
+                for message_rows, share in zip(rows, total.split(own), strict=True):
+                    torch.sum(message_rows, 0, dtype=total.dtype, out=share)
+            return total
+
+        if self.reads:  # by the chunks that HostMemory reads from all ranks at a time
+
+            def read() -> Tensor:
+                chunks = sent[0].new_empty(self._world, min(CHUNK // sent[0].element_size(), max(1, *own)))
+                return summed([chunks[:, : min(chunks.shape[1], n)] for n in own])
+
+            return self._transfer(sent, read)
+        received = [message.new_empty(self._world, counts[self._rank]) for message, counts in messages]
+        work = self._transfer([*sent, *received], lambda: received)
+        return SumWork(summed, work, times)
+
+    def _transfer(self, buffers: Sequence[Tensor], finish: Callable[[], Any]) -> Work:
+        """The work keeps the buffers until it has finished."""
+        return QueuedWork(partial(lambda held: finish(), buffers), self._queue if self.reads else [])
+
+    def exchange(self, into: Tensor, sent: Message, counts_in: Sequence[int], channel: int) -> Work:
+        return Work()
+
+    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> Work:
+        if self.reads:
+            if tensor.nbytes <= CHUNK:
+                tensor.new_empty(self._world, tensor.numel())
+            else:  # of each rank's share, and a chunk of sums, as they go where what is summed lies
+                share = -(-tensor.numel() // self._world)
+                tensor.new_empty(self._world + 1, min(CHUNK // tensor.element_size(), share))
+        return self._transfer([tensor], lambda: tensor)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        return [data] * self._world
+
+    def compare(self, channel: int, *, flags: int = 0) -> int:
+        return flags
+
+
+class RehearsedLink(Link):
+    """The link of a simulated group, whose transport for every device is a rehearsal."""
+
+    def __init__(self, rank: int, world: int, like: Rehearsed) -> None:
+        super().__init__(None)
+        self.rank, self.world, self.log = rank, world, Log(rank, world)
+        unsent = Unsent(rank, world, like)
+        self.transports = Transports(lambda kind: unsent)
+
+    def overlaps(self, device: torch.device) -> bool:
+        return self.transports[device.type].overlaps
+
+
+def rehearsed(rank: int, world: int, like: Rehearsed) -> Comm:
+    """Returns one rank of a simulated group that sends nothing."""
+    return Comm(RehearsedLink(rank, world, like) if world > 1 else Link(None))

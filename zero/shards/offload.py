@@ -56,12 +56,6 @@ class Offload:
     def returned(self, shard: Tensor) -> None:
         """Called after a stepped tensor was copied into its shard on the device."""
 
-    def narrow(self, gradient: Tensor, arriving: Any, stepped: Tensor) -> tuple[Tensor, Any]:
-        """Takes a gradient that is on its way here for the step that has begun, and whose dtype may be narrower than
-        that of `stepped`. Returns what stands for it, in the dtype of `stepped`, and the event after which that has its
-        values. arriving: the event after which `gradient` has them."""
-        return gradient.to(stepped.dtype), arriving
-
     def copied(self, there: Tensor, sums: Tensor, own: Sequence[Tensor]) -> None:
         """Called after gradients were brought here: `there`, the copy of the flat `sums`. own: the gradient of each
         parameter, views of `sums`."""

@@ -28,7 +28,7 @@ from zero._torch.recording import profiler_range
 from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm, Work
 from zero.comm.oplog import READ_BY_ALL
-from zero.comm.streams import DONE, HOST, HostStreams, on_other_device, streams_of
+from zero.comm.streams import HOST, HostStreams, on_other_device, streams_of
 from zero.comm.transport import Message
 from zero.shards.cut import Asked, register
 from zero.shards.layout import Layout
@@ -451,20 +451,13 @@ class ShardGroup:
                 "computed. Keep a copy in place of a view: param.detach().clone().numpy()."
             ) from error
 
-    def to_main(self, sums: Tensor, *, for_step: bool = False) -> Tensor:
-        """Converts a gradient of the shard to the dtype and device of `main`. The copy arrives by `wait_for_copies`.
-        for_step: nobody but the step that has begun reads it, which may widen it piece by piece."""
-        arriving: Any = DONE
-        stays_narrow = for_step and self.offload.active
-        if sums.device != self.main.device:
-            widens = not stays_narrow and sums.element_size() < self.main.element_size()
-            sums = self.streams.copy_like(sums.to(self.main.dtype) if widens else sums, self.main)
-            arriving = self.streams.copy_event()
-        elif not stays_narrow:
+    def to_main(self, sums: Tensor) -> Tensor:
+        """Converts a gradient of the shard to the dtype and device of `main`. The copy arrives by `wait_for_copies`."""
+        if sums.device == self.main.device:
             return sums.to(self.main.dtype)
-        if stays_narrow:
-            sums, arriving = self.offload.narrow(sums, arriving, self.main)
-        self.copies.append(arriving)
+        widens = sums.element_size() < self.main.element_size()
+        sums = self.streams.copy_like(sums.to(self.main.dtype) if widens else sums, self.main)
+        self.copies.append(self.streams.copy_event())
         return sums
 
     def wait_for_copies(self) -> None:

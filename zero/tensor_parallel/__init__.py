@@ -12,6 +12,5 @@ such as those of a replicated parameter behind SequenceParallel, are DTensor's.
 
 table    which plain parameter stands for which DTensor
 parts    the plain parameters, which are sharded: of what they are parts
-shown    modules hold plain parameters, and show DTensors while they run
-states   state_dict of these modules
+shown    modules hold plain parameters, and show DTensors while they run and in their state_dict
 """

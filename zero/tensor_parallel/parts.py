@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zero._torch.tensors import has_hooks, is_of_ddp
@@ -16,27 +17,47 @@ from zero.tensor_parallel import table
 
 _REMEDY = "leave it out (ignored_parameters at stage 3)"
 
-
-def takes(param: Tensor) -> bool:
-    """Returns whether a parameter is a DTensor, which is sharded in the form of its local tensor."""
-    return table.is_dtensor(param)
+takes = table.is_dtensor
+"""Whether a tensor is a DTensor, of which the local tensor is sharded."""
 
 
 def refuse_unfit(named: Iterable[tuple[str, Any]], comms: Sequence[Comm]) -> None:
     """Raises ValueError if DTensors among the parameters cannot be sharded over these ranks."""
-    groups = [table.ranks_of(comm) for comm in comms]
+    groups = [{0} if one.group is None else {*dist.get_process_group_ranks(one.group)} for one in comms]
     meshes: dict[Any, str] = {}
-    for name, param in named:
-        if is_of_ddp(param):
+    for name, given in named:
+        if is_of_ddp(given):
             raise ValueError(
                 f"{name!r} is the local tensor of a DTensor, as DistributedDataParallel(device_mesh=) makes it. "
                 "Call zero.setup(model, optim, stage=1, device_mesh=mesh['dp']) with the model as it was."
             )
-        dtensor = param if table.is_dtensor(param) else table.dtensor_of(param)
-        if dtensor is None:
+        param: Any = given if takes(given) else table.dtensor_of(given)
+        if param is None:
             continue
-        _refuse_unfit(name, dtensor, groups)
-        meshes.setdefault(dtensor.device_mesh, name)
+        from torch.distributed.tensor import Replicate, Shard
+
+        mesh, placements = param.device_mesh, param.placements
+        at = f"{name!r} is a DTensor with placements {placements} over {mesh}"
+        if mesh.ndim != 1:
+            raise ValueError(
+                f"{at}. zero shards DTensors over one dimension of a mesh: parallelise over mesh['tp'], or {_REMEDY}."
+            )
+        if type(placements[0]) not in (Shard, Replicate):
+            raise ValueError(f"{at}. zero shards DTensors that are Shard or Replicate. Redistribute it, or {_REMEDY}.")
+        over = {*mesh.mesh.flatten().tolist()}
+        if any(len(over & group) > 1 for group in groups):
+            raise ValueError(
+                f"{at}, over ranks that are to shard the model as well: another library (FSDP2) has sharded it "
+                "already. Undo that, or give zero another dimension of the mesh than the model is parallelised over, "
+                "by FSDP(device_mesh=mesh['dp']) or OSS(group=mesh['dp'].get_group())."
+            )
+        if param.is_meta:
+            raise ValueError(
+                f"{at}, on the meta device. Give the model memory and values first: to_empty(), and initialise it."
+            )
+        if has_hooks(param):
+            raise ValueError(f"{at}, with hooks on its gradient. Register hooks after wrapping.")
+        meshes.setdefault(mesh, name)
         if len(meshes) > 1:
             (one, first), (other, second) = [*meshes.items()]
             raise ValueError(
@@ -46,25 +67,23 @@ def refuse_unfit(named: Iterable[tuple[str, Any]], comms: Sequence[Comm]) -> Non
 
 
 def of(param: Any) -> Any:
-    """Returns the plain parameter that is sharded in place of one of the user's: by default that one itself."""
-    return table.made_plain(param) if table.is_dtensor(param) else param
+    """The plain parameter that is sharded in place of one of the user's, made if there is none: by default that one."""
+    return table.made_plain(param) if takes(param) else param
 
 
 def others(param: nn.Parameter) -> Comm | None:
-    """Returns the ranks that have the other elements of the tensor that a parameter is a part of; None if the part has
-    all."""
+    """The ranks that have the other elements of a parameter's whole tensor; None if the part has all."""
     dtensor = table.dtensor_of(param) if table.made else None
     return table.comm_of(dtensor) if dtensor is not None and table.is_cut(dtensor) else None
 
 
 def others_of(params: Iterable[nn.Parameter]) -> list[Comm]:
-    """Returns the ranks that have other elements of the tensors that these parameters are parts of, each group once."""
+    """The ranks that have other elements of the tensors that these parameters are parts of, each group once."""
     return [comm for comm in dict.fromkeys(map(others, params)) if comm is not None]
 
 
 def slice_of(param: nn.Parameter) -> tuple[Sequence[int], int, int, int] | None:
-    """Returns, for a part, the shape of the whole tensor, the dimension along which it is cut, the length of the slices
-    along it, of which the last ones may be shorter, and the number of this slice. None if the part has all."""
+    """Of a part: the whole tensor's shape, the dimension that is cut, the length of slices, and this one's number."""
     dtensor = table.dtensor_of(param)
     if dtensor is None or not table.is_cut(dtensor):
         return None
@@ -73,9 +92,8 @@ def slice_of(param: nn.Parameter) -> tuple[Sequence[int], int, int, int] | None:
 
 
 def whole(param: Tensor, value: Tensor) -> Tensor:
-    """Collective among the ranks that have the parts. Returns the whole tensor of which `value`, in the shape of the
-    parameter, is this rank's part."""
-    if table.is_dtensor(value):
+    """Collective among the ranks that have the parts. The whole tensor of which `value` is this rank's part."""
+    if takes(value):
         return value.full_tensor()  # type: ignore[attr-defined, no-any-return]
     dtensor = table.dtensor_of(param)
     if dtensor is None:
@@ -84,13 +102,13 @@ def whole(param: Tensor, value: Tensor) -> Tensor:
 
 
 def cut(param: Tensor, value: Tensor) -> Tensor:
-    """Returns this rank's part of a whole tensor. Raises ValueError for another shape."""
+    """this rank's part of a whole tensor. Raises ValueError for another shape."""
     dtensor = table.dtensor_of(param)
     if dtensor is None:
         return value
     from torch.distributed.tensor import distribute_tensor
 
-    if table.is_dtensor(value):
+    if takes(value):
         value = value.full_tensor()  # type: ignore[attr-defined]
     if value.shape != dtensor.shape:
         raise ValueError(f"has the shape {list(value.shape)}, but the whole tensor has {list(dtensor.shape)}")
@@ -99,52 +117,18 @@ def cut(param: Tensor, value: Tensor) -> Tensor:
 
 
 def shape(param: Tensor, shape: Sequence[int]) -> Sequence[int]:
-    """Returns the shape of the whole tensor. shape: that of the part."""
+    """The shape of the whole tensor. shape: that of the part."""
     dtensor = table.dtensor_of(param)
     return shape if dtensor is None else dtensor.shape
 
 
-def numel(param: Tensor, numel: int) -> int:
-    """Returns the elements of the whole tensor. numel: those of the part."""
-    dtensor = table.dtensor_of(param)
-    return numel if dtensor is None else dtensor.numel()
-
-
 def ranks(params: Iterable[Tensor]) -> Comm | None:
-    """Returns the ranks that have the parts, of which the first keeps what is brought together on one rank; None if
-    none of the parameters is a part."""
+    """The ranks that have the parts, of which the first keeps what is brought together; None without parts."""
     found = (table.dtensor_of(param) for param in params)
     return next((table.comm_of(one) for one in found if one is not None), None)
 
 
 def is_first(params: Iterable[Tensor]) -> bool:
-    """Returns whether this one of the ranks that have the parts keeps what is brought together on one rank."""
+    """whether this one of the ranks that have the parts keeps what is brought together on one rank."""
     comm = ranks(params)
     return comm is None or comm.rank == 0
-
-
-def _refuse_unfit(name: str, param: Any, groups: Sequence[set[int]]) -> None:
-    """Raises ValueError if a DTensor cannot be sharded over these ranks."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    mesh, placements = param.device_mesh, param.placements
-    at = f"{name!r} is a DTensor with placements {placements} over {mesh}"
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"{at}. zero shards DTensors over one dimension of a mesh: parallelise over mesh['tp'], or {_REMEDY}."
-        )
-    if type(placements[0]) not in (Shard, Replicate):
-        raise ValueError(f"{at}. zero shards DTensors that are Shard or Replicate. Redistribute it, or {_REMEDY}.")
-    over = {*mesh.mesh.flatten().tolist()}
-    if any(len(over & group) > 1 for group in groups):
-        raise ValueError(
-            f"{at}, over ranks that are to shard the model as well: another library (FSDP2) has sharded it already. "
-            "Undo that, or give zero another dimension of the mesh than the model is parallelised over, by "
-            "FSDP(device_mesh=mesh['dp']) or OSS(group=mesh['dp'].get_group())."
-        )
-    if param.is_meta:
-        raise ValueError(
-            f"{at}, on the meta device. Give the model memory and values first: to_empty(), and initialise it."
-        )
-    if has_hooks(param):
-        raise ValueError(f"{at}, with hooks on its gradient. Register hooks after wrapping.")

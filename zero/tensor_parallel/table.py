@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -39,20 +38,20 @@ def is_dtensor(value: object) -> bool:
 
 
 def dtensor_of(param: Tensor) -> DTensor | None:
-    """Returns the DTensor that a plain parameter stands for, also of what is shown in its place; None for others."""
+    """The DTensor that a plain parameter stands for, also of what is shown in its place; None for others."""
     plain = plain_of(param)
     found: DTensor | None = _dtensors.get(param if plain is None else plain)
     return found
 
 
 def plain_of(param: Any) -> nn.Parameter | None:
-    """Returns the plain parameter that stands for a DTensor; None for others."""
+    """The plain parameter that stands for a DTensor; None for others."""
     reference = _plain.get(param) if is_dtensor(param) else None
     return None if reference is None else reference()
 
 
 def made_plain(param: Any) -> nn.Parameter:
-    """Returns the plain parameter that stands for a DTensor, made if there is none."""
+    """The plain parameter that stands for a DTensor, made if there is none."""
     global made
     found = plain_of(param)
     if found is None:
@@ -63,7 +62,7 @@ def made_plain(param: Any) -> nn.Parameter:
 
 
 def is_apart(param: nn.Parameter) -> bool:
-    """Returns whether no module has a plain parameter: the DTensor that it stands for still has its values."""
+    """Whether no module has a plain parameter: the DTensor that it stands for still has its values."""
     dtensor: Any = dtensor_of(param)
     return dtensor is not None and bool(param.numel() and dtensor.detach().to_local().numel())
 
@@ -74,7 +73,7 @@ def forget(param: nn.Parameter) -> None:
 
 
 def comm_of(dtensor: DTensor) -> Comm:
-    """Returns the ranks that have the parts of a DTensor."""
+    """The ranks that have the parts of a DTensor."""
     mesh = dtensor.device_mesh
     if mesh not in _comms:
         _comms[mesh] = Comm(mesh.get_group())
@@ -83,12 +82,12 @@ def comm_of(dtensor: DTensor) -> Comm:
 
 
 def is_cut(dtensor: DTensor) -> bool:
-    """Returns whether ranks have different elements of a DTensor."""
+    """Whether ranks have different elements of a DTensor."""
     return dtensor.placements[0].is_shard() and dtensor.device_mesh.size() > 1
 
 
 def like(dtensor: DTensor, local: Tensor) -> DTensor:
-    """Returns a DTensor of a local tensor, with the placement and shape of another. autograd leads to `local`."""
+    """A DTensor of a local tensor, with the placement and shape of another. autograd leads to `local`."""
     from torch.distributed.tensor import DTensor
 
     mesh, placements = dtensor.device_mesh, dtensor.placements
@@ -96,14 +95,9 @@ def like(dtensor: DTensor, local: Tensor) -> DTensor:
 
 
 def shown(param: nn.Parameter) -> Any:
-    """Returns a DTensor to take the place of a plain parameter."""
+    """A DTensor to take the place of a plain parameter."""
     dtensor = dtensor_of(param)
     assert dtensor is not None
     made: Any = like(dtensor, param if torch.is_grad_enabled() else param.detach()).requires_grad_(param.requires_grad)
     _plain[made] = ref(param)
     return made
-
-
-def ranks_of(comm: Comm) -> set[int]:
-    """Returns the global ranks of a group."""
-    return {0} if comm.group is None else {*dist.get_process_group_ranks(comm.group)}

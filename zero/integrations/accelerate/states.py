@@ -31,7 +31,6 @@ from zero.checkpoint.write import save_in_place
 from zero.comm import AGREEMENT, Comm
 from zero.comm.together import Together
 from zero.fsdp.full_weights import named_tensors
-from zero.fsdp.model import models_of
 from zero.full_state import full_optimizer_state_dict, full_state_dict, full_tensors
 from zero.load_full import load_full_optimizer_state_dict, load_full_state_dict
 from zero.measure.param_groups import params_of, steps
@@ -66,38 +65,25 @@ class ShardedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 def full_weights(
     model: nn.Module, writes: bool, dtype: torch.dtype | None = None, only: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Collective. The full weights on the CPU of each rank that writes, one after another; {} on other ranks.
+    """Collective. The full weights on the CPU of each rank that writes. only: the names that this rank writes."""
+    if only is None:
+        return for_writers(writes, partial(full_state_dict, model, dtype=dtype))
+    first, named = dict[Tensor, str](), dict[str, Tensor]()
+    for name, value in named_tensors(unwrapped(model)[0]).items():
+        named[name_without_compile(name)] = value
+        first.setdefault(value, name_without_compile(name))
+    chosen = {name: first[named[name_without_compile(name)]] for name in only}
+    kept = {*chosen.values()}
 
-    dtype: to which floating-point tensors are cast. only: the names of those that this rank writes, by default all;
-    on every rank or on none.
-    """
-    if dtype is None and only is None:
-        return _for_writers(writes, partial(full_state_dict, model))
-    inner, first = unwrapped(model)[0], dict[Tensor, str]()
-    named = {name_without_compile(name): value for name, value in named_tensors(inner).items()}
-    for name, value in named.items():
-        first.setdefault(value, name)
-    chosen = {name: first[named[name_without_compile(name)]] for name in (named if only is None else only)}
-    kept, sharded = {*chosen.values()}, bool(models_of(inner))
-
-    def gather(*, to: int) -> dict[str, Tensor]:  # beside one unit that has its own dtype
-        whole = [(name, value) for value, name in first.items()] if Comm.default().rank == to else []
-        found = {
-            name: value.detach().to("cpu", dtype if value.is_floating_point() else None, copy=True)
-            for name, value in (full_tensors(model, to=to) if sharded else whole)
-            if name in kept
-        }
+    def gather(*, to: int) -> dict[str, Tensor]:
+        found = {name: value for name, value in full_tensors(model, to=to, dtype=dtype) if name in kept}
         return {name: found[of] for name, of in chosen.items() if of in found}  # with those tied
 
-    return _for_writers(writes, gather)
+    return for_writers(writes, gather)
 
 
-def full_state(model: nn.Module, optimizer: Optimizer, writes: bool) -> dict[str, Any]:
-    """Collective. The same for an optimizer's state, in the plain optimizer's format."""
-    return _for_writers(writes, partial(full_optimizer_state_dict, model, optimizer))
-
-
-def _for_writers(writes: bool, gather: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+def for_writers(writes: bool, gather: Callable[..., dict[str, Any]]) -> dict[str, Any]:
+    """Collective. What ranks that write gather, one after another."""
     found: dict[str, Any] = {}
     for rank, flag in enumerate(Comm.default().all_gather_text("1" if writes else "")):
         if flag:
@@ -114,8 +100,7 @@ def together() -> Together:
 
 
 def on_first(read: Callable[[], T], *, here: bool | None = None) -> T | None:
-    """Collective. What rank 0 reads, or each rank that passes here=True; None on other ranks. Raises on every rank if
-    reading raises."""
+    """Collective. What rank 0 reads, or each rank that passes here=True; None on other ranks."""
     with together() as step:
         found = read() if (Comm.default().rank == 0 if here is None else here) else None
         step.agree()
@@ -128,8 +113,7 @@ def load_weights(model: nn.Module, files: Iterable[Path], *, strict: bool = True
 
 
 def load_optimizer(optimizer: Any, file: Any, models: Sequence[nn.Module], **options: Any) -> None:
-    """Collective. Loads full state, also as PyTorch's FSDP saves it. file: on rank 0. models: those with parameters of
-    the optimizer. options: of `torch.load`."""
+    """Collective. Loads full state, also as PyTorch's FSDP saves it. file: on rank 0. options: of `torch.load`."""
 
     def read() -> Any:
         state = _mapped(file, **options)
@@ -195,7 +179,8 @@ def save(accelerator: Any, models: Sequence[nn.Module], optimizers: Any, hooks: 
         accelerator.save(OrderedDict(weights.pop(0)), _numbered(folder, file, number), safe_serialization=safe)
     for number, one in enumerate(optimizers):
         agree()
-        state = full_state(accelerator.sharding.holder_of(one.optimizer), one, writes)
+        holder = accelerator.sharding.holder_of(one.optimizer)
+        state = for_writers(writes, partial(full_optimizer_state_dict, holder, one))
         accelerator.save(state, _numbered(folder, _OPTIMIZER, number))
 
 
@@ -232,8 +217,7 @@ def load_sharded(folder: str, models: Sequence[nn.Module], optimizers: Any, left
 
 
 def remove_others(folder: str, names: Sequence[str], numbers: int = 1) -> None:
-    """Removes models and optimizers that a state of another kind has left in the folder, but those of these names: who
-    loads from it next could take them for those that are about to be saved."""
+    """Removes what a state of another kind has left, which who loads next could take for what was saved."""
     stale = {SHARDED, SAFE_WEIGHTS_NAME, WEIGHTS_NAME, _OPTIMIZER} - {*names}
     for path in (_numbered(folder, name, number) for name in stale for number in range(numbers)):
         if path.is_dir():
