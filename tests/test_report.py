@@ -7,14 +7,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.optim import SGD
 from torch.profiler import ProfilerActivity, profile
 
 import ranks
 import zero
 from logs import Heard
 from processes import python
-from runs import at_stage
 from transports import TRANSPORTS, by
 
 SIZE, HALF = "256 bytes", "128 bytes"
@@ -135,11 +133,8 @@ def test_a_report_tells_the_peak_of_the_plan(rank, world):
 
 
 def built(stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    if stage == 3:
-        model = zero.FSDP(net, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-        return model, SGD(model.parameters(), 0.1)
-    return at_stage(stage, net, SGD, lr=0.1)
+    net, units = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
+    return zero.setup(net, torch.optim.SGD, stage=stage, lr=0.1, **(units if stage == 3 else {}))
 
 
 def names(rank: int, world: int, stage: int) -> set[str]:
