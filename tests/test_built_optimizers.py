@@ -1,4 +1,5 @@
-"""zero.setup with an optimizer that a script has built before: it trains on as it would have by itself."""
+"""Optimizers that a script has built before, given to zero.setup or OSS.from_optimizer: they train on as they would by
+themselves."""
 
 from collections.abc import Callable
 from functools import partial
@@ -36,8 +37,6 @@ def in_groups(model: nn.Module, *, named: bool = False) -> list[dict[str, Any]]:
 
 
 class Handing(SGD):
-    """A class of a user's."""
-
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
 
@@ -123,7 +122,6 @@ def test_an_optimizer_that_was_given_to_setup_neither_steps_nor_saves(rank, worl
 
 @ranks.on(2)
 def test_state_that_was_cut_is_marked_before_the_first_step(rank, world):
-    """Each rank's own loads, and no other rank's."""
     trained = Trained(OPTIMIZERS["adam"])
     trained.steps(rank, range(1), average=True)
     _, optimizer = zero.setup(trained.model, trained.optimizer, stage=3)
@@ -132,3 +130,43 @@ def test_state_that_was_cut_is_marked_before_the_first_step(rank, world):
         dist.all_gather_object(saved, optimizer.state_dict())
     optimizer.load_state_dict(saved[rank])
     assert "one rank's shard" in ranks.refusal(lambda: optimizer.load_state_dict(saved[1 - rank]))
+
+
+class Forgetful(SGD):
+    def __init__(self, params: Any, lr: float = 0.1, scale: float = 1.0) -> None:
+        super().__init__(params, lr=lr * scale)
+
+
+@ranks.on(2)
+def test_what_an_optimizer_does_not_keep_is_asked_for(rank, world):
+    model = net()
+    given = Forgetful(model.parameters(), scale=2.0)
+    told = ranks.refusal(lambda: zero.OSS.from_optimizer(given))
+    assert told.startswith("ValueError: ") and "Forgetful does not keep" in told and "functools.partial" in told
+    optimizer = zero.OSS.from_optimizer(given, optim=partial(Forgetful, scale=2.0))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    assert len(given.param_groups) == 2
+    model(data(4, 6, rank=0)).square().sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(model[0].bias, net()[0].bias - 0.2 * model[0].bias.grad)
+
+
+def with_state(net: nn.Module, *shape: int) -> Optimizer:
+    optimizer = SGD(net.parameters(), lr=0.1, momentum=0.9)
+    if shape:
+        optimizer.state[net[0].weight]["momentum_buffer"] = torch.ones(shape)
+    return optimizer
+
+
+REFUSED: dict[str, tuple[Any, list[str]]] = {
+    "no optimizer": (lambda rank, net: net if rank else with_state(net), ["given a Sequential", r"\(on rank 1\)"]),
+    "an OSS": (lambda rank, net: zero.OSS(net.parameters(), SGD, lr=0.1), ["given an OSS"]),
+    "state on one rank": (lambda rank, net: with_state(net, *(10, 6)[: 2 * rank]), ["of 0 param", "of 1 param"]),
+    "another model's state": (lambda rank, net: with_state(net, 7, 5), ["momentum_buffer", r"\[7, 5\]"]),
+}
+
+
+@pytest.mark.parametrize(("name", "words"), [(name, words) for name, (_, words) in REFUSED.items()])
+@ranks.raises(2, ValueError, timeout=10)
+def test_what_cannot_be_taken_over_is_refused_on_every_rank(rank, world, name, words):
+    zero.OSS.from_optimizer(REFUSED[name][0](rank, net()))

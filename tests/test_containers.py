@@ -128,7 +128,6 @@ def clip(run: Run, most: float) -> Tensor:
 
 
 def train(run: Run, rank: int, no_sync: Any, most: float) -> list[Any]:
-    """Steps of two batches. Returns losses, and norms."""
     losses, norms = [], []
     for step in range(3):
         with no_sync(run.module):

@@ -71,7 +71,6 @@ def evaluated(model: nn.Module, rank: int) -> list[Any]:
 
 
 def by_torch(rank: int, optim: Any) -> list[Any]:
-    """What `by_zero` returns, of DistributedDataParallel and AveragedModel."""
     model, optimizer, _ = setup(0, optim)
     average = AveragedModel(model.module, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     found = []

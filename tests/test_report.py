@@ -1,11 +1,13 @@
 """What zero says of itself: a line at construction, and `zero.report`."""
 
+import logging
 import re
-from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.profiler import ProfilerActivity, profile
 
 import ranks
 import zero
@@ -50,7 +52,9 @@ def test_the_line_tells_of_masters_and_counts_no_gradients_of_what_is_frozen(ran
     model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 64, bias=False).requires_grad_(False))
     with Heard() as heard:
         zero.setup(model, torch.optim.SGD, stage=stage, lr=0.1, precision="bf16")
+    assert len(heard.messages) == (rank == 0)
     for line in heard.messages:
+        assert line.startswith(f"stage {stage}, ")
         assert f"gradients {gradients}, optimizer state of 50 %{' with masters' if stage < 3 else ''} on" in line
 
 
@@ -125,9 +129,45 @@ def test_a_report_tells_the_peak_of_the_plan(rank, world):
         zero.report(*zero.setup(nn.Linear(64, 64), torch.optim.Adam, stage=3), plan=plan)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@ranks.on(2)
-def test_setup_says_one_line(rank, world, stage):
-    with Heard() as heard:
-        zero.setup(nn.Linear(8, 8), partial(torch.optim.SGD, lr=0.1), stage=stage)
-    assert [line[: len("stage 1")] for line in heard.messages] == [f"stage {stage}"] * (rank == 0)
+# What torch's profiler, and the log at DEBUG, show of a step: the units and buckets by name.
+
+
+def built(stage: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net, units = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
+    return zero.setup(net, torch.optim.SGD, stage=stage, lr=0.1, **(units if stage == 3 else {}))
+
+
+def names(rank: int, world: int, stage: int) -> set[str]:
+    model, optimizer = built(stage)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    return {event.key for event in profiler.key_averages() if event.key.startswith("zero::")}
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
+def test_units_and_buckets_are_named_where_they_are_unsharded_resharded_and_reduced():
+    for found in ranks.run(names, 2, args=(3,)):
+        for unit in ("unit '0'", "unit '1'"):
+            for act in ("unshard", "wait_for_unshard", "reshard", "reduce", "wait_for_reduce"):
+                assert f"zero::{act} {unit}" in found
+    for found in ranks.run(names, 2, args=(2,)):
+        assert {name.split()[0] for name in found} >= {"zero::reduce", "zero::unshard", "zero::wait_for_unshard"}
+
+
+def logged(rank: int, world: int, stage: int, level: int) -> list[str]:
+    model, optimizer = built(stage)
+    with Heard(level=level) as heard:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    return heard.messages
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_every_rank_logs_what_a_step_does_to_each_unit_and_bucket(stage):
+    expected = {2: {"reduce", "unshard"}, 3: {"unshard", "reshard", "reduce"}}[stage]
+    for rank, lines in enumerate(ranks.run(logged, 2, args=(stage, logging.DEBUG))):
+        told = {tuple(line.removeprefix(f"rank {rank}: ").split(" ", 1)) for line in lines}
+        assert {act for act, _ in told} >= expected
+        assert stage < 3 or {(act, unit) for act in expected for unit in ("unit '0'", "unit '1'")} <= told
+    assert ranks.run(logged, 2, args=(stage, logging.INFO)) == [[], []]

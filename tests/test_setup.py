@@ -135,138 +135,99 @@ def with_rows(model: nn.Module) -> Optimizer:
     return optimizer
 
 
-UNUSABLE: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
-    "offload at stage 0": (
-        lambda model: zero.setup(model, Adam, stage=0, offload=zero.CPUOffload()),
-        "take stage 1, 2",
-    ),
-    "reshard_after_forward at stage 2": (
-        lambda model: zero.setup(model, Adam, stage=2, reshard_after_forward=False),
-        "reshard_after_forward=False means nothing at stage 2. Below stage 3 parameters stay full anyway",
-    ),
-    "an option beside a built optimizer": (
-        lambda model: zero.setup(model, Adam(model.parameters()), stage=3, lr=0.1),
-        r"an Adam that is built already, and lr= for it.*param_groups.*zero.setup\(model, Adam, stage=3, lr=",
-    ),
-    "parameters beside a built optimizer": (
-        lambda model: zero.setup(model, Adam(model.parameters()), stage=1, params=model.parameters()),
-        r"an Adam that is built already, and params= for it",
-    ),
-    "an OSS": (
-        lambda model: zero.setup(model, zero.OSS(model.parameters(), Adam), stage=2),
-        "an OSS, which shards its state already",
-    ),
-    "an optimizer that does not keep its arguments": (
-        lambda model: zero.setup(model, Forgetful(model.parameters()), stage=2),
-        "Forgetful does not keep what it was built with: scale",
-    ),
-    "built on one rank": (
-        lambda model: zero.setup(model, Adam if dist.get_rank() else Adam(model.parameters()), stage=0),
-        "differ between ranks",
-    ),
-    "a parameter twice": (
-        lambda model: zero.setup(model, Adam, stage=3, params=[*model.parameters(), model.weight]),
-        "parameter 2 of group 0 was given before",
-    ),
-}
+UNUSABLE: dict[str, tuple[Callable[[nn.Module], Any], str]] = {}
 
-for at in range(4):
-    if at < 3:
-        UNUSABLE[f"a parameter without values at stage {at}"] = (
-            lambda model, stage=at: zero.setup(nn.Sequential(model, nn.Linear(4, 4, device="meta")), Adam, stage=stage),
-            r"'1\.weight' is on the meta device and has no values, which stage 3 alone initialises.*to_empty",
-        )
-    if at:
-        UNUSABLE[f"state of another shape at stage {at}"] = (
-            lambda model, stage=at: zero.setup(model, with_rows(model), stage=stage),
-            r"parameter 0, of shape \[4, 4\], the state 'momentum_buffer' of shape \[4\].*partition='whole'",
-        )
-    for title, call, words in (
-        (
-            "another module's parameters",
-            lambda m, at: zero.setup(m, Adam, stage=at, params=nn.Linear(4, 4).parameters()),
-            r"zero\.setup\(params=\) was given 2 parameters that are not the model's, such as parameter 0 of group 0",
-        ),
-        (
-            "a model in DistributedDataParallel",
-            lambda m, at: zero.setup(nn.parallel.DistributedDataParallel(m), Adam, stage=at),
-            r"zero\.setup .* wrapped already in a DistributedDataParallel.*zero\.unwrap\(model\)",
-        ),
-        (
-            "an optimizer that lacks a parameter",
-            lambda m, at: zero.setup(m, SGD([m.weight], lr=0.1), stage=at),
-            "the SGD given to zero.setup does not have 1 trained parameters .*, such as 'bias'.*add_param_group",
-        ),
-        (
-            "an optimizer of two models",
-            lambda m, at: zero.setup(m, Adam([*m.parameters(), *nn.Linear(4, 4).parameters()]), stage=at),
-            "the Adam given to zero.setup has 2 parameters that are not the model's, such as parameter 2 of group 0",
-        ),
-        (
-            "an option of FSDP",
-            lambda m, at: zero.setup(m, Adam, stage=at, param_init_fn=print, lr=0.1),
-            r"param_init_fn= is an option of FSDP that zero\.setup does not take.*zero\.FSDP\(model, param_init_fn=",
-        ),
-        ("no parameters", lambda m, at: zero.setup(m, Adam, stage=at, params=[]), "setup was given no parameters"),
-        ("no optimizer", lambda m, at: zero.setup(m, None, stage=at), r"no optimizer \(None\).* or its class"),
-        ("a name for an optimizer", lambda m, at: zero.setup(m, "adam", stage=at), "a str as the optimizer"),
-        ("parameters", lambda m, at: zero.setup(m, m.parameters(), stage=at), "a generator as the optimizer"),
-        ("another order", lambda m, at: zero.setup(Adam(m.parameters()), m, stage=at), r"setup\(model, optimizer"),
-        ("two models", lambda m, at: zero.setup([m, m], Adam, stage=at), "a list as the model.*nn.ModuleList"),
-        ("a text for a stage", lambda m, at: zero.setup(m, Adam, stage=f"{at}"), r"stage='.' is no stage.*an int"),
-        ("a fraction for a stage", lambda m, at: zero.setup(m, Adam, stage=float(at)), r"stage=.\.0 is no stage"),
-        ("a flag for a stage", lambda m, at: zero.setup(m, Adam, stage=bool(at)), "stage=(True|False) is no stage"),
-        ("a misspelt option", lambda m, at: zero.setup(m, Adam, stage=at, precison="bf16"), "you mean precision=?"),
-        (
-            "a misspelt option beside a built one",
-            lambda m, at: zero.setup(m, Adam(m.parameters()), stage=at, precison="bf16"),
-            "you mean precision=?",
-        ),
-        (
-            "a dtype of no precision",
-            lambda m, at: zero.setup(m, Adam, stage=at, precision=torch.float64),
-            "precision=torch.float64 is unknown. Pass 'fp32', 'bf16', 'fp16', a dtype, or a policy",
-        ),
-        (
-            "another word for a precision",
-            lambda m, at: zero.setup(m, Adam, stage=at, precision="16-mixed"),
-            "Pass 'fp32', 'bf16', 'fp16', a dtype, or a policy",
-        ),
-        (
-            "an option of buckets",
-            lambda m, at: zero.setup(m, Adam, stage=at, bucket_cap_mb=25),
-            "bucket_cap_mb= is an option of DistributedDataParallel",
-        ),
-        (
-            "a lazy module",
-            lambda m, at: zero.setup(nn.Sequential(m, nn.LazyLinear(2)), Adam, stage=at),
-            r"'1\.weight' is of a lazy module.*Call the plain model once",
-        ),
-        (
-            "a lazy buffer",
-            lambda m, at: zero.setup(nn.Sequential(m, nn.LazyBatchNorm1d(affine=False)), Adam, stage=at),
-            r"'1\.running_mean' is of a lazy module",
-        ),
-    ):
-        UNUSABLE[f"{title} at stage {at}"] = partial(call, at=at), words
-LAZY = lambda: nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))  # noqa: E731
-UNUSABLE["a lazy module in an OSS"] = lambda _: zero.OSS(LAZY().parameters(), Adam), "parameter 2 .* a lazy module"
-UNUSABLE["a lazy module in an FSDP"] = lambda _: zero.FSDP(LAZY()), r"'1\.weight' is of a lazy module"
+
+def unusable(
+    title: str,
+    words: str,
+    given: Callable[[nn.Module], Any] = lambda _: Adam,
+    *,
+    net: Callable[[nn.Module], Any] = lambda model: model,
+    at: Any = range(4),
+    as_stage: Callable[[int], Any] = int,
+    **options: Any,
+) -> None:
+    """given, net: make of a linear layer what zero.setup is given as the optimizer and as the model. params among the
+    options is made of it, too."""
+
+    def call(model: nn.Module, stage: int) -> object:
+        made = {name: value(model) if name == "params" else value for name, value in options.items()}
+        return zero.setup(net(model), given(model), stage=as_stage(stage), **made)
+
+    UNUSABLE.update({f"{title} at stage {stage}": (partial(call, stage=stage), words) for stage in at})
+
+
+def built(model: nn.Module) -> Optimizer:
+    return Adam(model.parameters())
+
+
+BELOW_3 = "reshard_after_forward=False means nothing at stage 2. Below stage 3 parameters stay full anyway"
+LR = r"an Adam that is built already, and lr= for it.*param_groups.*zero.setup\(model, Adam, stage=3, lr="
+NO_VALUES = r"'1\.weight' is on the meta device and has no values, which stage 3 alone initialises.*to_empty"
+SHAPE = r"parameter 0, of shape \[4, 4\], the state 'momentum_buffer' of shape \[4\].*partition='whole'"
+FOREIGN = r"zero\.setup\(params=\) was given 2 parameters that are not the model's, such as parameter 0 of group 0"
+WRAPPED = r"zero\.setup .* wrapped already in a DistributedDataParallel.*zero\.unwrap\(model\)"
+LACKS = "the SGD given to zero.setup does not have 1 trained parameters .*, such as 'bias'.*add_param_group"
+MORE = "the Adam given to zero.setup has 2 parameters that are not the model's, such as parameter 2 of group 0"
+OF_FSDP = r"param_init_fn= is an option of FSDP that zero\.setup does not take.*zero\.FSDP\(model, param_init_fn="
+PRECISIONS = "Pass 'fp32', 'bf16', 'fp16', a dtype, or a policy"
+OF_DDP = r"find_unused_parameters= is an option of DistributedDataParallel.*zero\.OSS\.from_optimizer\(optimizer\)"
+unusable("offload", "take stage 1, 2", at=[0], offload=zero.CPUOffload())
+unusable("reshard_after_forward", BELOW_3, at=[2], reshard_after_forward=False)
+unusable("an option beside a built optimizer", LR, built, at=[3], lr=0.1)
+unusable(
+    "parameters beside a built one", "built already, and params= for it", built, at=[1], params=nn.Module.parameters
+)
+unusable("an OSS", "an OSS, which shards its state already", lambda m: zero.OSS(m.parameters(), Adam), at=[2])
+unusable(
+    "arguments not kept", "does not keep what it was built with: scale", lambda m: Forgetful(m.parameters()), at=[2]
+)
+unusable("built on one rank", "differ between ranks", lambda m: Adam if dist.get_rank() else built(m), at=[0])
+unusable("one twice", "parameter 2 of group 0 was given", at=[3], params=lambda m: [*m.parameters(), m.weight])
+unusable("no values", NO_VALUES, net=lambda m: nn.Sequential(m, nn.Linear(4, 4, device="meta")), at=range(3))
+unusable("state of another shape", SHAPE, with_rows, at=[1, 2, 3])
+unusable("another module's parameters", FOREIGN, params=lambda _: nn.Linear(4, 4).parameters())
+unusable("a model in DistributedDataParallel", WRAPPED, net=nn.parallel.DistributedDataParallel)
+unusable("an optimizer that lacks a parameter", LACKS, lambda m: SGD([m.weight], lr=0.1))
+unusable("an optimizer of two models", MORE, lambda m: Adam([*m.parameters(), *nn.Linear(4, 4).parameters()]))
+unusable("an option of FSDP", OF_FSDP, param_init_fn=print, lr=0.1)
+unusable("no parameters", "setup was given no parameters", params=lambda _: [])
+unusable("no optimizer", r"no optimizer \(None\).* or its class", lambda _: None)
+unusable("a name for an optimizer", "a str as the optimizer", lambda _: "adam")
+unusable("parameters", "a generator as the optimizer", nn.Module.parameters)
+unusable("another order", r"setup\(model, optimizer", lambda model: model, net=built)
+unusable("two models", "a list as the model.*nn.ModuleList", net=lambda model: [model, model])
+unusable("a text for a stage", r"stage='.' is no stage.*an int", as_stage=str)
+unusable("a fraction for a stage", r"stage=.\.0 is no stage", as_stage=float)
+unusable("a flag for a stage", "stage=(True|False) is no stage", as_stage=bool)
+unusable("a misspelt option", "you mean precision=?", precison="bf16")
+unusable("a misspelt option beside a built one", "you mean precision=?", built, precison="bf16")
+unusable("a dtype of no precision", f"precision=torch.float64 is unknown. {PRECISIONS}", precision=torch.float64)
+unusable("another word for a precision", PRECISIONS, precision="16-mixed")
+unusable("an option of buckets", "bucket_cap_mb= is an option of DistributedDataParallel", bucket_cap_mb=25)
+unusable(
+    "a lazy module", r"'1\.weight' is of a lazy .*Call the plain", net=lambda m: nn.Sequential(m, nn.LazyLinear(2))
+)
+unusable("a lazy buffer", r"'1\.running_mean' is", net=lambda m: nn.Sequential(m, nn.LazyBatchNorm1d(affine=False)))
+unusable("an option of DDP", OF_DDP, lambda m: SGD(m.parameters(), 0.1), at=[1], find_unused_parameters=True)
+unusable("an option that it does not have", r"Adam has no option rate=\. It takes lr, betas", at=[2], rate=0.1)
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
+
+
+IS_LAZY = r"'1\.weight' is of a lazy module"
+UNUSABLE["a lazy module in an OSS"] = lambda _: zero.OSS(lazy().parameters(), Adam), "parameter 2 .* a lazy module"
+UNUSABLE["a lazy module in an FSDP"] = lambda _: zero.FSDP(lazy()), IS_LAZY
 UNUSABLE["a lazy module in a ShardedDDP"] = (
-    lambda model: zero.ShardedDDP(LAZY(), zero.OSS(model.parameters(), Adam)),
-    r"'1\.weight' is of a lazy module",
+    lambda model: zero.ShardedDDP(lazy(), zero.OSS(model.parameters(), Adam)),
+    IS_LAZY,
 )
 UNUSABLE["a ShardedDDP in a ShardedDDP"] = (
     lambda model: zero.ShardedDDP(zero.setup(model, Adam, stage=2)[0], zero.OSS(model.parameters(), Adam)),
     r"a ShardedDDP already.*zero\.unwrap\(model\)",
-)
-UNUSABLE["an option of DistributedDataParallel"] = (
-    lambda model: zero.setup(model, SGD(model.parameters(), 0.1), stage=1, find_unused_parameters=True),
-    r"find_unused_parameters= is an option of DistributedDataParallel.*zero\.OSS\.from_optimizer\(optimizer\)",
-)
-UNUSABLE["an option that the optimizer does not have"] = (
-    lambda model: zero.setup(model, Adam, stage=2, rate=0.1),
-    r"Adam has no option rate=\. It takes lr, betas",
 )
 
 
@@ -340,11 +301,6 @@ def test_what_a_rank_cannot_send_leaves_a_built_optimizer_as_it_was(rank, world)
 
 
 @ranks.on(2)
-def test_a_stage_may_stand_third(rank, world):
-    assert isinstance(zero.setup(nn.Linear(4, 4), Adam, 3)[0], zero.FSDP)
-
-
-@ranks.on(2)
 def test_what_an_optimizer_was_not_given_it_does_not_print(rank, world):
     model = nn.Linear(4, 4)
     model.weight.requires_grad_(False)
@@ -364,22 +320,6 @@ def test_reducing_is_switched_off_by_assignment_as_with_ddp(rank, world):
         model(torch.ones(2, 4)).sum().backward()
         assert (zero.traffic().reduce > before) == model.require_backward_grad_sync == (number % 2 == 1)
     optimizer.step()
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@ranks.on(2)
-def test_options_reach_what_is_wrapped(rank, world, stage, tmp_path):
-    computing = []
-    inner = nn.Linear(4, 4)
-    inner.register_forward_pre_hook(lambda module, given: computing.append(module.weight.dtype))
-    offload = zero.DiskOffload(tmp_path / "shards")
-    model, optimizer = zero.setup(inner, Adam, stage=stage, lr=0.1, offload=offload, precision=torch.bfloat16)
-    model(torch.ones(2, 4)).float().sum().backward()
-    optimizer.step()
-    assert computing == [torch.bfloat16]
-    assert (tmp_path / "shards").is_dir()
-    state = zero.full_optimizer_state_dict(model, optimizer, to=None)["state"]
-    assert {value.dtype for of in state.values() for value in of.values() if value.dim()} == {torch.float32}
 
 
 @ranks.on(2)

@@ -182,7 +182,6 @@ def with_adam(model: nn.Module) -> tuple[nn.Module, Optimizer]:
 
 
 def change_index(checkpoint: Path, change: Callable[[Any], object], *, resign: bool = True) -> None:
-    """resign: gives it the checksum that it should have."""
     file = checkpoint / "index.json"
     told = json.loads(file.read_text())
     change(told)
@@ -193,7 +192,6 @@ def change_index(checkpoint: Path, change: Callable[[Any], object], *, resign: b
 
 
 def peak() -> int:
-    """Bytes that this process has had resident at most."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -208,8 +206,6 @@ class Runs:
 
 
 class Counting(nn.Linear):
-    """With extra state."""
-
     def __init__(self, seen: Any = None) -> None:
         super().__init__(2, 2)
         self.seen = seen

@@ -1,22 +1,33 @@
 """A save behind training (wait=False): what fails there is heard of, and nobody reads past one that is unfinished."""
 
 import os
+import random
 import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack
+from itertools import product
+from pathlib import Path
 from unittest import mock
 
+import objects
 import pytest
+import torch
 import torch.distributed as dist
 from saved import Config, adam, differences, read_plainly, steps, tiny
+from torch import nn
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+import matrix
 import ranks
 import zero
 from processes import ROOT
 from ranks import refusal
+from runs import take_step
+from transports import TRANSPORTS, by
 from zero.checkpoint import CheckpointError, write
 from zero.checkpoint.write import Saving
 
@@ -70,18 +81,25 @@ def test_a_load_waits_for_the_save_that_is_being_written_and_raises_what_that_ra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "masters"), [(1, True), (2, True), (3, True), (2, False), (3, False)])
 @ranks.on(2)
-def test_masters_are_written_as_they_were_whatever_training_does_to_parameters_meanwhile(rank, world, stage, tmp_path):
-    model, optimizer = Config(masters=True).build(stage)
+def test_what_is_written_is_what_was_there_when_the_save_began(rank, world, stage, masters, tmp_path):
+    """Whatever training does to parameters, and writes into their data, meanwhile."""
+    model, optimizer = Config(masters=masters).build(stage)
     steps(model, optimizer, 0, 2)
     zero.checkpoint.save(tmp_path / "waiting", model, optimizer)
     with mock.patch.object(write, "write_rank_file", slowly(write.write_rank_file)):
-        saving = zero.checkpoint.save(tmp_path / "behind", model, optimizer, wait=False)
+        handle = zero.checkpoint.save(tmp_path / "behind", model, optimizer, extra={"step": 1}, wait=False)
+        if not masters:
+            torch._foreach_zero_([param.data for param in model.parameters()])
         steps(model, optimizer, 2, 1)
-        saving.wait()
+        second = zero.checkpoint.save(tmp_path / "behind", model, optimizer, extra={"step": 2}, wait=False)
+        handle.wait()  # the second save has done it, and it may be done again
+        second.wait()
+    assert [handle.path.name, second.path.name] == ["00000001", "00000002"]
     waiting, behind = (read_plainly(tmp_path / name / "00000001") for name in ("waiting", "behind"))
     assert not differences(waiting, behind)
+    assert differences(waiting, read_plainly(tmp_path / "behind" / "00000002"))
 
 
 @pytest.mark.slow
@@ -163,3 +181,174 @@ def test_a_save_whose_files_somebody_removes_does_not_wait_for_them(rank, world,
     with mock.patch.object(write, "write_rank_file", instead_of_writing if rank else write.write_rank_file):
         told = refusal(zero.checkpoint.save(tmp_path, zero.FSDP(tiny()), wait=False).wait)
     assert re.search(r"^CheckpointError: .*could not be written \(No such file", told)
+
+
+# A save is seen whole or not at all, whatever moment it ends at; older ones go when newer ones are there.
+
+
+MOMENTS = {"": 50, "objects://": 50} if matrix.WHOLE else {"": 3, "objects://": 1}
+WIDTH = 40_000  # a save takes about 20 ms
+
+
+def fill(model, number):
+    """The model's parameters all have the value of the step, so that a mixture of two saves would show."""
+    with torch.no_grad(), model.summon_full_params():
+        for param in model.parameters():
+            param.fill_(number)
+
+
+def save_until_killed(rank, world, path, victim, delay, wait, one_before):
+    """one_before: one save is made, whatever time it takes, before the time runs."""
+    model, optimizer = zero.setup(tiny(WIDTH), torch.optim.SGD, stage=3, lr=0.0)
+    first = zero.checkpoint.load(path, model, optimizer)["step"] + 1
+    if one_before:
+        fill(model, first)
+        zero.checkpoint.save(path, model, optimizer, extra={"step": first}, keep=2)
+        first += 1
+    if rank == victim:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    for number in range(first, first + 1000):
+        fill(model, number)
+        zero.checkpoint.save(path, model, optimizer, extra={"step": number}, keep=2, wait=wait)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.matrix
+@pytest.mark.parametrize("scheme", MOMENTS)
+def test_a_rank_killed_at_any_moment_leaves_the_latest_whole(scheme, tmp_path):
+    path = f"{scheme}{tmp_path}"
+    model = tiny(WIDTH)
+    zero.checkpoint.save(path, model, torch.optim.SGD(model.parameters(), lr=0.0), extra={"step": 0})
+    moments, last = random.Random(0), 0
+    for number in range(MOMENTS[scheme]):
+        args = (path, number % 2, moments.uniform(0.02, 0.25), number % 3 != 2, number % 4 < 2)
+        with pytest.raises(ranks.RankError, match="died with exit code -9"):
+            ranks.run(save_until_killed, 2, args)
+        step = zero.checkpoint.load(path, model)["step"]
+        assert step >= last + (number % 4 < 2)
+        last = step
+        for name, param in model.named_parameters():
+            assert (param == step).all(), f"{name} is not of the save that {tmp_path / 'latest'} names"
+    saving = zero.checkpoint.save(path, model, keep=1)
+    left = {one.name for one in tmp_path.iterdir() if not one.name.startswith(objects.UPLOAD)}
+    assert left == {Path(saving.path).name, "latest"}, "what the killed left was not removed"
+
+
+def test_a_name_is_given_when_all_that_it_names_is_on_disk(tmp_path):
+    """A crash of the machine, too, leaves the latest whole: the order of syncs and renames, as the system is told."""
+    synced, named, sync, rename = set(), [], os.fsync, os.replace
+
+    def record_sync(descriptor):
+        synced.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+        sync(descriptor)
+
+    def record_name(path, target):
+        inside = {str(one) for one in Path(path).parent.rglob("*")} | {str(Path(path).parent)}
+        named.append((Path(target).name, {Path(one).name for one in inside - synced}))
+        rename(path, target)
+        synced.discard(str(Path(target).parent))
+        synced.add(target)
+
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(os, "fsync", record_sync))
+        patches.enter_context(mock.patch.object(os, "replace", record_name))
+        zero.checkpoint.save(tmp_path / "run", tiny())
+    part = "rank-00000.safetensors.json"
+    assert [name for name, _ in named] == ["rank-00000.safetensors", part, "index.json", "latest"]
+    assert [unsynced for _, unsynced in named] == [{"00000001"}, {"00000001"}, set(), set()]
+    assert str(tmp_path / "run") in synced, "the last rename itself is not on disk"
+
+
+def never_waited_for(rank, world, path):
+    zero.checkpoint.save(path, zero.FSDP(tiny(WIDTH)), wait=False)
+    until = time.monotonic() + 5
+    while rank == 0 and not os.path.exists(f"{path}/latest") and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+def test_a_save_behind_training_that_is_never_waited_for_is_there_all_the_same(tmp_path):
+    ranks.run(never_waited_for, 2, (str(tmp_path),), fresh=True)
+    zero.checkpoint.load(tmp_path, tiny(WIDTH))
+
+
+def test_a_directory_that_may_not_be_looked_at_is_not_said_to_be_missing(tmp_path):
+    with mock.patch.object(os, "stat", side_effect=PermissionError(13, "Permission denied", str(tmp_path))):
+        told = ranks.refusal(lambda: zero.checkpoint.load(tmp_path, tiny()))
+    assert told == f"CheckpointError: {tmp_path} cannot be read (Permission denied)."
+
+
+# A save at any moment of a step, on all ranks or on one alone: what it writes is what there is, or every rank raises.
+
+
+WITHIN_A_STEP = {
+    "backward": lambda model, optimizer, act: model.module[1][0].weight.register_post_accumulate_grad_hook(act),
+    "a gradient": lambda model, optimizer, act: model.module[1].register_forward_hook(
+        lambda module, given, out: out.register_hook(act) and None
+    ),
+    "forward": lambda model, optimizer, act: model.module[1][1].register_forward_hook(act),
+    "before the step": lambda model, optimizer, act: optimizer.register_step_pre_hook(act),
+    "after the step": lambda model, optimizer, act: optimizer.register_step_post_hook(act),
+}
+REFUSED = {"backward", "a gradient", "forward"}
+"""At stage 3."""
+
+
+def build(stage):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)])
+    wrapped = {"auto_wrap_policy": ModuleWrapPolicy({nn.Sequential})} if stage == 3 else {}
+    return zero.setup(model, adam(), stage=stage, **wrapped)
+
+
+def at_a_moment(rank, world, transport, stage, moment, count, call, path):
+    """What each rank is told where all act, then where one does; and the weights that were saved, and those then."""
+    with by(transport):
+        model, optimizer = build(stage)
+        zero.checkpoint.save(path, model, optimizer)
+        acting, then = [], []
+
+        def act(*_):
+            if rank in acting:
+                acting.clear()
+                call(path, model, optimizer)
+
+        handle = WITHIN_A_STEP[moment](model, optimizer, act)
+        batch = torch.randn(4, 8)
+
+        def step():
+            take_step(optimizer, model(batch).square().mean())
+
+        for _ in range(count):
+            step()
+        then.append(zero.full_state_dict(model, to=None))
+        acting += range(world)
+        all_told = ranks.refusal(step)
+        assert not acting
+        then.append(zero.full_state_dict(model, to=None))
+        if not all_told and call is zero.checkpoint.save:
+            other = build(0)[0]
+            zero.checkpoint.load(path, other)
+            saved = zero.full_state_dict(other, to=None)
+            expected = then[moment == "after the step"]
+            assert all(torch.equal(saved[name], value) for name, value in expected.items())
+        step()
+        acting += [1]
+        one_told = ranks.refusal(lambda: [step() for _ in range(2)])
+        handle.remove()
+        return all_told, one_told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("moment", "stage", "transport"), [*product(WITHIN_A_STEP, (1, 2, 3), TRANSPORTS)])
+def test_a_save_in_a_step_is_right_or_refused_on_every_rank(moment, stage, transport, tmp_path):
+    for count in (0, 4) if stage == 3 else (2,):
+        args = (transport, stage, moment, count, zero.checkpoint.save, str(tmp_path / str(count)))
+        found = ranks.run(at_a_moment, 2, args)
+        words = r"zero\.checkpoint\.save was called .*within forward, backward.*Call it between steps"
+        for all_told, one_told in found:
+            refused = stage == 3 and moment in REFUSED
+            assert re.search(f"^CheckpointError: {words}", all_told) if refused else not all_told, all_told
+            assert re.search(words if refused else "out of step", one_told), one_told
+        assert "zero.checkpoint.save" in found[1][1]

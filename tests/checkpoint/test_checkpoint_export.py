@@ -1,20 +1,26 @@
 """Weights out to Hugging Face's libraries: what an export holds and leaves out, and what the command line tells."""
 
 import contextlib
+import io
 import json
 import re
+import sys
+import time
 import warnings
+from datetime import datetime
+from unittest import mock
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from saved import CASE, Config, Counting, differences, save_and_go_on
+from saved import CASE, Config, Counting, change_index, differences, save_and_go_on, tiny, train, with_adam
 from torch import nn
 
 import ranks
 import zero
 from commands import command
+from inner import progress_from
 
 
 def export(*arguments):
@@ -67,16 +73,6 @@ def test_export_takes_masters_where_they_say_more(tmp_path):
         assert torch.equal(wide[name], value) and torch.equal(narrow[name], value.bfloat16())
 
 
-def test_export_leaves_what_is_there_and_refuses_what_is_no_size(run, tmp_path, capsys):
-    path, _ = run
-    (tmp_path / "model.safetensors").write_text("mine")
-    assert export(path, tmp_path) == 1
-    assert "model.safetensors already" in capsys.readouterr().err
-    assert (tmp_path / "model.safetensors").read_text() == "mine"
-    assert export(path, tmp_path / "out", "--max-shard-size", "7EB") == 2
-    assert "'7EB' is no size" in capsys.readouterr().err
-
-
 def gpt2(**options):
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
@@ -106,12 +102,15 @@ def test_transformers_loads_an_export(dtype, tmp_path):
         assert exported == own, name
 
 
-def test_a_configuration_that_is_there_is_not_replaced(tmp_path, capsys):
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_export_leaves_what_is_there_and_refuses_what_is_no_size(name, tmp_path, capsys):
     zero.checkpoint.save(tmp_path / "run", gpt2())
-    (tmp_path / "config.json").write_text("mine")
+    (tmp_path / name).write_text("mine")
     assert export(tmp_path / "run", tmp_path) == 1
-    assert "config.json already" in capsys.readouterr().err
-    assert (tmp_path / "config.json").read_text() == "mine" and not list(tmp_path.glob("*.safetensors"))
+    assert f"{name} already" in capsys.readouterr().err
+    assert (tmp_path / name).read_text() == "mine" and len([*tmp_path.iterdir()]) == 2
+    assert export(tmp_path / "run", tmp_path / "out", "--max-shard-size", "7EB") == 2
+    assert "'7EB' is no size" in capsys.readouterr().err
 
 
 class Unwritten:
@@ -161,3 +160,77 @@ def test_inspect(run, capsys):
         assert expected in told
     assert "AdamW, group 0" in told and "lr=0.0125, betas=(0.9, 0.999)" in told
     assert re.search(r"model/frozen\.weight: float32 \[13, 13\], \d shards", told)
+
+
+# A progress bar: on long work, for whoever looks at a terminal, on one rank, where tqdm is installed.
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def save_and_load(rank, world, path, stream, hidden, long):
+    model = zero.FSDP(tiny(300)) if world > 1 else tiny(300)
+    shown, missing = stream(), dict.fromkeys(hidden)
+    with mock.patch.object(sys, "stderr", shown), mock.patch.dict(sys.modules, missing), progress_from(long):
+        zero.checkpoint.save(path, model)
+        zero.checkpoint.save(path, model, wait=False).wait()
+        zero.checkpoint.load(path, model)
+    return shown.getvalue()
+
+
+def test_a_bar_is_shown_of_long_work_on_a_terminal_by_the_first_rank(tmp_path):
+    pytest.importorskip("tqdm")
+    first, second = ranks.run(save_and_load, 2, (str(tmp_path), Terminal, (), 1))
+    assert "saving: 100%" in first and "checking: 100%" in first and second == ""
+    for stream, hidden, long in [(io.StringIO, (), 1), (Terminal, ("tqdm",), 1), (Terminal, (), 1 << 30)]:
+        assert ranks.run(save_and_load, 1, (str(tmp_path), stream, hidden, long), bare=True) == [""]
+    with mock.patch.object(sys, "stderr", Terminal()) as shown, progress_from(1):
+        command("zero.checkpoint", "export", tmp_path, tmp_path / "out")
+    assert "exporting: 100%" in shown.getvalue()
+
+
+# What the index tells, and what it may have that this version does not know.
+
+
+def later(told):
+    told["mesh"] = {"dims": [2, 2]}
+    for table in ("tensors", "files"):
+        for entry in told[table].values():
+            entry["compressed"] = False
+    for entry in told["tensors"].values():
+        entry["shards"] = [{**shard, "sum": 7} for shard in entry["shards"]]
+    for optimizer in told["optimizers"]:
+        optimizer["fused"] = True
+        optimizer["groups"] = [{**group, "name": "decayed"} for group in optimizer["groups"]]
+
+
+def test_entries_that_are_not_known_are_left_out(tmp_path):
+    model, optimizer = with_adam(tiny())
+    expected = train(model, optimizer)
+    saved = zero.checkpoint.save(tmp_path, model, optimizer, extra={"step": 1}).path
+    change_index(saved, later)
+    other, stepped = with_adam(tiny())
+    assert zero.checkpoint.load(tmp_path, other, stepped) == {"step": 1}
+    assert not differences(expected, dict(other.state_dict()))
+    assert command("zero.checkpoint", "inspect", tmp_path, "--check") == 0
+
+
+def test_the_index_says_which_versions_wrote_it_and_when(tmp_path, capsys):
+    before = time.time()
+    zero.checkpoint.save(tmp_path, tiny())
+    command("zero.checkpoint", "inspect", tmp_path)
+    found = re.search(
+        rf"at stage 0 on 1 ranks, (\S+), by zero {zero.__version__} and torch {re.escape(torch.__version__)}$",
+        capsys.readouterr().out.splitlines()[0],
+    )
+    assert before - 1 < datetime.fromisoformat(found[1]).timestamp() < time.time() + 1
+
+
+def test_an_index_that_does_not_say_who_wrote_it_is_read(tmp_path, capsys):
+    saved = zero.checkpoint.save(tmp_path, tiny()).path
+    change_index(saved, lambda told: told.pop("saved"))
+    zero.checkpoint.load(tmp_path, tiny())
+    command("zero.checkpoint", "inspect", tmp_path)
+    assert capsys.readouterr().out.splitlines()[0] == f"{saved}: saved at stage 0 on 1 ranks"

@@ -56,7 +56,6 @@ def steps(model, optimizer, first, count):
 
 
 def save_and_go_on(rank, world, path, stage, wait):
-    """What the run was as it was saved, and two steps later."""
     model, optimizer = build(stage)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     steps(model, optimizer, 0, 2)
@@ -126,14 +125,19 @@ def test_what_is_trained_is_stored_and_loads_beside_the_base(at, to, transport, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(("stage", "masters"), [(0, False), (1, False), (2, False), (3, False), (1, True), (3, True)])
 @ranks.on(2)
-def test_masters_of_what_is_frozen_are_left_out(rank, world, stage, tmp_path):
-    model, optimizer = zero.setup(Adapted(), torch.optim.Adam, stage=stage, precision="bf16", lr=1e-2)
+def test_masters_of_what_is_frozen_are_left_out_and_what_was_trained_before_is_stored(
+    rank, world, stage, masters, tmp_path
+):
+    """Its values are nowhere else. Not every rank has state of it."""
+    how = {"precision": "bf16"} if masters else {}
+    model, optimizer = zero.setup(Adapted(), torch.optim.Adam, stage=stage, lr=1e-2, **how)
     steps(model, optimizer, 0, 2)
+    getattr(model, "module", model).down.requires_grad_(masters)
     zero.checkpoint.save(tmp_path, model, optimizer, frozen=False)
     saved = whole(model, optimizer)
-    model, optimizer = zero.setup(Adapted(), torch.optim.Adam, stage=stage, precision="bf16", lr=1e-2)
+    model, optimizer = zero.setup(Adapted(), torch.optim.Adam, stage=stage, lr=1e-2, **how)
     zero.checkpoint.load(tmp_path, model, optimizer)
     assert not differences(saved, whole(model, optimizer))
     assert data_of(tmp_path / "00000001") < 15 * ELEMENTS + BUFFERS
@@ -164,22 +168,6 @@ def test_what_is_trained_here_and_was_left_out_is_refused_with_its_names(rank, w
     zero.checkpoint.save(tmp_path, model, optimizer, frozen=False)  # of the same model
     zero.checkpoint.load(tmp_path, model, optimizer)
     assert [left_out(tmp_path / name) for name in ("00000001", "00000002")] == [FROZEN, ["again.bias"]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@ranks.on(2)
-def test_what_was_trained_before_it_was_frozen_is_stored(rank, world, stage, tmp_path):
-    """Its values are nowhere else. Not every rank has state of it."""
-    model, optimizer = build(stage)
-    steps(model, optimizer, 0, 2)
-    getattr(model, "module", model).down.requires_grad_(False)
-    zero.checkpoint.save(tmp_path, model, optimizer, frozen=False)
-    saved = whole(model, optimizer)
-    model, optimizer = build(stage)
-    zero.checkpoint.load(tmp_path, model, optimizer)
-    assert not differences(saved, whole(model, optimizer))
-    assert left_out(tmp_path / "00000001") == FROZEN
 
 
 @ranks.raises(2, CheckpointError, "differ between ranks.*rank 1 has 0.weight, frozen")

@@ -1,13 +1,17 @@
 """What the matrix does not have: models and optimizers of every kind."""
 
+import math
 from functools import partial
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from saved import CASE, Counting, differences, read_plainly, steps, tiny, train, whole, with_adam
+from saved import CASE, Counting, adam, differences, read_plainly, steps, tiny, train, whole, with_adam
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import ranks
@@ -63,7 +67,6 @@ KINDS = {
 
 
 def of_kinds(rank, world, path, saves):
-    """Of each kind what it was as it was saved, or loaded, and two steps later."""
     found = {}
     for kind, make in KINDS.items():
         model, optimizer = with_adam(make())
@@ -175,3 +178,73 @@ def test_compiled_models_have_the_names_of_their_modules(rank, world, tmp_path):
             (param.as_subclass(Tensor) == 7).all() for model in (plain, loaded) for param in model.parameters()
         ), how
         assert plain[0].seen == other[0].seen == 3, how
+
+
+# `extra`, and modules' extra state.
+
+
+def save_own(rank, world, path):
+    extra = {"own": rank, "shared": (1, None), "nan": math.nan}
+    zero.checkpoint.save(path, DistributedDataParallel(tiny()), extra=extra)
+    return zero.checkpoint.load(path, DistributedDataParallel(tiny()))
+
+
+def test_what_differs_between_ranks_returns_to_the_same_ranks_alone(tmp_path):
+    found = ranks.run(save_own, 2, (str(tmp_path),))
+    with pytest.warns(UserWarning, match=r"^extra\['own'\] differed between the 2 ranks"):
+        alone = zero.checkpoint.load(tmp_path, tiny())
+    assert [one.pop("own") for one in found] == [0, 1]
+    for one in [*found, alone]:
+        assert math.isnan(one.pop("nan")) and one == {"shared": (1, None)}
+
+
+def test_buffers_and_extra_state_of_modules(tmp_path):
+    model, other = Counting({"steps": 5}), Counting()
+    for module, value in ((model, 2.0), (other, 0.0)):
+        module.register_buffer("mean", torch.full((2,), value))
+        module.register_buffer("scratch", torch.full((2,), value), persistent=False)
+    zero.checkpoint.save(tmp_path, model)
+    zero.checkpoint.load(tmp_path, other)
+    assert other.seen == {"steps": 5} and (other.mean == 2).all() and (other.scratch == 0).all()
+
+
+def test_values_of_every_kind_come_back_as_they_were(tmp_path):
+    extra = {
+        "none": None,
+        "infinite": float("-inf"),
+        "nested": {"a": [(1, {"b": (2.5, "c")})], "$": 1},
+        "keys": {1: "one", (2, 3): "pair"},
+        "array": np.arange(6, dtype=np.uint32).reshape(2, 3)[:, ::-1],
+        "tensor": torch.arange(4, dtype=torch.bfloat16).view(2, 2),
+        "scalar": torch.tensor(3, dtype=torch.int64),
+        "complex": 1 - 2j,
+        "number": np.int64(1 << 40),
+    }
+    zero.checkpoint.save(tmp_path, tiny(), extra=extra)
+    found = zero.checkpoint.load(tmp_path, tiny())
+    assert list(found) == list(extra)
+    extra["number"] = 1 << 40  # numpy's numbers come back as Python's
+    for name, value in extra.items():
+        assert type(found[name]) is type(value), name
+        if isinstance(value, np.ndarray):
+            assert found[name].dtype == value.dtype and np.array_equal(found[name], value)
+            assert found[name].flags.writeable
+        elif isinstance(value, torch.Tensor):
+            assert found[name].dtype == value.dtype and torch.equal(found[name], value)
+        else:
+            assert found[name] == value
+
+
+REFUSED = [
+    (np.array([object()], dtype=object), "a numpy.ndarray"),
+    ({1, 2}, "a builtins.set"),
+    (Path("a"), "a pathlib.PosixPath"),
+    (torch.ones(2).to_sparse(), "torch.sparse_coo"),
+    (adam, "a builtins.function"),
+]
+
+
+def test_what_cannot_be_kept_is_named(tmp_path):
+    for value, words in REFUSED:
+        with pytest.raises(zero.checkpoint.CheckpointError, match=rf"extra\['a'\]\['b'\] .*{words}"):
+            zero.checkpoint.save(tmp_path, tiny(), extra={"a": {"b": value}})

@@ -45,7 +45,6 @@ def peak_of(work):
 
 
 def stepped(stage, **options):
-    """A run of two steps."""
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(1024, 1024, bias=False)) for _ in range(BLOCKS)))
     model, optimizer = zero.setup(blocks, torch.optim.Adam, stage=stage, lr=1e-3, **options)
     for _ in range(2):

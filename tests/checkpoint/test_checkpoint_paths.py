@@ -2,14 +2,19 @@
 
 import re
 import shutil
+import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
+import objects
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint
-from safetensors.torch import save_file
-from saved import Counting, adam, tiny
+from safetensors.torch import load_file, save_file
+from saved import Counting, adam, differences, messages_of_failing_saves, tiny, train
 from torch import nn
 
 import ranks
@@ -19,7 +24,6 @@ from zero.checkpoint import write
 
 
 def at_home(path):
-    """Calls everything that takes a path."""
     zero.checkpoint.save(f"{path}/run", tiny())
     zero.checkpoint.load(f"{path}/run", tiny())
     zero.checkpoint.load(f"{path}/run/00000001", tiny())
@@ -149,6 +153,16 @@ def folder_of(*files):
     return make
 
 
+def half_of_latest(path):
+    zero.checkpoint.save(path, tiny())
+    (path / "latest").write_text("")
+
+
+# What a script may write before its first save, and what a save leaves that was killed.
+LOGS = ("events.out.tfevents.1", "config.yaml", "00000001/rank-00000.safetensors.partial")
+AFRESH = ("empty", "nothing", "logs")  # where a run starts that is told that there may be nothing
+
+
 LOADS_WEIGHTS = r"zero\.load_full_state_dict\(model, "
 STRANGERS = {
     "latest": (in_a_run("latest"), r"latest is the file that names .*pass the run's path, .*/run"),
@@ -162,7 +176,10 @@ STRANGERS = {
     "shards of weights": (folder_of("model-00001-of-00002.safetensors"), LOADS_WEIGHTS),
     "a save that was killed": (folder_of("rank-00000.safetensors"), "incomplete"),
     "of another library": (folder_of("optimizer.bin", "scheduler.bin"), "no checkpoint.*, but optimizer.bin, "),
+    "an empty latest": (half_of_latest, "latest names ''"),
     "empty": (Path.mkdir, "no checkpoint in it: nothing was saved there"),
+    "nothing": (lambda path: None, "is not there"),
+    "logs": (folder_of(*LOGS), "no checkpoint"),
 }
 
 
@@ -180,7 +197,9 @@ def test_what_is_no_checkpoint_is_named_with_the_call_for_it(scheme, tmp_path, c
             assert re.search(f"^CheckpointError: .*{words}", told), f"{name}: {told}"
             assert len(told) < 300 + 2 * len(str(path)), f"{name}: {told}"
         afresh = ranks.refusal(lambda: zero.checkpoint.load(f"{scheme}{path}", tiny(), missing_ok=True))  # noqa: B023
-        assert re.search(f"^CheckpointError: .*{words}", afresh) or (name, afresh) == ("empty", ""), f"{name}: {afresh}"
+        assert re.search(f"^CheckpointError: .*{words}", afresh) if name not in AFRESH else not afresh, (
+            f"{name}: {afresh}"
+        )
 
 
 @ranks.on(2)
@@ -191,3 +210,131 @@ def test_arguments_in_another_order_are_told_the_right_one(rank, world):
             told = ranks.refusal(lambda: call(*given))  # noqa: B023
             assert re.search(rf"^TypeError: .*zero\.checkpoint\.{call.__name__}\(path, model, optimizer\)", told), told
     assert not Path("run").exists()
+
+
+# Checkpoints behind URLs: what holds on a mounted file system holds in an object store.
+
+
+@pytest.fixture
+def store(tmp_path):
+    """A folder, and the URL of the objects in it."""
+    folder = tmp_path / "store"
+    folder.mkdir()
+    return folder, f"objects://{folder}"
+
+
+@ranks.on(2)
+def test_keeps_the_last_and_writes_behind_training(rank, world, store):
+    folder, url = store
+    model, optimizer = zero.setup(tiny(300), adam(), stage=3)
+    for step in range(4):
+        train(model, optimizer, 1)
+        how = {"extra": {"step": step}, "keep": 2, "wait": step % 2 == 0}
+        saving = zero.checkpoint.save(f"{url}/run", model, optimizer, **how)
+    saving.wait()
+    assert saving.path == f"{url}/run/00000004"
+    assert zero.checkpoint.load(saving.path, model, optimizer) == {"step": 3}
+    assert {one.name for one in (folder / "run").iterdir()} == {"00000003", "00000004", "latest"}
+    files = {one.name for one in (folder / "run" / "00000004").iterdir()}
+    assert files == {"index.json", "rank-00000.safetensors", "rank-00001.safetensors"}
+
+
+@pytest.mark.slow
+@ranks.on(2)
+def test_a_store_that_takes_no_more(rank, world, store):
+    """Nor does a rank leave anything there that comes to report when the first has removed all."""
+    (folder, url), (model, optimizer) = store, zero.setup(tiny(300), adam(), stage=3)
+    zero.checkpoint.save(f"{url}/run", model, optimizer, extra={"step": 1})
+    if rank == 0:
+        (folder / objects.FULL).write_text("")
+    close = objects.Upload.close
+
+    def close_late(upload):
+        time.sleep(0.2)
+        close(upload)
+
+    with mock.patch.object(objects.Upload, "close", close_late) if rank == 1 else nullcontext():
+        told = messages_of_failing_saves(f"{url}/run", model, optimizer)
+    assert all("no more room for rank-0000" in message for message in told), told
+    assert zero.checkpoint.load(f"{url}/run", model, optimizer) == {"step": 1}
+    dist.barrier()
+    assert sorted(one.name for one in (folder / "run").iterdir()) == ["00000001", "latest"]
+
+
+@pytest.mark.parametrize("scheme", ["", "objects://"])
+def test_half_a_save_is_no_checkpoint_and_is_removed_by_the_next(scheme, tmp_path):
+    """Its number is not used again: somebody may still write there."""
+    run = f"{scheme}{tmp_path}"
+    zero.checkpoint.save(run, tiny(), extra={"step": 1})
+    others, half = tmp_path / "20261121" / "notes.txt", tmp_path / "20261122"
+    for one in [others.parent, half]:
+        one.mkdir()
+    others.write_text("somebody else's")
+    for name in ["rank-00000.safetensors", "rank-00000.safetensors.json", "rank-00007.safetensors.partial"]:
+        (half / name).write_bytes(b"half")
+    (half / "index.json.partial").write_bytes(b"half")
+    assert zero.checkpoint.load(run, tiny()) == {"step": 1}
+    zero.checkpoint.save(run, tiny(), extra={"step": 2})
+    assert not half.exists()
+    made = tmp_path / "20261123"
+    assert sorted(one.name for one in made.iterdir()) == ["index.json", "rank-00000.safetensors"]
+    assert others.read_text() == "somebody else's"
+    assert zero.checkpoint.load(run, tiny()) == {"step": 2}
+
+
+@pytest.mark.parametrize(("url", "words"), [("nothing://run", "Protocol not known"), ("s3://bucket/run", "s3fs")])
+def test_a_url_that_cannot_be_served(url, words, capsys):
+    for work in [zero.checkpoint.save, zero.checkpoint.load]:
+        with pytest.raises(zero.checkpoint.CheckpointError, match=words):
+            work(url, tiny())
+    assert command("zero.checkpoint", "inspect", url) == 1
+    message = capsys.readouterr().err
+    assert message.startswith("inspect: ") and words in message and message.count("\n") == 1
+
+
+def test_in_and_out_of_memory(tmp_path, capsys):
+    model, other = tiny(), tiny()
+    train(model, adam()(model.parameters()))
+    zero.checkpoint.save("memory://run", model)
+    assert command("zero.checkpoint", "inspect", "memory://run", "--check") == 0
+    assert "every byte is as it was written" in capsys.readouterr().out
+    assert command("zero.checkpoint", "export", "memory://run", tmp_path / "out") == 0
+    other.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
+    assert not differences(dict(model.state_dict()), dict(other.state_dict()))
+    assert command("zero.checkpoint", "export", "memory://run", "memory://out") == 1
+    assert "export to a mounted file system" in capsys.readouterr().err
+
+
+def test_a_save_that_failed_fails_whenever_it_is_waited_for(store):
+    folder, url = store
+    (folder / objects.FULL).write_text("")
+    saving = zero.checkpoint.save(f"{url}/run", tiny(300), wait=False)
+    for _ in range(2):
+        with pytest.raises(zero.checkpoint.CheckpointError, match="no more room"):
+            saving.wait()
+    with pytest.raises(RuntimeError, match=r"no checkpoint.*no more room"):
+        _ = saving.path
+
+
+def test_no_other_run_is_removed_whose_name_a_pattern_fits():
+    for run in ("memory://runs/lr1", "memory://runs/lr[1]"):
+        for step in range(3):
+            zero.checkpoint.save(run, tiny(), extra={"step": step}, keep=None if run.endswith("1") else 1)
+    assert zero.checkpoint.load("memory://runs/lr1/00000001", tiny()) == {"step": 0}
+    with pytest.raises(zero.checkpoint.CheckpointError, match=r"lr\[1\]/00000002"):
+        zero.checkpoint.load("memory://runs/lr[1]/00000002", tiny())
+
+
+@pytest.mark.parametrize("scheme", ["", "objects://"])
+def test_a_checkpoint_is_no_run(scheme, tmp_path):
+    """There load would go on to find the old one."""
+    path = str(zero.checkpoint.save(f"{scheme}{tmp_path}", tiny(), extra={"step": 1}).path)
+    with pytest.raises(zero.checkpoint.CheckpointError, match=rf"{path} is a checkpoint.*{tmp_path}\."):
+        zero.checkpoint.save(path, tiny(), extra={"step": 2})
+    assert zero.checkpoint.load(path, tiny()) == {"step": 1}
+
+
+@ranks.raises(2, zero.checkpoint.CheckpointError, "has no rank-00001.safetensors.*see the same files", timeout=30)
+def test_ranks_that_do_not_see_the_same_files(rank, world):
+    with mock.patch.object(write, "_LAST_WAIT", 0.5):
+        zero.checkpoint.save("memory://run", tiny(300), wait=False).wait()

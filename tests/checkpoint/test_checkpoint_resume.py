@@ -9,13 +9,16 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from saved import adam, differences, tiny, train, whole
+from saved import Counting, adam, differences, tiny, train, whole
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 
 import ranks
 import zero
 from ranks import refusal
+from transports import TRANSPORTS, calling
+from zero.checkpoint import storage
+from zero.shards.log import logger
 
 SCHEDULERS = {
     0: partial(schedulers.MultiStepLR, milestones=[1, 4, 4]),  # keeps a Counter
@@ -142,7 +145,10 @@ class Refusing(torch.optim.lr_scheduler.StepLR):
         raise KeyError("gamma")
 
 
-def refused(rank, world, path):
+@pytest.mark.slow
+@ranks.on(2)
+def test_what_does_not_fit_is_refused_on_every_rank(rank, world, tmp_path):
+    path = tmp_path
     model, optimizer = zero.setup(tiny(), adam(), stage=3)
     schedule = schedulers.StepLR(optimizer, 1)
     zero.checkpoint.save(f"{path}/with", model, optimizer, resume=schedule)
@@ -156,35 +162,80 @@ def refused(rank, world, path):
     def load(name, resume):
         return refusal(lambda: zero.checkpoint.load(f"{path}/{name}", model, optimizer, resume=resume))
 
-    told = {
-        "no state_dict": save(resume=[schedule, 3] if rank else [schedule]),
-        "its own argument": save(resume=[optimizer]),
-        "a name of its own": save(extra={"resume/0": 1}),
-        "differs between ranks": save(resume=[schedule] * (rank + 1)),
-        "saved without": load("without", schedule),
-        "another object": load("with", [torch.amp.GradScaler("cpu")]),
-        "one more": load("with", [schedule, torch.Generator()]),
-    }
+    given = r"with resume=\[StepLR\], but load was given"
+    for told, words in [
+        (save(resume=[schedule, 3] if rank else [schedule]), r"resume\[1\] is an? int.* state_dict\(\).*rank 1"),
+        (save(resume=[optimizer]), r"resume\[0\] is a Adam.*model and optimizer have arguments of their own"),
+        (save(extra={"resume/0": 1}), "extra=.*resume/"),
+        (save(resume=[schedule] * (rank + 1)), "the arguments of zero.checkpoint.save differ .*StepLR"),
+        (load("without", schedule), r"does not fit: it was saved without resume.*extra"),
+        (load("with", [torch.amp.GradScaler("cpu")]), rf"{given} \[GradScaler\]"),
+        (load("with", [schedule, torch.Generator()]), rf"{given} \[StepLR, Generator\]"),
+    ]:
+        assert re.search(f"^CheckpointError: .*{words}", told), (words, told)
     assert not differences(before, whole(model, optimizer))
-    return {**told, "refuses": load("with", type("StepLR", (Refusing,), {})(optimizer, 1) if rank else schedule)}
+    told = load("with", type("StepLR", (Refusing,), {})(optimizer, 1) if rank else schedule)
+    assert re.search("^CheckpointError: .*KeyError: 'gamma'.*partly as before.*rank 1", told), told
 
 
-WORDS = {
-    "no state_dict": r"resume\[1\] is an? int.* state_dict\(\).*rank 1",
-    "its own argument": r"resume\[0\] is a Adam.*model and optimizer have arguments of their own",
-    "a name of its own": "extra=.*resume/",
-    "differs between ranks": "the arguments of zero.checkpoint.save differ .*StepLR",
-    "saved without": r"does not fit: it was saved without resume.*extra",
-    "another object": r"with resume=\[StepLR\], but load was given \[GradScaler\]",
-    "one more": r"with resume=\[StepLR\], but load was given \[StepLR, Generator\]",
-    "refuses": "KeyError: 'gamma'.*partly as before.*rank 1",
-}
+# `missing_ok`: where nothing was saved yet a run starts afresh, on every rank alike; all else raises as ever.
+
+
+def start(path, stage):
+    """What a script does each time it is started: its steps go on from those before."""
+    model, optimizer = zero.setup(tiny(), adam(), stage=stage)
+    before = whole(model, optimizer)
+    extra = zero.checkpoint.load(path, model, optimizer, resume=[], missing_ok=True)
+    if extra is None:
+        assert not differences(before, whole(model, optimizer))
+    train(model, optimizer, 1)
+    step = 1 if extra is None else extra["step"] + 1
+    zero.checkpoint.save(path, model, optimizer, resume=[], extra={"step": step}).wait()
+    return step
+
+
+def starts(rank, world, path, stage):
+    """Whatever the others see of a file system that is slow to tell: they are not asked."""
+    asked, lines = mock.Mock(side_effect=storage.resolve), []
+    said = mock.patch.object(logger, "info", lambda text, *given: lines.append(text % given))
+    with said, mock.patch.object(storage, "resolve", asked):
+        steps = [start(path, stage), start(path, stage)]
+    assert bool(asked.called) == (rank == 0)
+    return steps, [line for line in lines if "afresh" in line]
+
+
+ROWS = [(0, TRANSPORTS[0], ""), (1, TRANSPORTS[-1], ""), (2, TRANSPORTS[0], "objects://"), (3, TRANSPORTS[-1], "")]
 
 
 @pytest.mark.slow
-def test_what_does_not_fit_is_refused_on_every_rank(tmp_path):
-    first, second = ranks.run(refused, 2, (str(tmp_path),))
-    assert first == second
-    for name, words in WORDS.items():
-        assert first[name].startswith("CheckpointError"), (name, first[name])
-        assert re.search(words, first[name]), (name, first[name])
+@pytest.mark.parametrize(("stage", "transport", "scheme"), [*ROWS, (3, TRANSPORTS[0], "objects://")])
+def test_a_script_starts_afresh_once_and_then_goes_on(stage, transport, scheme, tmp_path):
+    path = f"{scheme}{tmp_path / 'run'}"
+    first, second = ranks.run(calling, 2, (transport, starts, path, stage))
+    assert first[0] == second[0] == [1, 2]
+    assert not second[1] and len(first[1]) == 1 and re.search(r"run is not there.*afresh", first[1][0])
+
+
+def test_a_first_save_that_was_killed_between_its_index_and_latest_is_whole(tmp_path):
+    """A job that is started again by itself would raise for ever."""
+    put = storage.Place.put
+
+    def put_all_but_latest(place, data):
+        if place.name == "latest":
+            raise KeyboardInterrupt
+        put(place, data)
+
+    model = Counting(3)
+    killed = mock.patch.multiple(storage.Place, put=put_all_but_latest, remove=mock.DEFAULT)
+    with pytest.raises(KeyboardInterrupt), killed:
+        zero.checkpoint.save(tmp_path, model, extra={"step": 1})
+    assert zero.checkpoint.load(tmp_path, model, missing_ok=True) == {"step": 1}
+    zero.checkpoint.save(tmp_path, model, extra={"step": 2})
+    assert zero.checkpoint.load(tmp_path, model, missing_ok=True) == {"step": 2}
+
+
+@ranks.on(2)
+def test_all_ranks_ask_alike(rank, world, tmp_path):
+    model = zero.FSDP(tiny())
+    told = ranks.refusal(lambda: zero.checkpoint.load(tmp_path, model, missing_ok=rank == 0))
+    assert re.search("differ between ranks.*missing_ok", told), told

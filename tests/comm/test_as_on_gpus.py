@@ -115,8 +115,6 @@ def test_a_settled_step_waits_for_no_value(rank, world):
 
 
 class Elsewhere(nn.Parameter):
-    """Says that it is on a GPU."""
-
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cuda:0")

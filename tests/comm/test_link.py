@@ -1,13 +1,21 @@
 """Which transport a group gets, that it uses none of the user's own groups, and that a failed transfer ends it."""
 
+import ctypes
 import gc
+import importlib
+import mmap
 import os
+import select
+import socket
+import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -22,7 +30,7 @@ import zero
 from ranks import refusal
 from runs import sgd, take_step
 from simulated.world import simulated
-from transports import TRANSPORTS, between_hosts, by, overlapping
+from transports import READS, TRANSPORTS, between_hosts, by, overlapping
 from zero._torch.process_groups import abort
 from zero.comm import Comm, host_memory, settings
 from zero.comm import transport as all_transports
@@ -80,26 +88,20 @@ class Aborting:
 
     def abort(self) -> None:
         self.began.set()
-        self.ended = self.other.wait(2)
+        self.ended = self.other.wait(20)
 
 
-def test_both_communicators_of_a_group_are_aborted_at_once():
-    events = threading.Event(), threading.Event()
-    both = Aborting(*events), Aborting(*reversed(events))
-    abort(both, torch.device("cpu"))
-    assert both[0].ended and both[1].ended
-
-
-def test_groups_that_fail_together_are_aborted_at_once():
+@pytest.mark.parametrize("groups", [1, 2])
+def test_both_communicators_of_a_group_and_groups_that_fail_together_are_aborted_at_once(groups):
     """The averaging over replicas waits for a rank that is gone, and the abort of the shards' group for the device."""
     events = threading.Event(), threading.Event()
     both = Aborting(*events), Aborting(*reversed(events))
-    logs = [Log(0, 2), Log(0, 2)]
-    logs[0].failure.couple(logs[1].failure)
-    for log, backend in zip(logs, both, strict=True):
-        log.failure.at_failure.append(lambda _, backend=backend: abort([backend], torch.device("cpu")))
+    logs = [Log(0, 2) for _ in range(groups)]
+    logs[0].failure.couple(logs[-1].failure)
+    for log, backends in zip(logs, [both] if groups == 1 else [both[:1], both[1:]], strict=True):
+        log.failure.at_failure.append(lambda _, backends=backends: abort(backends, torch.device("cpu")))
     logs[0].failure.mark_broken("rank 1 is gone")
-    assert both[0].ended and both[1].ended and logs[1].failure.broken == "rank 1 is gone"
+    assert both[0].ended and both[1].ended and logs[-1].failure.broken == "rank 1 is gone"
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -189,12 +191,8 @@ def transport(rank: int, world: int, memory: str, others: str) -> tuple[str, int
 
 @pytest.mark.parametrize(
     ("memory", "others", "expected"),
-    [
-        ("0", "0", ("gloo", 0)),
-        ("", "", ("host memory", 0)),
-        ("ptracer", "ptracer", ("host memory", 1)),
-        ("0", "", ("gloo", 0)),
-    ],
+    [("0", "0", ("gloo", 0)), ("", "", ("host memory", 0)), ("ptracer", "ptracer", ("host memory", 1))]
+    + [("0", "", ("gloo", 0))],
 )
 def test_ranks_read_one_anothers_memory_where_nobody_says_no_and_permit_it_where_asked_to(memory, others, expected):
     assert ranks.run(transport, 3, args=(memory, others)) == [expected] * 3
@@ -336,8 +334,6 @@ def test_gloo_takes_the_interface_that_the_environment_names(rank, world):
 
 
 class Noted:
-    """A lane that notes the ranks to which it sends elements of this one."""
-
     def __init__(self, lane: Any, rank: int) -> None:
         self._lane, self._rank = lane, rank
         self.broadcasts: list[int] = []
@@ -371,3 +367,93 @@ def test_large_messages_of_two_ranks_to_one_another_go_by_different_connections(
             comm.reduce([(torch.ones(100_000 * world), [100_000] * world)]).wait()
     assert [lane.broadcasts for lane in lanes] == [[owner] for owner in range(world)]
     assert [lane.to for lane in lanes] == [{*range(rank + 1, world)}, set(), {*range(rank)}]
+
+
+# Systems that lack what Linux has: zero is imported and trains over Gloo. What they lack is taken away on Linux.
+
+
+WINDOWS = {
+    os: "fork register_at_fork pidfd_open posix_fadvise posix_fallocate setpriority PRIO_PROCESS sched_getaffinity",
+    mmap: "MAP_PRIVATE MAP_ANONYMOUS MADV_DONTFORK MADV_DONTNEED MADV_HUGEPAGE MADV_WILLNEED",
+    select: "poll epoll",
+    socket: "SO_PEERCRED MSG_NOSIGNAL SOCK_SEQPACKET TCP_KEEPIDLE TCP_KEEPINTVL TCP_KEEPCNT",
+}
+MACOS = {
+    os: "pidfd_open posix_fadvise posix_fallocate sched_getaffinity",
+    mmap: "MADV_DONTFORK MADV_HUGEPAGE",
+    select: "epoll",
+    socket: "SO_PEERCRED MSG_NOSIGNAL",
+}
+
+
+class WithoutReading(ctypes.CDLL):
+    def __getattr__(self, name: str) -> Any:
+        if name == "process_vm_readv":
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+
+def no_library(*args: Any, **kwargs: Any) -> Any:
+    raise OSError("there is no such library")
+
+
+def take(names: dict[Any, str], platform: str = sys.platform) -> None:
+    sys.platform = platform
+    for module, of_module in names.items():
+        for name in of_module.split():
+            vars(module).pop(name, None)
+
+
+LACKING: dict[str, Callable[[], object]] = {
+    "process_vm_readv": lambda: setattr(ctypes, "CDLL", WithoutReading),
+    "libc": lambda: setattr(ctypes, "CDLL", no_library),
+    "register_at_fork": lambda: take({os: "register_at_fork"}),
+    "macOS": lambda: (take(MACOS, "darwin"), setattr(ctypes, "CDLL", WithoutReading)),
+    "Windows": lambda: (take(WINDOWS, "win32"), setattr(ctypes, "CDLL", no_library)),
+}
+
+
+def trains(rank: int, world: int, lacking: str, folder: Path) -> tuple[str, list[list[float]]]:
+    for name in [name for name in sys.modules if name.split(".")[0] == "zero"]:
+        del sys.modules[name]
+    LACKING[lacking]()
+    again: Any = importlib.import_module("zero")
+    found = []
+    for stage, offload in [(0, None), (1, None), (2, None), (3, None), (3, again.DiskOffload(folder))]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+        model, optimizer = again.setup(model, torch.optim.Adam, stage=stage, lr=0.1, offload=offload)
+        losses = []
+        for step in range(4):
+            inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+            loss = model(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found.append(losses)
+    comm: Any = importlib.import_module("zero.comm").Comm()
+    return comm.transport_name(torch.device("cpu")), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lacking", LACKING)
+def test_all_stages_train_over_gloo_as_ddp_does(lacking, tmp_path):
+    expected = "host memory" if lacking == "register_at_fork" else "gloo"
+    for transport, (plainly, *others) in ranks.run(trains, 2, (lacking, tmp_path), fresh=True):
+        assert len({*plainly}) == 4
+        assert others == [pytest.approx(plainly, rel=1e-6)] * 4
+        assert transport == (expected if READS else "gloo")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,mps:gloo"])
+@ranks.raises(2, ValueError, r'no backend for mps: move the model to the CPU by model\.to\("cpu"\) first')
+def test_a_model_on_mps_is_refused_on_every_rank(rank, world, stage, backend):
+    on_mps = {"return_value": [torch.device("mps")]}
+    with (
+        mock.patch("zero.oss.options.devices_of", **on_mps),
+        mock.patch("zero.fsdp.choice.UnitChoice.devices", **on_mps),
+    ):
+        group = dist.new_group(backend=backend)
+        zero.setup(nn.Linear(3, 3), torch.optim.Adam, stage=stage, process_group=group)

@@ -33,7 +33,6 @@ with_accelerate = pytest.mark.skipif(
 
 
 def script(rank: int, world: int, folder: Path, name: str, written: str = "", instead: str = "") -> str:
-    """What a script prints in a folder. written, instead: replaced in its text."""
     with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.chdir(folder):
         run_example(name, written=written, instead=instead)
     return told.getvalue()

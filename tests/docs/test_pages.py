@@ -1,11 +1,16 @@
 """What the pages name is there, and they are short. `make docs` looks after links."""
 
 import ast
+import os
 import re
+import sys
+from types import ModuleType
 
+import pytest
 from pages import PAGES, ROOT, blocks
 
 import zero
+from zero._torch.namesakes import refuse_mixtures
 
 WORDS, OF_A_PAGE = 15_000, 2_000
 WIDTH = 88  # of code; wider, the site scrolls
@@ -42,7 +47,6 @@ def test_the_reference_has_every_public_name():
 
 
 def texts() -> list[str]:
-    """All strings of zero/, with an ellipsis for what is put into them."""
     found = []
     for path in (ROOT / "zero").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -63,3 +67,27 @@ def test_quoted_errors_are_those_of_the_source():
     for beginning in quoted:
         start = beginning.removesuffix(" …").removesuffix("…")
         assert any(text.startswith(start) for text in raised), beginning
+
+
+# The package as a whole: its version, its names, and other distributions that have its name.
+
+
+def test_the_citation_has_the_version():
+    assert f"\nversion: {zero.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_dir_lists_the_public_names_alone():
+    assert sorted(dir(zero)) == sorted([*zero.__all__, "__version__"])
+
+
+def test_a_foreign_init_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "zero", ModuleType("zero"))
+    with pytest.raises(ImportError, match="Run: pip uninstall progressive-zero libzero zero zeroapi;"):
+        refuse_mixtures()
+
+
+def test_a_namesake_beside_is_told(monkeypatch):
+    entries = ["progressive_zero-0.1.0.dist-info", "zeroapi-1.0.1.dist-info", "zeroconf-1.0.dist-info", "libzero"]
+    monkeypatch.setattr(os, "listdir", lambda folder: entries)
+    with pytest.warns(UserWarning, match="^zeroapi is installed in the same folder"):
+        refuse_mixtures()

@@ -21,7 +21,6 @@ STAGES = {"stage 1": 1, "stage 2": 2, "stage 3": 3, "a checkpoint": 3}
 
 
 def preamble(marker: str) -> str:
-    """In one line, what PREAMBLES runs before a block."""
     _, _, name = marker.partition(": ")
     lines = [IMPORTS, MODEL] if name else []
     return "; ".join([*lines, TRAINED.format(STAGES[name])] if name in STAGES else lines)

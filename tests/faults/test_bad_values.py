@@ -115,8 +115,6 @@ def test_an_optimizer_steps_when_the_wrapper_is_gone():
 
 
 class Faulty(nn.Module):
-    """Hands its input on, and fails where it is told to."""
-
     where = ""
     fail: Callable[[], object]
 

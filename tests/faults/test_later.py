@@ -1,7 +1,6 @@
 """What does not hold yet and waits for a mechanism that makes it impossible: each an expected failure with its name."""
 
 import pickle
-import time
 from datetime import timedelta
 
 import pytest
@@ -85,9 +84,7 @@ def test_a_foreign_shard_of_state_that_one_rank_loads_is_told_to_all(rank, world
 @ranks.on(2, timeout=60)
 def test_ranks_that_never_meet_in_a_barrier_are_told_over_host_memory(rank, world):
     with by("host memory"):
-        group = dist.new_group(timeout=timedelta(seconds=20))
+        group = dist.new_group(timeout=timedelta(seconds=4))
         model = zero.FSDP(nn.Linear(WIDTH, WIDTH), group)
-        begun = time.monotonic()
-        with pytest.raises(RuntimeError):
+        with pytest.raises(RuntimeError, match="can never meet"):
             model.state_dict() if rank == 0 else dist.barrier(group)
-        assert time.monotonic() - begun < 15

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import matrix
 import ranks
@@ -65,8 +66,6 @@ def test_a_run_comes_back_with_fewer_and_with_more_ranks(tmp_path):
 
 
 class Torchrun:
-    """The command, with the script."""
-
     def __init__(self, folder: Path, stage: int, steps: int, restarts: int) -> None:
         launcher = f"-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts {restarts}".split()
         options = f"{stage} {steps} {SAVE_EVERY}".split()
@@ -124,3 +123,39 @@ def test_under_torchrun_a_run_killed_at_random_moments_ends_with_the_bits_of_one
     assert killed == kills, "the run came to its end before all kills"
     resumed = ranks.run(train, 2, (str(tmp_path / "killed"), stage, steps))[0]
     same(resumed, ranks.run(train, 2, (str(tmp_path / "whole"), stage, steps, 0, -1, SAVE_EVERY))[0])
+
+
+# docs/examples/save_on_signal.py: one rank is told to end, all save after the same step, and the run goes on.
+
+
+STEPS = 12
+
+
+def train_until_told(rank, world, folder, told=None, at=0, number=None):
+    """told: the rank that a signal reaches, alone, in the middle of the forward of its step `at`."""
+    forward, calls = nn.GELU.forward, []
+
+    def told_in_forward(module, x):
+        calls.append(x)
+        if rank == told and len(calls) == at:
+            os.kill(os.getpid(), number)
+        return forward(module, x)
+
+    with mock.patch.object(nn.GELU, "forward", told_in_forward):
+        model = run_example("save_on_signal", folder, written="1000", instead=str(STEPS))["model"]
+        return zero.full_state_dict(model, to=0), len(calls)
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_rank_saves_all_at_one_step_and_the_run_goes_on_with_the_same_bits(tmp_path):
+    stopped, whole = str(tmp_path / "stopped"), str(tmp_path / "whole")
+    for told, at, number in ((1, 3, signal.SIGUSR1), (0, 4, signal.SIGTERM)):
+        assert [calls for _, calls in ranks.run(train_until_told, 2, (stopped, told, at, number), fresh=True)] == [
+            at,
+            at,
+        ]
+    resumed = ranks.run(train_until_told, 2, (stopped,), fresh=True)
+    expected = ranks.run(train_until_told, 2, (whole,), fresh=True)
+    for (found, calls), (weights, _) in zip(resumed, expected, strict=True):
+        assert calls == STEPS - 3 - 4
+        same(found, weights)

@@ -3,7 +3,8 @@
 They are namespaces of Linux (unshare(1)). Where this user may make none, `problem` says why. Ranks of two such hosts
 are told not to read one another's memory: they send over the link, as real hosts do.
 
-As a script, this file is what a rank on them runs: it trains at every stage, and then until the link fails.
+As a script, this file is what a rank on them runs: it trains at every stage, sends state over a slow link, and then
+trains until the link fails.
 """
 
 import json
@@ -40,7 +41,7 @@ def problem() -> str:
     """Why this machine lets this user make no hosts; nothing if it does."""
     if not matrix.FAULTS:
         return "make faults runs it; in tests/parity ranks of one machine train as between hosts"
-    missing = [tool for tool in ("unshare", "nsenter", "ip", "mount") if shutil.which(tool) is None]
+    missing = [tool for tool in ("unshare", "nsenter", "ip", "tc", "mount") if shutil.which(tool) is None]
     if sys.platform != "linux" or missing:
         return f"needs Linux with {', '.join(missing) or 'namespaces'}"
     try:
@@ -99,7 +100,6 @@ class Hosts:
         return ["nsenter", "--target", str(self._holders[name].pid), *user, "--net", "--uts", "--mount"]
 
     def run(self, name: str, command: Sequence[str]) -> None:
-        """On the host of that name, to its end."""
         subprocess.run([*self._entering(name), *command], check=True, capture_output=True, text=True)
 
     def command(self, name: str) -> str:
@@ -112,6 +112,16 @@ class Hosts:
 
     def mend(self) -> None:
         self.run(next(iter(HOSTS)), ["ip", "link", "set", "link0", "up"])
+
+    def slow_down(self) -> None:
+        """To 80 Mbit/s, until `speed_up`."""
+        limit = ["rate", "80mbit", "burst", "64kb", "latency", "400ms"]
+        for name in HOSTS:
+            self.run(name, ["tc", "qdisc", "add", "dev", "link0", "root", "tbf", *limit])
+
+    def speed_up(self) -> None:
+        for name in HOSTS:
+            self.run(name, ["tc", "qdisc", "del", "dev", "link0", "root"])
 
     def end(self) -> None:
         for holder in self._holders.values():
@@ -126,12 +136,25 @@ def build(stage: int | str, group: Any = None) -> tuple[nn.Module, torch.optim.O
 
 
 def train(rank: int, world: int) -> dict[str, tuple[list[float], dict[str, Tensor]]]:
-    """Losses and weights at every stage."""
     found = {}
     for stage in STAGES:
         model, optimizer = build(stage)
         losses = [take_step(optimizer, loss_on(rank, number)(model)) for number in range(4)]
         found[str(stage)] = losses, zero.full_state_dict(model, to=None)
+    return found
+
+
+def states(rank: int, world: int) -> list[dict[str, Any] | None]:
+    """Of optimizers of 8.4M parameters after a step at stages 1, 2 and 3: on rank 0. Over a slow link a tensor takes
+    seconds."""
+    found = []
+    for stage in (1, 2, 3):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(1024, 4096), nn.Linear(4096, 1024))
+        model, optimizer = zero.setup(net, torch.optim.SGD, stage=stage, lr=0.1, momentum=0.9)
+        model(torch.full((2, 1024), rank + 0.5)).square().mean().backward()
+        optimizer.step()
+        found.append(zero.full_optimizer_state_dict(model, optimizer, to=0))
     return found
 
 
@@ -162,6 +185,11 @@ def main(folder: Path, stages: Sequence[str]) -> None:
     rank, world = dist.get_rank(), dist.get_world_size()
     sent_by = Comm().transport_name(torch.device("cpu"))
     torch.save((os.uname().nodename, sent_by, train(rank, world)), folder / f"trained-{rank}.pt")
+    wait_for((folder / "slow").exists)
+    torch.save(states(rank, world), folder / f"states-{rank}.pt")
+    dist.barrier()
+    (folder / f"sent-{rank}").touch()
+    wait_for((folder / "fast").exists)
     for stage in stages:
         told = train_until_it_fails(int(stage), rank, folder)
         (folder / f"told-{stage}-{rank}.partial").write_text(json.dumps(told))

@@ -8,8 +8,6 @@ from typing import Any
 
 
 class Shown:
-    """Shows only the fields that are not at their defaults."""
-
     def __repr__(self) -> str:
         told = []
         for field in dataclasses.fields(self):  # type: ignore[arg-type]

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +25,6 @@ NOW = Moment()
 
 
 class Made:
-    """What has been made of a model so far."""
-
     def __init__(self, width: int) -> None:
         self.width = width
         self.linears: list[nn.Linear] = []
@@ -35,229 +35,155 @@ class Made:
         return self.linears[of % len(self.linears)]
 
 
-class Linear(nn.Module):
-    def __init__(self, made: Made, node: Node) -> None:
+class Layer(nn.Module):
+    """Modules, parameters and others by name, and what a forward makes of a layer and its input."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
         super().__init__()
-        self.linear = nn.Linear(made.width, made.width, bias=bool(node.size % 2))
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+class Linear(Layer):
+    def __init__(self, made: Made, node: Node) -> None:
+        super().__init__(through_linear, linear=nn.Linear(made.width, made.width, bias=bool(node.size % 2)))
         made.linears.append(self.linear)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
 
-
-class Feed(nn.Module):
+class Feed(Layer):
     def __init__(self, made: Made, node: Node) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(made.width, node.size), nn.Linear(node.size, made.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
+        up, down = nn.Linear(made.width, node.size), nn.Linear(node.size, made.width)
+        super().__init__(lambda layer, x: x + layer.down(torch.relu(layer.up(x))), up=up, down=down)
 
 
-class Tied(nn.Module):
-    """A linear layer with the weight of another."""
-
-    def __init__(self, made: Made, node: Node) -> None:
-        super().__init__()
-        self.linear = nn.Linear(made.width, made.width)
-        self.linear.weight = made.linear(node.of).weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+def through_linear(layer: Any, x: Tensor) -> Tensor:
+    return torch.tanh(layer.linear(x))
 
 
-class Reads(nn.Module):
-    """Reads the weight of another layer, which is not a module of it."""
-
-    def __init__(self, made: Made, node: Node) -> None:
-        super().__init__()
-        self.others = [made.linear(node.of)] if made.linears else []
-        self.bias = nn.Parameter(torch.randn(made.width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(linear(x, self.others[0].weight, self.bias)) if self.others else x + self.bias
+def tied(made: Made, node: Node) -> Layer:
+    layer = Layer(through_linear, linear=nn.Linear(made.width, made.width))
+    layer.linear.weight = made.linear(node.of).weight
+    return layer
 
 
-class Norm(nn.Module):
-    def __init__(self, made: Made, node: Node) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(made.width)
+def reads(made: Made, node: Node) -> Layer:
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x)
+    def run(layer: Any, x: Tensor) -> Tensor:
+        return torch.tanh(linear(x, layer.others[0].weight, layer.bias)) if layer.others else x + layer.bias
 
-
-class BatchNorm(nn.Module):
-    def __init__(self, made: Made, node: Node) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(made.width, eps=1e-2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.norm(x)
+    others = [made.linear(node.of)] if made.linears else []
+    return Layer(run, others=others, bias=nn.Parameter(torch.randn(made.width)))
 
 
-class Tiny(nn.Module):
+def tiny(made: Made, node: Node) -> Layer:
     """Parameters of no dimension, of one element, and of none."""
-
-    def __init__(self, made: Made, node: Node) -> None:
-        super().__init__()
-        self.gain, self.shift = nn.Parameter(torch.tensor(1.1)), nn.Parameter(torch.full((1, 1, 1), 0.1))
-        self.empty = nn.Parameter(torch.empty(0, node.size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gain + self.shift[0] + self.empty.sum()
+    return Layer(
+        lambda layer, x: x * layer.gain + layer.shift[0] + layer.empty.sum(),
+        gain=nn.Parameter(torch.tensor(1.1)),
+        shift=nn.Parameter(torch.full((1, 1, 1), 0.1)),
+        empty=nn.Parameter(torch.empty(0, node.size)),
+    )
 
 
-class Strided(nn.Module):
+def strided(made: Made, node: Node) -> Layer:
     """Parameters that are not contiguous."""
-
-    def __init__(self, made: Made, node: Node) -> None:
-        super().__init__()
-        self.transposed = nn.Parameter(torch.randn(made.width, node.size).t() / 3)
-        self.skipping = nn.Parameter(torch.randn(made.width, 2 * node.size)[:, ::2] / 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + (x @ self.transposed.t()) @ self.skipping.t()
+    transposed = nn.Parameter(torch.randn(made.width, node.size).t() / 3)
+    skipping = nn.Parameter(torch.randn(made.width, 2 * node.size)[:, ::2] / 3)
+    run = lambda layer, x: x + (x @ layer.transposed.t()) @ layer.skipping.t()  # noqa: E731
+    return Layer(run, transposed=transposed, skipping=skipping)
 
 
-class Conv(nn.Module):
-    def __init__(self, made: Made, node: Node) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(1, node.size, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.conv(x[:, None])).mean(1)
+def conv(made: Made, node: Node) -> Layer:
+    made_conv = nn.Conv1d(1, node.size, 3, padding=1)
+    return Layer(lambda layer, x: torch.tanh(layer.conv(x[:, None])).mean(1), conv=made_conv)
 
 
-class Table(nn.Module):
-    def __init__(self, made: Made, node: Node) -> None:
-        super().__init__()
-        self.table = nn.Embedding(made.width + node.size, made.width)
+def table(made: Made, node: Node) -> Layer:
+    def run(layer: Any, x: Tensor) -> Tensor:
+        return x + layer.table(torch.arange(len(x), device=x.device) % layer.table.num_embeddings)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.table(torch.arange(len(x), device=x.device) % self.table.num_embeddings)
+    return Layer(run, table=nn.Embedding(made.width + node.size, made.width))
 
 
-class Recurrent(nn.Module):
-    def __init__(self, made: Made, node: Node) -> None:
-        super().__init__()
-        self.recurrent = nn.GRU(made.width, made.width, batch_first=True)
+def cast(dtype: torch.dtype, made: Made, node: Node) -> Layer:
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.recurrent(x[None])[0][0]
+    def run(layer: Any, x: Tensor) -> Tensor:
+        return x + layer.linear(x.to(layer.linear.weight.dtype)).float()
 
-
-class Cast(nn.Module):
-    """Computes in another dtype."""
-
-    def __init__(self, made: Made, node: Node, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.linear = nn.Linear(made.width, made.width, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x.to(self.linear.weight.dtype)).float()
+    return Layer(run, linear=nn.Linear(made.width, made.width, dtype=dtype))
 
 
-class Unused(nn.Module):
-    """Has parameters that nobody uses."""
-
-    def __init__(self, made: Made, node: Node) -> None:
-        super().__init__()
-        self.spare = nn.Linear(node.size, 2)
-        self.used = nn.Parameter(torch.zeros(made.width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.used
+def unused(made: Made, node: Node) -> Layer:
+    spare, used = nn.Linear(node.size, 2), nn.Parameter(torch.zeros(made.width))
+    return Layer(lambda layer, x: x + layer.used, spare=spare, used=used)
 
 
-class ByRank(nn.Module):
+def by_rank(made: Made, node: Node) -> Layer:
     """Has a parameter that only odd ranks use in even steps, and only even ranks in odd ones."""
 
-    def __init__(self, made: Made, node: Node) -> None:
-        super().__init__()
-        self.always, self.sometimes = (nn.Parameter(torch.randn(made.width)) for _ in range(2))
+    def run(layer: Any, x: Tensor) -> Tensor:
+        return x + layer.always + (layer.sometimes if (NOW.rank + NOW.step) % 2 else 0.0)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.always + (self.sometimes if (NOW.rank + NOW.step) % 2 else 0.0)
+    always, sometimes = (nn.Parameter(torch.randn(made.width)) for _ in range(2))
+    return Layer(run, always=always, sometimes=sometimes)
 
 
-class Counts(nn.Module):
+def counts(made: Made, node: Node) -> Layer:
     """Has buffers that forward writes to, among them whole numbers, and one that is in no state dict."""
 
-    def __init__(self, made: Made, node: Node) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.tensor(0))
-        self.register_buffer("mean", torch.zeros(made.width))
-        self.register_buffer("hidden", torch.ones(node.size), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
+    def run(layer: Any, x: Tensor) -> Tensor:
+        if layer.training:
             with torch.no_grad():
-                self.count += 1
-                self.mean.lerp_(x.detach().mean(0), 0.1)
-        return x + self.mean * self.hidden.mean()
+                layer.count += 1
+                layer.mean.lerp_(x.detach().mean(0), 0.1)
+        return x + layer.mean * layer.hidden.mean()
+
+    layer = Layer(run)
+    layer.register_buffer("count", torch.tensor(0))
+    layer.register_buffer("mean", torch.zeros(made.width))
+    layer.register_buffer("hidden", torch.ones(node.size), persistent=False)
+    return layer
 
 
-class WeightNorm(nn.Module):
-    def __init__(self, made: Made, node: Node) -> None:
-        super().__init__()
-        self.linear = weight_norm(nn.Linear(made.width, made.width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.linear(x))
+def in_place(made: Made, node: Node) -> Layer:
+    bias = nn.Parameter(torch.randn(made.width))
+    return Layer(lambda layer, x: (x * 1.0).add_(layer.bias).mul_(0.5), bias=bias)
 
 
-class Drop(nn.Module):
-    def __init__(self, made: Made, node: Node) -> None:
-        super().__init__()
-        self.drop = nn.Dropout(0.3)
+def recalls(made: Made, node: Node) -> Layer:
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.drop(x)
+    def run(layer: Any, x: Tensor) -> Tensor:
+        before, layer.before = layer.before, x.detach()
+        return torch.tanh(layer.linear(x)) + (0.1 * before.mean(0) if before is not None else 0.0)
 
-
-class InPlace(nn.Module):
-    """Writes into what it was given."""
-
-    def __init__(self, made: Made, node: Node) -> None:
-        super().__init__()
-        self.bias = nn.Parameter(torch.randn(made.width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * 1.0).add_(self.bias).mul_(0.5)
-
-
-class Recalls(nn.Module):
-    """Adds what it was given by the forward before, detached."""
-
-    def __init__(self, made: Made, node: Node) -> None:
-        super().__init__()
-        self.linear, self.before = nn.Linear(made.width, made.width), None
-
-    def forward(self, x: Tensor) -> Tensor:
-        before, self.before = self.before, x.detach()
-        return torch.tanh(self.linear(x)) + (0.1 * before.mean(0) if before is not None else 0.0)
+    return Layer(run, linear=nn.Linear(made.width, made.width), before=None)
 
 
 LAYERS: dict[str, Callable[[Made, Node], nn.Module]] = {
     "linear": Linear,
     "feed": Feed,
-    "tied": Tied,
-    "reads": Reads,
-    "norm": Norm,
-    "batch norm": BatchNorm,
-    "tiny": Tiny,
-    "strided": Strided,
-    "conv": Conv,
-    "table": Table,
-    "recurrent": Recurrent,
-    "double": lambda made, node: Cast(made, node, torch.float64),
-    "half": lambda made, node: Cast(made, node, torch.bfloat16),
-    "unused": Unused,
-    "by rank": ByRank,
-    "counts": Counts,
-    "weight norm": WeightNorm,
-    "drop": Drop,
-    "in place": InPlace,
-    "recalls": Recalls,
+    "tied": tied,
+    "reads": reads,
+    "norm": lambda made, _: nn.Sequential(nn.LayerNorm(made.width)),
+    "batch norm": lambda made, _: Layer(lambda of, x: x + of.norm(x), norm=nn.BatchNorm1d(made.width, eps=1e-2)),
+    "tiny": tiny,
+    "strided": strided,
+    "conv": conv,
+    "table": table,
+    "recurrent": lambda made, _: Layer(
+        lambda of, x: of.recurrent(x[None])[0][0], recurrent=nn.GRU(made.width, made.width, batch_first=True)
+    ),
+    "double": partial(cast, torch.float64),
+    "half": partial(cast, torch.bfloat16),
+    "unused": unused,
+    "by rank": by_rank,
+    "counts": counts,
+    "weight norm": lambda made, _: Layer(through_linear, linear=weight_norm(nn.Linear(made.width, made.width))),
+    "drop": lambda made, _: nn.Sequential(nn.Dropout(0.3)),
+    "in place": in_place,
+    "recalls": recalls,
 }

@@ -1,20 +1,53 @@
-"""What a loop may do beside forwards, backwards and steps."""
+"""Who averages gradients at stage 1, other than DistributedDataParallel; and what a loop may do beside forwards,
+backwards and steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import zero
-from fuzz.averaging import ByHand
+from runs import add, averages_over_ranks
 
 if TYPE_CHECKING:
     from fuzz.training import Trained
+
+
+class ByHand(nn.Module):
+    """Averages gradients at stage 1 as the reference does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        self.sync = True
+        self.averages: dict[nn.Parameter, Tensor] = {}
+        self.local: dict[nn.Parameter, Tensor] = {}
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+
+    def collect(self, *, sync: bool) -> None:
+        for param in self.module.parameters():
+            add(self.local, param, param.grad)
+            param.grad = None
+        if sync:
+            for param, average in averages_over_ranks(self.module, self.local).items():
+                add(self.averages, param, average)
+            self.local.clear()
+
+    def show(self) -> None:
+        for param in self.module.parameters():
+            param.grad = self.averages.get(param)
 
 
 def evaluate(both: Trained) -> None:
@@ -28,7 +61,6 @@ def evaluate(both: Trained) -> None:
 
 
 def forward_alone(both: Trained) -> None:
-    """Which no backward follows."""
     for model in (both.model, both.plain):
         torch.manual_seed(both.rank)
         model(both.batch(901))
@@ -105,7 +137,6 @@ def scale(both: Trained) -> None:
 
 
 def drop(both: Trained) -> None:
-    """The head's gradients."""
     for model in both.each():
         for param in model.head.parameters():
             param.grad = None
@@ -114,7 +145,6 @@ def drop(both: Trained) -> None:
 
 
 def halve_here(both: Trained) -> None:
-    """Parameters as they are between steps."""
     for model in both.each():
         with torch.no_grad():
             _halve(model)

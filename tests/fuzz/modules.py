@@ -1,6 +1,7 @@
 """What random models put around layers, and the models."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +32,6 @@ class Sequence(nn.Sequential):
         super().__init__(*(make(made, one) for one in node.inside))
 
 
-class Residual(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.run(x)
-
-
-class Twice(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(torch.tanh(self.run(x)))
-
-
 class Checkpointed(Around):
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.run, x, use_reentrant=False)
@@ -51,33 +42,30 @@ class Reentrant(Around):
         return checkpoint(self.run, x, use_reentrant=True) if x.requires_grad else self.run(x)
 
 
-class EachCheckpointed(Around):
-    def run(self, x: Tensor) -> Tensor:
-        for module in self.inside:
-            x = checkpoint(module, x, use_reentrant=False)
-        return x
-
-
-class Ignored(Around):
-    """What is inside runs, but its output is not used."""
+class Doing(Around):
+    def __init__(self, do: Callable[[Around, Tensor], Tensor], made: Made, node: Node) -> None:
+        super().__init__(made, node)
+        self.do = do
 
     def forward(self, x: Tensor) -> Tensor:
-        self.run(x)
-        return x
+        return self.do(self, x)
 
 
-class NoGrad(Around):
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            beside = self.run(x)
-        return x + beside
+def each_checkpointed(around: Around, x: Tensor) -> Tensor:
+    for module in around.inside:
+        x = checkpoint(module, x, use_reentrant=False)
+    return x
 
 
-class Skipped(Around):
-    """What is inside does not run in odd steps."""
+def ignored(around: Around, x: Tensor) -> Tensor:
+    around.run(x)
+    return x
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x if NOW.step % 2 else self.run(x)
+
+def without_gradients(around: Around, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        beside = around.run(x)
+    return x + beside
 
 
 class Packed(Around):
@@ -107,14 +95,14 @@ class Packed(Around):
 AROUND: dict[str, Callable[[Made, Node], nn.Module]] = {
     "list": Around,
     "sequence": Sequence,
-    "residual": Residual,
-    "twice": Twice,
+    "residual": partial(Doing, lambda around, x: x + around.run(x)),
+    "twice": partial(Doing, lambda around, x: around.run(torch.tanh(around.run(x)))),
     "checkpointed": Checkpointed,
-    "each checkpointed": EachCheckpointed,
+    "each checkpointed": partial(Doing, each_checkpointed),
     "reentrant": Reentrant,
-    "ignored": Ignored,
-    "no grad": NoGrad,
-    "skipped": Skipped,
+    "ignored": partial(Doing, ignored),
+    "no grad": partial(Doing, without_gradients),
+    "skipped": partial(Doing, lambda around, x: x if NOW.step % 2 else around.run(x)),  # in odd steps
     "packed": Packed,
 }
 

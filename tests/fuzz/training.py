@@ -14,10 +14,9 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, NAdam, Optimizer, RAdam, RMSprop
 
 import zero
-from fuzz.averaging import ByHand
 from fuzz.cases import Case, Node, Step
 from fuzz.layers import NOW, Feed, Linear
-from fuzz.loop import EVENTS, WRITES
+from fuzz.loop import EVENTS, WRITES, ByHand
 from fuzz.modules import Around, Checkpointed, Packed, Reentrant, Root, Sequence
 from optimizers import Lamb
 from runs import SideBySide, ddp_sends_buffers, on_mesh
@@ -207,7 +206,6 @@ def refusals(case: Case) -> Iterator[str]:
 
 
 def train(rank: int, world: int, case: Case) -> None:
-    """Raises where the numbers are not the reference's."""
     NOW.rank, NOW.step = rank, 0
     both = Trained(case, rank)
     for number, step in enumerate(case.steps):

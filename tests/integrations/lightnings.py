@@ -76,10 +76,8 @@ class Module(pl.LightningModule):
 
 
 def strategy(stage: int, **options: Any) -> Any:
-    """Of a stage; 0 is Lightning's own DistributedDataParallel."""
-    if stage == 0:
-        return pl.strategies.DDPStrategy()
-    return zero.integrations.lightning.ZeroStrategy(stage, **options)
+    """Of a stage; 0 is Lightning's own DistributedDataParallel, which has no options."""
+    return zero.integrations.lightning.ZeroStrategy(stage, **options) if stage else pl.strategies.DDPStrategy()
 
 
 def trainer(rank: int, world: int, strategy: Any, **options: Any) -> pl.Trainer:
@@ -179,22 +177,19 @@ class Seen(pl.Callback):
         self.norm = norm_of_gradients(trainer.strategy.model).item()
 
 
-CASES: dict[str, tuple[type[Module], Callable[[], dict[str, Any]]]] = {
-    "plain": (Module, dict),
-    "accumulated": (Module, lambda: {"accumulate_grad_batches": 2}),
-    "by hand": (Manual, dict),
-    "two optimizers": (TwoOptimizers, dict),
-    "clipped": (Module, lambda: {"gradient_clip_val": 0.5}),
+CASES: dict[str, tuple[type[Module], dict[str, Any]]] = {
+    "plain": (Module, {}),
+    "accumulated": (Module, {"accumulate_grad_batches": 2}),
+    "by hand": (Manual, {}),
+    "two optimizers": (TwoOptimizers, {}),
+    "clipped": (Module, {"gradient_clip_val": 0.5}),
 }
 
 
 def logger(rows: list[list[float]]) -> Any:
     """Adds what it is handed to these."""
-
-    def log_metrics(metrics: dict[str, float], step: int) -> None:
-        rows.append([*metrics.values()])
-
-    return mock.Mock(spec=pl.loggers.Logger, save_dir=None, log_metrics=log_metrics)
+    log = lambda metrics, step: rows.append([*metrics.values()])  # noqa: E731
+    return mock.Mock(spec=pl.loggers.Logger, save_dir=None, log_metrics=log)
 
 
 def all_cases(rank: int, world: int, stage: int) -> dict[str, Any]:
@@ -203,12 +198,8 @@ def all_cases(rank: int, world: int, stage: int) -> dict[str, Any]:
     for name, (kind, options) in CASES.items():
         module, seen, rates = kind(), Seen(), []
         monitor = pl.callbacks.LearningRateMonitor(log_momentum=True, log_weight_decay=True)
-        more: dict[str, dict[str, Any]] = {
-            "plain": {"callbacks": [seen]},
-            "accumulated": {"callbacks": [monitor], "logger": logger(rates)},
-            "clipped": {"callbacks": [seen]},
-        }
-        run = trainer(rank, world, strategy(stage), **options(), **more.get(name, {}), log_every_n_steps=1)
+        more = {"callbacks": [monitor], "logger": logger(rates)} if name == "accumulated" else {"callbacks": [seen]}
+        run = trainer(rank, world, strategy(stage), **options, **more, log_every_n_steps=1)
         torch.manual_seed(rank)
         run.fit(module)
         values = [run.callback_metrics["val_loss"].item(), run.optimizers[0].param_groups[0]["lr"], rates]
@@ -241,18 +232,13 @@ def resumed(rank: int, world: int, pairs: list[tuple[int, int]], folder: str, ki
     whole = Module()
     trainer(rank, world, strategy(0), max_epochs=2).fit(whole)
     expected, expected_weights, _ = record(whole, [])
-    options = {} if kind == "full" else {"checkpoint": kind}
-    saved = set[str]()
+    for first in dict(pairs):
+        run = trainer(rank, world, strategy(first, checkpoint=kind))
+        run.fit(Module())
+        run.save_checkpoint(f"{folder}/{first}")  # after fit
     for first, second in pairs:
-        path = f"{folder}/{first}"
-        if path not in saved:
-            run = trainer(rank, world, strategy(first, **(options if first else {})))
-            run.fit(Module())
-            run.save_checkpoint(path)  # after fit
-            saved.add(path)
-        module = Module()
-        run = trainer(rank, world, strategy(second, **(options if second else {})), max_epochs=2)
-        run.fit(module, ckpt_path=path)
+        run = trainer(rank, world, strategy(second, checkpoint=kind), max_epochs=2)
+        run.fit(module := Module(), ckpt_path=f"{folder}/{first}")
         losses, weights, _ = record(module, [])
         assert losses == expected[len(expected) // 2 :], (first, second)
         assert all(torch.equal(weights[name], value) for name, value in expected_weights.items()), (first, second)
@@ -348,10 +334,9 @@ class Count(pl.Callback):
 
 
 def resumed_in_phases(rank: int, world: int, stage: int, kind: str, folder: str) -> Any:
-    options = {"checkpoint": kind} if stage else {}
     for epochs, path in [(1, None), (2, f"{folder}/{stage} {kind}")]:
         module, count = Phased(), Count()
-        run = trainer(rank, world, strategy(stage, **options), max_epochs=epochs, callbacks=[count])
+        run = trainer(rank, world, strategy(stage, checkpoint=kind), max_epochs=epochs, callbacks=[count])
         run.fit(module, ckpt_path=path)
         run.save_checkpoint(f"{folder}/{stage} {kind}")
     return record(module, [count.seen, module.scale])
@@ -373,9 +358,8 @@ class Finetuned(Module):
 
 def finetuned(rank: int, world: int, stage: int, kind: str, folder: str) -> Any:
     """On one rank: DistributedDataParallel averages no gradients of parameters that were frozen at first."""
-    options = {"checkpoint": kind} if stage else {}
     for epochs, path in [(3, None), (4, f"{folder}/{stage} {kind}")]:
-        run = trainer(rank, world, strategy(stage, **options), max_epochs=epochs, callbacks=[Unfreezes()])
+        run = trainer(rank, world, strategy(stage, checkpoint=kind), max_epochs=epochs, callbacks=[Unfreezes()])
         run.fit(module := Finetuned(), ckpt_path=path)
         run.save_checkpoint(f"{folder}/{stage} {kind}")
     return record(module, [len(run.optimizers[0].param_groups)])
@@ -463,36 +447,19 @@ def averaged(rank: int, world: int, stage: int, folder: str) -> list[Any]:
     return found
 
 
-def averaging(rank: int, world: int, callback: Any, stage: int, **options: Any) -> None:
-    trainer(rank, world, strategy(stage, **options), callbacks=[callback]).fit(Module())
-
-
 def by_value(rank: int, world: int, stage: int) -> dict[str, Tensor]:
     clipping = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
-    module = Module()
-    trainer(rank, world, strategy(stage), **clipping).fit(module)
+    trainer(rank, world, strategy(stage), **clipping).fit(module := Module())
     return record(module, [])[1]
 
 
-class OwnBackward(Manual):
-    def manual_backward(self, loss: Tensor, *_: Any, **__: Any) -> None:
-        loss.backward()
-
-
-REFUSED: list[tuple[Callable[[int, int], Any], list[str]]] = [
-    (lambda *of: strategy(4), ["ValueError", "stage=4"]),
-    (
-        lambda *of: averaging(*of, pl.callbacks.EMAWeightAveraging(), 2, checkpoint="sharded"),
-        ["ValueError", "EMAWeightAveraging", "checkpoint='full'"],
-    ),
-    (
-        lambda *of: strategy(2, precision="fp16")._take_precision(MixedPrecision("bf16-mixed", "cpu")),
-        ["ValueError", "precision='bf16-mixed' of Lightning", "float16"],
-    ),
-]
-
-
 def refusals(rank: int, world: int) -> None:
-    for call, words in REFUSED:
-        told = ranks.refusal(partial(call, rank, world))
-        assert all(word in told for word in words), (told, words)
+    averages = {"callbacks": [pl.callbacks.EMAWeightAveraging()]}
+    sharded, bf16 = strategy(2, checkpoint="sharded"), MixedPrecision("bf16-mixed", "cpu")
+    for call, words in [
+        (lambda: strategy(4), ["stage=4"]),
+        (lambda: trainer(rank, world, sharded, **averages).fit(Module()), ["EMAWeightAveraging", "checkpoint='full'"]),
+        (lambda: strategy(2, precision="fp16")._take_precision(bf16), ["precision='bf16-mixed' of Li", "float16"]),
+    ]:
+        told = ranks.refusal(call)
+        assert told.startswith("ValueError") and all(word in told for word in words), (told, words)

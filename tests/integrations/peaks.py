@@ -136,14 +136,13 @@ def narrow(rank: int, world: int, stage: int, folder: str) -> Peaks:
     """Accelerate, where saved weights are in 16 bits."""
     from zero.integrations.accelerate import Accelerator, ZeroPlugin
 
-    plain, place = Blocks(), shared_folder(folder, f"narrow {stage}")
-    peaks, plugin = Peaks(plain, [*plain.blocks]), ZeroPlugin(stage, save_16bit_model=True, mixed_precision="bf16")
+    plain, plugin = Blocks(), ZeroPlugin(stage, save_16bit_model=True, mixed_precision="bf16")
+    peaks = Peaks(plain, [*plain.blocks])
     with launched(rank, world), peaks.watching():
         accelerator = Accelerator(cpu=True, zero_plugin=plugin)
-        plain = Blocks()
-        model, _ = accelerator.prepare(plain, Adam(plain.parameters()))
+        model, _ = accelerator.prepare(plain := Blocks(), Adam(plain.parameters()))
         peaks.count(accelerator, "get_state_dict", "save_model")
-        accelerator.save_model(model, place)
+        accelerator.save_model(model, shared_folder(folder, f"narrow {stage}"))
     return peaks
 
 
@@ -208,16 +207,6 @@ def own(rank: int, world: int, stage: int, folder: str) -> Peaks:
 
 def adapter(*given: Any) -> Peaks:
     return trainer(*given, model=adapted)
-
-
-def prompted() -> Any:
-    import peft
-
-    return peft.get_peft_model(gpt2(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
-
-
-def prompts(*given: Any) -> Peaks:
-    return trainer(*given, model=prompted)
 
 
 def lightning(rank: int, world: int, stage: int, folder: str, kind: str = "full") -> Peaks:

@@ -1,11 +1,16 @@
 """Accelerate's configurations: every key is honoured, refused by name, or named as without an effect."""
 
+import configparser
+import importlib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +22,7 @@ from zero import CPUOffload, DiskOffload
 from zero.integrations.accelerate import ZeroPlugin
 from zero.integrations.accelerate import plugin as plugins
 from zero.integrations.accelerate.plugin import chosen
+from zero.integrations.oldest import OLDEST
 
 FSDP: dict[str, tuple[Any, dict[str, Any]]] = {
     "fsdp_version": ("2", {"stage": 3}),
@@ -88,9 +94,7 @@ def test_what_the_launcher_adds_is_not_taken_for_asked(monkeypatch):
 
     with pytest.raises(ValueError, match="no stage to shard at was given"):
         chosen(None)
-    assert vars(plugin()) == {
-        **{"stage": 3, "sharding_strategy": "FULL_SHARD", "cpu_ram_efficient_loading": True, **ADDED}
-    }
+    assert vars(plugin()) == {"stage": 3, "sharding_strategy": "FULL_SHARD", "cpu_ram_efficient_loading": True, **ADDED}
     for asked, expected in [
         ({"reshard_after_forward": "SHARD_GRAD_OP"}, "SHARD_GRAD_OP"),  # Accelerate drops it: its own default wins
         ({"sharding_strategy": "SHARD_GRAD_OP"}, "SHARD_GRAD_OP"),
@@ -135,10 +139,7 @@ STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID
 VALUES: list[tuple[str, str, Any, dict[str, Any]]] = [
     *(("fsdp_config", "fsdp_auto_wrap_policy", one, {"auto_wrap_policy": one}) for one in plugins.WRAPPING),
     *(("fsdp_config", "fsdp_sharding_strategy", one, {"sharding_strategy": one}) for one in STRATEGIES),
-    *(
-        ("fsdp_config", "fsdp_sharding_strategy", number, {"sharding_strategy": one})
-        for number, one in enumerate(STRATEGIES, 1)
-    ),
+    *(("fsdp_config", "fsdp_sharding_strategy", k, {"sharding_strategy": one}) for k, one in enumerate(STRATEGIES, 1)),
     ("fsdp_config", "fsdp_sharding_strategy", "3", {"sharding_strategy": "NO_SHARD"}),
     ("fsdp_config", "fsdp_reshard_after_forward", "true", {"sharding_strategy": "FULL_SHARD"}),
     ("fsdp_config", "fsdp_reshard_after_forward", "HYBRID_SHARD", {"sharding_strategy": "HYBRID_SHARD"}),
@@ -146,10 +147,7 @@ VALUES: list[tuple[str, str, Any, dict[str, Any]]] = [
     ("fsdp_config", "fsdp_backward_prefetch", "BACKWARD_POST", {"prefetch": 2}),
     ("fsdp_config", "fsdp_version", 1, {"stage": 3}),
     *(("deepspeed_config", "zero_stage", stage, {"stage": stage}) for stage in range(4)),
-    *(
-        ("deepspeed_config", f"{one}_device", "cpu", {"offload": CPUOffload(pin_memory=False)})
-        for one in ("offload_optimizer", "offload_param")
-    ),
+    ("deepspeed_config", "offload_param_device", "cpu", {"offload": CPUOffload(pin_memory=False)}),
     ("deepspeed_config", "offload_optimizer_device", "nvme", {"offload": DiskOffload("/scratch")}),
 ]
 """Further values of the keys."""
@@ -162,15 +160,10 @@ BUILD: dict[str, Callable[..., ZeroPlugin]] = {
     "deepspeed_config": lambda folder, **keys: from_yaml(folder, deepspeed_config=keys),
     "ZeroPlugin": lambda _, **options: ZeroPlugin(**options),
 }
-OF_SECTION: dict[str, dict[str, Any]] = {"fsdp_config": {}, "deepspeed_config": {"zero_stage": 3}}
-HONOURED = [
-    *(("fsdp_config", key, {}, *case) for key, case in FSDP.items()),
-    *(("deepspeed_config", key, {"zero_stage": stage}, *case) for key, (stage, *case) in DEEPSPEED.items()),
-    *(
-        (section, key, {"zero_stage": 3} if section == "deepspeed_config" else {}, *case)
-        for section, key, *case in VALUES
-    ),
-]
+IN = {"fsdp_config": {}, "deepspeed_config": {"zero_stage": 3}}
+HONOURED = [("fsdp_config", key, {}, *case) for key, case in FSDP.items()]
+HONOURED += [("deepspeed_config", key, {"zero_stage": stage}, *case) for key, (stage, *case) in DEEPSPEED.items()]
+HONOURED += [(section, key, IN[section], *case) for section, key, *case in VALUES]
 
 
 @pytest.mark.parametrize(
@@ -202,21 +195,9 @@ def test_keys_that_mean_nothing_here_are_named(tmp_path):
 
 
 def test_accelerates_own_words_for_deepspeed(tmp_path, monkeypatch):
-    section = {
-        "zero_stage": 3,
-        "offload_param_device": "nvme",
-        "offload_param_nvme_path": "/scratch",
-        "gradient_accumulation_steps": 4,
-        "zero3_init_flag": "true",
-        "deepspeed_moe_layer_cls_names": "Moe,Other",
-    }
-    expected = ZeroPlugin(
-        stage=3,
-        offload=DiskOffload("/scratch"),
-        gradient_accumulation_steps=4,
-        cpu_ram_efficient_loading=True,
-        as_one_unit=("Moe", "Other"),
-    )
+    keys = ("offload_param_device", "gradient_accumulation_steps", "zero3_init_flag", "deepspeed_moe_layer_cls_names")
+    section = {"zero_stage": 3, "offload_param_nvme_path": "/scratch", **{key: DEEPSPEED[key][1] for key in keys}}
+    expected = ZeroPlugin(stage=3, **{name: value for key in keys for name, value in DEEPSPEED[key][2].items()})
     assert from_yaml(tmp_path, deepspeed_config=section) == expected
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     for name, value in section.items():
@@ -261,3 +242,30 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
 def test_what_cannot_be_is_refused_by_name(build, given, told, tmp_path):
     with pytest.raises(ValueError, match=told):
         BUILD[build](tmp_path, **given)
+
+
+# Versions of other libraries that are too old for the integrations.
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("library", OLDEST)
+@pytest.mark.parametrize(("found", "told"), [("0.9.1", "0.9.1"), (PackageNotFoundError, "none")])
+def test_importing_an_integration_says_which_version_it_needs(library, found, told):
+    name = f"zero.integrations.{library}"
+    with mock.patch.dict(sys.modules), mock.patch("zero.integrations.oldest.version", side_effect=[found]):
+        for module in [module for module in sys.modules if module.startswith(name)]:
+            del sys.modules[module]
+        with pytest.raises(ImportError, match=f"needs {library} {OLDEST[library]} or newer, and {told} is installed"):
+            importlib.import_module(name)
+
+
+def test_the_extras_ask_for_the_same_versions():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    extras = config["options.extras_require"]
+    asked = {line for name in OLDEST for line in extras[name].split() if line != "safetensors"}
+    assert asked == {f"{library}>={version}" for library, version in OLDEST.items()}
+    page = " ".join((ROOT / "docs" / "integrations.md").read_text().lower().split())
+    assert all(f"{library} {version}" in page for library, version in OLDEST.items())

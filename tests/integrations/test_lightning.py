@@ -22,7 +22,10 @@ import ranks
 from assertions import close
 from processes import python
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning: too few workers, short epochs, no GPU
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+]  # of Lightning: too few workers, short epochs, no GPU
 STAGES = [1, 2, 3]
 MODULES = ["lightnings", "fabrics"]
 TOLERANCES = {"clipped": 1e-5, "two optimizers": 1e-5, "by hand": 1e-5, "accumulated": 1e-5}
@@ -34,7 +37,6 @@ def trained(module: str, stage: int) -> list[Any]:
     return on_ranks(module, "all_cases", stage)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_trains_to_the_numbers_of_ddp(stage, module):
@@ -49,7 +51,6 @@ def test_a_stage_trains_to_the_numbers_of_ddp(stage, module):
             assert same(own_values, values, tolerance), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(("asked", "precision"), [("bf16-mixed", "bf16"), ("16-mixed", "fp16")])
@@ -63,14 +64,12 @@ def held(rank: int, world: int, module: str) -> list[float]:
     return [count(rank, world, stage, sync_each_batch=asked) for stage, asked in ways]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_accumulation_holds_shards_of_gradients_unless_asked_otherwise(module):
     for shares in on_ranks(__name__, "held", module):
         assert shares == pytest.approx([1.0, 0.5, 0.5, 1.0, 1.0], rel=0.1)  # parameters are few
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_gradients_are_clipped_by_value_as_by_ddp_where_a_rank_has_elements(module):
     expected, *found = (on_ranks(module, "by_value", stage)[0] for stage in (0, *STAGES))
@@ -78,20 +77,17 @@ def test_gradients_are_clipped_by_value_as_by_ddp_where_a_rank_has_elements(modu
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
-@pytest.mark.slow
 def test_fabric_clips_each_of_two_optimizers_by_the_norm_of_its_own_gradients():
     expected, *found = (on_ranks("fabrics", "two_optimizers", stage) for stage in [0, *STAGES])
     for by_rank in found:
         assert by_rank == [pytest.approx(one, rel=1e-5) for one in expected]
 
 
-@pytest.mark.slow
 def test_fabric_saves_one_optimizer_over_two_models(tmp_path):
     expected, *found = (on_ranks("fabrics", "two_models", stage, str(tmp_path)) for stage in (0, 1, 3))
     assert found == [expected] * 2
 
 
-@pytest.mark.slow
 def test_fabric_cuts_state_that_an_optimizer_has_from_the_start():
     assert on_ranks("fabrics", "with_state", 3) == on_ranks("fabrics", "with_state", 0)
 
@@ -104,7 +100,6 @@ def same(one: Any, other: Any, tolerance: float) -> bool:
     return one == (pytest.approx(other, rel=tolerance) if tolerance else other)
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize(("kind", "stages"), [("full", [0, 1, 2, 3]), ("sharded", [1, 2, 3])])
@@ -121,31 +116,26 @@ def resumed_at(rank: int, world: int, module: str, url: str, folder: str) -> Non
     assert os.listdir(folder) == (["there"] if url.startswith("file:") else [])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize(("url", "world"), [("memory://bucket/run", 1), ("file://{}/there", 2)])
 def test_a_sharded_checkpoint_is_written_to_a_url_and_read_from_it(module, url, world, tmp_path):
     ranks.run(call, world, (__name__, "resumed_at", (module, url.format(tmp_path), str(tmp_path))), 110)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_a_checkpoint_takes_the_place_of_one_of_the_other_kind(module, tmp_path):
     on_ranks(module, "saved_in_turn", str(tmp_path / "last.ckpt"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_a_save_that_was_interrupted_leaves_the_one_before(module, tmp_path):
     on_ranks(module, "interrupted", str(tmp_path))
 
 
-@pytest.mark.slow
 def test_saved_files_have_all_weights(tmp_path):
     on_ranks("lightnings", "saved_by_callback", str(tmp_path))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize(("name", "world"), [("resumed_in_phases", 2), ("finetuned", 1)])
 def test_what_a_checkpoint_brings_back_is_there_before_the_fit_starts(name, world, stage, tmp_path):
@@ -161,12 +151,10 @@ def test_what_a_checkpoint_brings_back_is_there_before_the_fit_starts(name, worl
         assert all(torch.equal(own_weights[weight], value) for weight, value in weights.items())
 
 
-@pytest.mark.slow
 def test_a_plugin_of_the_users_reads_and_writes_checkpoints(tmp_path):
     ranks.run(call, 1, ("lightnings", "saved_by_plugin", (str(tmp_path),)), 110)
 
 
-@pytest.mark.slow
 def test_one_module_is_trained_by_one_stage_after_another():
     on_ranks("lightnings", "again")
 
@@ -187,7 +175,6 @@ def test_averages_of_weights_are_those_of_ddp(tmp_path):
             assert all(torch.equal(own_weights[weight], value) for weight, value in weights.items())
 
 
-@pytest.mark.slow
 def test_the_example_runs(tmp_path):
     on_ranks("lightnings", "example", str(tmp_path))
     weights = torch.load(tmp_path / "model.ckpt", weights_only=True)["state_dict"]
@@ -195,7 +182,6 @@ def test_the_example_runs(tmp_path):
     assert all(value.numel() for value in weights.values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("module", MODULES)
 def test_what_cannot_be_done_is_refused_on_every_rank(module):
     on_ranks(module, "refusals")

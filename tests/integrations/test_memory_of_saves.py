@@ -15,7 +15,6 @@ SAVED = {
     "trainer": {"_save_checkpoint": 2, "_load_from_checkpoint": 0, "_load_best_model": 0, LOAD_BOTH: 0},
     "own": {"save_model": 1},
     "adapter": {"_save_checkpoint": 0, "_load_from_checkpoint": 0, "_load_best_model": 0, LOAD_BOTH: 0},
-    "prompts": {"_save_checkpoint": 0, "_load_from_checkpoint": 0, "_load_best_model": 0, LOAD_BOTH: 0},
     "lightning": {"save_checkpoint": 3, "load_checkpoint": 0, "load_model_state_dict": 0, LOAD_STATE: 0},
     "fabric": {"save": 3, "load": 0},
     "accelerate SHARDED": {"get_state_dict": 1, "save_model": 1, "save_state": 0, "load_state": 0},
@@ -24,8 +23,8 @@ SAVED = {
     "fabric sharded": {"save": 0, "load": 0},
 }
 """What rank 0 gets: the weights are 1, and Adam's state is 2, of which Accelerate and the Trainer save one by one.
-Shards are written from where they lie; the Trainer saves weights for transformers beside them. An adapter, or prompts,
-and their state are small."""
+Shards are written from where they lie; the Trainer saves weights for transformers beside them. An adapter
+and its state are small."""
 
 TAKES_STATE = {
     "accelerate": "load_state",

@@ -1,11 +1,17 @@
 """Hugging Face's Trainer at stages 1, 2 and 3, against the Trainer itself, which is DDP."""
 
+import re
+import shutil
+import warnings
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from trainers import build, gpt2, losses, same, weights
 
@@ -19,6 +25,7 @@ if find_spec("transformers") is None or find_spec("accelerate") is None:
 
 STAGES = (1, 2, 3)
 pytestmark = [
+    pytest.mark.slow,
     # peft still asks transformers by the old name.
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
     # It is the device of ranks without a GPU.
@@ -30,7 +37,6 @@ def norms(trainer: Any) -> Tensor:
     return torch.tensor([entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -60,7 +66,6 @@ def test_losses_weights_and_logs_are_those_of_ddp(rank, world, tmp_path, options
             assert got.state.total_flos == expected.state.total_flos
 
 
-@pytest.mark.slow
 @ranks.on(2, timeout=100)
 def test_bf16_is_the_same_at_every_stage_and_close_to_autocast(rank, world, tmp_path):
     found = []
@@ -90,7 +95,6 @@ def held(stage: int, folder: str, **options: Any) -> float:
     return max(shares) / sum(param.nbytes for param in gpt2().parameters())
 
 
-@pytest.mark.slow
 @ranks.on(2, timeout=100)
 def test_accumulation_holds_shards_of_gradients_unless_asked_otherwise(rank, world, tmp_path):
     for stage, share in {1: 1.0, 2: 0.5, 3: 0.5}.items():
@@ -107,7 +111,6 @@ GOES_ON = {(0, FULL): (1, 2), (1, FULL): (3,), (3, FULL): (0,), (2, SHARDED): (3
 ALL = {(stage, FULL): (0, *STAGES) for stage in (0, *STAGES)} | {(stage, SHARDED): (2, 3) for stage in (2, 3)}
 
 
-@pytest.mark.slow
 @pytest.mark.matrix
 @ranks.on(2, timeout=100)
 def test_checkpoints_go_on_bit_for_bit_at_any_stage_and_without_zero(rank, world, tmp_path):
@@ -138,7 +141,6 @@ def test_checkpoints_go_on_bit_for_bit_at_any_stage_and_without_zero(rank, world
                 assert same(weights(again), expected_weights), (stage, other)
 
 
-@pytest.mark.slow
 @ranks.on(2, timeout=100)
 def test_a_checkpoint_takes_the_place_of_one_of_another_kind(rank, world, tmp_path):
     from zero.integrations.accelerate import ZeroPlugin
@@ -163,14 +165,12 @@ def evaluated_first(rank: int, world: int, folder: str) -> dict[str, Tensor]:
         return dict(trainer.model.state_dict())
 
 
-@pytest.mark.slow
 def test_a_model_that_was_evaluated_first_is_trained_by_all_ranks(tmp_path):
     """transformers' own leaves DistributedDataParallel away then, and each rank trains by itself."""
     first, second = ranks.run(evaluated_first, args=(str(tmp_path),))
     assert same(first, second)
 
 
-@pytest.mark.slow
 @ranks.on(2, timeout=100)
 def test_a_loss_of_the_module_inside_is_averaged_at_stage_1(rank, world, tmp_path):
     import transformers
@@ -209,7 +209,6 @@ def test_the_best_model_a_second_train_and_a_late_resume(rank, world, tmp_path):
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
 @ranks.on(2, timeout=100)
 def test_arguments_are_honoured_or_refused_on_every_rank(rank, world, tmp_path):
     from zero.integrations.accelerate import ZeroPlugin
@@ -239,3 +238,212 @@ def test_arguments_are_honoured_or_refused_on_every_rank(rank, world, tmp_path):
         with launched(rank, world):
             error = ranks.refusal(partial(build, **{"stage": 2, "folder": tmp_path, **options}))
         assert error.startswith("ValueError") and told in error, (told, error)
+
+
+# Trainers that go on from checkpoints of which a file is missing, or that transformers' FSDP Trainer has saved.
+
+
+BY_NAME = "by name.bin"
+
+
+def saving(folder: Path) -> Any:
+    """transformers' own Trainer, which has saved after two steps of four, and the state also as with FSDP."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+    from transformers import TrainerCallback
+
+    class AlsoByName(TrainerCallback):
+        def on_save(self, _: Any, state: Any, *__: Any, model: Any, optimizer: Any, **___: Any) -> None:
+            whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            if state.global_step == 2 and dist.get_rank() == 0:
+                torch.save(get_optimizer_state_dict(model, optimizer.optimizer, options=whole), folder / BY_NAME)
+
+    trainer = build(0, str(folder), save_strategy="steps", save_steps=2)
+    trainer.add_callback(AlsoByName())
+    trainer.train()
+    return trainer
+
+
+def lacks(*names: str) -> Callable[[Path], None]:
+    return lambda folder: [Path(folder, name).unlink() for name in names]  # type: ignore[return-value]
+
+
+def of_fsdp(folder: Path) -> None:
+    lacks("optimizer.pt")(folder)
+    shutil.copy(folder.parent / "saved" / BY_NAME, folder / "optimizer.bin")
+
+
+def of_fsdp_in_shards(folder: Path) -> None:
+    lacks("optimizer.pt", "model.safetensors")(folder)
+    for name in ("optimizer_0", "pytorch_model_fsdp_0"):
+        Path(folder, name).mkdir()
+
+
+def of_fsdp_but_weights(folder: Path) -> None:
+    lacks("optimizer.pt")(folder)
+    Path(folder, "optimizer_0").mkdir()
+
+
+def of_another_model(folder: Path) -> None:
+    lacks("optimizer.pt")(folder)
+    state = torch.load(folder.parent / "saved" / BY_NAME, weights_only=True)
+    state["param_groups"][0]["params"][0] = "another.weight"
+    torch.save(state, folder / "optimizer.bin")
+
+
+def torn(folder: Path) -> None:
+    """Another one's shards are left out of the copy."""
+    torch.save({"in": "zero"}, folder / "optimizer.pt")
+
+
+CONTINUES = "goes on"
+AS_ALONE = "as transformers alone"
+FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "whole": (lambda folder: None, CONTINUES),
+    "of FSDP": (of_fsdp, CONTINUES),
+    "of FSDP, in shards": (of_fsdp_in_shards, "accelerate merge-weights .*pytorch_model_fsdp_0"),
+    "of FSDP, optimizer in shards": (of_fsdp_but_weights, "FULL_STATE_DICT.*remove it and scheduler.pt"),
+    "of FSDP, of another model": (of_another_model, "optimizer.bin.*another.weight"),
+    "no optimizer": (lacks("optimizer.pt"), "scheduler.pt has no optimizer.pt beside it.*or remove it"),
+    "no schedule": (lacks("scheduler.pt"), "optimizer.pt has no scheduler.pt beside it.*or remove it"),
+    "neither": (lacks("optimizer.pt", "scheduler.pt"), AS_ALONE),
+    "no generators": (lacks("rng_state_0.pth", "rng_state_1.pth"), AS_ALONE),
+    "no weights": (lacks("model.safetensors"), "has no model.safetensors"),
+    "shards elsewhere": (torn, "no zero with shards"),
+}
+
+
+@ranks.on(2, timeout=100)
+def test_a_folder_goes_on_or_is_refused_on_every_rank_before_training(rank, world, tmp_path):
+    with launched(rank, world):
+        whole = saving(tmp_path / "saved")
+        whole_losses, whole_weights = losses(whole)[2:], weights(whole)
+    for kind, (change, wanted) in FOLDERS.items():
+        folder, expected, expected_weights = tmp_path / kind, whole_losses, whole_weights
+        dist.barrier()
+        if rank == 0:
+            shutil.copytree(tmp_path / "saved" / "checkpoint-2", folder)
+            change(folder)
+        dist.barrier()
+        if wanted == AS_ALONE:
+            with launched(rank, world):
+                alone = build(0, str(tmp_path / "alone"))
+                alone.train(resume_from_checkpoint=str(folder))
+                expected, expected_weights = losses(alone)[2:], weights(alone)
+        for stage in (1, 2, 3):
+            with launched(rank, world), warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                trainer = build(stage, str(tmp_path / "again"))
+                error = ranks.refusal(partial(trainer.train, resume_from_checkpoint=str(folder)))
+                if wanted in (CONTINUES, AS_ALONE):
+                    assert not error and losses(trainer)[2:] == expected, (kind, stage, error)
+                    assert same(weights(trainer), expected_weights), (kind, stage)
+                else:
+                    assert re.search(wanted, error) and not trainer.state.log_history[2:], (kind, stage, error)
+                anew = [str(one.message) for one in told if "begin anew" in str(one.message)]
+                assert len(anew) == (kind == "neither"), (kind, stage, anew)
+
+
+# Trainers that save and load the module inside by themselves, as that of sentence-transformers does.
+
+
+class Around(nn.Module):
+    """As a SentenceTransformer: what it saves has other names than it has itself."""
+
+    _keys_to_ignore_on_save = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = gpt2()
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+        found = self.first(input_ids=input_ids, labels=labels)
+        return {"loss": found.loss * self.scale.mean(), "logits": found.logits}
+
+
+def own_trainer() -> Any:
+    import transformers
+
+    class OwnTrainer(transformers.Trainer):
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+            if self.args.should_save:
+                self.model.first.save_pretrained(output_dir)
+                torch.save({"scale": self.model.scale.detach()}, Path(output_dir, "scale.pt"))
+
+        def _load_from_checkpoint(self, checkpoint_path: str) -> None:
+            loaded = type(self.model.first).from_pretrained(checkpoint_path)
+            self.model.first.load_state_dict(loaded.state_dict())
+            with torch.no_grad():
+                self.model.scale.copy_(torch.load(Path(checkpoint_path, "scale.pt"), weights_only=True)["scale"])
+
+        def _load_best_model(self) -> None:
+            self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    return OwnTrainer
+
+
+def passes_on() -> Any:
+    import transformers
+
+    class PassesOn(transformers.Trainer):
+        def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+            super()._save(output_dir, state_dict=state_dict)
+            if self.args.should_save:
+                Path(output_dir, "note.txt").write_text("saved")
+
+    return PassesOn
+
+
+def at(stage: int, base: Any, folder: Path, **options: Any) -> Any:
+    from zero.integrations.transformers import ZeroTrainerMixin
+
+    mixed = type(base.__name__, (ZeroTrainerMixin, base), {})
+    return build(stage, str(folder), kind=mixed if stage else base, save_strategy="steps", save_steps=2, **options)
+
+
+KINDS = {"its own": (own_trainer, Around), "passes on": (passes_on, gpt2)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@ranks.on(2, timeout=100)
+def test_it_saves_and_goes_on_as_alone(rank, world, tmp_path, kind):
+    made, model = KINDS[kind]
+    base, every_2 = made(), {"eval_strategy": "steps", "eval_steps": 2}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True, **every_2}
+    found = []
+    for stage in (0, 1, 2, 3):
+        place = tmp_path / str(stage)
+        with launched(rank, world):
+            trainer = at(stage, base, place, model=model, **best)
+            trainer.train()
+            trainer.save_model(str(place / "final"))
+            dist.barrier()
+            files = {file: (place / file).read_bytes() for file in names(place)}
+            assert len(files) == (6 if kind == "its own" else 3)
+        with launched(rank, world):
+            again = at(stage, base, tmp_path / "again", model=model)
+            again.train(resume_from_checkpoint=str(place / "checkpoint-2"))
+            found.append([files, losses(trainer), weights(trainer), losses(again), weights(again)])
+        assert found[-1][:2] == found[0][:2] and found[-1][3] == found[0][3], stage
+        assert all(same(found[-1][one], found[0][one]) for one in (2, 4)), stage
+        assert losses(again)[2:] == losses(trainer)[2:4]
+
+
+def names(folder: Path) -> list[str]:
+    """The files with weights."""
+    found = (file for one in ("model.safetensors", "scale.pt") for file in folder.rglob(one))
+    return sorted(str(file.relative_to(folder)) for file in found)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2, timeout=100)
+def test_where_it_cannot_write_every_rank_raises(rank, world, tmp_path, stage):
+    with launched(rank, world):
+        trainer = at(stage, own_trainer(), tmp_path, model=Around)
+        trainer.train()
+        expected = weights(trainer)
+        if rank == 0:
+            Path(tmp_path, "a file").write_text("in the way")
+        error = ranks.refusal(partial(trainer.save_model, str(tmp_path / "a file" / "inside")))
+        assert error, error
+        assert same(weights(trainer), expected)

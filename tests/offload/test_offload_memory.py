@@ -12,16 +12,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Adafactor, Adam
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import assertions
 import gpus
 import matrix
 import zero
 from inner import set_bucket_size
+from optimizers import ELEMENTWISE
 from simulated.memory import FROM_CPU, NUMBERS, TO_CPU, Race
 from simulated.scenarios import HALF, SCENARIOS, WORLD, block, built, in_two_backwards, ones, sgd, step, with_clipping
-from simulated.world import Simulated, pinning, simulated
+from simulated.world import Simulated, pinning, simulated, small_pieces
 from zero.comm.streams import PinnedMemory
+from zero.offload import digest
 from zoo import Block, Stack
 
 pytestmark = gpus.cpu_only("the GPU is a simulated one")
@@ -272,3 +276,139 @@ def test_so_it_is_at_every_stage_also_where_little_is_copied(scenario):
         SCENARIOS[scenario](there)
         gc.collect()
         assert runtime.cudaHostRegister.called
+
+
+# Steps of offloaded shards piece by piece are those of whole tensors, bit for bit.
+
+
+PIECE = 128
+OPTIMIZERS: dict[str, Any] = {
+    **{name: partial(optim, **options) for name, (optim, options) in ELEMENTWISE.items()},
+    "fused": partial(Adam, lr=0.01, fused=True),
+    "foreach": partial(Adam, lr=0.01, foreach=True),
+}
+
+
+@pytest.fixture
+def in_small_pieces():
+    with small_pieces(PIECE):
+        yield
+
+
+def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    """Some are longer than a piece and not a multiple of one, others fit into one together; of one the elements lie in
+    another order than those of its gradients."""
+    torch.manual_seed(0)
+    values = [torch.randn(40, 50), torch.randn(7), torch.randn(()), torch.randn(8, 4, 3, 3), torch.randn(13)]
+    values[3] = values[3].to(memory_format=torch.channels_last)
+    return [nn.Parameter(one.to(dtype)) for one in [*values, torch.randn(2 * PIECE)]]
+
+
+def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [{"params": params[:2], "lr": 0.05}, {"params": params[2:]}]
+
+
+@pytest.mark.usefixtures("in_small_pieces")
+@matrix.combined("name, dtype", OPTIMIZERS, [torch.float32, torch.bfloat16])
+def test_each_optimizer_steps_pieces_as_it_steps_all(name, dtype):
+    optim = OPTIMIZERS[name]
+    params, whole = parameters(dtype), parameters(dtype)
+    stepped = [nn.Parameter(param.float()) for param in whole]
+    ours, plain = zero.OSS(groups(params), optim, offload=zero.CPUOffload()), optim(groups(stepped))
+    for turn in range(3):
+        for number, (param, master) in enumerate(zip(params, stepped, strict=True)):
+            if number == 4 or number == 1 + turn:  # one never has gradients, and one not in this step
+                param.grad = master.grad = None
+            else:
+                param.grad = torch.randn(param.shape, dtype=dtype)
+                master.grad = torch.empty_like(master).copy_(param.grad)  # torch's fused kernels need one order
+        for one in (ours, plain):
+            one.param_groups[0]["lr"] = 0.05 / (1 + turn)
+            one.step()
+        for param, master in zip(params, stepped, strict=True):
+            assert torch.equal(param, master.to(dtype))
+    states = [plain.state[master] for master in stepped], [ours.optim.state[ours.part(param)] for param in params]
+    for expected, found in zip(*states, strict=True):
+        assert expected.keys() == found.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("in_small_pieces")
+def test_a_step_that_a_scaler_skips_leaves_each_piece_as_it_was():
+    params = parameters(torch.bfloat16)
+    optimizer = zero.OSS(params, partial(Adam, fused=True), offload=zero.CPUOffload())
+    for found_inf in (0.0, 1.0, 0.0):
+        before = [param.detach().clone() for param in params]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.optim.grad_scale, optimizer.optim.found_inf = torch.tensor(1.0), torch.tensor(found_inf)
+        optimizer.step()
+        assert all(torch.equal(*pair) for pair in zip(before, params, strict=True)) == bool(found_inf)
+    counts = [state["step"].item() for state in optimizer.optim.state.values()]
+    assert counts == [2] * len(params)
+
+
+@pytest.mark.slow
+def test_a_step_of_16_bits_takes_what_is_stepped_its_state_and_its_gradient():
+    """Of an element that a rank owns, the CPU holds 16 bytes in a step at stage 1: 4 of what is stepped, 8 of Adam's
+    state, 4 of the gradient."""
+    side = 128
+    module = nn.Sequential(*(nn.Linear(side if number else 8, side, bias=False) for number in range(4)))
+    with simulated() as there:
+        how: Any = {"optim": partial(Adam, foreach=True), "offload": zero.CPUOffload()}
+        model, optimizer = built(there, 1, module.to(torch.bfloat16), **how)
+        set_bucket_size(optimizer, side * side)
+        for _ in range(2):
+            there.memory.reset_peaks()
+            step(model, optimizer)
+            optimizer.zero_grad()
+        held = there.memory.peaks()[1]
+    owned = sum(param.numel() for param in module.parameters()) // WORLD
+    expected, few = 16 * owned, 4096
+    assert expected <= held < expected + few
+
+
+# Digests tell any write, and cost a GPU little beside the copies of a step.
+
+
+def written(to: Tensor, how: str) -> None:
+    """How many elements are written, and that some sums over them stay the same."""
+    if how == "the last":
+        to[-1:].neg_()
+    elif how == "two signs":
+        to[[5, 900]] = -to[[5, 900]]
+    else:
+        first, second = (0, 1) if how == "neighbours" else (3, 703)
+        to[[first, second]] = to[[second, first]]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.complex128], ids=str)
+@pytest.mark.parametrize("how", ["the last", "two signs", "neighbours", "far apart"])
+def test_any_write_is_told(dtype, how):
+    """Also where neither beginning nor end is that of a word, and in chunks."""
+    flat = torch.randn(1004, dtype=dtype)[3:]
+    with mock.patch("zero.offload._CHUNK", 64 * flat.element_size()):
+        before = digest(flat)
+        assert digest(flat.clone()) == before
+        written(flat, how)
+        assert digest(flat) != before
+
+
+class Moved(TorchDispatchMode):
+    """Bytes that operators read and write."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **kwargs or {})
+        if not func.is_view:
+            self.nbytes += sum(one.nbytes for one in tree_leaves((args, result)) if isinstance(one, Tensor))
+        return result
+
+
+def test_a_digest_moves_26_times_the_bytes_of_its_tensor():
+    flat = torch.ones(8000, dtype=torch.bfloat16)
+    with Moved() as moved:
+        digest(flat)
+    assert moved.nbytes == pytest.approx(26 * flat.nbytes, rel=0.01)

@@ -5,15 +5,22 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
+import gpus
 import ranks
+import zero
+import zoo
 from assertions import same, same_weights
+from inner import bytes_read
 from optimizers import ELEMENTWISE, MOMENTUM, Lamb, MyAdam
 from rows import Rows, adam, trains
 from runs import at_stage, norm_of_gradients, pair, train
-from zoo import OddNet, built, filled, matrices
+from transports import READS
+from zoo import OddNet, built, filled, matrices, odd_batch
 
 
 def adam_by_factory(params, **options):
@@ -149,3 +156,91 @@ def test_parameters_may_be_added_after_some_steps(rank, world, partition):
     (_, plain), (_, sharded) = both
     sharded.consolidate_state_dict(to=None)
     same(sharded.state_dict(), plain.state_dict(), "the state")
+
+
+# Stage 1 by zero.setup, which averages by reading on one host; sparse gradients are refused at every stage.
+
+
+@pytest.mark.skipif(not READS, reason="ranks are told to read nothing from one another")
+@ranks.on(2)
+def test_gradients_go_by_reading(rank, world):
+    model, _ = zero.setup(zoo.CASES["wide"].model(), zoo.OPTIMIZERS["sgd"], stage=1)
+    with bytes_read() as read:
+        model(*zoo.CASES["wide"].batch(rank, 0).inputs).sum().backward()
+    size = sum(param.nbytes for param in model.parameters())
+    assert size <= sum(read) <= 1.01 * size + 4096  # half of them to add up, half of the averages
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.out = nn.Embedding(50, 8, sparse=True), nn.Linear(8, 3)
+
+    def forward(self, numbers: torch.Tensor) -> torch.Tensor:
+        return self.out(self.table(numbers))
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=gpus.cpu_only("NCCL refuses them before")), 2, 3])
+@ranks.raises(2, RuntimeError, "table.weight has a sparse gradient", "sparse=False", timeout=8)
+def test_sparse_gradients_are_refused_in_the_same_words_at_every_stage(rank, world, stage, partition):
+    model, optimizer = zero.setup(Words(), torch.optim.SGD, stage=stage, partition=partition, lr=0.1)
+    model(torch.tensor([rank, 7])).sum().backward()
+    optimizer.step()
+
+
+# Stage 1 beside DistributedDataParallel's own options, whichever of OSS and DDP was built first.
+
+
+def fp16(model):
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+
+VARIANTS = {
+    "fp16 hook": (fp16, {}),
+    "gradient views": (None, {"gradient_as_bucket_view": True}),
+    "gradient views, fp16 hook": (fp16, {"gradient_as_bucket_view": True}),
+    "static graph, gradient views": (None, {"static_graph": True, "gradient_as_bucket_view": True}),
+    "find unused": (None, {"find_unused_parameters": True}),
+    "small buckets, gradient views": (None, {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}),
+}
+
+
+def trained(rank, optim, options, *, first=None, hook=None, no_sync=False, **ddp):
+    """Losses and weights. first: "OSS" or "DDP", whichever is built first; None: the plain optimizer."""
+    net = built()
+    if first == "OSS":
+        optimizer = zero.OSS(net.parameters(), optim, **options)
+    model = DistributedDataParallel(net, **ddp)
+    if first == "DDP":
+        optimizer = zero.OSS(model.parameters(), optim, **options)
+    if first is None:
+        optimizer = optim(model.parameters(), **options)
+    if hook is not None:
+        hook(model)
+    losses = []
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        if no_sync:
+            with model.no_sync():
+                model(odd_batch(rank, 100 + step)).square().mean().backward()
+        loss = model(odd_batch(rank, step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: param.detach().clone() for name, param in net.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+@ranks.on(2)
+def test_trains_as_the_plain_optimizer_does_with_the_same_options(rank, world, name):
+    hook, ddp = VARIANTS[name]
+    for optim, options, first, no_sync in ((SGD, MOMENTUM, "OSS", False), (Adam, {"lr": 0.01}, "DDP", True)):
+        if no_sync and "static_graph" in ddp:
+            continue  # which DistributedDataParallel does not have under no_sync
+        how = {"hook": hook, "no_sync": no_sync, **ddp}
+        expected = trained(rank, optim, options, **how)
+        same(trained(rank, optim, options, first=first, **how), expected, f"{first} built first: losses and weights")
+        if hook:
+            assert trained(rank, optim, options, no_sync=no_sync, **ddp)[0] != expected[0], "the hook did nothing"

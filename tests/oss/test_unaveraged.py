@@ -12,6 +12,7 @@ from torch import nn
 import ranks
 import zero
 from rows import Net, Rows, changed, momentum
+from runs import average_gradients
 from zoo import WIDTH, data
 
 row = Rows("step() on gradients that were not averaged", __name__, optim=momentum)
@@ -115,29 +116,21 @@ def accumulated(t, i):
     t.update(t.n.first(t.batch(20 + i)).square().mean())
 
 
-class Whole:
-    """The same calls in one process on the batches of all ranks, whose losses it averages."""
+class Trained:
+    """The net at a stage; at stage 0 each rank has its own gradients, which are averaged by hand before a step."""
 
-    def __init__(self, net: nn.Module, world: int) -> None:
-        self.n, self.world, self.rank = net, world, 0
-        self.o = momentum(net.parameters())
+    def __init__(self, net: nn.Module, stage: int) -> None:
+        self.n, self.stage, self.rank = net, stage, torch.distributed.get_rank()
+        self.m, self.o = net, momentum(net.parameters())
+        if stage:
+            self.m, self.o = zero.setup(net, self.o, stage=stage)
 
     def run(self, act: Callable[[Any, int], None], step: int) -> None:
-        gradients: dict[str, torch.Tensor] = {}
-        for rank in range(self.world):
-            self.rank = rank
-            self.n.zero_grad()
-            act(self, step)
-            for name, param in self.n.named_parameters():
-                if param.grad is not None:
-                    gradients[name] = gradients.get(name, 0) + param.grad / self.world
-        for name, param in self.n.named_parameters():
-            param.grad = gradients.get(name)
+        act(self, step)
+        if not self.stage:
+            average_gradients(self.n)
         self.o.step()
-        self.n.zero_grad()
-
-    def m(self, x):
-        return self.n(x)
+        self.o.zero_grad()
 
     def batch(self, i):
         return data(4, WIDTH, rank=self.rank, step=i)
@@ -146,19 +139,7 @@ class Whole:
         return self.m(self.batch(i)).square().mean()
 
     def update(self, loss):
-        if loss is not None:
-            loss.backward()
-
-
-class Sharded(Whole):
-    def __init__(self, net: nn.Module, stage: int) -> None:
-        self.n, self.rank = net, torch.distributed.get_rank()
-        self.m, self.o = zero.setup(net, momentum(net.parameters()), stage=stage)
-
-    def run(self, act: Callable[[Any, int], None], step: int) -> None:
-        act(self, step)
-        self.o.step()
-        self.o.zero_grad()
+        loss.backward()
 
 
 @ranks.on(2)
@@ -184,12 +165,12 @@ ACTS = around, around_parts, twice, again, unfrozen, unused, accumulated
 @ranks.on("world")
 def test_the_mean_over_the_ranks_is_stepped(rank, world, stage, act):
     build = frozen if act is unfrozen else Net
-    sharded, whole = Sharded(build(), stage), Whole(build(), world)
+    both = [Trained(build(), at) for at in (0, stage)]
     for step in range(4):
-        sharded.run(act, step)
-        whole.run(act, step)
-    for name, value in whole.n.state_dict().items():
-        assert torch.allclose(sharded.n.state_dict()[name], value, atol=1e-6), (name, act)
+        for one in both:
+            one.run(act, step)
+    expected, found = (one.n.state_dict() for one in both)
+    assert all(torch.allclose(found[name], value, atol=1e-6) for name, value in expected.items())
 
 
 @ranks.on(2)

@@ -12,7 +12,10 @@ from matrix import WHOLE
 from zero.shards import layout
 from zero.shards.partition import Shares, arrange, assign, bucket_limit
 
-exhaustively = settings(deadline=None, max_examples=200)
+
+def exhaustively(*draws):
+    return lambda test: pytest.mark.slow(settings(deadline=None, max_examples=200)(given(*draws)(test)))
+
 
 numels = st.lists(st.one_of(st.integers(0, 3), st.integers(0, 300)), min_size=1, max_size=12)
 worlds = st.integers(1, 64)
@@ -68,9 +71,7 @@ def assert_parameters_lie_side_by_side(cut, align):
     assert cut.numel >= sum(padded)
 
 
-@pytest.mark.slow
-@exhaustively
-@given(numels, worlds, alignments)
+@exhaustively(numels, worlds, alignments)
 def test_even_cut_gives_equal_segments_that_hold_each_element_once(sizes, world, align):
     cut = layout.even(sizes, world, align=align)
     assert cut.numels == tuple(sizes)
@@ -85,9 +86,7 @@ def test_even_cut_gives_equal_segments_that_hold_each_element_once(sizes, world,
     assert all(start % align == 0 for pieces in shares(cut).values() for _, start, _ in pieces)
 
 
-@pytest.mark.slow
-@exhaustively
-@given(owned(), alignments)
+@exhaustively(owned(), alignments)
 def test_a_mixed_cut_keeps_whole_parameters_with_their_owners(given_, align):
     sizes, owners, world, ends = given_
     order, cut = layout.mixed(sizes, owners, ends, align=align)
@@ -103,9 +102,7 @@ def test_a_mixed_cut_keeps_whole_parameters_with_their_owners(given_, align):
             assert pieces == [(owners[order[index]], 0, sizes[order[index]])]
 
 
-@pytest.mark.slow
-@exhaustively
-@given(owned(), alignments)
+@exhaustively(owned(), alignments)
 def test_a_mixed_cut_gives_each_rank_what_it_is_to_get_up_to_one_parameter(given_, align):
     sizes, owners, world, ends = given_
     _, cut = layout.mixed(sizes, owners, ends, align=align)
@@ -119,9 +116,7 @@ def test_a_mixed_cut_gives_each_rank_what_it_is_to_get_up_to_one_parameter(given
         before = ends[rank]
 
 
-@pytest.mark.slow
-@exhaustively
-@given(owned(cuts=False), alignments, st.sampled_from([1.0, 1.25, 64.0]))
+@exhaustively(owned(cuts=False), alignments, st.sampled_from([1.0, 1.25, 64.0]))
 def test_padding_keeps_owners_and_adds_no_more_than_it_may(given_, align, pads):
     sizes, owners, world, ends = given_
     _, plain = layout.mixed(sizes, owners, ends, align=align)
@@ -152,9 +147,7 @@ def totals(sizes, owners, loads):
     return result
 
 
-@pytest.mark.slow
-@exhaustively
-@given(st.lists(st.integers(0, 1000), max_size=40), st.lists(st.integers(0, 500), min_size=1, max_size=16))
+@exhaustively(st.lists(st.integers(0, 1000), max_size=40), st.lists(st.integers(0, 500), min_size=1, max_size=16))
 def test_no_rank_is_given_a_parameter_while_another_has_less(sizes, loads):
     owners = assign(sizes, loads)
     final = totals(sizes, owners, loads)
@@ -163,18 +156,16 @@ def test_no_rank_is_given_a_parameter_while_another_has_less(sizes, loads):
         assert final[rank] - smallest <= min(final)
 
 
-@pytest.mark.slow
-@exhaustively
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(2, 3))
+@exhaustively(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(2, 3))
 def test_balance_is_within_grahams_bound_of_the_best_there_is(sizes, world):
     best = min(max(totals(sizes, owners, [0] * world)) for owners in itertools.product(range(world), repeat=len(sizes)))
     got = max(totals(sizes, assign(sizes, [0] * world), [0] * world))
     assert got <= best * (4 / 3 - 1 / (3 * world)) + 1e-9
 
 
-@pytest.mark.slow
-@exhaustively
-@given(st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 16), st.randoms(use_true_random=False))
+@exhaustively(
+    st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 16), st.randoms(use_true_random=False)
+)
 def test_balance_does_not_depend_on_the_order_of_arrival(sizes, world, random):
     shuffled = random.sample(sizes, len(sizes))
     loads = [sorted(totals(given_, assign(given_, [0] * world), [0] * world)) for given_ in (sizes, shuffled)]
@@ -191,9 +182,7 @@ def test_what_ranks_own_already_counts():
     assert assign([10, 10], [100, 0, 5]) == [1, 2]
 
 
-@pytest.mark.slow
-@exhaustively
-@given(st.lists(st.integers(0, 50), max_size=30), st.integers(0, 100))
+@exhaustively(st.lists(st.integers(0, 50), max_size=30), st.integers(0, 100))
 def test_runs_are_consecutive_and_as_long_as_the_limit_allows(sizes, limit):
     runs = layout.runs(sizes, limit)
     assert [index for run in runs for index in run] == list(range(len(sizes)))

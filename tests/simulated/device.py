@@ -20,8 +20,6 @@ PACKAGE = str(Path(zero.__file__).parent)
 
 
 class Call(NamedTuple):
-    """Of the package."""
-
     file: str
     function: str
     line: int
@@ -96,8 +94,6 @@ class Capture:
 
 
 class Graph:
-    """torch.cuda.CUDAGraph. replays: how many."""
-
     replays = 0
 
     def replay(self) -> None:

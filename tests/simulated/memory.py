@@ -117,11 +117,9 @@ class Memory(TorchDispatchMode):
         return self._block(tensor.untyped_storage()).home is None
 
     def on_cpu(self) -> int:
-        """Returns the bytes of the tensors in the CPU's memory."""
         return sum(block.nbytes for block in {*self._blocks.values()} if block.home is None)
 
     def on_device(self) -> int:
-        """Returns the bytes of the tensors in the device's memory."""
         return sum(block.nbytes for block in {*self._blocks.values()} if block.home is not None)
 
     def reset_peaks(self) -> None:
@@ -307,7 +305,6 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def operands(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-    """What an operator reads, and what it writes."""
     reads: list[Tensor] = []
     writes: list[Tensor] = []
     for place, argument in enumerate(func._schema.arguments):

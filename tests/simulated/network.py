@@ -38,7 +38,6 @@ class Network:
         return self.hosts * self.gpus_a_host
 
     def nic_bytes(self, kind: str, nbytes: float) -> float:
-        """Bytes that each NIC sends."""
         if self.hosts == 1:
             return 0.0
         if kind == "all-to-all":
@@ -61,7 +60,6 @@ class Network:
         return max(between / self.nic_bandwidth, within / self.link_bandwidth)
 
     def within_host(self) -> Network:
-        """Of the ranks of one host."""
         return replace(self, hosts=1)
 
     def across_hosts(self) -> Network:

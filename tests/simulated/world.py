@@ -135,7 +135,6 @@ class Simulated:
     own_stream: bool
 
     def launched(self) -> list[str]:
-        """The operations, in the order of their launches."""
         return [transfer.kind for transfer in self.device.transfers]
 
     def comm(self, rank: int, world: int, transfer: Cost | None = None) -> Comm:

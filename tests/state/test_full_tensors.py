@@ -291,20 +291,6 @@ def test_an_engine_takes_the_weights_of_a_trainer(rank, world, stage):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@ranks.on(2)
-def test_hooks_on_the_optimizers_state_see_full_state(rank, world, stage):
-    model, optimizer = trained(rank, stage)
-    seen: list[Any] = []
-    optimizer.register_state_dict_pre_hook(lambda _: seen.append("before"))
-    optimizer.register_state_dict_post_hook(lambda _, found: {**found, "epoch": 3})
-    full = zero.full_optimizer_state_dict(model, optimizer, to=0)
-    assert (full.get("epoch"), seen) == ((3, ["before"]) if rank == 0 else (None, []))
-    for number, param in enumerate(model.parameters()) if rank == 0 else ():
-        if stage < 3:
-            assert full["state"][number]["exp_avg"].shape == param.shape
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks.on(2, timeout=30)
 def test_a_state_that_one_rank_alone_cannot_load_is_refused_on_every_rank(rank, world, stage):
     model, optimizer = trained(rank, stage)

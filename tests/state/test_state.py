@@ -155,51 +155,6 @@ def test_what_was_consolidated_holds_until_the_next_step_or_load(rank, world):
     assert is_shard(sharded.state_dict()), "a state from before the last load is given out"
 
 
-# ---------------------------------------------------------- To and from the plain optimizer and other numbers of ranks
-
-
-def _saved(rank, world, name, partition):
-    _, (model, sharded) = plain_and_sharded(name, partition)
-    train(model, sharded, rank, range(3))
-    sharded.consolidate_state_dict(to=0)
-    return sharded.state_dict(), getattr(model, "module", model).state_dict()
-
-
-def _continued(rank, world, name, partition, state, weights):
-    """The plain optimizer goes on from the same state, beside OSS."""
-    untouched = copy.deepcopy(state)
-    (model, plain), (sharded_model, sharded) = plain_and_sharded(name, partition)
-    for each in (model, sharded_model):
-        getattr(each, "module", each).load_state_dict(weights)
-    sharded.load_state_dict(state)
-    same(state, untouched, "the caller's state")
-    plain.load_state_dict(copy.deepcopy(state))
-    sharded.consolidate_state_dict(to=None)
-    same(sharded.state_dict(), plain.state_dict(), "the state as loaded")
-    losses = train(model, plain, rank, range(3, 6))
-    same(train(sharded_model, sharded, rank, range(3, 6)), losses, "the losses")
-    same_weights(sharded_model, model)
-    same(state, untouched, "the caller's state after training on")
-
-
-@pytest.mark.slow
-@shards_travel
-@pytest.mark.parametrize(
-    ("name", "at", "to", "worlds"),
-    [
-        ("SGD momentum", "even", "even", (2, 3)),
-        ("AdamW", "whole", "even", (2,)),
-        ("Adam with a rate in a tensor", "even", "whole", (3,)),
-        ("Muon", "auto", "whole", (3,)),
-    ],
-)
-def test_saved_on_some_ranks_it_trains_on_anywhere_as_the_plain_optimizer_does(name, at, to, worlds):
-    state, weights = ranks.run(_saved, 5 - worlds[0], args=(name, at))[0]
-    for world in worlds:
-        ranks.run(_continued, world, args=(name, to, state, weights))
-    ranks.run(_continued, args=(name, to, state, weights), bare=True)
-
-
 # ------------------------------------------------------------------------------------------------------------ In shard
 
 

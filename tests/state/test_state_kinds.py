@@ -15,7 +15,7 @@ import matrix
 import ranks
 import zero
 from assertions import same
-from optimizers import ByParameter
+from optimizers import ByParameter, Moments
 from ranks import refusal
 from runs import train
 from zoo import built
@@ -65,16 +65,33 @@ class Historic(ByParameter):
         param.sub_(state["history"][0], alpha=group["lr"])
 
 
-KINDS: dict[str, tuple[Any, Any]] = {
-    "containers": (net, Keeping),
-    "complex": (Complex, partial(Adam, lr=0.01, betas=(0.8, 0.9))),
-    "lists": (net, Historic),
+class Narrow(nn.Sequential):
+    """Parameters of 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(24, 37), nn.Tanh(), nn.Linear(37, 5))
+        self.bfloat16()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.bfloat16()).float()
+
+
+NARROW, WIDE = (partial(Moments, dtype=dtype) for dtype in (torch.bfloat16, torch.float32))
+OFFLOADED = {"offload": zero.CPUOffload()}
+KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "containers": (net, Keeping, {}),
+    "complex": (Complex, partial(Adam, lr=0.01, betas=(0.8, 0.9)), {}),
+    "lists": (net, Historic, {}),
+    "moments in 16 bits": (net, NARROW, {}),
+    "moments in 32 bits of parameters in 16": (Narrow, WIDE, {}),
+    "all in 16 bits": (Narrow, NARROW, {}),
+    "moments in 16 bits, offloaded": (net, NARROW, OFFLOADED),
 }
 
 
 def at(stage: int, kind: str) -> tuple[nn.Module, Any]:
-    make, optim = KINDS[kind]
-    return zero.setup(built(make), optim, stage=stage)
+    make, optim, options = KINDS[kind]
+    return zero.setup(built(make), optim, stage=stage, **(options if stage else {}))
 
 
 def plain(value: Any) -> Any:
@@ -105,14 +122,17 @@ def test_state_of_any_kind_comes_out_as_at_stage_0_and_goes_in_again(rank, world
     losses = train(*expected, rank, range(2))
     assert train(*found, rank, range(2)) == losses
     weights, state = deepcopy(zero.full_state_dict(expected[0], to=None)), deepcopy(expected[1].state_dict())
-    full = deepcopy(zero.full_optimizer_state_dict(*found, to=None))
+    full, own = deepcopy(zero.full_optimizer_state_dict(*found, to=None)), deepcopy(found[1].state_dict())
     same(plain(full["state"]), plain(state["state"]))
     same_numbers(full["state"], state["state"])
     losses = train(*expected, rank, range(2, 4))
-    for given in (full, full if rank == 0 else None):
+    for given in (full, full if rank == 0 else None, own):
         again = at(stage, kind)
         zero.load_full_state_dict(again[0], weights)
-        zero.load_full_optimizer_state_dict(*again, deepcopy(given))
+        if given is own:
+            by_itself(*again, own)
+        else:
+            zero.load_full_optimizer_state_dict(*again, deepcopy(given))
         same(plain(zero.full_optimizer_state_dict(*again, to=None)["state"]), plain(state["state"]))
         same_numbers(again[1].state_dict()["state"], state["state"] if stage == 3 else {})
         assert train(*again, rank, range(2, 4)) == losses
