@@ -27,7 +27,7 @@ from zero.comm.host_memory import Peers
 from zero.comm.oplog import Log
 from zero.comm.streams import StreamWork
 from zero.comm.transport import GroupWork, ProcessGroupTransport, SumWork
-from zero.shards.placement import ReplicaWork
+from zero.shards.shard_group import ReplicaWork
 
 WORLDS = [2, 3, 4] if matrix.WHOLE else [2, 3]
 WAYS = ["nccl"] if gpus.ON else ["reading", "gloo"]

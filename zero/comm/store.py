@@ -31,10 +31,11 @@ class StoreRendezvous:
 
     def __init__(self, store: dist.Store, rank: int, world: int, timeout: timedelta) -> None:
         self.rank, self.world, self.timeout = rank, world, timeout
-        while isinstance(store, dist.PrefixStore):
-            store = store.underlying_store
-        # The name or address of the host that keeps the store, as this process reaches it.
-        self.host = store.host if isinstance(store, dist.TCPStore) else "localhost"
+        kept_by = store
+        while isinstance(kept_by, dist.PrefixStore):
+            kept_by = kept_by.underlying_store
+        # The name or address of the host that keeps it, as this process reaches it.
+        self.host = kept_by.host if isinstance(kept_by, dist.TCPStore) else "localhost"
         self.store, self._rounds = dist.PrefixStore("zero", store), 0
         self._drawn, self._read = ([f"{kind}/{rank}" for rank in range(world)] for kind in ("drawn", "read"))
 
