@@ -1,51 +1,34 @@
-"""Understands what FSDP was given, compares it between ranks, and builds the model: before anything is changed, a wrong
-argument raises on every rank."""
+"""Builds the units of an FSDP, and makes the module plain again; what cannot be wrapped is refused before."""
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch.modules import buffers_of, children_of, parameters_of
-from zero.comm.together import Together, alike
-from zero.fsdp.choice import Policy, UnitChoice, largest_unit, smallest_leaves
+from zero._torch.modules import buffers_of, parameters_of
+from zero.comm.together import alike
+from zero.fsdp.choice import UnitChoice
 from zero.fsdp.compile import RECORDING, refuse_compiled
 from zero.fsdp.model import Model, sharded_params
 from zero.fsdp.options import (
-    NAMES,
-    GivenOptions,
     Options,
-    as_prefetch,
-    from_torch,
-    place,
-    refuse_number_of_ranks,
-    refuse_unknown,
 )
 from zero.fsdp.unit import Unit, refuse_busy
-from zero.offload import NAMES as OFFLOAD
-from zero.offload import take_offload
-from zero.shards.announce import announce
 from zero.shards.cut import forget
-from zero.shards.partition import Partition, Shares, lay_out, refuse_partition, whole_among
+from zero.shards.partition import Shares, lay_out, refuse_partition
 from zero.shards.placement import Placement
 from zero.shards.shard_group import GroupOptions, ShardGroup
 from zero.tensor_parallel import parts
-from zero.tensor_parallel.shown import put_into, take_out_of
+from zero.tensor_parallel.shown import take_out_of
 from zero.wrap.ddp import refuse_ddp_within
-from zero.wrap.precision import as_precision
-from zero.wrap.wrapper import refuse_scripted
 
 if TYPE_CHECKING:
-    from zero.wrap.precision import GivenPrecision
+    pass
 
 # -------------------------------------------------------------------------------------------- models on the meta device
 #
@@ -243,104 +226,20 @@ def restore_units(units: Sequence[Unit]) -> None:
         forget(unit.params)
 
 
-# --------------------------------------------------------------------------------------------------------- construction
-
-
-_GIVEN = "the models given to FSDP"
-
-
-@dataclass(frozen=True)
-class Inside:
-    """An FSDP inside the module. end: takes its hooks on state away."""
-
-    wrapper: nn.Module
-    module: nn.Module
-    model: Model
-    hooks: Sequence[RemovableHandle]
-    end: Callable[[], None]
-
-
-def construct(
-    module: nn.Module,
-    nested: dict[str, Inside],
-    more: dict[str, Any],
-    *,
-    process_group: Any,
-    device_mesh: DeviceMesh | None,
-    auto_wrap_policy: Policy,
-    as_one_unit: Sequence[nn.Module | type[nn.Module]],
-    ignored_modules: Iterable[nn.Module],
-    ignored_parameters: Iterable[nn.Parameter],
-    partition: Partition,
-    sharding_strategy: enum.Enum | str,
-    reshard_after_forward: bool | None,
-    precision: GivenPrecision,
-    prefetch: int | None,
-    param_init_fn: Callable[[nn.Module], None] | None,
-    sync_module_states: bool,
-) -> tuple[Model, list[RemovableHandle]]:
-    """Collective. Returns the model that an FSDP runs, and the hooks of mixed precision on modules. The arguments are
-    those of FSDP, which says what they mean.
-
-    nested: FSDPs inside the module by name, which this one dissolves. None contains another.
-    """
-    asked = GivenOptions(prefetch, [*ignored_modules], [*ignored_parameters])
-    strategy, placement = place(_GIVEN, sharding_strategy, process_group, device_mesh)
-    with alike(placement.all_groups(), _GIVEN) as lines:
-        refuse_number_of_ranks(reshard_after_forward)
-        own = [*signature(construct).parameters, "broadcast_buffers"][3:]
-        refuse_unknown(more, known=(*OFFLOAD, *NAMES), own=own)
-        offload = take_offload(more)
-        from_torch(more, asked)
-        stays, units_in_flight = (
-            strategy.keeps_parameters or reshard_after_forward is False,
-            as_prefetch(asked.prefetch),
-        )
-        options = Options(partition, as_precision(precision), stays, sync_module_states, offload, units_in_flight)
-        for change in asked.before:
-            change(module)
-        sharded = {param for fsdp in nested.values() for param in fsdp.model.index}
-        choice = UnitChoice(module, {name: fsdp.wrapper for name, fsdp in nested.items()}, sharded, asked.ignored)
-        beside = any(comm.link.overlaps(device) for comm in placement.all_groups() for device in choice.devices())
-        refuse_scripted(module, inside=True)
-        choice.divide(auto_wrap_policy, as_one_unit, smallest_leaves(options.prefetch, beside=beside))
-        _refuse_unusable(choice, nested, options, placement)
-        whole = whole_among(options.partition, choice.own())
-        lines += [f"{strategy}, {options.signature()}, whole {[*whole.values()]}", *choice.signature()]
-    put_into(module, choice.ignored)
-    with Together(placement.all_groups(), "the construction of FSDP"):
-        units, hooks = build(choice, placement, options, param_init_fn, {*map(parts.of, whole)})
-    for name, fsdp in nested.items():  # its module goes back into its place
-        fsdp.end()
-        for parent in module.modules():
-            children = children_of(parent)
-            children.update({at: fsdp.module for at, child in children.items() if child is fsdp.wrapper})
-        for unit in fsdp.model.units:
-            unit.move_below(name)
-        units, hooks = [*units, *fsdp.model.units], [*hooks, *fsdp.hooks]
-    model = Model(module, units, placement, options, asked.ignored_modules)
-    number, (largest, share) = len(units), largest_unit(units)
-    title = f"{number} unit{'s' if number > 1 else ''}, the largest {largest.title} with {share} of all"
-    title, ignored = f"FSDP({type(module).__name__}, {strategy.name}) of {title},", len(choice.ignored)
-    left_out = f"{ignored} parameters, ignored as the caller asked" if ignored else ""
-    announce(title, model.comm, model.index.groups, left_out, stage=3)
-    return model, hooks
-
-
-def _refuse_unusable(choice: UnitChoice, nested: dict[str, Inside], options: Options, placement: Placement) -> None:
-    """Raises ValueError if the module cannot be wrapped with these options."""
+def refuse_unfit(choice: UnitChoice, nested: dict[str, Model], options: Options, placement: Placement) -> None:
+    """Raises ValueError if the module cannot be wrapped with these options. nested: models of FSDPs inside, by name."""
     frees = placement.comm.world > 1 or options.offload.active or options.precision.param_dtype is not None
     records = frees and any(device.type in RECORDING for device in choice.devices())
     units = [module for name, module in choice.units.items() if name]
-    units += [unit.module for fsdp in nested.values() for unit in fsdp.model.units[1:]]
+    units += [unit.module for model in nested.values() for unit in model.units[1:]]
     refuse_partition(options.partition)
     if "" in nested:
         raise ValueError(
             "the module is an FSDP already. Wrap it once, and choose units by auto_wrap_policy; zero.unwrap(model) "
             "makes it plain."
         )
-    for name, fsdp in nested.items():
-        if fsdp.model.placement.groups != placement.groups:
+    for name, model in nested.items():
+        if model.placement.groups != placement.groups:
             raise ValueError(
                 f"{name!r} is an FSDP over another process group than the FSDP around it. Wrap both over the same "
                 "groups, or leave its parameters out by ignored_modules and average their gradients yourself."

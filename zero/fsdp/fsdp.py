@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from inspect import signature
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -16,23 +17,39 @@ from torch.utils.hooks import RemovableHandle
 
 from zero._torch.compiling import named_as_compiled, never_traced
 from zero._torch.modules import OwnHook, children_of, parameters_of
+from zero.comm.together import Together, alike
 from zero.fsdp import full_weights
-from zero.fsdp.choice import Policy
+from zero.fsdp.choice import Policy, UnitChoice, largest_unit, smallest_leaves
 from zero.fsdp.compile import BETWEEN_UNITS, Compiling
-from zero.fsdp.construct import Inside, construct, restore_units
+from zero.fsdp.construct import build, refuse_unfit, restore_units
 from zero.fsdp.full_weights import summon
 from zero.fsdp.model import Model
-from zero.fsdp.options import MoreOptions, TorchMethods, refuse_method
+from zero.fsdp.options import (
+    NAMES,
+    MoreOptions,
+    Options,
+    TorchMethods,
+    as_prefetch,
+    from_torch,
+    move,
+    place,
+    refuse_method,
+    refuse_number_of_ranks,
+    refuse_unknown,
+)
 from zero.fsdp.step import Steps, cut_full, register, registered
+from zero.offload import NAMES as OFFLOAD
+from zero.offload import take_offload
+from zero.shards.announce import announce
 from zero.shards.answers import read_only
-from zero.shards.partition import Partition, Place
+from zero.shards.partition import Partition, Place, whole_among
 from zero.shards.shard_group import GroupState, ShardGroup
 from zero.shards.sharded_parameter import NO_COPIES
 from zero.tensor_parallel import parts
-from zero.tensor_parallel.shown import take_out_of
+from zero.tensor_parallel.shown import put_into, take_out_of
 from zero.wrap.buffers import BufferSync
-from zero.wrap.precision import uncast
-from zero.wrap.wrapper import COPIED, NOT_SCRIPTED, UNWRAPPED, Wrapper, as_weights, refuse_steps
+from zero.wrap.precision import as_precision, uncast
+from zero.wrap.wrapper import COPIED, NOT_SCRIPTED, UNWRAPPED, Wrapper, as_weights, refuse_scripted, refuse_steps
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -86,6 +103,9 @@ class Refusal(OwnHook):
 
 
 # ----------------------------------------------------------------------------------------------------------------- FSDP
+
+
+_GIVEN = "the models given to FSDP"
 
 
 class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
@@ -161,30 +181,46 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         super().__init__()
         never_traced(FSDP, "_begin", "_end_forward", "_raised", reason=BETWEEN_UNITS)
         self.module, self.broadcast_buffers = module, broadcast_buffers
-        # None of those inside contains another: each has dissolved what was inside it.
-        inside = {
-            name: Inside(child, child.module, child._model, child._hooks, child._end)
-            for name, child in module.named_modules()
-            if isinstance(child, FSDP)
-        }
-        self._model, self._hooks = construct(
-            module,
-            inside,
-            {**more},
-            process_group=process_group,
-            device_mesh=device_mesh,
-            auto_wrap_policy=auto_wrap_policy,
-            as_one_unit=as_one_unit,
-            ignored_modules=ignored_modules,
-            ignored_parameters=ignored_parameters,
-            partition=partition,
-            sharding_strategy=sharding_strategy,
-            reshard_after_forward=reshard_after_forward,
-            precision=precision,
-            prefetch=prefetch,
-            param_init_fn=param_init_fn,
-            sync_module_states=sync_module_states,
-        )
+        # None of those inside contains another: each has dissolved what was inside it, as this one does.
+        nested = {name: child for name, child in module.named_modules() if isinstance(child, FSDP)}
+        without, also_without, others = [*ignored_modules], [*ignored_parameters], {**more}
+        strategy, placement = place(_GIVEN, sharding_strategy, process_group, device_mesh)
+        with alike(placement.all_groups(), _GIVEN) as lines:  # a wrong argument raises before anything is changed
+            refuse_number_of_ranks(reshard_after_forward)
+            refuse_unknown(others, known=(*OFFLOAD, *NAMES), own=[*signature(FSDP).parameters][1:-1])
+            offload = take_offload(others)
+            prefetch, device = from_torch(others, prefetch, without, also_without)
+            stays = strategy.keeps_parameters or reshard_after_forward is False
+            how = partition, as_precision(precision), stays, sync_module_states, offload, as_prefetch(prefetch)
+            options = Options(*how)
+            if device is not None:
+                move(module, device)
+            ignored = dict.fromkeys([*(param for one in without for param in parameters_of(one)), *also_without])
+            sharded = {param for child in nested.values() for param in child._model.index}
+            choice = UnitChoice(module, nested, sharded, [*ignored])
+            beside = any(comm.link.overlaps(one) for comm in placement.all_groups() for one in choice.devices())
+            refuse_scripted(module, inside=True)
+            choice.divide(auto_wrap_policy, as_one_unit, smallest_leaves(options.prefetch, beside=beside))
+            refuse_unfit(choice, {name: child._model for name, child in nested.items()}, options, placement)
+            whole = whole_among(options.partition, choice.own())
+            lines += [f"{strategy}, {options.signature()}, whole {[*whole.values()]}", *choice.signature()]
+        put_into(module, choice.ignored)
+        with Together(placement.all_groups(), "the construction of FSDP"):
+            units, self._hooks = build(choice, placement, options, param_init_fn, {*map(parts.of, whole)})
+        for name, child in nested.items():  # its module goes back into its place
+            child._end()
+            for parent in module.modules():
+                children = children_of(parent)
+                children.update({at: child.module for at, held in children.items() if held is child})
+            for unit in child._model.units:
+                unit.move_below(name)
+            units, self._hooks = [*units, *child._model.units], [*self._hooks, *child._hooks]
+        self._model = Model(module, units, placement, options, without)
+        number, (largest, share) = len(units), largest_unit(units)
+        title = f"{number} unit{'s' if number > 1 else ''}, the largest {largest.title} with {share} of all"
+        left_out = f"{len(ignored)} parameters, ignored as the caller asked" if ignored else ""
+        title = f"FSDP({type(module).__name__}, {strategy.name}) of {title},"
+        announce(title, self._model.comm, self._model.index.groups, left_out, stage=3)
         synced = broadcast_buffers and next(module.buffers(), None) is not None
         self._buffer_sync = BufferSync(module, self._model.comms) if synced else None
         self._compiling = compiling = Compiling(self._model.index, self._model.schedule)

@@ -4,9 +4,8 @@ with their groups of ranks; and what the caller asked for by several names."""
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
@@ -107,59 +106,31 @@ def place(what: str, strategy: Any, process_group: Any, device_mesh: Any) -> tup
         if device_mesh is not None and process_group is not None:
             raise ValueError("process_group and device_mesh both say which ranks to shard over. Pass one of them.")
         known = as_strategy(strategy)
-        return known, _placement_of(known, groups)
+        if not known.hybrid:
+            if len(groups) != 1:
+                raise ValueError(
+                    f"{known.name} takes one process group, but was given {len(groups)}. HYBRID_SHARD takes two."
+                )
+            comm = Comm(groups[0])
+            alone = known is ShardingStrategy.NO_SHARD
+            return known, Placement(Comm.alone(), comm) if alone else Placement(comm)
+        if len(groups) != 2:
+            raise ValueError(
+                f"{known.name} needs two groups: process_group=(to shard within, to replicate across), or a "
+                "DeviceMesh of two dimensions, (replicas, shards)."
+            )
+        if not any(isinstance(group, Comm) for group in groups):  # else a plan's ranks, which do not exist
+            shards, replicas = ([*dist.get_process_group_ranks(group)] for group in groups)
+            if set(shards) & set(replicas) != {dist.get_rank()}:
+                raise ValueError(
+                    f"{known.name} was given, as process_group, the ranks {shards} to shard within and {replicas} to "
+                    "replicate across. They must have this rank in common and no other, as rows and columns of a "
+                    "DeviceMesh."
+                )
+        return known, Placement(Comm(groups[0]), Comm(groups[1]))
     except ValueError:
         with alike([Comm(groups[0] if groups else None)], what):  # where ranks that have a placement compare first
             raise
-
-
-def _placement_of(strategy: ShardingStrategy, groups: Sequence[Any]) -> Placement:
-    """groups: one, or for hybrid strategies the shard group and the replicate group. Raises ValueError for groups that
-    do not suit the strategy."""
-    if strategy.hybrid:
-        return _hybrid(strategy.name, groups)
-    if len(groups) != 1:
-        raise ValueError(
-            f"{strategy.name} takes one process group, but was given {len(groups)}. HYBRID_SHARD takes two."
-        )
-    comm = Comm(groups[0])
-    return Placement(Comm.alone(), comm) if strategy is ShardingStrategy.NO_SHARD else Placement(comm)
-
-
-def _hybrid(strategy: str, groups: Sequence[Any]) -> Placement:
-    if len(groups) != 2:
-        raise ValueError(
-            f"{strategy} needs two groups: process_group=(to shard within, to replicate across), or a "
-            "DeviceMesh of two dimensions, (replicas, shards)."
-        )
-    if not any(isinstance(group, Comm) for group in groups):  # else a plan's ranks, which do not exist
-        shards, replicas = ([*dist.get_process_group_ranks(group)] for group in groups)
-        if set(shards) & set(replicas) != {dist.get_rank()}:
-            raise ValueError(
-                f"{strategy} was given, as process_group, the ranks {shards} to shard within and {replicas} to "
-                "replicate across. They must have this rank in common and no other, as rows and columns of a "
-                "DeviceMesh."
-            )
-    return Placement(Comm(groups[0]), Comm(groups[1]))
-
-
-@dataclass
-class GivenOptions:
-    """What the caller asked for in options that may have several names.
-
-    prefetch: None if it was not asked for. before: called with the module before it is looked at.
-    """
-
-    prefetch: Any = None
-    ignored_modules: list[nn.Module] = field(default_factory=list)
-    ignored_parameters: list[nn.Parameter] = field(default_factory=list)
-    before: list[Callable[[nn.Module], None]] = field(default_factory=list)
-
-    @property
-    def ignored(self) -> list[nn.Parameter]:
-        """All ignored parameters, including those of ignored modules."""
-        of_modules = (param for module in self.ignored_modules for param in parameters_of(module))
-        return [*dict.fromkeys([*of_modules, *self.ignored_parameters])]
 
 
 def refuse_unknown(given: dict[str, Any], known: Iterable[str], own: Iterable[str]) -> None:
@@ -270,8 +241,11 @@ TorchMethods = type("TorchMethods", (), {name: _Elsewhere(name) for name in _MET
 """A base class that has them."""
 
 
-def from_torch(given: dict[str, Any], asked: GivenOptions) -> None:
-    """Takes PyTorch's options out of `given`, and sets what they mean.
+def from_torch(
+    given: dict[str, Any], prefetch: Any, modules: list[nn.Module], parameters: list[nn.Parameter]
+) -> tuple[Any, torch.device | None]:
+    """Takes PyTorch's options out of `given`. Adds to the lists what they ignore, and returns `prefetch`, or what they
+    mean by it, and the device to which the model is to be moved.
 
     Raises ValueError for options that zero does not have, and if two options set the same thing.
     """
@@ -280,19 +254,40 @@ def from_torch(given: dict[str, Any], asked: GivenOptions) -> None:
         raise ValueError(f"use_orig_params={own['use_orig_params']!r}: leave it out. Parameters are always original.")
     for ignored in own.get("ignored_states") or ():
         if isinstance(ignored, nn.Module):
-            asked.ignored_modules.append(ignored)
+            modules.append(ignored)
         elif isinstance(ignored, nn.Parameter):
-            asked.ignored_parameters.append(ignored)
+            parameters.append(ignored)
         else:
             got = type(ignored).__name__
             raise ValueError(f"ignored_states holds a {got}. Pass modules and parameters of the model.")
-    asked.prefetch = _prefetch(own, asked.prefetch)
-    device = _device(own.get("device_id"))
-    if device is not None:
-        asked.before.append(partial(_move, device))
+    if names := [name for name in _PREFETCH if name in own]:
+        if prefetch is not None:
+            raise ValueError(f"prefetch and {names[0]} both say what is gathered ahead. Pass one of them.")
+        prefetch = of_fsdp1(own)
+    device_id = own.get("device_id")
+    if device_id is None:
+        return prefetch, None
+    if isinstance(device_id, int) and not isinstance(device_id, bool) and torch.cuda.is_available():
+        device = torch.device("cuda", device_id)
+    elif isinstance(device_id, torch.device):
+        device = device_id
+    else:
+        raise ValueError(
+            f"device_id={device_id!r}: pass the number of a GPU that torch can use (there are "
+            f"{torch.cuda.device_count()}), a torch.device, or leave it out and move the model yourself."
+        )
+    if device.type != "cuda":
+        return prefetch, device
+    current = torch.device("cuda", torch.cuda.current_device())
+    if device.index not in (None, current.index):
+        raise ValueError(
+            f"device_id={device_id!r}, but this rank's current GPU is number {current.index}, which NCCL and meta "
+            f"modules use. Call torch.cuda.set_device({device.index}) first."
+        )
+    return prefetch, current
 
 
-def _move(device: torch.device, module: nn.Module) -> None:
+def move(module: nn.Module, device: torch.device) -> None:
     """Moves parameters and buffers that have values to the device. Parameters remain the same objects."""
     for param in parameters_of(module):
         if not param.is_meta and param.device != device:
@@ -319,33 +314,3 @@ def of_fsdp1(given: Mapping[str, Any]) -> int | None:
     if name not in _BACKWARD:
         raise ValueError(f"backward_prefetch={name!r} is unknown. Choose BACKWARD_PRE, BACKWARD_POST or None.")
     return _BACKWARD[name]
-
-
-def _prefetch(given: Mapping[str, Any], own: Any) -> Any:
-    names = [name for name in _PREFETCH if name in given]
-    if names and own is not None:
-        raise ValueError(f"prefetch and {names[0]} both say what is gathered ahead. Pass one of them.")
-    return of_fsdp1(given) if names else own
-
-
-def _device(given: Any) -> torch.device | None:
-    if given is None:
-        return None
-    if isinstance(given, int) and not isinstance(given, bool) and torch.cuda.is_available():
-        device = torch.device("cuda", given)
-    elif isinstance(given, torch.device):
-        device = given
-    else:
-        raise ValueError(
-            f"device_id={given!r}: pass the number of a GPU that torch can use (there are "
-            f"{torch.cuda.device_count()}), a torch.device, or leave it out and move the model yourself."
-        )
-    if device.type != "cuda":
-        return device
-    current = torch.device("cuda", torch.cuda.current_device())
-    if device.index not in (None, current.index):
-        raise ValueError(
-            f"device_id={given!r}, but this rank's current GPU is number {current.index}, which NCCL and meta modules "
-            f"use. Call torch.cuda.set_device({device.index}) first."
-        )
-    return current
