@@ -4,8 +4,7 @@ that it shards."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,7 +25,6 @@ from zero.shards.arguments import (
     parts_of,
 )
 from zero.shards.cut import refuse_sharded
-from zero.shards.offload import Offload
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.partition import (
     Cut,
@@ -39,39 +37,18 @@ from zero.shards.partition import (
     whole_among,
 )
 from zero.tensor_parallel import parts
-from zero.wrap.precision import MixedPrecision, as_precision, rounds
+from zero.wrap.precision import as_precision, rounds
+
+if TYPE_CHECKING:
+    from zero.wrap.precision import GivenPrecision
 
 _GIVEN, _ADDED = "the parameters given to OSS", "the parameters added to OSS"
-
-
-@dataclass(frozen=True)
-class Options:
-    """How an OSS shards, stores and sends: the arguments of OSS, understood."""
-
-    partition: Partition
-    precision: MixedPrecision
-    rounded: Mapping[nn.Parameter, torch.dtype] | None
-    shares: Shares | None
-    offload: Offload
-
-    @property
-    def stepped_as(self) -> torch.dtype | None:
-        """The dtype of master weights, if there are some."""
-        return torch.float32 if self.offload.active or self.precision.param_dtype is not None else None
-
-    def signature(self) -> list[str]:
-        """Returns what must be the same on every rank."""
-        return [
-            f"partition {described(self.partition)}",
-            f"{self.precision}, {self.offload.alike}",
-            f"rounded {[*map(str, (self.rounded or {}).values())]}",
-        ]
 
 
 class Arguments:
     """Collective. The arguments are those of OSS. Raises ValueError on every rank if they cannot be used on any.
 
-    `options`: the arguments, understood. `groups`: the parameters in torch's form.
+    `offload`: where shards are stored. `groups`: the parameters in torch's form.
     `finding`: what measuring found about the optimizer; None for torch's own.
     `writes_frozen`: whether the optimizer may write into parameters without gradients.
     """
@@ -82,35 +59,45 @@ class Arguments:
         params: Iterable[Any],
         optim: Callable[..., Optimizer],
         defaults: dict[str, Any],
-        **given: Any,
+        *,
+        partition: Partition,
+        precision: GivenPrecision,
+        rounded: Mapping[nn.Parameter, torch.dtype] | None,
+        shares: Shares | None,
     ) -> None:
-        self._comm, self._optim, self._defaults = comm, optim, defaults
+        self._comm, self._optim, self._defaults, self._shares = comm, optim, defaults, shares
         self._whole: set[nn.Parameter] = set()
-        self._rounded: dict[nn.Parameter, torch.dtype] = {}
+        # Parameters that are stored in another dtype than their masters, with that dtype: all, unless the caller says
+        # which.
+        self._rounded, self._rounds_all = {**(rounded or {})}, rounded is None
         with alike([comm], _GIVEN) as lines:
             if not callable(optim):
                 raise ValueError(
                     f"OSS was given a {type(optim).__name__} as its optimizer. Pass the class, and its arguments by "
                     "name: zero.OSS(params, torch.optim.AdamW, lr=1e-3); of one that is built OSS.from_optimizer."
                 )
-            refuse_arguments(optim, defaults.keys() - {*OFFLOAD}, [*given, *OFFLOAD, "group"])
+            own = ["partition", "precision", "rounded", "shares", "group", *OFFLOAD]
+            refuse_arguments(optim, defaults.keys() - {*OFFLOAD}, own)
             self.groups = as_groups(params)
             refuse_sharded(named_params(self.groups))
-            refuse_partition(given["partition"])
-            given["precision"] = as_precision(given["precision"])
-            self.options = Options(**given, offload=take_offload(defaults))
-            self._rounded.update(self.options.rounded or {})
-            self._partition = self.options.partition
+            refuse_partition(partition)
+            policy = as_precision(precision)
+            self._dtype, self.offload, self._asked = policy.param_dtype, take_offload(defaults), partition
+            # That of master weights, if there are some.
+            self._stepped_as = torch.float32 if self.offload.active or self._dtype is not None else None
+            self._partition = partition
             comm.refuse_devices(devices_of(self.groups))
             found = self._look_at(self.groups)
             parts.refuse_unfit(named_params(self.groups), [comm])
             # As the optimizer needs it, also of parameters that are added later.
-            self._partition = cut_for(self.options.partition, found)
+            self._partition = cut_for(partition, found)
             self.writes_frozen = found is not None and found.writes_frozen
             self.finding = None if known(optim) is not None else found
             lines += [
                 f"optimizer {called(optim)}",
-                *self.options.signature(),
+                f"partition {described(partition)}",
+                f"{policy}, {self.offload.alike}",
+                f"rounded {[*map(str, (rounded or {}).values())]}",
                 f"defaults {described_options(defaults)}",
                 f"cut {self._note_whole(self.groups)}, as the optimizer was found to need it",
                 f"parameters without gradients written by steps: {self.writes_frozen}",
@@ -144,7 +131,7 @@ class Arguments:
         if not callable(self._partition):
             # "auto" has become "even" for the first groups: a later one that needs whole parameters would be cut, too.
             added_to_cut = self._partition == "even" and found.kind is Kind.TENSORWISE
-            refuse_optimizer(title(self._optim), found, "even" if added_to_cut else self.options.partition)
+            refuse_optimizer(title(self._optim), found, "even" if added_to_cut else self._asked)
             return found
         for group in groups:  # each by itself: an optimizer may treat some as Muon does, and others as AdamW
             of_group = [*named_params([group])]
@@ -153,8 +140,7 @@ class Arguments:
         return found
 
     def _measured(self, groups: list[dict[str, Any]]) -> Finding:
-        stepped_apart = self.options.stepped_as is not None
-        narrow = None if stepped_apart else narrow_among(param for _, param in named_params(groups))
+        narrow = None if self._stepped_as is not None else narrow_among(param for _, param in named_params(groups))
         return finding_of(self._optim, self._defaults, [options(group) for group in groups], narrow)
 
     def lay_out(self, param_groups: list[dict[str, Any]]) -> OwnedShards:
@@ -162,10 +148,10 @@ class Arguments:
         shards = OwnedShards(
             self._comm,
             is_whole=self._whole.__contains__,
-            shares=self.options.shares,
-            master_dtype=self.options.stepped_as,
+            shares=self._shares,
+            master_dtype=self._stepped_as,
             rounded=self._note_rounded(param_groups),
-            offload=self.options.offload,
+            offload=self.offload,
         )
         shards.add(param_groups)
         self.refuse_full()
@@ -174,17 +160,16 @@ class Arguments:
     def _note_rounded(self, groups: list[dict[str, Any]]) -> Mapping[nn.Parameter, torch.dtype]:
         """The parameters that are stored in another dtype than their masters from here on, with that dtype, in one
         mapping that those of later groups are added to."""
-        dtype = self.options.precision.param_dtype
-        if self.options.rounded is None and dtype is not None:
+        dtype = self._dtype
+        if self._rounds_all and dtype is not None:
             self._rounded.update({param: dtype for _, param in named_params(groups) if rounds(param, dtype)})
         return self._rounded
 
     def refuse_full(self) -> None:
         """Collective with offload. Raises ValueError on every rank if there is no room on any."""
-        offload = self.options.offload
-        if offload.active:
+        if self.offload.active:
             with alike([self._comm], what := "the shards of OSS"):
-                offload.refuse_full(what)
+                self.offload.refuse_full(what)
 
 
 def build_inner(
