@@ -103,7 +103,9 @@ class EMA(Optimizer):
         for unit in (unit for model in self._models for unit in model.units):
             unit.reshard()  # a forward without backward may have left it unsharded
         for one in self._sharding:
-            one.shards.refresh_between_steps()
+            if one.shards.written_between_steps() is None:  # else the next step refuses what was written
+                one.shards.refresh()
+                one.shards.note_versions()
         with as_plain_tensors():
             for group in self._groups:
                 if exchange or group.offload.active:

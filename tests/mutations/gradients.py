@@ -172,10 +172,11 @@ def average_that_forgets_what_was_clipped(settled, self):
     return settled(self) if self.own.narrow is None else self.own.narrow.to(self.own.wide.dtype)
 
 
-@mutant("OwnedShards._note_trained")
+@mutant("OwnedShards.trained_groups")
 def gathered_by_what_requires_gradients(_, self):
     """What has a gradient by hand, and requires none, is stepped by its owner alone."""
     self._trained |= {flat for flat in self.shard_groups if any(param.requires_grad for param in flat.params)}
+    return [flat for flat in self.shard_groups if flat in self._trained]
 
 
 @mutant("OwnedGradients.refuse")

@@ -13,12 +13,7 @@ from torch.autograd.graph import Node
 
 def in_a_backward() -> bool:
     """Whether autograd is running a backward in this thread now. Nothing public says so."""
-    return current_backward() != -1
-
-
-def current_backward() -> int:
-    """A number that the backward which autograd is running in this thread now has alone. Nothing public says it."""
-    return torch._C._current_graph_task_id()
+    return torch._C._current_graph_task_id() != -1
 
 
 def transformed() -> bool:

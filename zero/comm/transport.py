@@ -393,7 +393,7 @@ class ProcessGroupTransport(Transport):
         for rows, (message, counts) in zip(received, messages, strict=True):
             into, sent, own = real(rows.view(-1)), real(message), [counts[self._rank]] * self._world
             # Without counts NCCL uses its own all-to-all, which takes equal parts.
-            given = ([], []) if _are_equal_counts(tuple(counts)) else (own, [*counts])
+            given = ([], []) if [*counts].count(counts[0]) == len(counts) else (own, [*counts])
             works.append(collective(into, sent, *given, ALL_TO_ALL))
         return works
 
@@ -494,13 +494,6 @@ class Overlapping(ProcessGroupTransport):
             self._launching = launching = RLock()
             log.failure.at_failure.append(lambda _: _abort(launching, lambda: abort(groups)))
 
-    def _begin_to_reduce(self) -> None:
-        """Not where the group is made: replicas only average, and gather and reduce nothing."""
-        second, self._second = self._second, None
-        if second is not None and (made := second()) is not None:
-            self._reduces_by, self._to_reduce = made, collectives_of_one_tensor(made)
-            self._groups.append(made)
-
     def compare(self, channel: int, *, flags: int = 0) -> int:
         return self._checks.compare(channel, flags=flags)
 
@@ -518,12 +511,15 @@ class Overlapping(ProcessGroupTransport):
         return works
 
     def reduce(self, messages: Sequence[Message], times: float, channel: int) -> Work:
-        if self._second is not None:
-            self._begin_to_reduce()
+        # Not where the group is made: replicas only average, and gather and reduce nothing.
+        second, self._second = self._second, None
+        if second is not None and (made := second()) is not None:
+            self._reduces_by, self._to_reduce = made, collectives_of_one_tensor(made)
+            self._groups.append(made)
         if not by_rings(messages):
             return super().reduce(messages, times, channel)
         message, counts = messages[0]
-        if not _are_equal_counts(tuple(counts)):
+        if [*counts].count(counts[0]) != len(counts):
             self.log.append(channel, message.nbytes, self.compare)
             shares = message.split([*counts])
             reduction = self._launch(channel, message, self._reduce_as_one, shares, message.device)
@@ -582,10 +578,6 @@ class _OwnShare(Work):
 @lru_cache(maxsize=64)  # similar units have the same bounds, and there may be thousands of ranks
 def _are_equal(bounds: tuple[int, ...]) -> bool:
     return len(set(lengths(bounds))) == 1
-
-
-def _are_equal_counts(counts: tuple[int, ...]) -> bool:
-    return counts.count(counts[0]) == len(counts)
 
 
 def by_rings(messages: Sequence[Message]) -> bool:

@@ -244,7 +244,7 @@ def _repeated(modules: Sequence[nn.Module], *, with_submodules: bool) -> set[nn.
 
 # Parameters of models whose construction an error has ended: some of them are shards.
 # By identity: torch compares the elements of tensors that are keys of a WeakKeyDictionary or WeakSet.
-_half_sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
+half_sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class UnitChoice:
@@ -292,7 +292,7 @@ class UnitChoice:
             has_parameters = True
             if param in self._sharded:
                 continue
-            if param in _half_sharded:
+            if param in half_sharded:
                 raise ValueError(
                     f"{name!r} may be a shard: an error ended an earlier FSDP(...) of this model, and left it half "
                     "sharded. Build the model again."
@@ -317,10 +317,6 @@ class UnitChoice:
     def own(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters to shard, with their names."""
         yield from ((name, param) for name, param in self.module.named_parameters() if param not in self._left_out)
-
-    def mark_half_sharded(self) -> None:
-        """Makes every later FSDP of these parameters raise ValueError: the construction was not undone."""
-        _half_sharded.update((param, True) for param in parameters_of(self.module) if param not in self._left_out)
 
     @property
     def modules(self) -> list[nn.Module]:

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zero._torch.modules import buffers_of, parameters_of
 from zero.comm.together import alike
-from zero.fsdp.choice import UnitChoice
+from zero.fsdp.choice import UnitChoice, half_sharded
 from zero.fsdp.compile import RECORDING, refuse_compiled
 from zero.fsdp.model import Model, sharded_params
 from zero.fsdp.options import (
@@ -204,7 +204,7 @@ def build(
         values.undo()
         raise
     except BaseException:  # perhaps of this rank alone: the others cannot be asked for their shards
-        choice.mark_half_sharded()
+        half_sharded.update((param, True) for _, param in choice.own())  # every later FSDP of these raises
         raise
     return units, hooks
 

@@ -28,6 +28,7 @@ from zero.fsdp.options import (
     NAMES,
     MoreOptions,
     Options,
+    ShardingStrategy,
     TorchMethods,
     as_prefetch,
     from_torch,
@@ -190,7 +191,8 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
             refuse_unknown(others, known=(*OFFLOAD, *NAMES), own=[*signature(FSDP).parameters][1:-1])
             offload = take_offload(others)
             prefetch, device = from_torch(others, prefetch, without, also_without)
-            stays = strategy.keeps_parameters or reshard_after_forward is False
+            kept_by = ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_ZERO2
+            stays = strategy in kept_by or reshard_after_forward is False
             how = partition, as_precision(precision), stays, sync_module_states, offload, as_prefetch(prefetch)
             options = Options(*how)
             if device is not None:

@@ -74,10 +74,6 @@ class ShardingStrategy(enum.Enum):
     def hybrid(self) -> bool:
         return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
-    @property
-    def keeps_parameters(self) -> bool:
-        return self in (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_ZERO2)
-
 
 def as_strategy(given: Any) -> ShardingStrategy:
     """Converts PyTorch's enum, or a name, to a ShardingStrategy. Raises ValueError for others."""

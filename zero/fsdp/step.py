@@ -371,14 +371,11 @@ class StepHook:
     """The hooks of one optimizer, which takes them away when it ends."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._hooks = HooksOfSteps(optimizer, self._before, self._after, _tell)
+        self.hooks = HooksOfSteps(optimizer, self._before, self._after, _tell)
         # What is hidden, until it is restored.
         self._held: list[tuple[Steps, list[nn.Parameter], list[nn.Parameter]]] = []
         self._shards: list[tuple[Tensor, Cut]] = []
         self._begun = 0
-
-    def take_its_places(self, optimizer: Optimizer) -> None:
-        self._hooks.take_their_places(optimizer)
 
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -488,7 +485,7 @@ def _find(optimizer: Optimizer, *_: Any) -> None:
     if hook is None and any(steps.params_in(optimizer) for steps in alive):
         hook = _hooks[optimizer] = StepHook(optimizer)
     if hook is not None:
-        hook.take_its_places(optimizer)
+        hook.hooks.take_their_places(optimizer)
 
 
 @cache

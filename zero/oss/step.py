@@ -231,7 +231,8 @@ class Step:
             self.refuse_changes()
             self._collect()
             share_options(self._oss.param_groups, inner.param_groups)
-            if self._shards.steps_by_group(inner, given):
+            # So that gradients and stepped parameters of other groups are on their way while one is stepped.
+            if self._shards.offload.active and type(inner) in ELEMENTWISE and not given:
                 self._end(by_group=True)
                 return loss
             self._shards.step(inner, **given)

@@ -25,6 +25,7 @@ from zero.comm import Comm
 from zero.comm.streams import streams_in
 from zero.comm.transport import summed_as
 from zero.oss.optimizer import OSS
+from zero.shards.owned_shards import WRITTEN
 from zero.shards.shard_group import ShardGroup
 from zero.wrap.bucket import EndOfBackward, FullBucket, GradBucket, OwnedBucket
 from zero.wrap.tensors import nearest_leaf, tensors_in
@@ -291,7 +292,8 @@ class Reducer:
             while self._in_flight:
                 self._in_flight.pop(0).finish()
             for optimizer in self._optimizers:
-                optimizer.shards.refuse_written()
+                if (group := optimizer.shards.written_between_steps()) is not None:
+                    raise RuntimeError(f"of {group.label}, {WRITTEN}")
             self._end.reach(self._buckets, reduces=self.active)
             for optimizer in self._optimizers:
                 # The user reads gradients once backward() has returned; copies to the CPU may still be on their way.

@@ -15,7 +15,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zero._torch.autograd import writes_so_far
 from zero._torch.optimizers import without_optimizer_hooks
 from zero.comm import Comm
-from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import options
 from zero.shards import masters
 from zero.shards.arguments import names
@@ -137,7 +136,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
             )
         self.shard_groups += added
         self.places.update(places_in(added))
-        self._note_trained()
+        self.trained_groups()  # which are noted
         offloads = self.offload.of_groups([flat.layout.numel for flat in reversed(added)])
         for flat, offload in zip(added, reversed(offloads), strict=True):
             flat.offload = offload
@@ -167,11 +166,6 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
         """Returns a group whose shard was written since the last step; torch counts that, except through `.data`."""
         return next((flat for flat, seen in self._versions.items() if writes_so_far([flat.main]) != seen), None)
 
-    def refuse_written(self) -> None:
-        """Raises RuntimeError if there is one."""
-        if (flat := self.written_between_steps()) is not None:
-            raise RuntimeError(f"of {flat.label}, {WRITTEN}")
-
     @property
     def masters(self) -> list[ShardGroup]:
         """The shard groups that have master weights."""
@@ -198,12 +192,6 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
             if flat.main is not flat.shard:
                 masters.refresh(flat)
 
-    def refresh_between_steps(self) -> None:
-        """As `refresh`, for whoever reads what is stepped. Leaves alone what the next step refuses."""
-        if self.written_between_steps() is None:
-            self.refresh()
-            self.note_versions()
-
     def write_back(self) -> None:
         """Copies what is stepped into this rank's shards of the parameters, before they are gathered."""
         for flat in self.shard_groups:
@@ -214,14 +202,11 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
     def trained_groups(self) -> list[ShardGroup]:
         """The shard groups that a step may have changed, in their order. Alike on all ranks, as gradients are."""
         # With those that were trained before: a parameter may have been frozen after its backward.
-        self._note_trained()
-        return [flat for flat in self.shard_groups if flat in self._trained]
-
-    def _note_trained(self) -> None:
         for flat in self.shard_groups:
             # torch's optimizers ask for the gradient alone, which the user may have given to what requires none.
             if any(param.requires_grad or param.grad is not None for param in flat.params):
                 self._trained.add(flat)
+        return [flat for flat in self.shard_groups if flat in self._trained]
 
     def group(self, group: dict[str, Any]) -> dict[str, Any]:
         """A parameter group for the inner optimizer: this rank's shards, of which some may be empty."""
@@ -254,11 +239,6 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
             flat.names = [given.get(param, name) for param, name in zip(flat.params, flat.names, strict=True)]
         in_order = [given.get(param, "") for group in param_groups for param in group["params"]]
         self._comm.compare("the parameters given to OSS", in_order)
-
-    def steps_by_group(self, optimizer: Optimizer, options: Mapping[str, Any]) -> bool:
-        """Whether shards are stepped group by group (`step_group`), so that gradients and stepped parameters of other
-        groups are on their way meanwhile: with offload, if the optimizer treats each element by itself."""
-        return self.offload.active and type(optimizer) in ELEMENTWISE and not options
 
     def step(self, optimizer: Optimizer, **options: Any) -> None:
         """Steps these shards, all at once."""

@@ -138,11 +138,6 @@ class ByOwner:
         return zip(self._owned, sums.split(self._numels), strict=True) if self._owned else ()
 
 
-def messages_of(group: ShardGroup, trained: Sequence[int], dtype: torch.dtype) -> InOneMessage | ByOwner:
-    """Returns InOneMessage where transfers overlap with computing (`ShardGroup.overlaps`), else ByOwner."""
-    return (InOneMessage if group.overlaps else ByOwner)(group, trained, dtype)
-
-
 # -------------------------------------------------------------------------------------------------------------- buckets
 
 
@@ -222,7 +217,7 @@ class GradBucket:
 
     @cached_property
     def _messages(self) -> InOneMessage | ByOwner:
-        return messages_of(self.group, self.trained, self._sent_as)
+        return (InOneMessage if self.group.overlaps else ByOwner)(self.group, self.trained, self._sent_as)
 
     def take(self, index: int, gradient: Tensor | None) -> None:
         """Takes the full gradient of a parameter, if it is not None. The caller should keep no reference to it."""

@@ -29,7 +29,9 @@ class BufferSync:
         self._held = [
             (f"{path}.{name}".strip("."), table, name)
             for path, holder in module.named_modules()
-            for table in [dict(holder.named_buffers(recurse=False)) if _is_scripted(holder) else buffers_of(holder)]
+            # The buffers of TorchScript lie in no dictionary, and stay the same.
+            for of_script in [isinstance(holder, torch.jit.ScriptModule)]
+            for table in [dict(holder.named_buffers(recurse=False)) if of_script else buffers_of(holder)]
             for name in table
         ]
         self._known = [(buffer.shape, buffer.dtype) for buffer in self._buffers()]
@@ -72,8 +74,3 @@ class BufferSync:
     def after_forward(self, *, reduced: bool) -> None:
         """Notes whether the next broadcast is due. reduced: whether this forward's gradients will be reduced."""
         self._due = reduced and torch.is_grad_enabled()
-
-
-def _is_scripted(module: nn.Module) -> bool:
-    """Whether the module is of TorchScript, whose buffers lie in no dictionary, and stay the same."""
-    return isinstance(module, torch.jit.ScriptModule)
