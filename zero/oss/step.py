@@ -8,7 +8,7 @@ gather     every rank's shards reach all ranks in the flat buffers of the parame
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, proxy
@@ -83,23 +83,19 @@ def _refuse_edited(param_groups: Sequence[dict[str, Any]], shards: OwnedShards) 
 
 
 class OwnedGradients:
-    """`are_sharded`: whether ShardedDDP brings them, each to its owner."""
+    """`are_sharded`: whether ShardedDDP brings them, each to its owner. `filled_by`: by module what brings averages of
+    full gradients into `param.grad`."""
 
     def __init__(self, shards: OwnedShards) -> None:
         self.are_sharded, self._shards = False, shards
-        # By module: what brings full averages into `param.grad`.
-        self._filled_by: WeakKeyDictionary[nn.Module, Sequence[FullBucket]] = WeakKeyDictionary()
+        self.filled_by: WeakKeyDictionary[nn.Module, Sequence[FullBucket]] = WeakKeyDictionary()
         # Gradients of shards that were shown between steps, by parameter: others were assigned.
         self._shown: dict[nn.Parameter, Tensor | None] = {}
-
-    def filled_by(self, buckets: Sequence[FullBucket], module: nn.Module) -> None:
-        """These buckets bring full averages of the module's gradients from here on."""
-        self._filled_by[module] = buckets
 
     def cleared(self) -> None:
         """The user has cleared all gradients."""
         self.drop_of_shards()
-        for buckets in self._filled_by.values():
+        for buckets in self.filled_by.values():
             for bucket in buckets:
                 bucket.unreduced.clear()
 
@@ -112,7 +108,7 @@ class OwnedGradients:
     def refuse(self) -> None:
         """Raises RuntimeError for a gradient that cannot be stepped: that was not reduced, was assigned, or is another
         parameter's. The other ranks find the same, or wait for this one in vain."""
-        for bucket in (bucket for buckets in self._filled_by.values() for bucket in buckets):
+        for bucket in (bucket for buckets in self.filled_by.values() for bucket in buckets):
             for index in bucket.unreduced:
                 if bucket.params[index].grad is not None:
                     raise RuntimeError(
@@ -120,7 +116,8 @@ class OwnedGradients:
                         "last backward ran under no_sync(), or failed. Run the last backward before step() outside "
                         "no_sync(), or call reduce(). To average gradients by hand build zero.OSS without zero.setup."
                     )
-        for group, index in self._positions() if self.are_sharded else ():
+        groups = self._shards.shard_groups if self.are_sharded else ()
+        for group, index in [(one, index) for one in groups for index in range(len(one.params))]:
             name, param = group.names[index], group.params[index]
             held, of_shard = param.grad, self._shards[param].grad
             if isinstance(held, OwnedGradient):
@@ -151,8 +148,10 @@ class OwnedGradients:
             shard.grad = None
 
     def collect(self) -> bool:
-        """Puts gradients where the inner optimizer finds them. Returns whether there are any (True if ShardedDDP brings
-        them). Raises RuntimeError as `refuse`, and for sparse ones."""
+        """Puts gradients where the inner optimizer finds them: this rank's slices of those of full parameters, views
+        where their order in memory allows, with averages in place of what was rounded. Returns whether there are any
+        (True if ShardedDDP brings them). Raises RuntimeError as `refuse`, and for a sparse one, whichever rank owns
+        it, on all alike."""
         self.refuse()
         shards = self._shards
         for param, shard in shards.items():
@@ -161,30 +160,20 @@ class OwnedGradients:
                 shard.grad = shard.data
         if self.are_sharded:
             return True
-        for group, index, share in self._shares():
-            shards[group.params[index]].grad = group.to_main(share)
-        return any(param.grad is not None for param in shards)
-
-    def _positions(self) -> Iterator[tuple[ShardGroup, int]]:
-        return ((group, index) for group in self._shards.shard_groups for index in range(len(group.params)))
-
-    def _shares(self) -> Iterator[tuple[ShardGroup, int, Tensor]]:
-        """Yields this rank's slices of the gradients of full parameters, with their groups and positions: views where
-        their order in memory allows, with averages in place of what was rounded. Raises RuntimeError for a sparse
-        gradient, whichever rank owns it, on all alike."""
-        for group, index in self._positions():
-            full = group.params[index].grad
-            if full is not None and full.is_sparse:
-                refuse_sparse(group.names[index])
-        for group in self._shards.shard_groups:
+        for group in shards.shard_groups:
+            for name, param in zip(group.names, group.params, strict=True):
+                if param.grad is not None and param.grad.is_sparse:
+                    refuse_sparse(name)
+        for group in shards.shard_groups:
             for index in group.shapes.spans:
-                full = group.params[index].grad
-                if full is None:
-                    continue
-                with as_plain_tensors():
-                    is_own = isinstance(full, WideAverage) and full.cut == group.cuts[index]
-                    share = full.settled() if is_own else group.own_slice(index, full)  # type: ignore[attr-defined]
-                yield group, index, share
+                param = group.params[index]
+                full: Any = param.grad
+                if full is not None:
+                    with as_plain_tensors():
+                        is_own = isinstance(full, WideAverage) and full.cut == group.cuts[index]
+                        own = full.settled() if is_own else group.own_slice(index, full)
+                    shards[param].grad = group.to_main(own)
+        return any(param.grad is not None for param in shards)
 
 
 _BY_HAND = "Gradients that no backward computes, as in evolution strategies, are for stage 1: OSS without ShardedDDP."

@@ -134,7 +134,7 @@ class Reducer:
         self._at_once = 2 if self._comm.world > 1 and sent_by_threads else 1
         for owner in self._optimizers:
             own = [one for one in self._buckets if isinstance(one, FullBucket) and owners[one.group] is owner]
-            owner.gradients.filled_by(own, self._module)
+            owner.gradients.filled_by[self._module] = own
         _remove(self._hooks)  # of the buckets of before
         self._hooks.clear()
         self._streams = streams_in(group.streams for group in owners)
