@@ -133,7 +133,7 @@ class Model:
         self.finish_steps()
         try:
             refuse_moved(group for group in self.index.groups if group.state is not GroupState.SUMMONED)
-        except RuntimeError as error:  # a section entered costs a forward that raises nothing 2 us
+        except RuntimeError as error:  # not a section, which costs two calls in each forward
             self.together.tell(error)
             raise
 
