@@ -77,7 +77,8 @@ class Peaks:
 
         readers = ("torch.load", "safetensors.torch.load_file", "zero.integrations.accelerate.states.safe_open")
         with ExitStack() as stack:
-            for name in ("comm.transport.BATCH", "checkpoint.files.BUFFER", "checkpoint.files.CACHED"):
+            at_once = ("comm.transport.BATCH", "fsdp.full_weights.AT_ONCE", "state.gathered.AT_ONCE")
+            for name in (*at_once, "checkpoint.files.BUFFER", "checkpoint.files.CACHED"):
                 stack.enter_context(mock.patch(f"zero.{name}", int(self.unit * self._weights)))
             for name in readers:
                 module, _, function = name.rpartition(".")

@@ -349,6 +349,7 @@ def test_a_step_that_a_scaler_skips_leaves_each_piece_as_it_was():
     assert counts == [2] * len(params)
 
 
+@pytest.mark.usefixtures("in_small_pieces")
 @pytest.mark.slow
 def test_a_step_of_16_bits_takes_what_is_stepped_its_state_and_its_gradient():
     """Of an element that a rank owns, the CPU holds 16 bytes in a step at stage 1: 4 of what is stepped, 8 of Adam's

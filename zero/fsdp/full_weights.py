@@ -233,7 +233,9 @@ def gathered(module: nn.Module, comm: Comm, recipient: Recipient) -> Iterator[di
         for unit in units:
             held |= unit.params
             yield from _of_unit(unit, model.placement, recipient)
-    for group in rounded_groups(parameters_of(module)):
+    # Masters that are rounded to the dtype in which parameters are stored are these.
+    wider = [group for group in rounded_groups(parameters_of(module)) if group.full.dtype is not recipient.dtype]
+    for group in wider:
         held.update(group.params)
         full = gather_masters(group, recipient.to)
         yield {param: recipient.moved(parts.whole(param, full.pop(param))) for param in [*full]}
