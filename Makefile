@@ -57,7 +57,7 @@ faults: $(READY)  ## Every way in which a rank or a link may fail, 30 kills unde
 # Not what sends nothing, or what host memory alone has.
 hosts: $(READY)  ## All that sends as between hosts: no rank reads another's memory
 	@ZERO_HOST_MEMORY=0 $(BIN)/pytest -q -n 2 --dist worksteal \
-		$(patsubst %,--ignore tests/%,docs harness integrations measure plan comm/test_host_memory.py comm/test_attach.py) \
+		$(patsubst %,--ignore tests/%,docs harness integrations measure plan comm/test_host_memory.py) \
 		tests $(ARGS)
 
 # What a GPU may tell something about that the CPU does not, about 1,000 tests. READY= BIN=/usr/bin takes an installed

@@ -227,7 +227,7 @@ def wait_watching(work: dist.Work, log: Log) -> None:
             work.wait(interval)
             return
         # A wait that runs out raises it, too, and may be tried again: of a collective of Gloo it leaves all as it was.
-        # (Of a `send` or `recv` it closes all connections: there are none here. tests/comm/test_slow.py)
+        # (Of a `send` or `recv` it closes all connections: there are none here. tests/comm/test_comm.py)
         except RuntimeError:
             if work.is_completed():
                 break
@@ -399,7 +399,7 @@ class ProcessGroupTransport(Transport):
 
     def exchange(self, into: Tensor, sent: Message, counts_in: Sequence[int], channel: int) -> Work:
         # Not by `send` and `recv` of Gloo: it closes the connections of all ranks where a wait for these runs out, and
-        # `wait_watching` waits in intervals (tests/comm/test_slow.py). NCCL makes a communicator for each two ranks.
+        # `wait_watching` waits in intervals (tests/comm/test_comm.py). NCCL makes a communicator for each two ranks.
         self.log.append(channel, 0, self.compare)
         size, collective = into.element_size(), getattr(self._group, self._to_reduce.all_to_all)
         counts = [[count * size for count in each] for each in (counts_in, sent[1])]
@@ -458,7 +458,9 @@ class ProcessGroupTransport(Transport):
     def _broadcast_shards(self, full: Tensor, bounds: Sequence[int]) -> list[dist.Work | None]:
         shards = [full[low:high] for low, high in pairwise(bounds)]
         owned = [(owner, as_sent(shard)) for owner, shard in enumerate(shards) if shard.numel()]
-        return [self._lane(owner).broadcast([shard], _from(owner)) for owner, shard in owned]
+        # One alone meets no other on its way: it needs no lane.
+        lane = self._lane if len(owned) > 1 else lambda _: self._group
+        return [lane(owner).broadcast([shard], _from(owner)) for owner, shard in owned]
 
 
 class Overlapping(ProcessGroupTransport):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +14,7 @@ from zero.comm.together import alike
 from zero.fsdp.choice import UnitChoice, half_sharded
 from zero.fsdp.compile import RECORDING, refuse_compiled
 from zero.fsdp.model import Model, sharded_params
-from zero.fsdp.options import (
-    Options,
-)
+from zero.fsdp.options import Options
 from zero.fsdp.unit import Unit, refuse_busy
 from zero.shards.cut import forget
 from zero.shards.partition import Shares, lay_out, refuse_partition
@@ -26,9 +23,6 @@ from zero.shards.shard_group import GroupOptions, ShardGroup
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import take_out_of
 from zero.wrap.ddp import refuse_ddp_within
-
-if TYPE_CHECKING:
-    pass
 
 # -------------------------------------------------------------------------------------------- models on the meta device
 #

@@ -1,7 +1,7 @@
 """Orders the unsharding of units in a forward: unshard, compute, reshard. The root, and units that backward reaches
 first or that reshard_after_forward=False keeps, stay unsharded for backward (backward.py).
 
-`Order` (backward.py) says how far all-gathers run ahead. Each rank prefetches in the order in which its units ran last.
+`Order` (unit.py) says how far all-gathers run ahead. Each rank prefetches in the order in which its units ran last.
 Ranks whose orders differ raise when an all-gather arrives.
 """
 

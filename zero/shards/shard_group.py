@@ -492,7 +492,7 @@ class ShardGroup:
                 sent = shard if shard.dtype == own.dtype else shard.to(own.device, non_blocking=True)  # rounded there
                 own.copy_(sent, non_blocking=True)
             work = self.comm.gather(full, self.layout.bounds, self._gather if channel is None else channel)
-            return work if on_host else streams.arriving(work, self.comm, (full, self))
+            return work if on_host else streams.arriving(work, self.comm, full)
 
     def average(self, full: Tensor) -> Work:
         """Collective, without replicas. Launches the all-reduce of a full buffer of gradients, each a share of it."""

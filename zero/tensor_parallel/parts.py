@@ -102,7 +102,7 @@ def whole(param: Tensor, value: Tensor) -> Tensor:
 
 
 def cut(param: Tensor, value: Tensor) -> Tensor:
-    """this rank's part of a whole tensor. Raises ValueError for another shape."""
+    """This rank's part of a whole tensor. Raises ValueError for another shape."""
     dtensor = table.dtensor_of(param)
     if dtensor is None:
         return value
@@ -129,6 +129,6 @@ def ranks(params: Iterable[Tensor]) -> Comm | None:
 
 
 def is_first(params: Iterable[Tensor]) -> bool:
-    """whether this one of the ranks that have the parts keeps what is brought together on one rank."""
+    """Whether this one of the ranks that have the parts keeps what is brought together on one rank."""
     comm = ranks(params)
     return comm is None or comm.rank == 0
