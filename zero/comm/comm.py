@@ -300,10 +300,9 @@ class Comm:
             own, nothing = into[start : start + step], [0] * self.world
             part = buffers[turn % number][: sum(counts[1:]) if self.rank == 0 else 0]
             try:
-                for (low, _), piece in (
-                    zip(shares, [own, *part.split(counts[1:])], strict=True) if self.rank == 0 else ()
-                ):
-                    read(low, piece)
+                if self.rank == 0:
+                    for (low, _), piece in zip(shares, [own, *part.split(counts[1:])], strict=True):
+                        read(low, piece)
             except Exception as error:
                 self._raise_together(error, SCATTER)
             else:

@@ -513,11 +513,11 @@ class Overlapping(ProcessGroupTransport):
         return works
 
     def reduce(self, messages: Sequence[Message], times: float, channel: int) -> Work:
-        # Not where the group is made: replicas only average, and gather and reduce nothing.
-        second, self._second = self._second, None
-        if second is not None and (made := second()) is not None:
-            self._reduces_by, self._to_reduce = made, collectives_of_one_tensor(made)
-            self._groups.append(made)
+        if self._second is not None:  # not where the group is made: replicas only average, and reduce nothing
+            second, self._second = self._second, None
+            if (made := second()) is not None:
+                self._reduces_by, self._to_reduce = made, collectives_of_one_tensor(made)
+                self._groups.append(made)
         if not by_rings(messages):
             return super().reduce(messages, times, channel)
         message, counts = messages[0]

@@ -233,9 +233,7 @@ def gathered(module: nn.Module, comm: Comm, recipient: Recipient) -> Iterator[di
         for unit in units:
             held |= unit.params
             yield from _of_unit(unit, model.placement, recipient)
-    # Masters that are rounded to the dtype in which parameters are stored are these.
-    wider = [group for group in rounded_groups(parameters_of(module)) if group.full.dtype is not recipient.dtype]
-    for group in wider:
+    for group in _wider(module, recipient):
         held.update(group.params)
         full = gather_masters(group, recipient.to)
         yield {param: recipient.moved(parts.whole(param, full.pop(param))) for param in [*full]}
@@ -244,6 +242,11 @@ def gathered(module: nn.Module, comm: Comm, recipient: Recipient) -> Iterator[di
     for run in runs([one.nbytes for one in others], AT_ONCE):
         members = [others[index] for index in run] if receives else []
         yield {one: recipient.copy(parts.whole(one, one) if in_parts else one, one) for one in members}
+
+
+def _wider(module: nn.Module, recipient: Recipient) -> list[ShardGroup]:
+    """The groups whose masters are gathered. Rounded to the dtype in which parameters are stored, masters are these."""
+    return [group for group in rounded_groups(parameters_of(module)) if group.full.dtype is not recipient.dtype]
 
 
 def _of_unit(unit: Unit, placement: Placement, recipient: Recipient) -> Iterator[dict[Tensor, Tensor]]:
@@ -316,7 +319,7 @@ def _by_the_module(module: nn.Module, sharded: Sharded, recipient: Recipient, *,
         model.refuse_moved()
     dtypes = {param: dtype for param, dtype in recipient.dtypes.items() if isinstance(param, nn.Parameter)}
     rounded: dict[Any, Tensor] = {param: param.data.to(dtype) for param, dtype in dtypes.items() if receives}
-    for group in rounded_groups(parameters_of(module)):
+    for group in _wider(module, recipient):
         rounded.update(gather_masters(group, recipient.to))
     kept = {param: param.data for param in rounded}
     try:
