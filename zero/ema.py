@@ -68,7 +68,7 @@ class EMA(Optimizer):
         for model in self._models:
             refuse_busy(model.units, call)
         for one in self._sharding:
-            one.stepper.refuse_changes()
+            one.refuse_changes()
 
     def update(self) -> None:
         """Takes the weights into the averages; the first time, copies them. Call it after each step, on every rank: it
@@ -124,7 +124,7 @@ class EMA(Optimizer):
         mark_states(self)
         self._is_swapped ^= exchange
         for one in self._sharding if exchange else ():
-            one.stepper.gather_written(self._parts) if gathers else one.shards.write_back()
+            one.gather_written(self._parts) if gathers else one.shards.write_back()
 
     @property
     def stepped_shards(self) -> SteppedShards:

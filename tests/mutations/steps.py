@@ -81,7 +81,7 @@ def frozen_parameter_stepped(step, self, *given, **options):
     return loss
 
 
-@mutant("step.share_options")
+@mutant("optimizer.share_options")
 def options_of_the_first_group_for_all(share, source, target):
     """All parameter groups are stepped with the options of the first."""
     share([source[0]] * len(source), target)

@@ -164,7 +164,7 @@ def _marked_as_own(stepped: SteppedShards, groups: list[dict[str, Any]]) -> bool
 
 class Steps:
     """What is checked before, and done around, steps of the parameters of one model, as long as this object exists. OSS
-    has its own in zero/oss/step.py."""
+    has its own in zero/oss/optimizer.py."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
