@@ -32,7 +32,7 @@ from zero.comm.streams import STEP_GRAPH
 
 WARM_UP = 11
 """As many as DistributedDataParallel asks for. Of zero's forwards the 12th is one that looks for no writes, which reads
-numbers from the device (zero/fsdp/schedule.py)."""
+numbers from the device (zero/fsdp/model.py)."""
 NAMES = ["alone", "fsdp2", "zero3", "zero3kept", "zero2", "zero1"]
 
 

@@ -13,7 +13,7 @@ def mean_over_one_rank_too_few(reduce, self, messages, *, times=1, **more):
     return reduce(self, messages, times=times if times == 1 else 1 / max(self.world - 1, 1), **more)
 
 
-@mutant("Backward.param_reached")
+@mutant("Model.param_reached")
 def late_gradient_is_not_reduced(_, self, unit):
     """A gradient that comes after backward has passed its unit does not enter the unit again."""
 

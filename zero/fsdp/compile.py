@@ -32,9 +32,8 @@ from zero._torch.compiling import (
 from zero._torch.modules import forward_hooks_of
 from zero._torch.tensors import as_plain_tensors
 from zero.comm.streams import STEP_GRAPH
-from zero.fsdp.model import sharded_params
-from zero.fsdp.schedule import Schedule
-from zero.fsdp.unit import Index, Unit
+from zero.fsdp.model import Model, sharded_params
+from zero.fsdp.unit import Unit
 from zero.shards.sharded_parameter import GRADIENT, begin_tracing
 
 BETWEEN_UNITS = (
@@ -65,15 +64,15 @@ class Compiling:
     in evaluation, and while CUDA graphs are recorded.
     """
 
-    def __init__(self, index: Index, schedule: Schedule) -> None:
-        self._units, self._root, self._schedule = index.units, index.units[0], schedule
+    def __init__(self, model: Model) -> None:
+        self._units, self._root, self._model = model.units, model.units[0], model
         # Whether the running forward runs uncompiled although modules are compiled.
         self._uncompiled = False
         self._enters_by_units = False
         # Hooks that are not hidden.
         self._direct: set[Callable[..., Any]] = set()
         # Whether full parameters that are freed lie where CUDA graphs are recorded.
-        self._records = any(group.frees and group.full.device.type in RECORDING for group in index.groups)
+        self._records = any(group.frees and group.full.device.type in RECORDING for group in model.index.groups)
         _watch()
         _all.add(self)
 
@@ -121,7 +120,7 @@ class Compiling:
         """
         units = self._units
         inner = {module for unit in units[1:] or units if unit.exists for module in unit.module.modules()}
-        self._schedule.remove(inner.intersection(modules) - {unit.module for unit in units if unit.exists})
+        self._model.remove_hooks(inner.intersection(modules) - {unit.module for unit in units if unit.exists})
 
     def runner(self, module: nn.Module, *, traced: bool) -> Callable[..., Any]:
         """Called before a forward. Returns what runs it: the module, or, in the first forward of one that is compiled
@@ -132,8 +131,8 @@ class Compiling:
                 f"FSDP ran forward while torch.cuda.graph or make_graphed_callables records CUDA graphs, {_MOVING}, "
                 "and a replay would gather nothing. Record the whole step, by zero.graphed(step, model, optimizer)."
             )
-        schedule = self._schedule
-        searches = module.training not in schedule.modes and schedule.installed and not self._root.summoned
+        model = self._model
+        searches = module.training not in model.modes and model.installed and not self._root.summoned
         if searches:
             units = {unit.module for unit in self._units[1:] if unit.exists}
             try:

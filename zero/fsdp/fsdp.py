@@ -225,9 +225,9 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         announce(title, self._model.comm, self._model.index.groups, left_out, stage=3)
         synced = broadcast_buffers and next(module.buffers(), None) is not None
         self._buffer_sync = BufferSync(module, self._model.comms) if synced else None
-        self._compiling = compiling = Compiling(self._model.index, self._model.schedule)
+        self._compiling = compiling = Compiling(self._model)
         self._state_dicts = StateDictGuard(module, self._model.index, keeps=(Steps(self._model), compiling))
-        self._model.schedule.install(compiling.hook, compiling.search_begins)
+        self._model.install(compiling.hook, compiling.search_begins)
         self._unwrapped, self._loads, self._inside_of = False, ExitStack(), "module."
         # Not `self.register_...`, which registers hooks on the module inside: this one takes the FSDP.
         nn.Module.register_load_state_dict_post_hook(self, _end_load)
@@ -270,7 +270,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         self._loads.close()  # of a load around it that has raised
         with self._model.together:
             run = self._compiling.runner(self.module, traced=traced)
-            self._model.schedule.interrupted()  # of a unit by itself, which is known only now
+            self._model.interrupted()  # of a unit by itself, which is known only now
             if torch.jit.is_tracing():
                 raise RuntimeError(NOT_SCRIPTED.format("FSDP"))
             self._model.refuse_moved()
@@ -281,12 +281,12 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
 
     def _end_forward(self) -> None:
         if self._buffer_sync is not None:
-            self._buffer_sync.after_forward(reduced=self._model.backward.reduces)
+            self._buffer_sync.after_forward(reduced=self._model.reduces)
 
     def _raised(self, error: BaseException) -> None:
         """Collective but for KeyboardInterrupt and SystemExit, after which torch calls no hooks of modules: what the
         user saves then is to be saved as after any other forward."""
-        self._model.schedule.interrupted()
+        self._model.interrupted()
         self._model.together.tell(error)
 
     @contextmanager
@@ -296,12 +296,12 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         Call both forward and backward inside. Meanwhile `param.grad` is this rank's own full gradient, as with
         DistributedDataParallel: it may be written in place, and None drops it. Another tensor in its place is refused.
         """
-        backward = self._model.backward
-        before, backward.reduces = backward.reduces, False
+        model = self._model
+        before, model.reduces = model.reduces, False
         try:
             yield
         finally:
-            backward.reduces = before
+            model.reduces = before
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Collective. torch.nn.utils.clip_grad_norm_ of all parameters: the name that PyTorch's FSDP has for it."""
@@ -311,11 +311,11 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
     @property
     def require_backward_grad_sync(self) -> bool:
         """False within no_sync, as with DistributedDataParallel, where some scripts set it instead of calling that."""
-        return self._model.backward.reduces
+        return self._model.reduces
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, reduces: bool) -> None:
-        self._model.backward.reduces = reduces
+        self._model.reduces = reduces
 
     # -------------------------------------------------------------------------- weights and optimizer state, in full
 

@@ -436,7 +436,7 @@ def refuse_busy(units: Sequence[Unit], call: str) -> None:
 # bits; W ranks), and a step takes at most 4 B + B / W: parameters and gradients of the unit that computes, parameters
 # of the next unit, gradients and receive buffers of the last.
 #
-# `Order` says which all-gathers run ahead; those of gradients are in backward.py.
+# `Order` says which all-gathers run ahead; those of gradients are in model.py.
 
 
 class Order:
