@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch.modules import children_of, chosen_by_policy, parameters_of
 from zero._torch.tensors import wraps_others
 from zero.fsdp.unit import Unit
 from zero.shards.arguments import refuse_two_devices
+from zero.shards.cut import held
 from zero.shards.shapes import refuse_shared, refuse_unsendable, refuse_unusable
 from zero.wrap.wrapper import describe
 
@@ -242,11 +242,6 @@ def _repeated(modules: Sequence[nn.Module], *, with_submodules: bool) -> set[nn.
 # ----------------------------------------------------------------------------------------------------------- the choice
 
 
-# Parameters of models whose construction an error has ended: some of them are shards.
-# By identity: torch compares the elements of tensors that are keys of a WeakKeyDictionary or WeakSet.
-half_sharded: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
 class UnitChoice:
     """The units of a model, and the parameters that are in none.
 
@@ -292,7 +287,7 @@ class UnitChoice:
             has_parameters = True
             if param in self._sharded:
                 continue
-            if param in half_sharded:
+            if held(param).half_sharded:
                 raise ValueError(
                     f"{name!r} may be a shard: an error ended an earlier FSDP(...) of this model, and left it half "
                     "sharded. Build the model again."

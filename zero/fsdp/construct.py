@@ -11,12 +11,12 @@ from torch.utils.hooks import RemovableHandle
 
 from zero._torch.modules import buffers_of, parameters_of
 from zero.comm.together import alike
-from zero.fsdp.choice import UnitChoice, half_sharded
+from zero.fsdp.choice import UnitChoice
 from zero.fsdp.compile import RECORDING, refuse_compiled
 from zero.fsdp.model import Model, sharded_params
 from zero.fsdp.options import Options
 from zero.fsdp.unit import Unit, refuse_busy
-from zero.shards.cut import forget
+from zero.shards.cut import held
 from zero.shards.partition import Shares, lay_out, refuse_partition
 from zero.shards.placement import Placement
 from zero.shards.shard_group import GroupOptions, ShardGroup
@@ -198,7 +198,8 @@ def build(
         values.undo()
         raise
     except BaseException:  # perhaps of this rank alone: the others cannot be asked for their shards
-        half_sharded.update((param, True) for _, param in choice.own())  # every later FSDP of these raises
+        for _, param in choice.own():
+            held(param).half_sharded = True  # every later FSDP of it raises
         raise
     return units, hooks
 
@@ -217,7 +218,8 @@ def restore_units(units: Sequence[Unit]) -> None:
         unit.summon()
         for group in unit.groups:
             group.stay_full()
-        forget(unit.params)
+        for param in unit.params:
+            held(param).cut = None
 
 
 def refuse_unfit(choice: UnitChoice, nested: dict[str, Model], options: Options, placement: Placement) -> None:

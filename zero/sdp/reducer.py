@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch.autograd import at_end_of_backward, in_a_backward, writes_into
 from zero._torch.modules import parameters_of, registrations
@@ -25,6 +24,7 @@ from zero.comm import Comm
 from zero.comm.streams import streams_in
 from zero.comm.transport import summed_as
 from zero.oss.optimizer import OSS
+from zero.shards.cut import held
 from zero.shards.owned_shards import WRITTEN
 from zero.shards.shard_group import ShardGroup
 from zero.wrap.bucket import EndOfBackward, FullBucket, GradBucket, OwnedBucket
@@ -55,9 +55,6 @@ _REPLACED = (
     "this {} was replaced by another wrapper of the same parameters, which takes their gradients now. Use the new "
     "wrapper, and drop this one and its optimizer."
 )
-
-# The Reducer that takes the gradients of a parameter, by parameter.
-_reducers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def _remove(hooks: dict[Tensor, RemovableHandle]) -> None:
@@ -109,10 +106,9 @@ class Reducer:
         self._awaits_end: Callable[[], object | None] = lambda: None
         self._update_buckets()
         for param in self._params():
-            before = _reducers[param]() if param in _reducers else None
-            if before is not None:
+            if (before := held(param).reduced_by()) is not None:
                 before.retire(_REPLACED)
-            _reducers[param] = ref(self)
+            held(param).reduced_by = ref(self)
         self.take_groups()
 
     def _update_buckets(self) -> None:

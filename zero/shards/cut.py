@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
@@ -104,8 +104,45 @@ class Cut:
         return f"{owner.names[self.position]!r}, of whose {elements} this rank has {own}"
 
 
-# By parameter.
-_cuts: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# ------------------------------------------------------------------------------------------------- what has a parameter
+
+
+def _nobody() -> None:
+    return None
+
+
+@dataclass(eq=False)
+class Held:
+    """Who has one parameter of the user's. All hold it weakly, and are asked by a call.
+
+    cut: of the shard group that has it. averaged_by: the wrapper that has claimed it; `why` nobody else may average its
+    gradient, and `sharded`, why nobody else may shard it, if that wrapper has.
+    stepped_by: the OwnedShards that were made of it last. reduced_by: the Reducer that takes its gradients.
+    half_sharded: whether an error has ended the construction of a model while it may have been a shard.
+    """
+
+    cut: Cut | None = None
+    averaged_by: Callable[[], object | None] = _nobody
+    why: str = ""
+    sharded: str | None = None
+    stepped_by: Callable[[], Any] = _nobody
+    reduced_by: Callable[[], Any] = _nobody
+    half_sharded: bool = False
+
+
+# By identity: torch compares the elements of tensors that are keys of a WeakKeyDictionary.
+_held: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def held(param: Tensor) -> Held:
+    """Who has a parameter. What is written there stays."""
+    found: Held | None = _held.get(param)
+    if found is None:
+        found = _held[param] = Held()
+    return found
+
+
+_process = 0
 
 
 def register(params: Sequence[nn.Parameter], owner: Owner) -> list[Cut]:
@@ -114,11 +151,9 @@ def register(params: Sequence[nn.Parameter], owner: Owner) -> list[Cut]:
     _process = os.getpid()
     # Weak: a gradient that the user keeps has a cut, which would keep the model's buffers.
     cuts = [Cut(ref(owner), index) for index in range(len(params))]
-    _cuts.update(zip(params, cuts, strict=True))
+    for param, cut in zip(params, cuts, strict=True):
+        held(param).cut = cut
     return cuts
-
-
-_process = 0
 
 
 def process_of_shards() -> int:
@@ -126,68 +161,29 @@ def process_of_shards() -> int:
     return _process
 
 
-def of_param(param: Tensor) -> Cut:
-    """Of a parameter that was registered."""
-    found: Cut = _cuts[param]
-    return found
-
-
-def find(param: Tensor) -> Cut | None:
-    """Of any parameter."""
-    found: Cut | None = _cuts.get(param)
-    return found
-
-
-def forget(params: Iterable[nn.Parameter]) -> None:
-    """Ends `register`: the parameters are plain for good."""
-    for param in params:
-        _cuts.pop(param, None)
-
-
-# --------------------------------------------------------------------------------------------------------------- claims
-#
-# Parameters that a wrapper has, whose gradients nobody else may average, and that nobody else may shard.
-
-
-class Claim(NamedTuple):
-    """owner: who has the parameter. why: nobody else may average its gradient.
-
-    sharded: why nobody else may shard it, if its owner has done that.
-    """
-
-    owner: ReferenceType[object]
-    why: str
-    sharded: str | None
-
-
-# By parameter.
-_claims: WeakIdKeyDictionary = WeakIdKeyDictionary()
+def of_param(param: Tensor) -> Cut | None:
+    """Where a parameter lies; None for one that is in no shard group."""
+    found: Held | None = _held.get(param)
+    return None if found is None else found.cut
 
 
 def claim(params: Iterable[nn.Parameter], owner: object, why: str, *, sharded: str | None = None) -> None:
     """Notes that `owner` has the parameters, as long as it exists or until `release`. why, sharded: for the user."""
-    made = Claim(ref(owner), why, sharded)
     for param in params:
-        _claims[param] = made
+        of = held(param)
+        of.averaged_by, of.why, of.sharded = ref(owner), why, sharded
 
 
 def release(params: Iterable[nn.Parameter], owner: object) -> None:
     for param in params:
         # Another wrapper may have claimed the parameter since, and keeps it.
-        if param in _claims and _claims[param].owner() is owner:
-            del _claims[param]
-
-
-def claimed(param: nn.Parameter) -> tuple[object, str] | None:
-    """Returns who has the parameter, and why nobody else may average its gradient; None if nobody has."""
-    found: Claim | None = _claims.get(param)
-    owner = None if found is None else found.owner()
-    return None if found is None or owner is None else (owner, found.why)
+        if held(param).averaged_by() is owner:
+            held(param).averaged_by = _nobody
 
 
 def refuse_sharded(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Raises ValueError if any of these parameters is sharded already."""
     for name, param in named:
-        # Asked first: the claim of an owner that is gone stays in the table, and does not count.
-        if claimed(param) is not None and _claims[param].sharded is not None:
-            raise ValueError(f"{name} {_claims[param].sharded}")
+        found: Held | None = _held.get(param)
+        if found is not None and found.sharded is not None and found.averaged_by() is not None:
+            raise ValueError(f"{name} {found.sharded}")

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zero._torch.autograd import writes_so_far
 from zero._torch.optimizers import without_optimizer_hooks
@@ -18,15 +17,12 @@ from zero.comm import Comm
 from zero.measure.param_groups import options
 from zero.shards import masters
 from zero.shards.arguments import names
+from zero.shards.cut import held
 from zero.shards.offload import DEVICE, Offload
 from zero.shards.partition import Place, Shares, bucket_limit, lay_out, places_in
 from zero.shards.placement import Placement
 from zero.shards.shapes import with_own_storage
 from zero.shards.shard_group import GroupOptions, ShardGroup, elsewhere, take_back
-
-# By parameter: a reference to the shards that were made of it last.
-_holders: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
 
 WRITTEN = (
     "a rank's own shard was written since the last step, through optimizer.part(param), and the other ranks compute "
@@ -35,16 +31,10 @@ WRITTEN = (
 )
 
 
-def holder_of(param: Tensor) -> OwnedShards | None:
-    """The shards of a parameter that were made of it last, while their optimizer lives."""
-    holder = _holders.get(param)
-    return None if holder is None else holder()
-
-
 def rounded_groups(params: Iterable[Tensor]) -> list[ShardGroup]:
     """The groups of those of the parameters that are stored in fewer bits than their masters."""
     params = dict.fromkeys(params)
-    holders = {id(holder): holder for param in params if (holder := holder_of(param)) is not None}
+    holders = {id(one): one for param in params if (one := held(param).stepped_by()) is not None}
     return [flat for one in holders.values() for flat in one.rounded if not params.keys().isdisjoint(flat.params)]
 
 
@@ -60,7 +50,7 @@ class LoadsMasters(TorchFunctionMode):
     """A context in which what is copied into parameters that are stored rounded is copied into their masters, too."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        holder = holder_of(args[0]) if func is Tensor.copy_ and len(args) > 1 else None
+        holder = held(args[0]).stepped_by() if func is Tensor.copy_ and len(args) > 1 else None
         if holder is not None and args[0] in holder.rounded_to and args[0].dtype is holder.rounded_to[args[0]]:
             master = holder[args[0]]
             param, value, *how = args
@@ -147,14 +137,14 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
                 if index not in flat.shapes.spans:
                     self.empty.add(self[param])
             # Weak: once the optimizer that took a parameter last is dropped, the one before it may step again.
-            _holders.update(dict.fromkeys(flat.params, ref(self)))
+            for param in flat.params:
+                held(param).stepped_by = ref(self)
         self.note_versions()
 
     def taken_by_another(self) -> str | None:
         """Returns the name of a parameter of which another optimizer's shards were made since, if there is one."""
         for param, place in self.places.items():
-            holder = holder_of(param)
-            if holder is not None and holder is not self:
+            if (holder := held(param).stepped_by()) is not None and holder is not self:
                 return place.name
         return None
 

@@ -52,7 +52,7 @@ from zero.shards.answers import (
     without_graph,
     write_back,
 )
-from zero.shards.cut import Asked, Cut, find, of_param, process_of_shards
+from zero.shards.cut import Asked, Cut, of_param, process_of_shards
 from zero.shards.shapes import with_own_storage
 
 
@@ -651,7 +651,7 @@ class FullParameter(nn.Parameter):
 
     @property
     def data(self) -> Tensor:
-        cut = find(self)  # None for a copy, which torch makes of this class
+        cut = of_param(self)  # None for a copy, which torch makes of this class
         owner = None if cut is None else cut.owner()
         if owner is not None:
             owner.data_was_read = True
@@ -665,7 +665,7 @@ class FullParameter(nn.Parameter):
         return self.data  # a write into it is not counted either
 
     def _lend(self, own: Any) -> Any:
-        cut = find(self)
+        cut = of_param(self)
         owner = None if cut is None else cut.owner()
         reads = None if owner is None else owner.reads()
         if reads is not None and reads.beside:
@@ -721,8 +721,8 @@ def cut_of(tensor: Tensor) -> Cut:
     """Of which parameter a ShardedParameter or a Shard has this rank's elements."""
     # nn.Parameter(shard) is an nn.Parameter, but stays a Shard.
     registered = isinstance(tensor, (_Sharded, FullParameter))
-    found: Cut = of_param(tensor) if registered else tensor.cut  # type: ignore[attr-defined]
-    return found
+    found: Any = of_param(tensor) if registered else tensor.cut  # type: ignore[attr-defined]
+    return found  # type: ignore[no-any-return]
 
 
 def rest(params: Iterable[nn.Parameter]) -> None:

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from zero._torch.modules import averaged_by, join_mark, parameters_of
-from zero.shards.cut import claimed
+from zero.shards.cut import held
 
 _alive: WeakSet[DistributedDataParallel] = WeakSet()
 
@@ -88,12 +88,9 @@ def _registered(module: nn.Module, name: str, submodule: nn.Module | None) -> No
         return
     inside = {*submodule.modules()}
     for named, param in submodule.named_parameters():
-        found = None if named in module.parameters_to_ignore else claimed(param)
-        if found is None:
-            continue
-        owner, why = found
-        if not isinstance(owner, nn.Module) or (owner in inside and param.requires_grad):
-            raise RuntimeError(f"DistributedDataParallel wraps {named!r}, {why}")
+        owner = None if named in module.parameters_to_ignore else held(param).averaged_by()
+        if owner is not None and (not isinstance(owner, nn.Module) or (owner in inside and param.requires_grad)):
+            raise RuntimeError(f"DistributedDataParallel wraps {named!r}, {held(param).why}")
     _alive.add(module)
     for before in _frozen.values():  # of an earlier one, which may still exist
         for param in parameters_of(submodule):
