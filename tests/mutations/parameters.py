@@ -80,10 +80,10 @@ def buffers_saved_in_the_dtype_of_computing(_, self, module, state_dict, prefix,
     """state_dict() has buffers in the dtype to which mixed precision has cast them."""
 
 
-@mutant("ShardGroup.dismiss")
-def shard_not_written_back(dismiss, self, *, keep):
+@mutant("ShardGroup.end_summon")
+def shard_not_written_back(end_summon, self, *, keep):
     """What was written into full parameters within summon_full_params is lost."""
-    dismiss(self, keep=False)
+    end_summon(self, keep=False)
 
 
 @mutant("ShardGroup._take_over")

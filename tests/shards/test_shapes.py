@@ -13,7 +13,7 @@ from inner import nbytes, shard_groups
 from ranks import refusal
 from zero.measure.shapes import shard_shape
 from zero.shards import layout
-from zero.shards.shapes import Shapes, alignment, alike, dense_stride, refuse_shared, refuse_unusable
+from zero.shards.shapes import Shapes, alignment, by_kind, dense_stride, refuse_shared, refuse_unusable
 
 
 def test_a_part_has_as_many_dimensions_as_the_parameter():
@@ -40,7 +40,7 @@ def test_only_parameters_of_one_dtype_and_device_and_of_one_mind_about_training_
         nn.Parameter(torch.zeros(1, device="meta")),
         nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)),
     ]
-    assert alike(params) == [[0, 2], [1, 5], [3], [4]]
+    assert by_kind(params) == [[0, 2], [1, 5], [3], [4]]
 
 
 @pytest.mark.parametrize(

@@ -138,9 +138,9 @@ class Comm:
         """Returns the name of the transport for tensors on the device. Collective the first time."""
         return self._transports[device.type].name
 
-    def reads(self, device: torch.device) -> bool:
+    def reads_memory(self, device: torch.device) -> bool:
         """Returns whether ranks read tensors on the device from one another's memory. Collective the first time."""
-        return self.world > 1 and self._transports[device.type].reads
+        return self.world > 1 and self._transports[device.type].reads_memory
 
     def overlaps(self, tensor: Tensor) -> bool:
         """Returns whether transfers of tensors on this device overlap with computing. Collective the first time."""

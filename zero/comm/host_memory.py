@@ -348,7 +348,7 @@ class TwoWorks(Work):
 class HostMemory(Transport):
     """The transport for tensors on the CPU, within one host."""
 
-    name, overlaps, reads = "host memory", False, True
+    name, overlaps, reads_memory = "host memory", False, True
 
     def __init__(self, log: Log, peers: Peers, rank: int, world: int) -> None:
         self._log, self._peers, self._rank, self._world = log, peers, rank, world

@@ -269,7 +269,7 @@ class Transport(ABC):
     """Whether transfers run beside the computing, without taking the processor from it. The number of kernels of a
     reduce of one message then does not depend on the number of ranks."""
 
-    reads = False
+    reads_memory = False
     """Whether ranks read from one another's memory."""
 
     @abstractmethod

@@ -181,10 +181,20 @@ def build(
                     [name for name, _ in alike_named],
                     placement,
                     division,
-                    options=GroupOptions(True, dtype, options.stays, offload, from_first=options.synced),
+                    options=GroupOptions(
+                        True, dtype, not options.reshard_after_forward, offload, from_first=options.synced
+                    ),
                     label=title,
                 )
-            units.append(Unit(name, choice.units[name], groups, precision=options.precision, stays=options.stays))
+            units.append(
+                Unit(
+                    name,
+                    choice.units[name],
+                    groups,
+                    precision=options.precision,
+                    reshard_after_forward=options.reshard_after_forward,
+                )
+            )
             agree(title)
         if options.synced:
             values.materialise(choice.ignored)

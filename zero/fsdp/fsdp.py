@@ -33,7 +33,7 @@ from zero.fsdp.options import (
     as_prefetch,
     from_torch,
     move,
-    place,
+    placed,
     refuse_method,
     refuse_number_of_ranks,
     refuse_unknown,
@@ -185,15 +185,15 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         # None of those inside contains another: each has dissolved what was inside it, as this one does.
         nested = {name: child for name, child in module.named_modules() if isinstance(child, FSDP)}
         without, also_without, others = [*ignored_modules], [*ignored_parameters], {**more}
-        strategy, placement = place(_GIVEN, sharding_strategy, process_group, device_mesh)
+        strategy, placement = placed(_GIVEN, sharding_strategy, process_group, device_mesh)
         with alike(placement.all_groups(), _GIVEN) as lines:  # a wrong argument raises before anything is changed
             refuse_number_of_ranks(reshard_after_forward)
             refuse_unknown(others, known=(*OFFLOAD, *NAMES), own=[*signature(FSDP).parameters][1:-1])
             offload = take_offload(others)
             prefetch, device = from_torch(others, prefetch, without, also_without)
             kept_by = ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_ZERO2
-            stays = strategy in kept_by or reshard_after_forward is False
-            how = partition, as_precision(precision), stays, sync_module_states, offload, as_prefetch(prefetch)
+            reshards = strategy not in kept_by and reshard_after_forward is not False
+            how = partition, as_precision(precision), reshards, sync_module_states, offload, as_prefetch(prefetch)
             options = Options(*how)
             if device is not None:
                 move(module, device)
@@ -246,7 +246,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         return self.module
 
     def _end(self) -> None:
-        self._model.dismiss()
+        self._model.end()
         self._state_dicts.remove()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -33,7 +33,7 @@ from zero.shards.layout import runs
 from zero.shards.owned_shards import gather_masters, rounded_groups
 from zero.shards.placement import Placement
 from zero.shards.shard_group import ShardGroup, refuse_moved
-from zero.shards.sharded_parameter import AtRest
+from zero.shards.sharded_parameter import Sharded
 from zero.state.gathered import AT_ONCE, refuse_no_rank
 from zero.tensor_parallel import parts, table
 from zero.tensor_parallel.shown import Slot, slots_of
@@ -127,7 +127,7 @@ def summoned(
         keep = writeback  # not after an exception: what is half written would reach the owners
     finally:
         for unit in units:
-            unit.dismiss(keep=keep)
+            unit.end_summon(keep=keep)
         for of_group in gradients:
             of_group.end(keep=keep)
 
@@ -172,7 +172,7 @@ class _Gradients:
 # --------------------------------------------------------------------------------------------------------- full weights
 
 
-Sharded = Sequence[tuple[Model, list[Unit]]]
+UnitsOfModels = Sequence[tuple[Model, list[Unit]]]
 """Models, and those of their units that are asked for."""
 
 
@@ -268,10 +268,10 @@ def _of_group(group: ShardGroup, placement: Placement, recipient: Recipient) -> 
     group.summon(recipient.of(placement))
     try:
         params = group.params if recipient.receives(placement) else []
-        # These outlive `dismiss`: it drops the group's own reference to the buffer, and frees no memory.
+        # These outlive `end_summon`: it drops the group's own reference to the buffer, and frees no memory.
         return {param: recipient.moved(parts.whole(param, param)) for param in params}
     finally:
-        group.dismiss(keep=False)
+        group.end_summon(keep=False)
 
 
 def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[str, Any]:
@@ -304,7 +304,7 @@ def full_weights(module: nn.Module, comm: Comm, recipient: Recipient) -> dict[st
         return full
 
 
-def _receives(sharded: Sharded, comm: Comm, recipient: Recipient) -> bool:
+def _receives(sharded: UnitsOfModels, comm: Comm, recipient: Recipient) -> bool:
     """Raises ValueError if `to` is no rank."""
     placements = [model.placement for model, _ in sharded] or [Placement(comm)]
     for placement in placements:
@@ -312,7 +312,9 @@ def _receives(sharded: Sharded, comm: Comm, recipient: Recipient) -> bool:
     return all(map(recipient.receives, placements))
 
 
-def _by_the_module(module: nn.Module, sharded: Sharded, recipient: Recipient, *, receives: bool) -> dict[str, Any]:
+def _by_the_module(
+    module: nn.Module, sharded: UnitsOfModels, recipient: Recipient, *, receives: bool
+) -> dict[str, Any]:
     """Collective. What the module's own state_dict() returns where its parameters are full, on the recipient. It is
     called where modules save in ways of their own or have hooks of the user's, which must see full parameters."""
     for model, _ in sharded:
@@ -337,7 +339,7 @@ def _by_the_module(module: nn.Module, sharded: Sharded, recipient: Recipient, *,
 
 
 def state_dict(
-    module: nn.Module, sharded: Sharded, recipient: Recipient, *args: Any, receives: bool = True, **kwargs: Any
+    module: nn.Module, sharded: UnitsOfModels, recipient: Recipient, *args: Any, receives: bool = True, **kwargs: Any
 ) -> Any:
     """Collective, if any units are given. Returns the module's own state_dict() with copies of full parameters.
 
@@ -445,7 +447,7 @@ def _needs_full(unit: Unit, *, frozen: bool) -> bool:
     class that is not exchanged (sharded_parameter.py)."""
     loaded = {param for param in unit.params if frozen or param.requires_grad}
     at_rest = (param for group in unit.groups if group.at_rest for param in group.params)
-    if any(param in loaded and not isinstance(param, AtRest) for param in at_rest):
+    if any(param in loaded and not isinstance(param, Sharded) for param in at_rest):
         return True
     holders = (one for one in unit.module.modules() if not loaded.isdisjoint(parameters_of(one, recurse=False)))
     return any(map(loads_by_itself, holders))

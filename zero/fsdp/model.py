@@ -51,10 +51,10 @@ from zero.fsdp.unit import (
     watch_outputs,
     watch_param,
 )
-from zero.shards.cut import Owner, claim, release
+from zero.shards.cut import Group, claim, release
 from zero.shards.placement import Placement
 from zero.shards.shard_group import GroupState, ShardGroup, refuse_moved
-from zero.shards.sharded_parameter import NO_COPIES, NOT_EXPORTED, AtRest
+from zero.shards.sharded_parameter import NO_COPIES, NOT_EXPORTED, Sharded
 from zero.tensor_parallel.parts import others_of
 from zero.tensor_parallel.shown import Shown, Slot, slots_of
 from zero.wrap.bucket import EndOfBackward
@@ -111,18 +111,18 @@ class Reads:
         shapes = group.shapes
         return torch.empty_strided(shapes.full[index], shapes.strides[index], dtype=group.full.dtype, device="meta")
 
-    def load(self, owner: Owner, index: int, shard: Tensor, value: Tensor) -> bool:
+    def load(self, group: Group, index: int, shard: Tensor, value: Tensor) -> bool:
         """While full weights are loaded, writes this rank's elements of a full value, and returns True."""
-        if not self.loading or isinstance(value, AtRest):  # of shards each rank copies its own
+        if not self.loading or isinstance(value, Sharded):  # of shards each rank copies its own
             return False
-        assert isinstance(owner, ShardGroup)
-        param, full_shape = owner.params[index], owner.shapes.full[index]
+        assert isinstance(group, ShardGroup)
+        param, full_shape = group.params[index], group.shapes.full[index]
         if value.shape != full_shape and value.numel() != 1:
-            raise RuntimeError(f"{owner.names[index]} has the shape {list(full_shape)}, not {list(value.shape)}")
+            raise RuntimeError(f"{group.names[index]} has the shape {list(full_shape)}, not {list(value.shape)}")
         value = value.detach()  # on every rank, also if it owns nothing: it may be received here
         with as_plain_tensors():
-            if index in owner.shapes.spans:
-                shard.copy_(owner.own_slice(index, value.expand(full_shape)))
+            if index in group.shapes.spans:
+                shard.copy_(group.own_slice(index, value.expand(full_shape)))
             else:
                 increment_version(param)  # so that graphs that saved it are refused on every rank
         return True
@@ -141,8 +141,8 @@ class Reads:
             refuse_read(unit)
         unit.unshard(for_backward=self._model.runs_backward)
         unit.needed_by.add(reader)
-        if unit not in self._index.reads[reader]:
-            self._index.reads[reader].append(unit)
+        if unit not in self._index.read_too[reader]:
+            self._index.read_too[reader].append(unit)
             self._refuse_recorded(unit, reader)
         return unit.readable
 
@@ -242,7 +242,7 @@ class Graph(list[tuple[Unit, Call]]):
 
 
 class Model:
-    """What an FSDP runs, as long as the sharded module exists or until `dismiss`. Hooks on modules keep it alive, and
+    """What an FSDP runs, as long as the sharded module exists or until `end`. Hooks on modules keep it alive, and
     it keeps no module.
 
     module: the user's. units: the root first. ignored: modules that are not sharded.
@@ -378,7 +378,7 @@ class Model:
                     "last backward of a step outside it."
                 )
 
-    def dismiss(self) -> None:
+    def end(self) -> None:
         """Ends the model: its modules are called as if they were not sharded."""
         _alive[:] = [model for model in _alive if model() is not self]
         self.remove_hooks()
@@ -535,7 +535,7 @@ class Model:
                 "that the function captures. Differentiate by backward() or torch.autograd.grad, or at stage 2, with "
                 "ShardedDDP."
             )
-        for each in (unit, *self.index.reads[unit]):
+        for each in (unit, *self.index.read_too[unit]):
             if each is not unit and not in_backward:
                 refuse_read(each)
             each.unshard(for_backward=in_backward)
@@ -557,18 +557,18 @@ class Model:
         call = unit.running.pop()
         call.ended = self._forwards_begun
         on_entry = partial(self.reached, unit, call, self._graph) if trains else None
-        output, needs_backward = watch_outputs((unit, *self.index.reads[unit]), output, on_entry)
+        output, needs_backward = watch_outputs((unit, *self.index.read_too[unit]), output, on_entry)
         if not unit.running:
             self._kept[unit].refuse()
             # Backward will reach this unit first, as it did last time, and would gather it ahead.
             first_in_backward = self._order.in_flight == 3 and unit is self._order.before.get(self.index.root)
-            stays = needs_backward and (unit is self.index.root or unit.stays or first_in_backward)
+            stays = needs_backward and (unit is self.index.root or not unit.reshard_after_forward or first_in_backward)
             unit.inputs.clear()
             if unit in self.index.running:
                 self.index.running.remove(unit)
             if unit is self.index.root:
                 self._order.leave_root()
-            for each in (unit, *self.index.reads[unit]):
+            for each in (unit, *self.index.read_too[unit]):
                 # Before `release`, which reshards what nobody needs.
                 (each.needed_by.add if stays else each.needed_by.discard)(Need.KEPT)
                 each.release(unit)
@@ -600,13 +600,13 @@ class Model:
                 self._end.forwards.append(graph.reduces)
                 expected += graph
             for caller, of_graph in expected:
-                for each in (caller, *self.index.reads[caller]):  # none is left until backward has passed the call
+                for each in (caller, *self.index.read_too[caller]):  # none is left until backward has passed the call
                     each.calls.add(of_graph)
             # Backward has passed units that began to compute after this call had ended.
             for each in self._in_backward[::-1]:
                 if each is not self.index.root and each.calls and all(one.begun > call.ended for one in each.calls):
                     self._reduce_unit(each)
-            entered = [each for each in (unit, *self.index.reads[unit]) if Need.BACKWARD not in each.needed_by]
+            entered = [each for each in (unit, *self.index.read_too[unit]) if Need.BACKWARD not in each.needed_by]
             for each in entered:
                 self._enter_backward(each)
             if not call.has_exit_hook:  # a re-entrant checkpoint runs a backward of its own, with an end of its own
@@ -630,7 +630,7 @@ class Model:
         for unit in self.index.units[1:] if self._order.in_flight == 2 else ():
             param = half_way(unit)
             # By threads, those of Gloo, while the host computes.
-            travels = not unit.overlaps and not any(group.comm.reads(group.full.device) for group in unit.groups)
+            travels = not unit.overlaps and not any(group.comm.reads_memory(group.full.device) for group in unit.groups)
             if travels and param is not None and param.is_floating_point():
                 handles.append(watch_param(param, Model.half_way, self, unit))
         return handles
@@ -652,7 +652,7 @@ class Model:
 
     def post_backward(self, unit: Unit, call: Call, *_: Any) -> None:
         """The hook on the unit's inputs: backward has passed the call. Completes units of which it was the last."""
-        for each in (unit, *self.index.reads[unit]):
+        for each in (unit, *self.index.read_too[unit]):
             if Need.BACKWARD in each.needed_by and call in each.calls:
                 each.calls.discard(call)
                 if not each.calls:

@@ -27,14 +27,14 @@ class Options:
     """How the units of an FSDP are laid out, stored and gathered.
 
     partition, precision, prefetch: as the arguments of FSDP, understood.
-    stays: whether units stay unsharded from forward to backward.
+    reshard_after_forward: whether units are resharded between forward and backward.
     synced: whether all ranks start from the first rank's values.
     offload: where shards lie.
     """
 
     partition: Partition
     precision: MixedPrecision
-    stays: bool
+    reshard_after_forward: bool
     synced: bool
     offload: Offload
     prefetch: int | None
@@ -42,8 +42,8 @@ class Options:
     def signature(self) -> str:
         """Returns what must be the same on every rank, as text."""
         return (
-            f"reshard_after_forward {not self.stays}, partition {described(self.partition)}, {self.precision}, "
-            f"{self.offload.alike}, prefetch {self.prefetch}"
+            f"reshard_after_forward {self.reshard_after_forward}, partition {described(self.partition)}, "
+            f"{self.precision}, {self.offload.alike}, prefetch {self.prefetch}"
         )
 
 
@@ -86,7 +86,7 @@ def as_strategy(given: Any) -> ShardingStrategy:
     return ShardingStrategy[name]
 
 
-def place(what: str, strategy: Any, process_group: Any, device_mesh: Any) -> tuple[ShardingStrategy, Placement]:
+def placed(what: str, strategy: Any, process_group: Any, device_mesh: Any) -> tuple[ShardingStrategy, Placement]:
     """Returns the strategy and its groups. Raises ValueError for unusable arguments on every rank: collective then.
 
     what: is given, in errors.

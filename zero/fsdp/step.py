@@ -43,7 +43,7 @@ from zero.shards.partition import refuse_optimizer
 from zero.shards.shard_group import ShardGroup, refuse_moved, take_back
 from zero.shards.sharded_parameter import (
     GRADIENT,
-    AtRest,
+    Sharded,
     mark,
     mark_states,
     plain_state,
@@ -478,7 +478,7 @@ def _find(optimizer: Optimizer, *_: Any) -> None:
         others = [param for param in others if param not in steps.model.index]
     for param in others:
         # Of an FSDP that does not exist any more, so that nobody hides for a step that it is a shard: it is plain.
-        if isinstance(param, AtRest):
+        if isinstance(param, Sharded):
             wake([param])
             if param.grad is not None:
                 unmark(param.grad)

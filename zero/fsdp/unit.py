@@ -185,7 +185,7 @@ class Call:
 class Unit:
     """The parameters that are unsharded together for one module.
 
-    stays: whether they stay unsharded from forward to backward.
+    reshard_after_forward: whether they are resharded between forward and backward.
     `params`: the parameters of all its shard groups.
     `needed_by`: why it is unsharded: a Need, or the units that run and read its parameters, as itself. Once that is
         empty it is resharded, whatever else ends.
@@ -204,11 +204,11 @@ class Unit:
         groups: list[ShardGroup],
         *,
         precision: MixedPrecision,
-        stays: bool,
+        reshard_after_forward: bool,
     ) -> None:
         self.name, self._module, self.groups = name, ref(module), groups
         self.params = {param for group in groups for param in group.params}
-        self.precision, self.stays = precision, stays
+        self.precision, self.reshard_after_forward = precision, reshard_after_forward
         self.buckets = [UnitBucket(group, sent_as=precision.reduce_dtype) for group in groups]
         self.shown: Shown | None = None
         self.needed_by: set[object] = set()
@@ -317,19 +317,19 @@ class Unit:
                 group.reshard()
 
     def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
-        """Collective. Has full parameters, in memory of their own, until `dismiss`. See ShardGroup.summon."""
+        """Collective. Has full parameters, in memory of their own, until `end_summon`. See ShardGroup.summon."""
         if self.groups:
             self.needed_by.add(Need.SUMMONED)
         for group in self.groups:
             group.summon(to, on_cpu=on_cpu)
 
-    def dismiss(self, *, keep: bool) -> None:
+    def end_summon(self, *, keep: bool) -> None:
         """Ends `summon`. keep: what was written into the full parameters is copied into the shards."""
         self.needed_by.discard(Need.SUMMONED)
         for group in self.groups:
             # If summoning has raised, the groups after that one are still sharded.
             if group.state is GroupState.SUMMONED:
-                group.dismiss(keep=keep)
+                group.end_summon(keep=keep)
 
     def release(self, *needs: object) -> None:
         """Ends needs of it, and reshards it if nothing else needs the parameters."""
@@ -382,14 +382,14 @@ class Index(dict[nn.Parameter, Place]):
     """Maps each parameter to its shard group and position. `units`: the `root` first; `groups`: those of all units.
 
     `empty`: of whose elements this rank has none. `running`: units whose forward is running, from the outside in, in
-    the thread `thread`. `reads`: the units whose parameters the forward of another one was seen to read.
+    the thread `thread`. `read_too`: the units whose parameters the forward of another one was seen to read.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units, self.root = units, units[0]
         self.running: list[Unit] = []
         self.thread = 0
-        self.reads: dict[Unit, list[Unit]] = {unit: [] for unit in units}
+        self.read_too: dict[Unit, list[Unit]] = {unit: [] for unit in units}
         self.groups: list[ShardGroup] = [group for unit in units for group in unit.groups]
         self._units = {group: unit for unit in units for group in unit.groups}
         super().__init__(places_in(self.groups))

@@ -27,7 +27,7 @@ from zero.shards.arguments import (
 from zero.shards.cut import refuse_sharded
 from zero.shards.owned_shards import OwnedShards
 from zero.shards.partition import (
-    Cut,
+    EvenOrWhole,
     Partition,
     Shares,
     cut_for,
@@ -135,7 +135,7 @@ class Arguments:
             return found
         for group in groups:  # each by itself: an optimizer may treat some as Muon does, and others as AdamW
             of_group = [*named_params([group])]
-            asked: Cut = "whole" if len(whole_among(self._partition, of_group)) == len(of_group) else "even"
+            asked: EvenOrWhole = "whole" if len(whole_among(self._partition, of_group)) == len(of_group) else "even"
             refuse_optimizer(title(self._optim), self._measured([group]), asked)
         return found
 

@@ -226,7 +226,7 @@ class Unsent(Transport):
     """
 
     def __init__(self, rank: int, world: int, like: Rehearsed) -> None:
-        self.name, self.overlaps, self.reads = f"{like}, rehearsed", like == "nccl", like == "host memory"
+        self.name, self.overlaps, self.reads_memory = f"{like}, rehearsed", like == "nccl", like == "host memory"
         self._rank, self._world = rank, world
         self._queue: list[QueuedWork] = []
 
@@ -246,7 +246,7 @@ class Unsent(Transport):
                     torch.sum(message_rows, 0, dtype=total.dtype, out=share)
             return total
 
-        if self.reads:  # by the chunks that HostMemory reads from all ranks at a time
+        if self.reads_memory:  # by the chunks that HostMemory reads from all ranks at a time
 
             def read() -> Tensor:
                 chunks = sent[0].new_empty(self._world, min(CHUNK // sent[0].element_size(), max(1, *own)))
@@ -259,13 +259,13 @@ class Unsent(Transport):
 
     def _transfer(self, buffers: Sequence[Tensor], finish: Callable[[], Any]) -> Work:
         """The work keeps the buffers until it has finished."""
-        return QueuedWork(partial(lambda held: finish(), buffers), self._queue if self.reads else [])
+        return QueuedWork(partial(lambda held: finish(), buffers), self._queue if self.reads_memory else [])
 
     def exchange(self, into: Tensor, sent: Message, counts_in: Sequence[int], channel: int) -> Work:
         return Work()
 
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> Work:
-        if self.reads:
+        if self.reads_memory:
             if tensor.nbytes <= CHUNK:
                 tensor.new_empty(self._world, tensor.numel())
             else:  # of each rank's share, and a chunk of sums, as they go where what is summed lies

@@ -83,7 +83,7 @@ def report(
     del found["host"]  # plans alone tell it apart
     ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if units:
-        stage = "3 kept" if units[0].stays else "3"
+        stage = "3" if units[0].reshard_after_forward else "3 kept"
     elif any(one.gradients.are_sharded for one in sharding):
         stage = "2"
     else:

@@ -126,7 +126,7 @@ class Reducer:
         # 0, so last: add_param_group may have brought a parameter that the module does not have.
         self._buckets.sort(key=lambda bucket: -min(place.get(param, 0) for param in bucket.params))
         self._arrived = []
-        sent_by_threads = not any(group.overlaps or group.comm.reads(group.full.device) for group in owners)
+        sent_by_threads = not any(group.overlaps or group.comm.reads_memory(group.full.device) for group in owners)
         self._at_once = 2 if self._comm.world > 1 and sent_by_threads else 1
         for owner in self._optimizers:
             own = [one for one in self._buckets if isinstance(one, FullBucket) and owners[one.group] is owner]

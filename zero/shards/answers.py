@@ -29,7 +29,7 @@ from zero._torch.tensors import as_dispatching, as_plain_tensors, shares_memory
 from zero.comm import Comm
 from zero.comm.oplog import READ, part_of
 from zero.comm.waiting import calling
-from zero.shards.cut import Cut, Owner
+from zero.shards.cut import Cut, Group
 from zero.tensor_parallel import parts
 
 # ---------------------------------------------------------------------------------------------------- torch's functions
@@ -258,18 +258,18 @@ def without_graph(result: Any, described: str | None) -> Any:
 # ------------------------------------------------------------------------------------------------- the full tensor
 
 
-def owner_of(cut: Cut) -> Owner:
-    owner = cut.owner()
-    if owner is None:
+def group_of(cut: Cut) -> Group:
+    group = cut.group()
+    if group is None:
         raise RuntimeError("a shard of a model that does not exist any more is asked for values that other ranks have.")
-    return owner
+    return group
 
 
 def ranks_of(cuts: Sequence[Cut]) -> list[Comm]:
     """The groups of ranks that have elements of these tensors, one after another."""
-    owners = [(cut.owner(), cut.position) for cut in cuts]
-    found = {owner.comm.link: owner.comm for owner, _ in owners if owner is not None}
-    return [*found.values(), *parts.others_of(owner.params[index] for owner, index in owners if owner is not None)]
+    owners = [(cut.group(), cut.position) for cut in cuts]
+    found = {group.comm.link: group.comm for group, _ in owners if group is not None}
+    return [*found.values(), *parts.others_of(group.params[index] for group, index in owners if group is not None)]
 
 
 OFTEN = 1000
@@ -280,18 +280,18 @@ _gathered: list[int] = []  # the bytes of each so far, up to that number
 
 def full_of(own: Tensor, cut: Cut) -> Tensor:
     """Collective. A copy of the full tensor of which `own`, plain, has this rank's elements, on its device."""
-    owner, index = owner_of(cut), cut.position
-    shape, comm = owner.shapes.full[index], owner.comm
-    flat = own.new_empty(owner.layout.numels[index], device=owner.full.device)
-    stops = {rank: stop for rank, _, stop in owner.layout.owners(index)}
+    group, index = group_of(cut), cut.position
+    shape, comm = group.shapes.full[index], group.comm
+    flat = own.new_empty(group.layout.numels[index], device=group.full.device)
+    stops = {rank: stop for rank, _, stop in group.layout.owners(index)}
     bounds = [0]
     for rank in range(comm.world):
         bounds.append(stops.get(rank, bounds[-1]))
     with torch.no_grad():
-        if (span := owner.shapes.spans.get(index)) is not None:
+        if (span := group.shapes.spans.get(index)) is not None:
             whole = own.shape == shape
-            flat[span.start : span.stop] = owner.shapes.in_memory_order(index, own) if whole else own.reshape(-1)
-        comm.gather(flat, bounds, part_of(owner.read_channel, index)).wait()
+            flat[span.start : span.stop] = group.shapes.in_memory_order(index, own) if whole else own.reshape(-1)
+        comm.gather(flat, bounds, part_of(group.read_channel, index)).wait()
         if len(_gathered) < OFTEN:
             _gathered.append(flat.nbytes)
             if len(_gathered) == OFTEN:
@@ -299,15 +299,15 @@ def full_of(own: Tensor, cut: Cut) -> Tensor:
                     f"Sharded tensors were gathered {OFTEN} times between steps, {sum(_gathered)} bytes in all, each "
                     "for one function. Where many are read at stage 3, gather all: with model.summon_full_params()."
                 )
-        return flat.as_strided(shape, owner.shapes.strides[index]).to(own.device)
+        return flat.as_strided(shape, group.shapes.strides[index]).to(own.device)
 
 
 def write_back(own: Tensor, cut: Cut, full: Tensor) -> None:
     """Writes this rank's elements of a full tensor into its shard, which is plain."""
-    owner = owner_of(cut)
+    group = group_of(cut)
     with torch.no_grad():
-        if cut.position in owner.shapes.spans:
-            own.copy_(owner.own_slice(cut.position, full))
+        if cut.position in group.shapes.spans:
+            own.copy_(group.own_slice(cut.position, full))
         else:  # so that graphs that saved it are refused on every rank
             increment_version(own)
 
@@ -315,8 +315,8 @@ def write_back(own: Tensor, cut: Cut, full: Tensor) -> None:
 def own_elements(value: Tensor, own: Tensor, cut: Cut) -> Tensor | None:
     """This rank's elements of a plain tensor beside a shard, which stands for a full one; None if they do not fit. They
     lie where the shard does, which with offload is elsewhere than a gradient of stage 2 says."""
-    owner, index = owner_of(cut), cut.position
-    shape = owner.shapes.full[index]
+    group, index = group_of(cut), cut.position
+    shape = group.shapes.full[index]
     value = value if value.device == own.device else value.to(own.device)
     if value.dim() == 0:  # beside a tensor of no dimensions, too, it has a say in the dtype
         return value.reshape(1) if own.dim() and not shape else value
@@ -328,9 +328,9 @@ def own_elements(value: Tensor, own: Tensor, cut: Cut) -> Tensor | None:
         return None
     if value.numel() == 1 and value.shape != shape:
         return value.reshape(1) if own.dim() else value.reshape(())
-    if index not in owner.shapes.spans:
+    if index not in group.shapes.spans:
         return value.new_empty(own.shape)
-    return owner.own_slice(index, value.expand(shape))
+    return group.own_slice(index, value.expand(shape))
 
 
 # -------------------------------------------------------------------------------------------------------- numbers
@@ -433,7 +433,7 @@ def _partial(
 def _number(of: Partial, *, total: bool) -> Tensor:
     """Collective. The number, without a graph; total: of a stack, the norm of its norms."""
     infinite, (name, cut) = math.isinf(of.order), of.call
-    channel = READ if cut is None else part_of(owner_of(cut).read_channel, cut.position)
+    channel = READ if cut is None else part_of(group_of(cut).read_channel, cut.position)
     with calling("the norm of several tensors" if cut is None else f"`{name}` of {cut.name}"), torch.no_grad():
         powers = of.own.to(torch.float64, copy=True)
         powers = powers if infinite else powers.pow(of.order)
@@ -475,10 +475,10 @@ def order_of(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> float | 
 def norm_of(held: Any, own: Tensor, cut: Cut, order: float, name: str, of: str | None) -> Partial:
     """Local, but for parts of tensor parallelism. The norm of the full tensor `held`, nobody having read it yet. own:
     its elements here, without a graph. name: of the function that was called. of: the parameter, if it has a graph."""
-    owner = owner_of(cut)
+    group = group_of(cut)
     with as_plain_tensors():
         device = held.device  # where its elements may not lie
-        known = owner.offload.known_norms([own, held], order) if owner.offload.active else {}
+        known = group.offload.known_norms([own, held], order) if group.offload.active else {}
     kind = own.dtype.to_real() if own.is_complex() else own.dtype
     wide = torch.float32 if kind in (torch.float16, torch.bfloat16) else None
     if known:  # of a tensor, or of its elements where it has no memory itself
@@ -487,23 +487,23 @@ def norm_of(held: Any, own: Tensor, cut: Cut, order: float, name: str, of: str |
         norm = torch.linalg.vector_norm(own, order, dtype=wide)
     else:
         norm = torch.zeros((), dtype=wide or kind, device=own.device)
-    if (others := parts.others(owner.params[cut.position])) is not None:
+    if (others := parts.others(group.params[cut.position])) is not None:
         powers = norm.double() if math.isinf(order) else norm.double().pow(order)
         others.all_reduce(powers, maximum=math.isinf(order), channel=READ)
         norm = powers if math.isinf(order) else powers.pow(1 / order)
-    return _partial(norm if norm.device == device else norm.to(device), order, owner.comm, kind, (name, cut), of)
+    return _partial(norm if norm.device == device else norm.to(device), order, group.comm, kind, (name, cut), of)
 
 
 def number_of(word: str, own: Sequence[Tensor], cut: Cut) -> Any:
     """Collective. A number of the full tensors of which these, plain and alike, are this rank's elements: float sums
     are added up in float64."""
-    owner, one = owner_of(cut), own[0].detach()
-    numel, channel = owner.layout.numels[cut.position], part_of(owner.read_channel, cut.position)
+    group, one = group_of(cut), own[0].detach()
+    numel, channel = group.layout.numels[cut.position], part_of(group.read_channel, cut.position)
     wide = torch.float64 if one.is_floating_point() else torch.int64
 
     def over_ranks(value: Tensor, *, maximum: bool = False) -> Tensor:
-        value = value.to(owner.full.device)
-        owner.comm.all_reduce(value, maximum=maximum, channel=channel)
+        value = value.to(group.full.device)
+        group.comm.all_reduce(value, maximum=maximum, channel=channel)
         return value.to(one.device)
 
     with torch.no_grad():

@@ -34,7 +34,7 @@ class Asked(Protocol):
         """A tensor without memory like the one as which a parameter is read now, if that is not the shard: within
         forward and backward, and while `without_values`."""
 
-    def load(self, owner: Owner, index: int, shard: Tensor, value: Tensor) -> bool:
+    def load(self, group: Group, index: int, shard: Tensor, value: Tensor) -> bool:
         """While full weights are loaded, writes this rank's elements of a full value, and returns True."""
 
     def unshard(self, param: nn.Parameter) -> bool:
@@ -44,7 +44,7 @@ class Asked(Protocol):
         """Collective. Makes it the largest of any rank."""
 
 
-class Owner(Protocol):
+class Group(Protocol):
     """What is read here of the shard group that has a parameter. reads: None while no model has the group.
     data_was_read: the memory of one of its full parameters, since they were gathered. lends: whether that is full now.
     read_channel: of the reading of one of its parameters between steps.
@@ -76,14 +76,14 @@ class Owner(Protocol):
 class Cut:
     """Of which parameter something is this rank's shard."""
 
-    owner: ReferenceType[Owner]
+    group: ReferenceType[Group]
     position: int
 
-    def alike(self, other: Cut) -> bool:
+    def matches(self, other: Cut) -> bool:
         """Whether every rank has the same elements of both."""
         if self == other:
             return True
-        one, two = self.owner(), other.owner()
+        one, two = self.group(), other.group()
         if one is None or two is None or one.shapes.full[self.position] != two.shapes.full[other.position]:
             return False
         return [*one.layout.owners(self.position)] == [*two.layout.owners(other.position)]
@@ -91,17 +91,17 @@ class Cut:
     @property
     def name(self) -> str:
         """Of the parameter, for errors."""
-        owner = self.owner()
-        return "a parameter of an FSDP that is gone" if owner is None else repr(owner.names[self.position])
+        group = self.group()
+        return "a parameter of an FSDP that is gone" if group is None else repr(group.names[self.position])
 
     def described(self) -> str:
-        owner = self.owner()
-        if owner is None:
+        group = self.group()
+        if group is None:
             return "a parameter of an FSDP that does not exist any more"
-        span, full = owner.shapes.spans.get(self.position), owner.shapes.full[self.position]
+        span, full = group.shapes.spans.get(self.position), group.shapes.full[self.position]
         own = "none" if span is None else f"{span.start} to {span.stop}"
         elements = f"{full.numel()} elements in shape {list(full)}"
-        return f"{owner.names[self.position]!r}, of whose {elements} this rank has {own}"
+        return f"{group.names[self.position]!r}, of whose {elements} this rank has {own}"
 
 
 # ------------------------------------------------------------------------------------------------- what has a parameter
@@ -145,12 +145,12 @@ def held(param: Tensor) -> Held:
 _process = 0
 
 
-def register(params: Sequence[nn.Parameter], owner: Owner) -> list[Cut]:
+def register(params: Sequence[nn.Parameter], group: Group) -> list[Cut]:
     """Notes that parameters are sharded by a shard group from now on. Returns the cut of each."""
     global _process
     _process = os.getpid()
     # Weak: a gradient that the user keeps has a cut, which would keep the model's buffers.
-    cuts = [Cut(ref(owner), index) for index in range(len(params))]
+    cuts = [Cut(ref(group), index) for index in range(len(params))]
     for param, cut in zip(params, cuts, strict=True):
         held(param).cut = cut
     return cuts

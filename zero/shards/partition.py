@@ -14,7 +14,7 @@ from zero.measure.kinds import Finding, Kind
 from zero.shards import layout
 from zero.shards.layout import Layout, Span
 from zero.shards.placement import Placement
-from zero.shards.shapes import alignment, alike
+from zero.shards.shapes import alignment, by_kind
 from zero.shards.shard_group import IN_PLACE, GroupOptions, ShardGroup
 
 # ------------------------------------------------------------------------------------------------------ shares of ranks
@@ -127,9 +127,9 @@ def _level(held: NDArray[np.float64], amount: float) -> float:
 # -------------------------------------------------------------------------------------------------------- the partition
 
 
-Cut = Literal["even", "whole"]
+EvenOrWhole = Literal["even", "whole"]
 
-Partition = Literal["auto", "even", "whole"] | Callable[[str, nn.Parameter], Cut]
+Partition = Literal["auto", "even", "whole"] | Callable[[str, nn.Parameter], EvenOrWhole]
 """How parameters are cut; a function of each one's name and the parameter returns "even" or "whole"."""
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 1 << 20, 1 << 25
@@ -248,7 +248,7 @@ def arrange(
     """
     sizes = [param.nbytes for param in params]
     pads = _PADS_UP_TO if beside else 1.0
-    for kind in alike(params):
+    for kind in by_kind(params):
         first = params[kind[0]]
         itemsize, align = first.element_size(), alignment(first.dtype)
         runs = [range(len(kind))]

@@ -100,7 +100,7 @@ def dense_stride(tensor: Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format).stride()
 
 
-def alike(params: Sequence[nn.Parameter]) -> list[list[int]]:
+def by_kind(params: Sequence[nn.Parameter]) -> list[list[int]]:
     """Groups the indices of parameters by dtype, device and `requires_grad`."""
     kinds: dict[tuple[torch.dtype, torch.device, bool], list[int]] = {}
     for index, param in enumerate(params):

@@ -540,7 +540,7 @@ class ShardGroup:
     # --------------------------------------------------------------------------------------- summon_full_params
 
     def summon(self, to: int | None = None, *, on_cpu: bool = False) -> None:
-        """Collective. Binds the parameters to a separate full buffer in their own dtype, until `dismiss`.
+        """Collective. Binds the parameters to a separate full buffer in their own dtype, until `end_summon`.
 
         to: the rank of the group that gets the buffer, by default all. on_cpu: the buffer is in the memory of the CPU.
         """
@@ -552,7 +552,7 @@ class ShardGroup:
             views = self.shapes.views_of_full(self._summoned)
             self._bind([with_own_storage(view) for view in views], sharded=False)
 
-    def dismiss(self, *, keep: bool) -> None:
+    def end_summon(self, *, keep: bool) -> None:
         """Ends `summon`. keep: copies this rank's segment of the full parameters into `shard`."""
         self._become(GroupState.SHARDED)
         if keep and self._summoned is not None:
@@ -563,7 +563,7 @@ class ShardGroup:
         self._bind(self.shard_views, sharded=True)
 
     def stay_full(self) -> None:
-        """After `summon`, in place of `dismiss`: the group keeps no other memory, and is of no more use."""
+        """After `summon`, in place of `end_summon`: the group keeps no other memory, and is of no more use."""
         self.full = self.shard = self.main = self.full.new_empty(0)
         self._full_views = self.shard_views = []
 

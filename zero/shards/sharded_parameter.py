@@ -60,7 +60,7 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     """What torch calls in place of a function that was given any ShardedParameter or Shard."""
     if len(args) == 2 and not kwargs and func in _OF_CLIPPING:
         of, number = args
-        if isinstance(of, AtRest) and not isinstance(of, _Sharded) and _is_number(number):
+        if isinstance(of, Sharded) and not isinstance(of, _AsParameter) and _is_number(number):
             cut, own = of.cut, of.own()  # type: ignore[attr-defined]
             _refuse_elsewhere(of, cut)
             if func is Tensor.mul_:
@@ -68,7 +68,7 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
             if isinstance(number, (int, float)) and number > 0:
                 return norm_of(of, own, cut, float(number), "vector_norm", None)
     (name, _, kind), kwargs = kind_of(func), kwargs or {}
-    if kind is Kind.LIKE_ANOTHER and not isinstance(args[0], AtRest):
+    if kind is Kind.LIKE_ANOTHER and not isinstance(args[0], Sharded):
         kind = Kind.SILENT
     if name.startswith("new_") and not any(_shards_in((*args[1:], *kwargs.values()))):
         return _plainly(func, [own_of(args[0]), *args[1:]], kwargs)
@@ -93,7 +93,7 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
     _refuse_elsewhere(first, cut_of(first))
     if kind is Kind.NEVER:
         _refuse(f"`{name}`", first)
-    if name in ("backward", "grad") and not (args and isinstance(args[0], AtRest)):
+    if name in ("backward", "grad") and not (args and isinstance(args[0], Sharded)):
         raise RuntimeError(
             f"`{name}` needs the full tensor, and was given a shard of {cut_of(first).described()}. Leave `inputs` "
             "out; drop gradients that are not wanted (param.grad = None), or freeze parameters; or take stage 2."
@@ -105,20 +105,20 @@ def _dispatched(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str,
 _OF_CLIPPING = {torch.linalg.vector_norm, Tensor.mul_}
 
 
-def _scaled(of: AtRest, own: Tensor, cut: Cut, number: Any) -> AtRest:
+def _scaled(of: Sharded, own: Tensor, cut: Cut, number: Any) -> Sharded:
     if isinstance(number, Tensor) and number.device != own.device:
         number = number.to(own.device)
-    owner = cut.owner()
+    group = cut.group()
     # In the memory of the CPU a factor of 1 takes a third of the time of a step.
-    if owner is None or not owner.offload.active or own.device.type != "cpu" or float(number) != 1:
+    if group is None or not group.offload.active or own.device.type != "cpu" or float(number) != 1:
         own.mul_(number)
     return of
 
 
 def _refuse_elsewhere(shard: Any, cut: Cut) -> None:
     """Raises RuntimeError beside the thread that runs the model, and in a process that is forked of it."""
-    owner = cut.owner()
-    if owner is not None and (reads := owner.reads()) is not None and reads.beside:
+    group = cut.group()
+    if group is not None and (reads := group.reads()) is not None and reads.beside:
         _refuse_beside(shard)
     if os.getpid() != process_of_shards():
         raise RuntimeError(
@@ -146,14 +146,14 @@ def _answer(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any
         if args[0] is first:
             norm = norm_of(first, own_of(first), cut_of(first), order, name, of)
             return settled(norm) if name == "norm" else norm
-        if name.startswith("_") and all(isinstance(one, AtRest) for one in args[0]):
+        if name.startswith("_") and all(isinstance(one, Sharded) for one in args[0]):
             return [norm_of(one, own_of(one), cut_of(one), order, name, of) for one in args[0]]
     args, kwargs = settled([*args]), {key: settled(value) for key, value in kwargs.items()}
     if name in ("view_as", "expand_as") and len(args) > 1 and args[0] is args[1] and torch.is_grad_enabled():
         _refuse(f"`{name}` of a tensor and itself, by which hooks look for its node,", first)
     shards, every = [*_shards_in((*args, *kwargs.values()))], [*_tensors_in((*args, *kwargs.values()))]
     call = f"`{name}` of {cut_of(first).name}"
-    alike = len(shards) == len(every) and all(cut_of(first).alike(cut_of(one)) for one in shards)
+    alike = len(shards) == len(every) and all(cut_of(first).matches(cut_of(one)) for one in shards)
     if kind is Kind.NUMBER and not kwargs and alike and len(args) == len(every) and _has_number(word, shards):
         with calling(call):
             return without_graph(number_of(word, [*map(own_of, shards)], cut_of(first)), of)
@@ -206,25 +206,25 @@ def _own_beside(
     function cannot be computed of these: with tensors of other shapes, or cut in another way, or into a plain one."""
     lists = [value for value in args if isinstance(value, (list, tuple))] if "_foreach_" in name else []
     written = args[0] if in_place(name) and args else kwargs.get("out")
-    if isinstance(written, Tensor) and not isinstance(written, AtRest):
+    if isinstance(written, Tensor) and not isinstance(written, Sharded):
         return None
 
     def beside(values: Sequence[Any]) -> list[Any] | None:
         first = next(_shards_in(values), None)
         if first is None:
             return [*values]
-        if lists and in_place(name) and not isinstance(values[0], AtRest):
+        if lists and in_place(name) and not isinstance(values[0], Sharded):
             return None  # it is written into a full one
         cut, found = cut_of(first), list[Any]()
         for value in values:
-            if isinstance(value, AtRest):
+            if isinstance(value, Sharded):
                 shard: Any = value
-                if not cut.alike(cut_of(shard)):
+                if not cut.matches(cut_of(shard)):
                     return None
                 value = _in_graph(value)
             elif isinstance(value, Tensor) and not like_another:
                 # What is computed of a gradient of stage 2 element by element has no graph.
-                has_graph = isinstance(first, (Shard, _Sharded)) or in_place(name)
+                has_graph = isinstance(first, (Shard, _AsParameter)) or in_place(name)
                 if value.requires_grad and torch.is_grad_enabled() and not has_graph:
                     return None
                 with torch.no_grad() if not value.requires_grad else nullcontext():
@@ -244,7 +244,7 @@ def _own_beside(
         return [[_in_graph(one) for one in args[0]], *args[1:]], kwargs
     if any(isinstance(value, (list, tuple)) and [*_shards_in(value)] for value in args):
         given = [
-            [_in_graph(one) if isinstance(one, AtRest) else one for one in value]
+            [_in_graph(one) if isinstance(one, Sharded) else one for one in value]
             if isinstance(value, (list, tuple))
             else value
             for value in args
@@ -256,7 +256,7 @@ def _own_beside(
 
 def _in_graph(shard: Any) -> Any:
     """As own_of; a parameter stays, as what is computed of it element by element has a graph."""
-    return shard if isinstance(shard, (Shard, _Sharded)) else own_of(shard)
+    return shard if isinstance(shard, (Shard, _AsParameter)) else own_of(shard)
 
 
 def _element_by_element(
@@ -272,7 +272,7 @@ def _element_by_element(
         accelerator.current_stream().synchronize()
     # What is written into has no graph, and gets none of a parameter beside it.
     first: Any = args[0]
-    into_plain = in_place(func.__name__) and isinstance(first, AtRest) and not _plainly(_REQUIRES, [first], {})
+    into_plain = in_place(func.__name__) and isinstance(first, Sharded) and not _plainly(_REQUIRES, [first], {})
     with torch.no_grad() if into_plain else nullcontext():
         result = _plainly(func, *given)
     if word == FINITE_CHECK:
@@ -281,7 +281,7 @@ def _element_by_element(
         return out
     if isinstance(first, (list, tuple)):
         return None if result is None else _as_shards(result, first)
-    if result is given[0][0] or (isinstance(first, AtRest) and result is first):
+    if result is given[0][0] or (isinstance(first, Sharded) and result is first):
         return first
     return _as_shards(result, next(_shards_in([*args])))
 
@@ -291,7 +291,7 @@ def _of_gathered(
 ) -> Any:
     """Collective. Computes a function of the full tensors; writes what it has written into the first one."""
     target: Any = (
-        args[0] if (in_place(name) or name == "__setitem__") and args and isinstance(args[0], AtRest) else None
+        args[0] if (in_place(name) or name == "__setitem__") and args and isinstance(args[0], Sharded) else None
     )
     home = str(getattr(func, "__module__", ""))
     tracked = torch.is_grad_enabled() and home != "torch.nn.init"  # which writes under torch.no_grad()
@@ -304,7 +304,7 @@ def _of_gathered(
     def full(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return type(value)(map(full, value))
-        if not isinstance(value, AtRest):
+        if not isinstance(value, Sharded):
             return value
         if id(value) not in gathered:
             gathered[id(value)] = value, full_of(own_of(value), cut_of(value))  # type: ignore[arg-type, assignment]
@@ -350,10 +350,10 @@ def _own_storage(name: str, shard: Tensor) -> Any:
         raise RuntimeError(NOT_EXPORTED)
     with as_plain_tensors():
         cut = cut_of(shard)
-        owner = cut.owner()
+        group = cut.group()
         own = own_of(shard)
-        if not own.numel() and owner is not None:
-            own = owner.stand_ins[cut.position : cut.position + 1]
+        if not own.numel() and group is not None:
+            own = group.stand_ins[cut.position : cut.position + 1]
         return own.data_ptr() if name == "data_ptr" else getattr(with_own_storage(own), name)()
 
 
@@ -378,19 +378,19 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _shards_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    return (tensor for tensor in _tensors_in(values) if isinstance(tensor, AtRest))
+    return (tensor for tensor in _tensors_in(values) if isinstance(tensor, Sharded))
 
 
 def _reads_of(shard: Tensor) -> Asked | None:
-    owner = cut_of(shard).owner()
-    return None if owner is None else owner.reads()
+    group = cut_of(shard).group()
+    return None if group is None else group.reads()
 
 
 def _unshard_to_read(values: Iterable[Any]) -> bool:
     """Collective within a forward. Returns whether it has unsharded any of the parameters among the values."""
     unsharded = False
     for param in _tensors_in(values):
-        if isinstance(param, _Sharded) and isinstance(param, nn.Parameter):
+        if isinstance(param, _AsParameter) and isinstance(param, nn.Parameter):
             reads = _reads_of(param)
             unsharded |= reads is not None and reads.unshard(param)
     return unsharded
@@ -398,25 +398,25 @@ def _unshard_to_read(values: Iterable[Any]) -> bool:
 
 def _without_values(tensor: Any) -> bool:
     """Whether a state_dict() has a tensor of the full shape in place of a parameter's shard."""
-    reads = _reads_of(tensor) if isinstance(tensor, _Sharded) and isinstance(tensor, nn.Parameter) else None
+    reads = _reads_of(tensor) if isinstance(tensor, _AsParameter) and isinstance(tensor, nn.Parameter) else None
     return reads is not None and reads.without_values
 
 
 def _of_shape(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """What the shape of the full tensor answers."""
     tensor = args[0]
-    if not isinstance(tensor, (Shard, _Sharded)):
+    if not isinstance(tensor, (Shard, _AsParameter)):
         return _plainly(func, args, kwargs)
     own: Any = tensor
     cut = cut_of(own)
-    owner = cut.owner()
-    if owner is None or name == "element_size":
+    group = cut.group()
+    if group is None or name == "element_size":
         return _plainly(func, args, kwargs)
-    shape, strides = owner.shapes.full[cut.position], owner.shapes.strides[cut.position]
+    shape, strides = group.shapes.full[cut.position], group.shapes.strides[cut.position]
     if name == "shape":
         return shape
     if name in ("numel", "nelement"):
-        return owner.layout.numels[cut.position]
+        return group.layout.numels[cut.position]
     reads = _reads_of(tensor) if isinstance(tensor, nn.Parameter) else None
     full = None if reads is None else reads.like(tensor)
     if full is None:
@@ -427,11 +427,11 @@ def _of_shape(func: Callable[..., Any], name: str, args: Sequence[Any], kwargs: 
 
 def _load(shard: Any, value: Any) -> bool:
     """Whether this rank's elements of a full value were written into a shard, as full weights are loaded now."""
-    if not isinstance(shard, AtRest) or not isinstance(shard, Tensor):
+    if not isinstance(shard, Sharded) or not isinstance(shard, Tensor):
         return False
     cut, reads = cut_of(shard), _reads_of(shard)
-    owner = cut.owner()
-    return owner is not None and reads is not None and reads.load(owner, cut.position, shard, value)
+    group = cut.group()
+    return group is not None and reads is not None and reads.load(group, cut.position, shard, value)
 
 
 def _spread_overflow(gradients: Sequence[Tensor], found: Tensor) -> None:
@@ -449,7 +449,7 @@ def _as_shards(result: Any, like: Any) -> Any:
     if isinstance(result, (list, tuple)):
         likes = like if isinstance(like, (list, tuple)) else [like] * len(result)
         return type(result)([_as_shards(*pair) for pair in zip(result, likes, strict=False)])
-    return like.with_elements(result) if type(result) is Tensor and isinstance(like, AtRest) else result
+    return like.with_elements(result) if type(result) is Tensor and isinstance(like, Sharded) else result
 
 
 def _refuse(what: str, shard: Tensor) -> NoReturn:
@@ -465,7 +465,7 @@ NOT_EXPORTED = (
 )
 
 
-class AtRest:
+class Sharded:
     """All classes below, and the gradients of stage 2."""
 
     __slots__ = ()  # else torch's classes could not be exchanged for these
@@ -514,7 +514,7 @@ NO_COPIES = (
 )
 
 
-class Shard(AtRest, Tensor):  # type: ignore[misc]
+class Shard(Sharded, Tensor):  # type: ignore[misc]
     """This rank's elements of a tensor that belongs to a sharded parameter. `cut`: which. A copy is a shard."""
 
     cut: Cut
@@ -524,7 +524,7 @@ class Shard(AtRest, Tensor):  # type: ignore[misc]
         return copy
 
 
-class _Sharded(AtRest):
+class _AsParameter(Sharded):
     __slots__ = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -548,7 +548,7 @@ class _Sharded(AtRest):
             )
         if type(gradient) is Tensor and gradient.shape == own.shape and held is not gradient:
             gradient = _own_gradient(gradient, own)
-        if gradient is not None and not (isinstance(gradient, Shard) and gradient.cut.alike(cut_of(own))):
+        if gradient is not None and not (isinstance(gradient, Shard) and gradient.cut.matches(cut_of(own))):
             _refuse(
                 "a gradient that is assigned as a plain tensor, of which nobody knows whether it is full or a shard "
                 "(assign what is computed from param.grad or torch.zeros_like(param)),",
@@ -572,15 +572,15 @@ def _own_gradient(gradient: Tensor, param: Any) -> Tensor:
     return own
 
 
-class ShardedParameter(_Sharded, nn.Parameter):  # type: ignore[misc]
+class ShardedParameter(_AsParameter, nn.Parameter):  # type: ignore[misc]
     """A parameter whose data is this rank's shard."""
 
 
-class _ShardedFake(_Sharded, Fake):  # type: ignore[misc]
+class _ShardedFake(_AsParameter, Fake):  # type: ignore[misc]
     """The same in a rehearsal (zero.plan), where parameters have no values."""
 
 
-class _ShardedRebound(_Sharded, Rebound):  # type: ignore[misc]
+class _ShardedRebound(_AsParameter, Rebound):  # type: ignore[misc]
     """The same for parameters that are offloaded."""
 
 
@@ -592,7 +592,7 @@ class Lent(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(issubclass(kind, AtRest) for kind in types):
+        if any(issubclass(kind, Sharded) for kind in types):
             return _dispatched(func, args, kwargs)  # which gathers that, and calls it once more
         if func.__name__ in ("__dlpack__", "to_dlpack"):
             raise RuntimeError(_FREED.format("a full parameter is handed to another library, which may keep it"))
@@ -634,8 +634,8 @@ def refuse_freed(values: Iterable[Any]) -> None:
     address 0."""
     for one in _tensors_in(values):
         if isinstance(one, Lent):
-            owner = one.cut.owner()
-            if owner is None or not owner.lends:
+            group = one.cut.group()
+            if group is None or not group.lends:
                 name = one.cut.described().partition(",")[0]
                 raise RuntimeError(_FREED.format(f"{name} was kept, by a view or `.detach()`, and is read afterwards"))
 
@@ -652,9 +652,9 @@ class FullParameter(nn.Parameter):
     @property
     def data(self) -> Tensor:
         cut = of_param(self)  # None for a copy, which torch makes of this class
-        owner = None if cut is None else cut.owner()
-        if owner is not None:
-            owner.data_was_read = True
+        group = None if cut is None else cut.group()
+        if group is not None:
+            group.data_was_read = True
         return self._lend(_DATA.__get__(self))  # type: ignore[no-any-return]
 
     @data.setter
@@ -666,8 +666,8 @@ class FullParameter(nn.Parameter):
 
     def _lend(self, own: Any) -> Any:
         cut = of_param(self)
-        owner = None if cut is None else cut.owner()
-        reads = None if owner is None else owner.reads()
+        group = None if cut is None else cut.group()
+        reads = None if group is None else group.reads()
         if reads is not None and reads.beside:
             _refuse_beside(self)
         for one in () if cut is None else own if isinstance(own, (list, tuple)) else (own,):
@@ -720,7 +720,7 @@ GRADIENT: Any = Tensor.grad
 def cut_of(tensor: Tensor) -> Cut:
     """Of which parameter a ShardedParameter or a Shard has this rank's elements."""
     # nn.Parameter(shard) is an nn.Parameter, but stays a Shard.
-    registered = isinstance(tensor, (_Sharded, FullParameter))
+    registered = isinstance(tensor, (_AsParameter, FullParameter))
     found: Any = of_param(tensor) if registered else tensor.cut  # type: ignore[attr-defined]
     return found  # type: ignore[no-any-return]
 
@@ -759,7 +759,7 @@ def unmark(tensor: Tensor) -> None:
 
 def mark_states(optimizer: Optimizer) -> None:
     """Makes tensors of an optimizer's state of parameters that are sharded now say that they are shards."""
-    held = [(one, cut_of(one), state) for one, state in optimizer.state.items() if isinstance(one, _Sharded)]
+    held = [(one, cut_of(one), state) for one, state in optimizer.state.items() if isinstance(one, _AsParameter)]
     mark_held(held, type(optimizer))
 
 

@@ -25,7 +25,7 @@ from zero.comm.oplog import READ
 from zero.shards.answers import FINITE_CHECK, Kind, in_place, kind_of, norm_of, order_of, ranks_of, settled
 from zero.shards.cut import Cut
 from zero.shards.shard_group import ShardGroup
-from zero.shards.sharded_parameter import AtRest
+from zero.shards.sharded_parameter import Sharded
 
 # ------------------------------------------------------------------------------------------------------------- refusals
 #
@@ -51,7 +51,7 @@ def refuse_sparse(name: str) -> NoReturn:
 _KEPT, _CLEARED = {"detach", "alias"}, {"zero_", "_foreach_zero_"}
 
 
-class OwnedGradient(AtRest, WithoutMemory):
+class OwnedGradient(Sharded, WithoutMemory):
     """The gradient of one parameter, of which each rank has a shard; or what is computed of it element by element. It
     has no memory in its own shape, and answers as the full gradient (zero/shards/answers.py).
 
@@ -80,7 +80,7 @@ class OwnedGradient(AtRest, WithoutMemory):
             return args[0].shard.dtype  # that of the masters, where the parameter is narrower
         if name == "__set__" and func == Tensor.data.__set__:  # type: ignore[attr-defined]
             of, data = args
-            if not isinstance(data, OwnedGradient) or not data.cut.alike(of.cut):
+            if not isinstance(data, OwnedGradient) or not data.cut.matches(of.cut):
                 raise RuntimeError(
                     f"`.data` of the gradient of {of.cut.name} was set to a {type(data).__name__}. {OWN_ONLY}"
                 )
@@ -132,7 +132,7 @@ class OwnedGradient(AtRest, WithoutMemory):
 
     def refuse_of_others(self, group: ShardGroup, index: int) -> None:
         """Raises RuntimeError unless it is of the parameter of this index, in whose `param.grad` it stands."""
-        if self.cut.owner() is not group or self.cut.position != index:
+        if self.cut.group() is not group or self.cut.position != index:
             raise RuntimeError(f"{group.names[index]} has the gradient of {self.cut.name} in `param.grad`. {OWN_ONLY}")
 
     def _clear(self) -> None:
@@ -184,9 +184,9 @@ class WideAverage(Tensor):
     def settled(self) -> Tensor:
         """The float32 elements, with what was written into the full average otherwise. Called where tensors are
         plain, before a function writes into that."""
-        owner, held = self.cut.owner(), self.own
-        if owner is not None and held.wide.numel():
-            own = owner.own_slice(self.cut.position, self)
+        group, held = self.cut.group(), self.own
+        if group is not None and held.wide.numel():
+            own = group.own_slice(self.cut.position, self)
             narrow = held.wide.to(own.dtype) if held.narrow is None else held.narrow
             same = own.view(torch.int16) == narrow.view(torch.int16)  # bits: NaN is unlike itself
             held.wide = torch.where(same, held.wide, own.to(held.wide.dtype))
@@ -229,9 +229,9 @@ class WideAverage(Tensor):
                 for comm in ranks_of([one.cut for one in full]) if word == FINITE_CHECK else ():
                     comm.all_reduce(args[1], maximum=True, channel=READ)
             for one in full:
-                owner = one.cut.owner()
-                if owner is not None and one.own.wide.numel():
-                    one.own.narrow = owner.own_slice(one.cut.position, one).clone()
+                group = one.cut.group()
+                if group is not None and one.own.wide.numel():
+                    one.own.narrow = group.own_slice(one.cut.position, one).clone()
             return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
