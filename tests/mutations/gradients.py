@@ -70,10 +70,10 @@ def no_sync_that_sends(_, self):
     return nullcontext()
 
 
-@mutant("GradBucket.decide")
-def gradients_of_other_ranks_alone_dropped(decide, self, used):
+@mutant("GradBucket.add_unused")
+def gradients_of_other_ranks_alone_dropped(add_unused, self, used):
     """The gradient of a parameter that only other ranks have used is dropped."""
-    decide(self, dict.fromkeys(used, False))
+    add_unused(self, dict.fromkeys(used, False))
 
 
 @mutant("GradBucket.abandon")
@@ -150,11 +150,11 @@ def parameters_sent_twice(gather, self, full, shard=None, **how):
     return gather(self, full, shard, **how)
 
 
-@mutant("OwnedBucket.decide")
-def gradient_that_counts_after_it_was_dropped(decide, self, used):
+@mutant("OwnedBucket.add_unused")
+def gradient_that_counts_after_it_was_dropped(add_unused, self, used):
     """At stage 2 a backward adds to a gradient that was cleared, or is put back later."""
     before, cleared = vars(self).get("before", {}), {i for i in self.reduced if self.params[i].grad is None}
-    decide(self, used)
+    add_unused(self, used)
     self.before = {index: self.params[index].grad.shard for index in self.reduced}
     for index in cleared & before.keys():
         before[index].add_(self.before[index])

@@ -129,8 +129,7 @@ def summed_as(dtype: torch.dtype) -> torch.dtype:
 # Transfers in flight, and the context in which a part of one may fail.
 #
 #     Work        of any transport. Each kind has a `wait` of its own, and holds no method of its own: an object that
-# does
-#                 is a cycle, and its buffers would live until garbage is collected where nobody waits for it
+#                 does is a cycle, and its buffers would live until garbage is collected where nobody waits for it
 #     GroupWork   collectives of a process group
 #     SumWork     sums of what an all-to-all brings
 #
@@ -370,6 +369,7 @@ class ProcessGroupTransport(Transport):
     def __init__(self, log: Log, group: Any, rank: int, world: int, *, blocks: bool) -> None:
         self.log, self._group, self._rank, self._world = log, group, rank, world
         self._blocks = blocks
+        # By name, and looked up in each call: a bound method would keep the group alive, which its link does not.
         self._reduces_by, self._to_reduce = group, collectives_of_one_tensor(group)
         self._to_gather = self._to_reduce.all_gather
         self._launching: AbstractContextManager[object] = nullcontext()

@@ -193,8 +193,14 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
             prefetch, device = from_torch(others, prefetch, without, also_without)
             kept_by = ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.HYBRID_SHARD_ZERO2
             reshards = strategy not in kept_by and reshard_after_forward is not False
-            how = partition, as_precision(precision), reshards, sync_module_states, offload, as_prefetch(prefetch)
-            options = Options(*how)
+            options = Options(
+                partition=partition,
+                precision=as_precision(precision),
+                reshard_after_forward=reshards,
+                synced=sync_module_states,
+                offload=offload,
+                prefetch=as_prefetch(prefetch),
+            )
             if device is not None:
                 move(module, device)
             ignored = dict.fromkeys([*(param for one in without for param in parameters_of(one)), *also_without])

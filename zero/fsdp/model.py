@@ -569,8 +569,10 @@ class Model:
             if unit is self.index.root:
                 self._order.leave_root()
             for each in (unit, *self.index.read_too[unit]):
-                # Before `release`, which reshards what nobody needs.
-                (each.needed_by.add if stays else each.needed_by.discard)(Need.KEPT)
+                if stays:  # before `release`, which reshards what nobody needs
+                    each.needed_by.add(Need.KEPT)
+                else:
+                    each.needed_by.discard(Need.KEPT)
                 each.release(unit)
             if not self.index.running:
                 for streams in self._streams:
@@ -759,15 +761,15 @@ class Model:
                         bucket.finish()
 
     def _finish(self) -> None:
-        """The end of the backward."""
+        """The end of the backward. Reduces what is left, waits for it, shows gradients once all ranks are known to have
+        done the same, and gives a forward around this backward its units back."""
         with self.together:
             within = bool(self.index.running)  # a forward, such as for forces from an energy
             for unit in reversed(self.index.units):
-                is_full = unit.unsharded or unit.gathering
-                if unit.calls and Need.BACKWARD not in unit.needed_by and not within and is_full:
-                    self._enter_backward(
-                        unit
-                    )  # backward did not reach it here, but may have on other ranks, which reduce it
+                # Backward did not reach it here, but may have on other ranks, which reduce it.
+                missed = unit.calls and not within and (unit.unsharded or unit.gathering)
+                if missed and Need.BACKWARD not in unit.needed_by:
+                    self._enter_backward(unit)
                 if Need.BACKWARD in unit.needed_by:
                     self._reduce_unit(unit, at_end=True)
                 elif self.reduces and self._left_unreduced and any(bucket.left_unreduced for bucket in unit.buckets):
@@ -777,25 +779,25 @@ class Model:
                     self._free_wire()
                     self._launch_reduction(unit)
             self._finish_reductions()
-            for unit in self.index.units if not within else ():
-                unit.post_backward()  # before gradients of what this rank has not used, which are the shards'
+            if not within:
+                for unit in self.index.units:
+                    unit.post_backward()  # before gradients of what this rank has not used, which are the shards'
             with as_plain_tensors():
                 buckets = [bucket for unit in self.index.units for bucket in unit.buckets]
-                self._end.reach(buckets, reduces=self.reduces)
+                self._end.synchronize(buckets, reduces=self.reduces)
                 # The user reads gradients once backward() has returned; copies to the CPU may still be on their way.
                 for group in self.index.groups:
                     group.synchronize()
                 self.runs_backward = False
                 self._graphs.clear()
                 torch.clear_autocast_cache()  # of parameters that a step changes next, and of a graph that was freed
-                if self.reduces:
-                    self._left_unreduced = False
-            # The forward around this backward goes on, and reads units that were resharded with their gradients.
-            for unit in self.index.units if within else ():
-                if unit not in self._order.ahead:  # gathered for this backward, which did not come to it
-                    unit.release(Need.AHEAD)
-                if unit.needed_by:
-                    unit.unshard()
+                self._left_unreduced = self._left_unreduced and not self.reduces
+            if within:  # that forward reads units that were resharded with their gradients
+                for unit in self.index.units:
+                    if unit not in self._order.ahead:  # gathered for this backward, which did not come to it
+                        unit.release(Need.AHEAD)
+                    if unit.needed_by:
+                        unit.unshard()
 
     def _callback_dropped(self, _: Any) -> None:
         """Autograd has dropped its callback, which it does after an exception, without calling it. Later `abandon` does

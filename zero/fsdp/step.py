@@ -320,7 +320,7 @@ class Steps:
             if now is None:
                 now = param.grad = gradient
             group, position = self._index[param]
-            if now is not None and group.says_so:
+            if now is not None and group.marks_shards:
                 mark(now, group.cuts[position])
         self.rest(hidden)
         if unshard and any(unit.needed_by for unit in self._index.units):
@@ -356,8 +356,9 @@ class Steps:
         return [*found.items()]
 
 
-class _Arguments(dict[str, Any]):
-    """Keyword arguments of a step, which end with it, also where it raises: then with the traceback."""
+class EndOfStep(dict[str, Any]):
+    """The `finally` of a step: torch calls no hook after one that raises. It stands in the place of the step's keyword
+    arguments, which live as long as the frame of the step, and so at most as long as the traceback."""
 
     def __init__(self, given: dict[str, Any], end: Callable[[], None]) -> None:
         super().__init__(given)
@@ -388,7 +389,7 @@ class StepHook:
         for steps, _ in held:
             register(steps.model, optimizer)
         self._begun += 1
-        kwargs = _Arguments(kwargs, partial(self._end, ref(optimizer), self._begun))
+        kwargs = EndOfStep(kwargs, partial(self._end, ref(optimizer), self._begun))
         positional = len(args) > 1
         closure = args[1] if positional else kwargs.get("closure")
         if closure is None:

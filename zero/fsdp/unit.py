@@ -34,8 +34,7 @@ from zero.wrap.tensors import map_tensors, tensors_in
 # at rest       `param.grad` is this rank's shard of the averaged gradient, in the shard's shape, for any optimizer
 # in backward   `param.grad` is autograd's own full gradient; the shard's earlier gradient is set aside
 # no_sync       `param.grad` stays this rank's own full gradient, as with DistributedDataParallel: what is written into
-# it
-#               counts, and None drops it, with the gradient that was set aside
+#               it counts, and None drops it, with the gradient that was set aside
 
 
 class UnitBucket(GradBucket):
@@ -116,10 +115,10 @@ class UnitBucket(GradBucket):
     def _set(self, index: int, gradient: Tensor | None) -> None:
         self.group.set_gradient(index, gradient)
 
-    def decide(self, used: Mapping[int, bool]) -> None:
+    def add_unused(self, used: Mapping[int, bool]) -> None:
         """Adds what only other ranks have used. A gradient of which this rank owns nothing is an empty tensor, so that
         no rank alone finds None where there is a gradient."""
-        super().decide(used)
+        super().add_unused(used)
         for index in self.reduced - self.group.shapes.spans.keys():
             param = self.group.params[index]
             if param.grad is None:
@@ -426,8 +425,7 @@ def refuse_busy(units: Sequence[Unit], call: str) -> None:
 #     1   one at a time: nothing is gathered ahead, and gradients are reduced before the next unit is gathered
 #     2   while a unit computes, the next unit's all-gather or the last unit's reduction is in flight: in backward the
 #         reduction in the first half of a unit, and the all-gather in the second; where transfers overlap computing,
-# the
-#         next unit is gathered after the gradients of the current one are computed
+#         the next unit is gathered after the gradients of the current one are computed
 #     3   both are: the next unit is gathered before the current one computes, in forward and in backward
 #
 # For a unit in flight a rank holds the full parameters (B bytes) and the full gradients (B), or, during their

@@ -290,7 +290,7 @@ class Reducer:
             for optimizer in self._optimizers:
                 if (group := optimizer.shards.written_between_steps()) is not None:
                     raise RuntimeError(f"of {group.label}, {WRITTEN}")
-            self._end.reach(self._buckets, reduces=self.active)
+            self._end.synchronize(self._buckets, reduces=self.active)
             for optimizer in self._optimizers:
                 # The user reads gradients once backward() has returned; copies to the CPU may still be on their way.
                 optimizer.gradients.wait_for_copies()

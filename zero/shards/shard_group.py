@@ -179,7 +179,7 @@ class ShardGroup:
     `shard`: see above. `main`: the flat tensor that the optimizer steps: `shard`, or what stands in its place
         (masters.py).
     `views`: of `full` or `shard`, to which the parameters are bound. `cuts`: of which parameter each one's shard is.
-    `says_so`: whether parameters say that they are shards while they are (sharded_parameter.py).
+    `marks_shards`: whether parameters say that they are shards while they are (sharded_parameter.py).
     `reads`: who is asked when they are read while they are shards; None while no model has the group.
     """
 
@@ -203,7 +203,7 @@ class ShardGroup:
         # Whether `full` has no memory while the group is SHARDED.
         self.frees = options.own_shard and (self.comm.world > 1 or options.offload.active or other_dtype)
         self.params = [*params]
-        self.says_so = options.own_shard and self.comm.world > 1
+        self.marks_shards = options.own_shard and self.comm.world > 1
         self.views: Sequence[Tensor] = ()
         self.cuts = register(self.params, self)
         self._leaves: list[Any] = []
@@ -246,7 +246,7 @@ class ShardGroup:
         # Called while the parameters are full: a Function of the user's that reads parameters of another unit records
         # them before it reads, and a node that was made then would expect gradients of the shard's shape. torch drops
         # nodes where a parameter is given data of another dtype or device; in inference mode there are none.
-        if alike and self.says_so and not torch.is_inference_mode_enabled():
+        if alike and self.marks_shards and not torch.is_inference_mode_enabled():
             trained = [param for param in self.params if param.requires_grad]
             # torch itself holds a leaf's node weakly: without the list the next one has the shape of the shard.
             self._leaves = [torch.autograd.graph.get_gradient_edge(param).node for param in trained]
@@ -320,7 +320,7 @@ class ShardGroup:
         wake(self.params)  # torch's own data is set
         for param, view in zip(self.params, views, strict=True):
             param.data = view
-        if sharded and self.says_so:
+        if sharded and self.marks_shards:
             rest(self.params)
 
     def moved(self) -> str | None:
@@ -329,7 +329,7 @@ class ShardGroup:
 
     def set_gradient(self, index: int, gradient: Tensor | None) -> None:
         """Makes it the gradient of the shard of a parameter that is sharded."""
-        if gradient is not None and self.says_so:
+        if gradient is not None and self.marks_shards:
             mark(gradient, self.cuts[index])
         with as_plain_tensors():
             GRADIENT.__set__(self.params[index], gradient)
@@ -570,7 +570,7 @@ class ShardGroup:
     @property
     def at_rest(self) -> bool:
         """Whether parameters say that they are shards, unless an optimizer steps them."""
-        return self.says_so and self.state is GroupState.SHARDED
+        return self.marks_shards and self.state is GroupState.SHARDED
 
 
 class ReplicaWork(Work):

@@ -32,8 +32,7 @@ from zero.wrap.gradients import CREATE_GRAPH, OwnedGradient, Wide, as_wide_avera
 # The messages by which the gradients of one shard group are reduced to their owners.
 #
 # InOneMessage  one message of all gradients in the layout's order, where transfers overlap with computing: the number
-# of
-#               launches does not depend on the number of ranks
+#               of launches does not depend on the number of ranks
 # ByOwner       one message for each large gradient, from the memory in which autograd wrote it, and one message of all
 #               small gradients, ordered by owner: no large gradient is copied
 
@@ -151,10 +150,10 @@ class GradBucket:
     `own`: positions of the parameters that the model has.
     `trained`: positions of the parameters that have gradients.
     `taken`: flat gradients that it has taken and not sent, by position.
-    `used`: positions of the parameters that this rank sent gradients of since the last `decide`.
+    `used`: positions of the parameters that this rank sent gradients of since the last `add_unused`.
     `missing`: whether this rank has sent zeros for some parameter since then.
     `launched`: whether the running backward has launched it.
-    `reduced`: positions of the parameters that got a gradient on any rank in the last backward that `decide` has ended.
+    `reduced`: positions of the parameters that got a gradient on any rank in the last backward that has ended.
     """
 
     def __init__(
@@ -177,7 +176,7 @@ class GradBucket:
         # Positions of the parameters that this rank sent gradients of in the reduce in flight.
         self._sent: frozenset[int] = frozenset()
         # Received gradients of parameters that this rank sent no gradients of, with their positions.
-        self._undecided: list[tuple[int, Tensor]] = []
+        self._maybe_unused: list[tuple[int, Tensor]] = []
         # Gradients of shards, and what is to be added to them.
         self._addends: list[tuple[Tensor, Tensor]] = []
         self._handle: Work | None = None
@@ -261,7 +260,7 @@ class GradBucket:
 
     def finish(self) -> None:
         """Waits for the reduce, if one is in flight, and adds the averages to the gradients of this rank's shard. It
-        keeps those of parameters that this rank has not used until `decide`."""
+        keeps those of parameters that this rank has not used until `add_unused`."""
         handle, self._handle, group = self._handle, None, self.group
         if handle is None:
             return
@@ -273,7 +272,7 @@ class GradBucket:
             group.offload.copied(received, sums, [flat for _, flat in self._messages.cut(sums)])
         for index, flat in self._messages.cut(received):
             gradient = group.shapes.shaped(index, flat)
-            (used if index in self._sent else self._undecided).append((index, gradient))
+            (used if index in self._sent else self._maybe_unused).append((index, gradient))
         self._add(used)
 
     def _add(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
@@ -303,12 +302,12 @@ class GradBucket:
         """Makes it the gradient of a shard that has none."""
         raise NotImplementedError
 
-    def decide(self, used: Mapping[int, bool]) -> None:
+    def add_unused(self, used: Mapping[int, bool]) -> None:
         """Adds, at the end of a backward, gradients of parameters that only other ranks have used.
 
         used: whether any rank has used a parameter, by position. May be empty if no rank sent zeros.
         """
-        for index, gradient in self._undecided:
+        for index, gradient in self._maybe_unused:
             if used[index]:
                 self._add([(index, gradient)])  # one by one: there may be two of a parameter
         self._add_what_arrived()
@@ -324,7 +323,7 @@ class GradBucket:
         self._forget_usage()
 
     def _forget_usage(self) -> None:
-        self._undecided, self._addends, self.used, self.missing = [], [], set(), False
+        self._maybe_unused, self._addends, self.used, self.missing = [], [], set(), False
 
 
 class OwnedBucket(GradBucket):
@@ -360,8 +359,8 @@ class OwnedBucket(GradBucket):
     def _set(self, index: int, gradient: Tensor) -> None:
         self._sums[index] = gradient
 
-    def decide(self, used: Mapping[int, bool]) -> None:
-        super().decide(used)
+    def add_unused(self, used: Mapping[int, bool]) -> None:
+        super().add_unused(used)
         sums, self._sums, main = self._sums, {}, self.group.main
         for index in self.reduced:
             param = self.params[index]
@@ -498,10 +497,10 @@ class FullBucket(GradBucket):
             buffer[group.layout.segment(group.comm.rank)] = averages
             self._gather = group.gather(buffer, channel=self._channel)
 
-    def decide(self, used: Mapping[int, bool]) -> None:
+    def add_unused(self, used: Mapping[int, bool]) -> None:
         """Sets the gradients of what other ranks alone have used."""
         here, gather, self._gather = self.used, self._gather, None
-        super().decide(used)
+        super().add_unused(used)
         if gather is not None:
             gather.wait()
         for index in self.reduced - here:
@@ -538,7 +537,7 @@ class EndOfBackward:
         self._comms, self.together = comms, Together(comms, name)
         self.forwards, self._has_warned = list[bool](), False
 
-    def reach(self, buckets: Sequence[GradBucket], *, reduces: bool = True) -> None:
+    def synchronize(self, buckets: Sequence[GradBucket], *, reduces: bool = True) -> None:
         """Collective. Raises RuntimeError on every rank unless all ranks have done the same operations.
 
         Adds the gradients of parameters that only other ranks have used. For this, ranks exchange one byte for each
@@ -551,7 +550,7 @@ class EndOfBackward:
         some_sent_zeros = self.together.agree(int(any(bucket.missing for bucket in buckets)))
         used = self._used_anywhere(buckets) if some_sent_zeros else [{} for _ in buckets]
         for bucket, anywhere in zip(buckets, used, strict=True):
-            bucket.decide(anywhere)
+            bucket.add_unused(anywhere)
 
     def _used_anywhere(self, buckets: Sequence[GradBucket]) -> list[dict[int, bool]]:
         """Collective. Returns for each bucket whether any rank has used a parameter, by position."""
