@@ -125,7 +125,7 @@ def state_of_pieces_not_kept(_, self, stepped, state):
     """Steps of offloaded pieces are not counted."""
 
 
-@mutant("Step._gather")
+@mutant("OSS._gather")
 def last_bucket_not_gathered(gather, self, groups, **how):
     """After a step the parameters of the last bucket stay on other ranks as they were."""
     gather(self, [*groups][:-1] or groups, **how)

@@ -122,7 +122,7 @@ def train_between_hosts(rank: int, world: int, case: str, optim: str, stage: str
     """Also whether anything was read from another rank's memory."""
     with between_hosts():
         record = train_at(rank, world, case, optim, stage, {}, None)
-        return record, Comm().reads(torch.device("cpu"))
+        return record, Comm().reads_memory(torch.device("cpu"))
 
 
 @matrix.combined("stage, case", ["1", "2 small buckets", "3", "3 whole", "3 not resharded"], ["gpt", "wide"])

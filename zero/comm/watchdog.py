@@ -24,7 +24,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -66,7 +66,12 @@ def standing() -> tuple[int, str, list[int]] | None:
     may go on, or another of its threads may call something."""
     frames, found = sys._current_frames(), []
     for thread in threading.enumerate():
-        outwards = [*_outwards(frames.get(thread.ident or 0))]
+        outwards, frame = list[FrameType](), frames.get(thread.ident or 0)
+        while frame is not None:
+            if not isinstance(frame, FrameType):  # the thread has gone on meanwhile, and Python's memory of its frames
+                return None
+            outwards.append(frame)
+            frame = frame.f_back
         waits = next((frame for frame in outwards if frame.f_code in (_WAITS, _BARRIER)), None)
         if waits is not None:
             found.append(waits)
@@ -85,12 +90,6 @@ def standing() -> tuple[int, str, list[int]] | None:
 
 def _is_idle(file: str) -> bool:
     return file.startswith(_IDLE[:2]) or (file.startswith(_IDLE[2]) and not file.startswith(_OTHERS)) or file[:1] == "<"
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 # ---------------------------------------------------------------------------------------------------------- the verdict

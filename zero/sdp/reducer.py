@@ -24,7 +24,7 @@ from zero.comm import Comm
 from zero.comm.streams import streams_in
 from zero.comm.transport import summed_as
 from zero.oss.optimizer import OSS
-from zero.shards.cut import held
+from zero.shards.cut import held, hold
 from zero.shards.owned_shards import WRITTEN
 from zero.shards.shard_group import ShardGroup
 from zero.wrap.bucket import EndOfBackward, FullBucket, GradBucket, OwnedBucket
@@ -108,7 +108,7 @@ class Reducer:
         for param in self._params():
             if (before := held(param).reduced_by()) is not None:
                 before.retire(_REPLACED)
-            held(param).reduced_by = ref(self)
+            hold(param).reduced_by = ref(self)
         self.take_groups()
 
     def _update_buckets(self) -> None:

@@ -135,11 +135,14 @@ _held: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def held(param: Tensor) -> Held:
-    """Who has a parameter. What is written there stays."""
+    """Who has a parameter, to be read: torch exchanges no tensor to which a weak reference exists."""
     found: Held | None = _held.get(param)
-    if found is None:
-        found = _held[param] = Held()
-    return found
+    return Held() if found is None else found
+
+
+def hold(param: Tensor) -> Held:
+    """The same, to be written."""
+    return _held.setdefault(param, Held())  # type: ignore[no-any-return]
 
 
 _process = 0
@@ -152,7 +155,7 @@ def register(params: Sequence[nn.Parameter], group: Group) -> list[Cut]:
     # Weak: a gradient that the user keeps has a cut, which would keep the model's buffers.
     cuts = [Cut(ref(group), index) for index in range(len(params))]
     for param, cut in zip(params, cuts, strict=True):
-        held(param).cut = cut
+        hold(param).cut = cut
     return cuts
 
 
@@ -163,14 +166,13 @@ def process_of_shards() -> int:
 
 def of_param(param: Tensor) -> Cut | None:
     """Where a parameter lies; None for one that is in no shard group."""
-    found: Held | None = _held.get(param)
-    return None if found is None else found.cut
+    return held(param).cut
 
 
 def claim(params: Iterable[nn.Parameter], owner: object, why: str, *, sharded: str | None = None) -> None:
     """Notes that `owner` has the parameters, as long as it exists or until `release`. why, sharded: for the user."""
     for param in params:
-        of = held(param)
+        of = hold(param)
         of.averaged_by, of.why, of.sharded = ref(owner), why, sharded
 
 
@@ -178,12 +180,11 @@ def release(params: Iterable[nn.Parameter], owner: object) -> None:
     for param in params:
         # Another wrapper may have claimed the parameter since, and keeps it.
         if held(param).averaged_by() is owner:
-            held(param).averaged_by = _nobody
+            hold(param).averaged_by = _nobody
 
 
 def refuse_sharded(named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Raises ValueError if any of these parameters is sharded already."""
     for name, param in named:
-        found: Held | None = _held.get(param)
-        if found is not None and found.sharded is not None and found.averaged_by() is not None:
-            raise ValueError(f"{name} {found.sharded}")
+        if held(param).sharded is not None and held(param).averaged_by() is not None:
+            raise ValueError(f"{name} {held(param).sharded}")

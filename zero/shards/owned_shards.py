@@ -17,7 +17,7 @@ from zero.comm import Comm
 from zero.measure.param_groups import options
 from zero.shards import masters
 from zero.shards.arguments import names
-from zero.shards.cut import held
+from zero.shards.cut import held, hold
 from zero.shards.offload import DEVICE, Offload
 from zero.shards.partition import Place, Shares, bucket_limit, lay_out, places_in
 from zero.shards.placement import Placement
@@ -138,7 +138,7 @@ class OwnedShards(dict[nn.Parameter, nn.Parameter]):
                     self.empty.add(self[param])
             # Weak: once the optimizer that took a parameter last is dropped, the one before it may step again.
             for param in flat.params:
-                held(param).stepped_by = ref(self)
+                hold(param).stepped_by = ref(self)
         self.note_versions()
 
     def taken_by_another(self) -> str | None:
