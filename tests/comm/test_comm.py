@@ -174,7 +174,7 @@ def test_ranks_are_of_the_group_not_of_the_world(rank, world, way):
     with mock.patch("zero.comm.comm.BATCH", 4 * 6):  # 3 elements for each rank
         comm.scatter(partial(_read, full + comm.rank), [0, 7, 8], own := torch.zeros(7 - 6 * comm.rank))
     assert own.tolist() == ([0.0] * 2 + [2.0] * 5 if comm.rank == 0 else [2.0])
-    comm.collect([(0, value.fill_(rank))], 1, HERE)
+    comm.collect([(0, value.nbytes, value.fill_(rank))], 1, HERE)
     assert value.item() == 0
 
 
@@ -191,8 +191,8 @@ def test_without_a_process_group_this_process_is_a_world_of_its_own():
     comm.broadcast([full])
     comm.scatter(partial(_read, torch.arange(5.0)), [0, 5], full.zero_())
     comm.all_reduce(full)
-    comm.collect([(0, full)], 0, HERE)
-    comm.collect([(0, full)], None, HERE)
+    comm.collect([(0, full.nbytes, full)], 0, HERE)
+    comm.collect([(0, full.nbytes, full)], None, HERE)
     same(full, torch.arange(5.0), "what was sent about")
     assert refusal(lambda: comm.compare("things", ["one"], ValueError("a bad thing"))) == "ValueError: a bad thing"
     assert traffic() == before
@@ -242,7 +242,7 @@ def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(rank, world, way)
     ]
     for tensor, average in zip(averages, expected, strict=True):
         comm.all_reduce(tensor, times=1 / world)
-        if comm.reads(tensor.device):
+        if comm.reads_memory(tensor.device):
             same(tensor, average, "an average")
         elif tensor.dtype == torch.float32:  # others add 16-bit floats as such
             torch.testing.assert_close(tensor, average)
@@ -256,7 +256,8 @@ def test_whole_tensors_and_texts_reach_whom_they_are_meant_for(rank, world, way)
             value.clone() if rank == owner else torch.zeros_like(value) if to in (None, rank) else None
             for owner, value in zip(owners, values, strict=True)
         ]
-        comm.collect([*zip(owners, room, strict=True)], to, HERE)
+        sizes = [value.nbytes for value in values]
+        comm.collect([*zip(owners, sizes, room, strict=True)], to, HERE)
         if to in (None, rank):
             same(room, values, f"collected by {to}")
 
@@ -288,8 +289,8 @@ def test_traffic_counts_the_bytes_that_each_rank_sends(rank, world, way):
     assert spent(comm.reduce, [eight, *messages]) == Traffic(reduce=4 * (8 + LARGE - [2 + LARGE, 0, 6][rank]))
     assert spent(comm.reduce, [(eight[0].bfloat16(), eight[1])]) == Traffic(reduce=2 * (8 - [2, 0, 6][rank]))
     assert spent(comm.agree, channel) == Traffic()
-    assert spent(comm.collect, [(1, six)], None, HERE) == Traffic(other=2 * 12 if rank == 1 else 0)
-    to_last = [(1, six if rank else None), (2, six if rank == 2 else None)]
+    assert spent(comm.collect, [(1, 12, six)], None, HERE) == Traffic(other=2 * 12 if rank == 1 else 0)
+    to_last = [(1, 12, six if rank else None), (2, 12, six if rank == 2 else None)]
     assert spent(comm.collect, to_last, 2, HERE) == Traffic(other=12 if rank == 1 else 0)
     read = partial(_read, torch.zeros(7))
     assert spent(comm.scatter, read, [0, 2, 4, 6], torch.zeros(2)) == Traffic(other=0 if rank else 2 * 2 * 4)
@@ -411,7 +412,7 @@ def collect(comm: Comm, to: int | None) -> None:
         tensor.clone() if owner == comm.rank else torch.zeros_like(tensor) if to in (None, comm.rank) else None
         for tensor, (owner, _) in zip(expected, lengths, strict=True)
     ]
-    transfers = [(owner, tensor) for (owner, _), tensor in zip(lengths, room, strict=True)]
+    transfers = [(owner, 4 * length, tensor) for (owner, length), tensor in zip(lengths, room, strict=True)]
     comm.collect(transfers, to, torch.device(gpus.DEVICE))
     if to in (None, comm.rank):
         same(room, expected, f"collected by {to}")

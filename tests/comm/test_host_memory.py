@@ -30,7 +30,7 @@ def together(rank, world):
     """A Comm of the default group after its first operation, and whether its ranks read one another's memory."""
     comm = Comm()
     comm.agree(comm.channel("a first meeting"))
-    return comm, comm.reads(torch.device("cpu"))
+    return comm, comm.reads_memory(torch.device("cpu"))
 
 
 def gathered(comm, start=0.0, length=LENGTH):

@@ -129,7 +129,19 @@ def test_nearly_equal_shares_of_whole_parameters_are_gathered_and_reduced_at_onc
         model(torch.ones(2, WIDTH)).sum().backward()
         launched = there.launched()
     assert len({segment.numel() for segment in model.parameters()}) > 1
-    assert launched == ["all-to-all", "gather", "reduce"], "the first is that of all weights"
+    assert launched == ["broadcast", "gather", "reduce"], "the first is that of all weights"
+
+
+@pytest.mark.parametrize("to", [0, 1, None])
+def test_what_is_built_trained_and_saved_goes_by_rings(to):
+    """Messages between two ranks alone would have NCCL connect these, in memory that is not torch's."""
+    with simulated() as there:
+        model = zero.FSDP(blocks(), process_group=there.comm(RANK, WORLD))
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+        zero.full_state_dict(model, to=to)
+        assert {*there.launched()} <= {"broadcast", "gather", "reduce", "all-reduce"}
 
 
 def seconds_down(there: Simulated, operator: Any, args: Sequence[Any]) -> float:

@@ -289,16 +289,17 @@ class Comm:
         if self.world == 1:
             read(0, into)
             return
-        longest = max(lengths(bounds))
+        transport, longest = self._transports[into.device.type], max(lengths(bounds))
         step = max(1, min(longest, BATCH // (self.world * into.element_size())))
         number = 2 if step < longest else 1  # one of them is filled while the other is sent
-        buffers = into.new_empty(number, (self.world - 1) * step if self.rank == 0 else 0)
+        by_ring = transport.overlaps  # as of `collect`
+        buffers = into.new_empty(number, (self.world - 1) * step if self.rank == 0 or by_ring else 0)
         before = Work()
         for turn, start in enumerate(range(0, longest, step)):
             shares = [(min(low + start, high), min(low + start + step, high)) for low, high in pairwise(bounds)]
             counts = [high - low for low, high in shares]
             own, nothing = into[start : start + step], [0] * self.world
-            part = buffers[turn % number][: sum(counts[1:]) if self.rank == 0 else 0]
+            part = buffers[turn % number][: sum(counts[1:]) if self.rank == 0 or by_ring else 0]
             try:
                 if self.rank == 0:
                     for (low, _), piece in zip(shares, [own, *part.split(counts[1:])], strict=True):
@@ -307,13 +308,19 @@ class Comm:
                 self._raise_together(error, SCATTER)
             else:
                 self._raise_together(None, SCATTER)  # before this rank waits for the part
+            if by_ring:
+                sent["other"] += part.nbytes * (self.world - 1) * (self.rank == 0)
+                transport.gather(part, [0, *[len(part)] * self.world], SCATTER).wait()
+                if self.rank:
+                    own.copy_(part.split(counts[1:])[self.rank - 1])
+                continue
             sent["other"] += part.nbytes
             given = (
                 (own[:0], (part, [0, *counts[1:]]), nothing)
                 if self.rank == 0
                 else (own, (part, nothing), [len(own), *nothing[1:]])
             )
-            work = self._transports[into.device.type].exchange(*given, SCATTER)
+            work = transport.exchange(*given, SCATTER)
             before.wait()
             before = work
         before.wait()
@@ -331,27 +338,40 @@ class Comm:
         sent["reduce"] += 2 * flat.nbytes * (self.world - 1) // self.world
         return self._transports[flat.device.type].all_reduce(flat, channel, 1, maximum=False)
 
-    def collect(self, transfers: Sequence[tuple[int, Tensor | None]], to: int | None, device: torch.device) -> None:
+    def collect(
+        self, transfers: Sequence[tuple[int, int, Tensor | None]], to: int | None, device: torch.device
+    ) -> None:
         """Collective. Sends flat tensors from their owners to rank `to` of the group, or (None) to all ranks.
 
-        transfers: pairs (owner, tensor), for the same tensors in the same order on every rank. The owner passes the
+        transfers: (owner, bytes, tensor), for the same tensors in the same order on every rank. The owner passes the
         tensor to send, a receiver the tensor to fill, other ranks None. device: of all tensors, on this rank.
         """
         if self.world == 1:
             return
-        transport, works = self._transports[device.type], []
+        transport, works, room = self._transports[device.type], list[Work](), torch.empty(0, device=device)
         transport.compare(COLLECTION)
-        for owner, tensor in transfers:
-            flat = torch.empty(0, device=device) if tensor is None else tensor
-            sends, receives = owner == self.rank != to, owner != self.rank == to
-            if to is None:
-                works.append(transport.gather(flat, [0] * (owner + 1) + [len(flat)] * (self.world - owner), COLLECTION))
+        for owner, nbytes, tensor in transfers:
+            flat = None if tensor is None else tensor.view(torch.uint8)
+            if to is None or transport.overlaps:
+                # By a ring, of which every rank gets all: between two ranks alone NCCL would make a connection, which
+                # takes memory beside torch's. What is for another rank goes through a buffer.
+                for start in range(0, nbytes if owner != to else 0, BATCH):
+                    size = min(BATCH, nbytes - start)
+                    if flat is None and len(room) < size:
+                        room = torch.empty(size, dtype=torch.uint8, device=device)
+                    part = room[:size] if flat is None else flat[start : start + size]
+                    works.append(transport.gather(part, [0] * (owner + 1) + [size] * (self.world - owner), COLLECTION))
+                sent["other"] += nbytes * (self.world - 1) * (owner == self.rank != to)
             elif owner != to:  # all ranks take part, most of which send and receive nothing
-                counts_in = [len(flat) * (receives and rank == owner) for rank in range(self.world)]
-                counts_out = [len(flat) * (sends and rank == to) for rank in range(self.world)]
+                flat, sends = (
+                    torch.empty(0, dtype=torch.uint8, device=device) if flat is None else flat,
+                    owner == self.rank,
+                )
+                counts_in = [nbytes * (to == self.rank and rank == owner) for rank in range(self.world)]
+                counts_out = [nbytes * (sends and rank == to) for rank in range(self.world)]
                 message = flat[: sum(counts_out)], counts_out
                 works.append(transport.exchange(flat[: sum(counts_in)], message, counts_in, COLLECTION))
-            sent["other"] += flat.nbytes * sends * (self.world - 1 if to is None else 1)
+                sent["other"] += nbytes * sends
         for work in works:
             work.wait()
 

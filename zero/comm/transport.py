@@ -280,10 +280,11 @@ class Transport(ABC):
         """Sums over the ranks the elements sent to this rank, of which all ranks have the same counts. `wait` returns
         `times` the sums, flat, one message after another, of 16-bit floats in float32, on the CPU in rank order."""
 
-    @abstractmethod
     def exchange(self, into: Tensor, sent: Message, counts_in: Sequence[int], channel: int) -> Work:
         """Sends other ranks their elements of the flat `sent`, and fills the flat `into` by what they send to this one,
-        both in rank order. Each rank has counts of its own, of which the one for itself is 0."""
+        both in rank order. Each rank has counts of its own, of which the one for itself is 0. Only of transports that
+        do not overlap: NCCL makes a connection for each two ranks, which takes memory beside torch's."""
+        raise NotImplementedError
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> Work:
@@ -396,15 +397,6 @@ class ProcessGroupTransport(Transport):
             given = ([], []) if [*counts].count(counts[0]) == len(counts) else (own, [*counts])
             works.append(collective(into, sent, *given, ALL_TO_ALL))
         return works
-
-    def exchange(self, into: Tensor, sent: Message, counts_in: Sequence[int], channel: int) -> Work:
-        # Not by `send` and `recv` of Gloo: it closes the connections of all ranks where a wait for these runs out, and
-        # `wait_watching` waits in intervals (tests/comm/test_comm.py). NCCL makes a communicator for each two ranks.
-        self.log.append(channel, 0, self.compare)
-        size, collective = into.element_size(), getattr(self._group, self._to_reduce.all_to_all)
-        counts = [[count * size for count in each] for each in (counts_in, sent[1])]
-        flats = into.view(torch.uint8), sent[0].view(torch.uint8)  # backends do not support all dtypes
-        return self._launch(channel, (into, sent), collective, *flats, *counts, ALL_TO_ALL)
 
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> Work:
         given = [real(tensor)], _MAXIMUM if maximum else _SUM
@@ -669,6 +661,15 @@ class Gloo(ProcessGroupTransport):
             for lane, given in ((lanes[0], upwards), (lanes[-1], downwards)):
                 works.append(getattr(lane, self._to_reduce.all_to_all)(*given, ALL_TO_ALL))
         return works
+
+    def exchange(self, into: Tensor, sent: Message, counts_in: Sequence[int], channel: int) -> Work:
+        # Not by `send` and `recv` of Gloo: it closes the connections of all ranks where a wait for these runs out, and
+        # `wait_watching` waits in intervals (tests/comm/test_comm.py).
+        self.log.append(channel, 0, self.compare)
+        size, collective = into.element_size(), getattr(self._group, self._to_reduce.all_to_all)
+        counts = [[count * size for count in each] for each in (counts_in, sent[1])]
+        flats = into.view(torch.uint8), sent[0].view(torch.uint8)  # backends do not support all dtypes
+        return self._launch(channel, (into, sent), collective, *flats, *counts, ALL_TO_ALL)
 
 
 def _below(rank: int, counts: Sequence[int]) -> list[int]:

@@ -29,7 +29,7 @@ from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm, Work
 from zero.comm.oplog import READ_BY_ALL
 from zero.comm.streams import HOST, HostStreams, on_other_device, streams_of
-from zero.comm.transport import Message
+from zero.comm.transport import Message, lengths
 from zero.shards.cut import Asked, register
 from zero.shards.layout import Layout
 from zero.shards.log import logger
@@ -523,10 +523,10 @@ class ShardGroup:
         shard: as long as this rank's segment. to: the rank of the group that gets it, by default all; None elsewhere.
         """
         comm, layout, device = self.comm, self.layout, self.full.device
-        owners = range(comm.world)
+        sizes = [(owner, numel * shard.element_size()) for owner, numel in enumerate(lengths(layout.bounds))]
         if to is not None and to != comm.rank:
             sent = shard.to(device)
-            comm.collect([(owner, sent if owner == comm.rank else None) for owner in owners], to, device)
+            comm.collect([(owner, size, sent if owner == comm.rank else None) for owner, size in sizes], to, device)
             return None
         full = shard.new_empty(layout.numel, device=device)
         with torch.no_grad():
@@ -534,7 +534,7 @@ class ShardGroup:
         if to is None:
             comm.gather(full, layout.bounds, self._full_channel).wait()
         else:
-            comm.collect([(owner, full[layout.segment(owner)]) for owner in owners], to, device)
+            comm.collect([(owner, size, full[layout.segment(owner)]) for owner, size in sizes], to, device)
         return full
 
     # --------------------------------------------------------------------------------------- summon_full_params

@@ -111,7 +111,7 @@ def _collected(
     comm, received = optimizer.comm, to is None or to == optimizer.comm.rank
     found: dict[ParamShard, Any] = {}
     numbers: dict[int, ParamShard] = {}
-    transfers: list[tuple[int, Tensor | None]] = []
+    transfers: list[tuple[int, int, Tensor | None]] = []
     here = torch.device("cpu")
     for owned, entry in having:
         shape, here = _full_shape(owned, key, entry), optimizer.part(owned.param).device
@@ -125,7 +125,8 @@ def _collected(
             if owned in own:
                 source = own[owned][key].detach().to(here).contiguous().view(-1)
                 into = source if into is None else into.copy_(source)
-            transfers.append((owned.owner, into))
+            nbytes = math.prod(entry["shape"]) * leaves.dtype_of(entry).itemsize
+            transfers.append((owned.owner, nbytes, into))
     if transfers:
         comm.collect(transfers, to, here)
     if not received:
