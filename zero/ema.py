@@ -124,7 +124,7 @@ class EMA(Optimizer):
         mark_states(self)
         self._is_swapped ^= exchange
         for one in self._sharding if exchange else ():
-            one.gather_written(self._parts) if gathers else one.shards.write_back()
+            one.gather_written(self._parts.keys()) if gathers else one.shards.write_back()
 
     @property
     def stepped_shards(self) -> SteppedShards:

@@ -87,7 +87,7 @@ ROWS: dict[tuple[str, str], tuple[tuple[int, ...], Facts, Facts]] = {
     # At which stages; patterns in the error of rank 0, of the other.
     (alone, others): (stages, own or facts, facts)
     for alone, others, stages, facts, own in [
-        ("saves", "trains", (3,), (IN_STEP, r"the full tensors of .*state_dict\(\)", COLLECTIVE), None),
+        ("saves", "trains", (3,), (IN_STEP, "state_dict", COLLECTIVE), (IN_STEP, r"called model\.state_dict\(\)")),
         ("saves the optimizer", "trains", (3,), (IN_STEP, "the collection of full tensors or state", COLLECTIVE), None),
         ("evaluates", "trains", (3,), (IN_STEP, "rank 0 (is )?in the gathering of the root unit", COLLECTIVE), None),
         ("evaluates", "has finished", (3,), ("^$",), ("rank 0 failed in", COLLECTIVE)),

@@ -6,8 +6,8 @@ compare every operation, where that costs nothing. Over the others ranks compare
     one operation    before its launch, if it follows the operations before it for the first time: in the first steps,
                      and after any change of the schedule; and the first of a forward that follows another forward
                      without a backward. ZERO_CHECK=each in the environment of any rank compares every operation.
-    the log          at the end of a backward, and before stepped parameters are gathered (`Comm.agree`). No result that
-                     the ranks disagree on is applied.
+    the log          at the end of a backward, and before a step (`Comm.agree`). No result that the ranks disagree on is
+                     stepped.
 
 A rank that waits between comparisons may be told that another one is missing (`Failure`, by the watchdog).
 """

@@ -51,8 +51,8 @@ class Together:
         # Ctrl-C and SystemExit are not for the other ranks, which would have to be waited for.
         known = is_told(error, self._logs) or any(log.failure.broken for log in self._logs)
         if isinstance(error, Exception) and not known:
-            rank = ", ".join(str(comm.rank) for comm, _ in self._groups)
-            raised = dumped(error, rank)
+            comm, several = self._groups[0][0], len(self._groups) > 1
+            raised = dumped(error, f"{comm.link.ranks[comm.rank]} of the job" if several else str(comm.rank))
             with suppress(RuntimeError):  # the others are in another operation, and raise there
                 for comm, _ in self._groups:
                     comm.connect()
@@ -82,7 +82,7 @@ class Together:
             flags = comm.agree(channel, flags=flags)
         if flags & _PROBLEM:
             for comm, _ in self._groups:
-                raised = next(filter(None, comm.all_gather_text(raised)))
+                raised = next(filter(None, comm.all_gather_text(raised)), "")  # another group may have the rank
         return flags, raised
 
 

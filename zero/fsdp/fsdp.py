@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from zero._torch.compiling import named_as_compiled, never_traced
 from zero._torch.modules import OwnHook, children_of, parameters_of
 from zero.comm.together import Together, alike
+from zero.comm.waiting import calling
 from zero.fsdp import full_weights
 from zero.fsdp.choice import Policy, UnitChoice, largest_unit, smallest_leaves
 from zero.fsdp.compile import BETWEEN_UNITS, Compiling
@@ -377,6 +378,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
             self._model.placement.broadcast([*params, *self.module.buffers()])
         return self
 
+    @calling("model.state_dict()")
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Collective. Returns copies of full parameters and buffers on the CPU, by the module's names, on every rank.
 
@@ -387,6 +389,10 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
         """
         with self._model.together:
             self._model.refuse_moved()
+            # Within summon_full_params() one rank may call it alone.
+            sends = not all(unit.summoned for unit in self._model.units if unit.groups)
+            if sends:
+                self._model.together.agree()  # before anybody sends
             own = [(self._model, [*self._model.units])]
             destination = kwargs.get("destination", args[0] if args else None)
             before = {} if destination is None else dict(destination)
@@ -400,9 +406,8 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
                     if name in trained:
                         value.requires_grad_(trained[name].requires_grad)
                     read_only(value, COPIED)
-            # Hooks of the user's may have raised on one rank. Within summon_full_params() one may call it alone.
-            if not all(unit.summoned for unit in self._model.units if unit.groups):
-                self._model.together.agree()
+            if sends:
+                self._model.together.agree()  # hooks of the user's may have raised on one rank
             return as_weights(weights) if destination is None else weights
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *of_torch: Any) -> None:
@@ -416,6 +421,7 @@ class FSDP(Wrapper, TorchMethods):  # type: ignore[misc]
             state_dict[self._inside_of + name.removeprefix(prefix)] = state_dict.pop(name)
         self._loads.enter_context(full_weights.loading([self._model]))
 
+    @calling("model.load_state_dict()")
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Collective. Loads full weights by the module's own names, with or without `_orig_mod.` in them; every rank
         must be given the same.

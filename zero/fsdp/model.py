@@ -127,7 +127,7 @@ class Reads:
                 increment_version(param)  # so that graphs that saved it are refused on every rank
         return True
 
-    def unshard(self, param: nn.Parameter) -> bool:
+    def unshard_for_reader(self, param: nn.Parameter) -> bool:
         """Collective within a forward or backward: a parameter of another unit is read, which is unsharded with the
         innermost running one from now on. Returns False outside."""
         unit = self._index.unit_of(param)
@@ -139,7 +139,7 @@ class Reads:
         reader = self._index.running[-1]
         if not self._model.runs_backward:
             refuse_read(unit)
-        unit.unshard(for_backward=self._model.runs_backward)
+        self._model.unshard(unit)
         unit.needed_by.add(reader)
         if unit not in self._index.read_too[reader]:
             self._index.read_too[reader].append(unit)
@@ -500,7 +500,9 @@ class Model:
         if not first.training:  # else it never does
             for unit in self.index.units_of(param for param in parameters_of(first) if param in self.index):
                 if not unit.readable:
-                    self._order.gather(unit, for_backward=self.runs_backward)
+                    self.unshard(unit)
+                    unit.needed_by.add(Need.AHEAD)
+                    self._order.ahead.add(unit)
 
     def _enter_forward(self, unit: Unit, *, training: bool) -> None:
         """Collective. Unshards the unit, and what must be with it. training: whether its module is in training."""
@@ -538,7 +540,7 @@ class Model:
         for each in (unit, *self.index.read_too[unit]):
             if each is not unit and not in_backward:
                 refuse_read(each)
-            each.unshard(for_backward=in_backward)
+            self.unshard(each)
             each.needed_by.add(unit)
         self.index.running.append(unit)
         if not in_backward:
@@ -561,7 +563,7 @@ class Model:
         if not unit.running:
             self._kept[unit].refuse()
             # Backward will reach this unit first, as it did last time, and would gather it ahead.
-            first_in_backward = self._order.in_flight == 3 and unit is self._order.before.get(self.index.root)
+            first_in_backward = self._order.in_flight == 3 and unit is self._order.first_in_backward
             stays = needs_backward and (unit is self.index.root or not unit.reshard_after_forward or first_in_backward)
             unit.inputs.clear()
             if unit in self.index.running:
@@ -696,22 +698,24 @@ class Model:
         self._end_callback = weakref.ref(finish, self._callback_dropped)
         at_end_of_backward(finish)
 
+    def unshard(self, unit: Unit) -> None:
+        """Collective. Unshards a unit that is needed now."""
+        if unit in self._reducing:  # a backward has passed it; its gradients come while it is sharded
+            self._finish_reductions()
+        unit.unshard(for_backward=self.runs_backward)
+
     def unshard_to_read(self, unit: Unit) -> None:
         """Collective within a backward. Unshards a unit whose parameters are read while a checkpoint computes a forward
         again, or by a hook, until the backward ends."""
         self._begin_backward()
-        if unit in self._reducing:  # its gradients come while it is sharded
-            self._finish_reductions()
-        unit.unshard(for_backward=True)
+        self.unshard(unit)
         unit.needed_by.add(Need.KEPT)
 
     def _enter_backward(self, unit: Unit) -> None:
         for streams in self._streams:
             streams.expect_computing("{} of FSDP runs", unit.title)
-        if unit in self._reducing:  # backward has reached it again; its gradients come while it is sharded
-            self._finish_reductions()
-        unit.unshard(for_backward=True)
-        unit.pre_backward()
+        self.unshard(unit)
+        unit.enter_backward()
         self._in_backward.append(unit)
 
     def _reduce_unit(self, unit: Unit, *, at_end: bool = False) -> None:
@@ -721,7 +725,7 @@ class Model:
         for bucket in unit.buckets if self.reduces else ():
             bucket.take_written()
         # Before waiting: an all-gather into its memory need not wait for the reduction.
-        unit.post_backward()
+        unit.leave_backward()
         if self.reduces:
             self._free_wire()
         else:
@@ -763,7 +767,7 @@ class Model:
     def _finish(self) -> None:
         """The end of the backward. Reduces what is left, waits for it, shows gradients once all ranks are known to have
         done the same, and gives a forward around this backward its units back."""
-        with self.together:
+        with self._end.together:
             within = bool(self.index.running)  # a forward, such as for forces from an energy
             for unit in reversed(self.index.units):
                 # Backward did not reach it here, but may have on other ranks, which reduce it.
@@ -774,14 +778,14 @@ class Model:
                     self._reduce_unit(unit, at_end=True)
                 elif self.reduces and self._left_unreduced and any(bucket.left_unreduced for bucket in unit.buckets):
                     for bucket in unit.buckets:
-                        bucket.pre_backward()
+                        bucket.enter_backward()
                         bucket.take_written()
                     self._free_wire()
                     self._launch_reduction(unit)
             self._finish_reductions()
             if not within:
                 for unit in self.index.units:
-                    unit.post_backward()  # before gradients of what this rank has not used, which are the shards'
+                    unit.leave_backward()  # before gradients of what this rank has not used, which are the shards'
             with as_plain_tensors():
                 buckets = [bucket for unit in self.index.units for bucket in unit.buckets]
                 self._end.synchronize(buckets, reduces=self.reduces)

@@ -389,6 +389,7 @@ class StepHook:
         for steps, _ in held:
             register(steps.model, optimizer)
         self._begun += 1
+        # In the place of the arguments, which die with the step's frame: of a step that raises torch calls no hook.
         kwargs = EndOfStep(kwargs, partial(self._end, ref(optimizer), self._begun))
         positional = len(args) > 1
         closure = args[1] if positional else kwargs.get("closure")

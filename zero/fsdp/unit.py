@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch.autograd import base_of, shape_expected_by
+from zero._torch.autograd import base_of, shape_expected_by, writes_so_far
 from zero._torch.modules import buffers_of
 from zero._torch.tensors import shares_memory
 from zero.shards.partition import Place, places_in
@@ -50,7 +50,8 @@ class UnitBucket(GradBucket):
         # Whether a backward under no_sync has gone through the unit since the last one that reduces. It may have left
         # gradients on other ranks only, so all reduce then.
         self._left = False
-        self.left_full: set[int] = set()
+        # With how often each was written when it was left, and whether it was all zeros then.
+        self.left_full: dict[int, tuple[int, bool]] = {}
 
     @property
     def left_unreduced(self) -> bool:
@@ -59,7 +60,7 @@ class UnitBucket(GradBucket):
 
     # ------------------------------------------------------------------------------------------- a backward
 
-    def pre_backward(self) -> None:
+    def enter_backward(self) -> None:
         """Sets `param.grad` up for the full gradients that autograd writes from here on: adds to those that no_sync has
         left, and sets those of shards aside. No reduction is in flight.
 
@@ -81,7 +82,17 @@ class UnitBucket(GradBucket):
                     "backward has averaged yet. Write into that in place (`param.grad.mul_(0.5)`), or set it to None, "
                     "which drops it."
                 )
-        self.left_full.difference_update(self.trained)
+            elif index in self.set_aside and writes_so_far([grad]) != self.left_full[index][0]:
+                # Written in place since. Zeros clear what is set aside, too, which has no share in any other write.
+                if self.left_full[index][1] or grad.any():
+                    raise RuntimeError(
+                        f"{self.group.names[index]} has a gradient that was written under no_sync(), while FSDP keeps "
+                        "apart what the backward before has averaged. Write into gradients before that one or after "
+                        "the next backward outside of no_sync(), which averages them; or clear them, zero_grad()."
+                    )
+                self.set_aside.pop(index)
+        for index in self.trained:
+            self.left_full.pop(index, None)
 
     def take_written(self) -> None:
         """Takes what autograd has written, once backward has passed the unit. Of parameters that this backward did not
@@ -97,10 +108,10 @@ class UnitBucket(GradBucket):
         self._left = True
         for index in self.trained:
             param = self.group.params[index]
-            if param.grad is None:  # this backward has no gradient of it
+            if (grad := param.grad) is None:  # this backward has no gradient of it
                 self._set(index, self.set_aside.pop(index, None))
             else:
-                self.left_full.add(index)
+                self.left_full[index] = writes_so_far([grad]), index in self.set_aside and not grad.any()
 
     def finish(self) -> None:
         """Waits for this rank's shards of the gradients, and adds them to those that were set aside."""
@@ -140,7 +151,7 @@ class UnitBucket(GradBucket):
 
     def restore(self) -> None:
         """Puts these gradients back into `param.grad`. Unreduced gradients remain."""
-        for index in self.set_aside.keys() - self.left_full:
+        for index in self.set_aside.keys() - self.left_full.keys():
             self._set(index, self.set_aside.pop(index))
 
 
@@ -338,13 +349,13 @@ class Unit:
 
     # -------------------------------------------------------------------------------------------- backward
 
-    def pre_backward(self) -> None:
+    def enter_backward(self) -> None:
         """Prepares for full gradients, which autograd writes from here on. The parameters are unsharded."""
         self.needed_by.add(Need.BACKWARD)
         for bucket in self.buckets:
-            bucket.pre_backward()
+            bucket.enter_backward()
 
-    def post_backward(self) -> None:
+    def leave_backward(self) -> None:
         """Its gradients were taken: those of its shards take their place, so it is resharded."""
         self.calls.clear()
         self.needed_by -= {Need.BACKWARD, Need.KEPT}
@@ -361,8 +372,8 @@ class Unit:
             for bucket in self.buckets:
                 for index in bucket.trained:
                     bucket.params[index].grad = None
-            self.post_backward()
-        if any(bucket.set_aside.keys() - bucket.left_full for bucket in self.buckets) and not self.gathering:
+            self.leave_backward()
+        if any(bucket.set_aside.keys() - bucket.left_full.keys() for bucket in self.buckets) and not self.gathering:
             self.reshard()
             for bucket in self.buckets:
                 bucket.restore()
@@ -374,7 +385,7 @@ class Unit:
         self.forget_forward()
         self.finish_unshard()
         self.interrupt()
-        self.post_backward()
+        self.leave_backward()
 
 
 class Index(dict[nn.Parameter, Place]):
@@ -442,7 +453,7 @@ class Order:
     which computes around all others, follows none.
 
     in_flight: how many units are in flight. overlaps: whether transfers overlap computing.
-    `before`: by unit the one that ran before it; by the root the one that backward reaches first.
+    `before`: by unit the one that ran before it. `first_in_backward`: the one that backward reaches first.
     """
 
     def __init__(self, index: Index, in_flight: int, *, overlaps: bool) -> None:
@@ -451,6 +462,7 @@ class Order:
         self._ahead_in_forward = in_flight == 3 or (in_flight == 2 and overlaps)
         self._after: dict[Unit, Unit] = {}
         self.before: dict[Unit, Unit] = {}
+        self.first_in_backward: Unit | None = None
         self._last_entered = self._root
         # Gathered ahead, and did not begin their forward yet.
         self.ahead: set[Unit] = set()
@@ -472,25 +484,16 @@ class Order:
             following.needed_by.add(Need.AHEAD)
             self.ahead.add(following)
 
-    def gather(self, unit: Unit, *, for_backward: bool) -> None:
-        """Collective. Gathers a unit that is about to begin its forward, and whose parameters are looked at before."""
-        unit.unshard(for_backward=for_backward)
-        unit.needed_by.add(Need.AHEAD)
-        self.ahead.add(unit)
-
     def leave_root(self) -> None:
         """The forward of the model ends: backward begins with the unit that ran last."""
-        # If no other unit has run, backward has no first unit; the one of the forward before must not stay.
-        self.before.pop(self._root, None)
-        if self._last_entered is not self._root:
-            self.before[self._root] = self._last_entered
+        self.first_in_backward = None if self._last_entered is self._root else self._last_entered
         while self.ahead:
             self.ahead.pop().release(Need.AHEAD)  # it did not run this time
 
     def launch_before(self, unit: Unit) -> None:
         """Launches the all-gather of the unit that backward is expected to reach after this one, unless it is in
         backward."""
-        following = self.before.get(unit)
+        following = self.first_in_backward if unit is self._root else self.before.get(unit)
         if following is not None and following.calls and Need.BACKWARD not in following.needed_by:
             following.unshard(for_backward=True, ahead=True)
             following.needed_by.add(Need.AHEAD)

@@ -8,7 +8,8 @@ gather     every rank's shards reach all ranks in the flat buffers of the parame
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, cast, overload
@@ -419,7 +420,10 @@ class OSS(Optimizer):
         unreduced, param_groups were edited, the optimizer raised, or if ranks do different things.
         """
         with self.together:  # also around the hooks of steps, which are the user's
-            return cast("float | None", self._step(closure, **options))
+            try:
+                return cast("float | None", self._step(closure, **options))
+            finally:
+                self.gradients.drop_of_shards()
 
     step.hooked = True  # type: ignore[attr-defined]  # else torch's constructor has hooks called around it
 
@@ -437,14 +441,14 @@ class OSS(Optimizer):
             share_options(self.param_groups, inner.param_groups)
             with without_optimizer_hooks():
                 loss = inner.step(closure=self._for_inner(closure), **options)
-            by_group = False
+            by_group, groups = False, self._agreed_groups()
         else:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-                self.together.agree()  # before any rank steps: what it raises on one, all raise
             self.refuse_changes()
             self._collect()
+            groups = self._agreed_groups()  # before any rank steps: what was raised on one so far, all raise
             share_options(self.param_groups, inner.param_groups)
             # So that gradients and stepped parameters of other groups are on their way while one is stepped.
             by_group = self.shards.offload.active and type(inner) in ELEMENTWISE and not options
@@ -455,7 +459,6 @@ class OSS(Optimizer):
             self.shards.take_back(inner)
         self.full_state = None
         try:
-            groups = self._stepped_groups()
             self._gather(groups, by_group=by_group)
             # Graphs that saved a parameter before the step cannot be used any more, as if it was stepped itself.
             stepped = [param for group in groups for param in group.params if param.grad is not None]
@@ -466,7 +469,6 @@ class OSS(Optimizer):
         finally:
             self.shards.after_step(inner)
         follow(inner, self._led)
-        self.gradients.drop_of_shards()
         return loss
 
     def _for_inner(self, closure: Callable[[], float]) -> Callable[[], float]:
@@ -479,7 +481,7 @@ class OSS(Optimizer):
                 name = self.shards.given_other_data()
                 if name is not None:  # what it keeps of the data before would be overwritten
                     raise RuntimeError(MOVED.format(name))
-                self._gather(self._stepped_groups())
+                self._gather(self._agreed_groups())
             called = True
             with torch.enable_grad():
                 loss = closure()
@@ -538,20 +540,24 @@ class OSS(Optimizer):
         for shard in self.shards.empty.difference(self._led):
             shard.grad = None
 
-    def _stepped_groups(self) -> Sequence[ShardGroup]:
-        """Those that a step may have changed, in the order in which gradients arrive."""
-        return self.shards.shard_groups if self._writes_frozen else self.shards.trained_groups()
+    def _agreed_groups(self, written: AbstractSet[nn.Parameter] | None = None) -> Sequence[ShardGroup]:
+        """Collective. The groups that a step may change, in the order in which gradients arrive. written: those that
+        have these parameters, in place of them.
 
-    def _gather(self, groups: Sequence[ShardGroup], *, by_group: bool = False) -> None:
-        """Collective. Gathers every rank's shards of these groups on every rank. by_group: steps each before, which is
-        offloaded.
-
-        Raises ValueError on every rank if ranks have stepped other groups: one alone has frozen or unfrozen parameters,
-        or given gradients to some."""
+        Raises ValueError on every rank if ranks have other groups: one alone has frozen or unfrozen parameters, or
+        given gradients to some."""
+        groups = self.shards.shard_groups if self._writes_frozen else self.shards.trained_groups()
+        if written is not None:
+            groups = [one for one in self.shards.shard_groups if not written.isdisjoint(one.params)]
         labels = [group.label for group in groups]
         if self.together.agree(int(labels != self._gathered)):  # on any rank
             self.comm.compare("the parameters that a step changes", labels)
             self._gathered = labels
+        return groups
+
+    def _gather(self, groups: Sequence[ShardGroup], *, by_group: bool = False) -> None:
+        """Collective. Gathers every rank's shards of these groups on every rank. by_group: steps each before, which is
+        offloaded."""
         for group in groups:
             apart = group.main is not group.shard
             if by_group:
@@ -566,10 +572,10 @@ class OSS(Optimizer):
             group.finish_unshard()
         self.shards.note_versions()
 
-    def gather_written(self, params: Collection[nn.Parameter]) -> None:
+    def gather_written(self, params: AbstractSet[nn.Parameter]) -> None:
         """Collective. Gathers the groups that hold these parameters, into whose shards was written between steps."""
         with self.together:
-            groups = [group for group in self.shards.shard_groups if any(param in params for param in group.params)]
+            groups = self._agreed_groups(params)
             self._gather(groups)
             increment_version([param for group in groups for param in group.params])
 
@@ -679,7 +685,7 @@ def _switch(of: ReferenceType[OSS], name: str, *args: Any, **kwargs: Any) -> Any
         # From the class: the instance has this function under the same name, which would call itself.
         result = getattr(type(oss.optim), name)(oss.optim, *args, **kwargs)
         share_options(oss.optim.param_groups, oss.param_groups)
-        oss._gather(oss.shards.shard_groups)
+        oss._gather(oss._agreed_groups({*oss.shards}))
         return result
 
 

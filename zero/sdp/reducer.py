@@ -81,7 +81,7 @@ class Reducer:
     ) -> None:
         self.active, self._wrapper, self._full = True, wrapper, full
         self._module, self._optimizers, self._comm, self._sent_as = module, optimizers, comm, sent_as
-        name = f"the end of a backward of {wrapper}({type(module).__name__})"
+        name = f"a forward or backward of {wrapper}({type(module).__name__})"
         self._end = EndOfBackward([comm], name)
         name = "a comparison of which parameters are trained, as that has changed there"
         self._trained = comm.channel(name, "Freeze and unfreeze parameters on every rank.")

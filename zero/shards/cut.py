@@ -18,7 +18,7 @@ from zero.shards.shapes import Shapes
 
 
 class Asked(Protocol):
-    """Who is asked when a sharded parameter is read.
+    """Who is asked when a sharded parameter is read (`Reads` in zero/fsdp/model.py).
 
     without_values: whether a state_dict() now has tensors like the full parameters, without values, in place of shards.
     """
@@ -37,7 +37,7 @@ class Asked(Protocol):
     def load(self, group: Group, index: int, shard: Tensor, value: Tensor) -> bool:
         """While full weights are loaded, writes this rank's elements of a full value, and returns True."""
 
-    def unshard(self, param: nn.Parameter) -> bool:
+    def unshard_for_reader(self, param: nn.Parameter) -> bool:
         """Collective within forward and backward: unshards the parameter, and returns True. Returns False outside."""
 
     def spread_overflow(self, found: Tensor) -> None:

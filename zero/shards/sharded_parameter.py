@@ -392,7 +392,7 @@ def _unshard_to_read(values: Iterable[Any]) -> bool:
     for param in _tensors_in(values):
         if isinstance(param, _AsParameter) and isinstance(param, nn.Parameter):
             reads = _reads_of(param)
-            unsharded |= reads is not None and reads.unshard(param)
+            unsharded |= reads is not None and reads.unshard_for_reader(param)
     return unsharded
 
 
