@@ -91,7 +91,7 @@ def full_optimizer_state_dict(
     receives = takes_part and states.receives(stepped, to)
     if not stepped.shard_groups:
         own = leaves.opened(optimizer.state_dict()) if receives else {}
-        return leaves.closed({key: leaves.copied_to(leaf, device) for key, leaf in own.items()})
+        return leaves.closed({key: leaves.copied(leaf, device) for key, leaf in own.items()})
     with Together([optimizer.comm] if isinstance(optimizer, OSS) else comms_of(wrappers), AGREEMENT) as together:
 
         def consolidated() -> dict[str, Any]:

@@ -27,6 +27,11 @@ def params_of(optimizer: Grouped) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
+def numbers_of(optimizer: Grouped) -> dict[Any, int]:
+    """By parameter its number, counted through all groups."""
+    return {param: number for number, param in enumerate(params_of(optimizer))}
+
+
 def like(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any = None) -> Optimizer:
     """An optimizer with the attributes of this one but for its groups and, if one is given, its state."""
     # Not copy.copy: torch's optimizers then lose all attributes that a subclass has added.

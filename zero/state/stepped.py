@@ -14,7 +14,6 @@ from zero.comm import Comm
 from zero.measure.shapes import shard_shape
 from zero.shards.layout import Span
 from zero.shards.shard_group import ShardGroup
-from zero.state import leaves
 
 
 @dataclass
@@ -99,11 +98,3 @@ class ParamShard:
         A view if the elements lie in memory in the order of the layout, otherwise a copy.
         """
         return self.group.shapes.in_memory_order(self.index, full)[self.span.start : self.span.stop]
-
-    def taken_from(self, value: Any, *, is_shard: bool) -> Any:
-        """Copies this shard's slice of a leaf of the state. is_shard: the leaf is the slice already."""
-        if not isinstance(value, Tensor):
-            return value
-        if is_shard or not self.cut or value.numel() == 1:
-            return leaves.copied(value)
-        return self.slot(value).clone().view(self.shape)
