@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
@@ -19,7 +19,7 @@ from zero._torch.modules import parameters_of
 from zero.comm import Comm
 from zero.comm.together import alike
 from zero.fsdp import FSDP
-from zero.measure.built import finding_of_built, refuse_arguments, refuse_unbuilt, small
+from zero.measure.built import finding_of_built, refuse_arguments, refuse_unbuilt
 from zero.measure.kinds import Finding, finding_of, known, title
 from zero.measure.param_groups import called, described_options, nearest, options, params_of
 from zero.oss import OSS
@@ -47,7 +47,7 @@ class Arguments:
 
     `policy`: what `precision` means, after `agree`.
 
-    `optims`: the optimizers, or the class, in a list. `is_one`: whether it was not given in a list.
+    `optims`: the optimizers, or the class, in a list; `kinds`: their classes. `is_one`: whether it was given without.
     `names`: of all options that zero.setup has.
     `groups`: after `agree`, the parameters that `params` asks for, in groups. `found`: what each optimizer is known, or
     was measured, to need.
@@ -71,23 +71,37 @@ class Arguments:
         self.is_one = not isinstance(self.optim, Sequence) or isinstance(self.optim, str)
         self.policy = MixedPrecision()
         self.optims: list[Any] = [self.optim] if self.is_one else [*self.optim]  # type: ignore[misc]
+        self.kinds = [type(one) if isinstance(one, Optimizer) else one for one in self.optims]
 
     def agree(self, comm: Comm) -> None:
         """Collective. Raises ValueError on every rank for what cannot be used on any."""
-        with alike([comm], _GIVEN) as lines:
+        with alike([comm], "the stages, models and optimizers given to zero.setup") as lines:
             self._refuse_unusable(comm)
-            self.found = [self._measured(optim, comm) for optim in self.optims if self.stage]
-            lines += [f"stage {self.stage}, {self.policy}", *map(_described, self.optims)]
-            lines.append(f"optimizer options {_plain(self.defaults)}")
-            lines += [f"group options {_plain(one)}" for one in self._groups]
+            for optim, kind in zip(self.optims, self.kinds, strict=True) if self.stage else ():
+                if comm.world == 1:
+                    found = known(kind)
+                elif isinstance(optim, Optimizer):
+                    found = finding_of_built(optim)
+                else:
+                    found = finding_of(optim, self.defaults, [options(group) for group in self.groups or [{}]])
+                if found is not None:
+                    refuse_optimizer(title(kind), found, self.partition)
+                if isinstance(optim, Optimizer) and comm.world > 1 and cut_for(self.partition, found) == "even":
+                    refuse_uncut(optim)
+                self.found.append(found)
+            lines.append(f"stage {self.stage}, {self.policy}")
+            built = [one for one in self.optims if isinstance(one, Optimizer)]
+            of_each = (f"a built {called(one)} with state of {len(states_of(one))} parameters" for one in built)
+            lines += of_each if built else ["a class"]
+            groups = [group for one in built for group in one.param_groups] or self.groups
+            for what, given in (("optimizer", self.defaults), *(("group", options(one)) for one in groups)):
+                # Those that are the same text in every process: others may have an address in theirs.
+                kinds = bool, int, float, str, type(None), tuple
+                plain = {name: value for name, value in given.items() if isinstance(value, kinds)}
+                lines.append(f"{what} options {described_options(plain)}")
             lines.append(f"whole {[*self.whole.values()] if self.found else []}")
             if self.policy.param_dtype is not None:  # before stages 1 and 2 are built, values are sent
                 lines += describe(self.model)
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        built = [group for one in self.optims if isinstance(one, Optimizer) for group in one.param_groups]
-        return [options(group) for group in built or self.groups]
 
     @property
     def call(self) -> str:
@@ -101,7 +115,7 @@ class Arguments:
             return lambda _, param: "whole" if param in self.whole else "even"
         cut = cut_for(self.partition, self.found[0])
         # Not the measured one: FSDP then checks other optimizers that step its parameters, too.
-        return self.partition if cut == "even" and known(_class(self.optims[0])) is not None else cut
+        return self.partition if cut == "even" and known(self.kinds[0]) is not None else cut
 
     @cached_property
     def whole(self) -> dict[nn.Parameter, str]:
@@ -115,7 +129,8 @@ class Arguments:
         return whole
 
     def _refuse_unusable(self, comm: Comm) -> None:
-        mesh = self.device_mesh
+        """Raises ValueError for what cannot be used."""
+        mesh, model, stage = self.device_mesh, self.model, self.stage
         if mesh is not None and mesh.ndim > 1:
             raise ValueError(
                 f"device_mesh={mesh} has {mesh.ndim} dimensions. Pass the one that the model trains over: mesh['dp']. "
@@ -130,7 +145,7 @@ class Arguments:
                 f"zero.setup was given a {type(self.model).__name__} as the model. Pass an nn.Module; of several "
                 "models, set up each, or pass an nn.ModuleList of them."
             )
-        one = self.optim
+        one: Any = self.optim
         if self.is_one and not isinstance(one, Optimizer) and (not callable(one) or isinstance(one, nn.Module)):
             given = "no optimizer (None)" if one is None else f"a {type(one).__name__} as the optimizer"
             raise ValueError(
@@ -139,7 +154,37 @@ class Arguments:
             )
         self.policy = as_precision(self.precision)
         refuse_scripted(self.model, inside=False)
-        _refuse_unusable(self.stage, self.options, self.model)
+        if isinstance(stage, bool) or not isinstance(stage, SupportsIndex) or stage not in (0, 1, 2, 3):
+            raise ValueError(f"stage={stage!r} is no stage. Pass an int: 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).")
+        wrapped = next(((name, one) for name, one in model.named_modules() if isinstance(one, Wrapped)), None)
+        if wrapped is not None and (stage < 3 or isinstance(unwrapped_of_torchs(model), Wrapped)):
+            where = f", as {wrapped[0]!r}," if wrapped[0] else ""
+            raise ValueError(
+                f"zero.setup was given a model that is wrapped already{where} in a {type(wrapped[1]).__name__}, as in "
+                "a notebook whose cell runs again. Pass what zero.unwrap(model) returns."
+            )
+        refuse_left(model.named_parameters())
+        for name, param in model.named_parameters() if stage < 3 else ():
+            if param.is_meta:
+                raise ValueError(
+                    f"{name!r} is on the meta device and has no values, which stage 3 alone initialises. Call "
+                    "model.to_empty(device=...) and initialise the model first."
+                )
+        if stage == 0 and any(map(parts.takes, parameters_of(model))):
+            raise ValueError(
+                "the model has DTensors, which DistributedDataParallel (stage 0) does not take. Take stage 1, 2 or 3."
+            )
+        for name, least, instead in (
+            ("offload", 1, "Shards can be offloaded: take stage 1, 2 or 3."),
+            ("reshard_after_forward", 3, "Below stage 3 parameters stay full anyway: leave it out."),
+        ):
+            if name in self.options and stage < least:
+                raise ValueError(f"{name}={self.options[name]!r} means nothing at stage {stage}. {instead}")
+        if stage in (1, 2):
+            refuse_two_devices(model.named_parameters())
+            refuse_unsendable(model.named_buffers())
+        if stage:
+            refuse_shared(((repr(name), param) for name, param in model.named_parameters()), model.named_buffers())
         refuse_precision(self.policy, self.model, self.stage)
         # Options of FSDP, or of DistributedDataParallel, among the optimizer's.
         of_fsdp = {name for name, taken in signature(FSDP).parameters.items() if taken.kind is taken.KEYWORD_ONLY}
@@ -179,35 +224,11 @@ class Arguments:
             # look for the parameters themselves, and are built of them once the model is sharded, which is undone where
             # they raise, but for what was rounded.
             groups = self.groups or [{"params": [*self.model.named_parameters()]}]
-            if known(self.optims[0]) is not None:
-                refuse_unbuilt(self.optims[0], small(groups), self.defaults)
-            elif self.stage in (1, 2) and self.policy.param_dtype is not None:
-                refuse_unbuilt(self.optims[0], [{**group} for group in groups], self.defaults)
+            if known(one) is not None or (self.stage in (1, 2) and self.policy.param_dtype is not None):
+                refuse_unbuilt(one, groups, self.defaults)
         else:
             beside = [*([] if self.params is None else ["params"]), *self.defaults]
             _refuse_unfit(self.optims, self.model, self.stage, beside)
-
-    def _measured(self, optim: Any, comm: Comm) -> Finding | None:
-        """Returns what is known or measured of an optimizer. Raises ValueError if it cannot be sharded so."""
-        partition = self.partition
-        if comm.world == 1:
-            found = known(_class(optim))
-        elif isinstance(optim, Optimizer):
-            found = finding_of_built(optim)
-        else:
-            found = finding_of(optim, self.defaults, [options(group) for group in self.groups or [{}]])
-        if found is not None:
-            refuse_optimizer(title(_class(optim)), found, partition)
-        if isinstance(optim, Optimizer) and comm.world > 1 and cut_for(partition, found) == "even":
-            refuse_uncut(optim)
-        return found
-
-
-_GIVEN = "the stages, models and optimizers given to zero.setup"
-
-
-def _class(optim: Any) -> Callable[..., Optimizer]:
-    return type(optim) if isinstance(optim, Optimizer) else optim
 
 
 def _refuse_foreign(given: str, model: nn.Module, groups: list[dict[str, Any]]) -> None:
@@ -268,59 +289,3 @@ def _refuse_unfit(optims: Sequence[Any], model: nn.Module, stage: int, beside: I
     for one in optims:
         _refuse_foreign(f"the {called(one)} given to zero.setup has", model, one.param_groups)
         refuse_unfit(one, OSS, rebuilds=stage in (1, 2))
-
-
-def _described(optim: Any) -> str:
-    """What must be the same on every rank of a built optimizer."""
-    if not isinstance(optim, Optimizer):
-        return "a class"
-    return f"a built {called(optim)} with state of {len(states_of(optim))} parameters"
-
-
-def _plain(given: Mapping[str, Any]) -> str:
-    """Those options that are the same text in every process: others may have an address in theirs."""
-    kinds = bool, int, float, str, type(None), tuple
-    return described_options({name: value for name, value in given.items() if isinstance(value, kinds)})
-
-
-# The stages at which an option means something.
-
-
-_STAGES = {"offload": (1, 2, 3), "reshard_after_forward": (3,)}
-
-_INSTEAD = {
-    "offload": "Shards can be offloaded: take stage 1, 2 or 3.",
-    "reshard_after_forward": "Below stage 3 parameters stay full anyway: leave it out.",
-}
-
-
-def _refuse_unusable(stage: object, given: Mapping[str, Any], model: nn.Module) -> None:
-    """Raises ValueError for a stage that is unknown, a model, or options that mean nothing at the stage."""
-    if isinstance(stage, bool) or not isinstance(stage, SupportsIndex) or stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage={stage!r} is no stage. Pass an int: 0 (DDP), 1 (OSS), 2 (ShardedDDP) or 3 (FSDP).")
-    wrapped = next(((name, one) for name, one in model.named_modules() if isinstance(one, Wrapped)), None)
-    if wrapped is not None and (stage < 3 or isinstance(unwrapped_of_torchs(model), Wrapped)):
-        where = f", as {wrapped[0]!r}," if wrapped[0] else ""
-        raise ValueError(
-            f"zero.setup was given a model that is wrapped already{where} in a {type(wrapped[1]).__name__}, as in a "
-            "notebook whose cell runs again. Pass what zero.unwrap(model) returns."
-        )
-    refuse_left(model.named_parameters())
-    for name, param in model.named_parameters() if stage < 3 else ():
-        if param.is_meta:
-            raise ValueError(
-                f"{name!r} is on the meta device and has no values, which stage 3 alone initialises. Call "
-                "model.to_empty(device=...) and initialise the model first."
-            )
-    if stage == 0 and any(map(parts.takes, parameters_of(model))):
-        raise ValueError(
-            "the model has DTensors, which DistributedDataParallel (stage 0) does not take. Take stage 1, 2 or 3."
-        )
-    wrong = next((name for name in given if stage not in _STAGES[name]), None)
-    if wrong is not None:
-        raise ValueError(f"{wrong}={given[wrong]!r} means nothing at stage {stage}. {_INSTEAD[wrong]}")
-    if stage in (1, 2):
-        refuse_two_devices(model.named_parameters())
-        refuse_unsendable(model.named_buffers())
-    if stage:
-        refuse_shared(((repr(name), param) for name, param in model.named_parameters()), model.named_buffers())

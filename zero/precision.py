@@ -45,24 +45,25 @@ def refuse_precision(policy: MixedPrecision, model: nn.Module, stage: object) ->
 class Rounding:
     """How stages 1 and 2 round a model and cast the inputs of units inside of it.
 
-    policy: a `param_dtype` of 16 bits, and what is kept in float32. auto_wrap_policy: chooses the units, as of FSDP.
-    comm: the ranks.
+    policy: a `param_dtype` of 16 bits, and what is kept in float32; without one nothing is rounded. auto_wrap_policy:
+    chooses the units, as of FSDP. comm: the ranks.
     """
 
     def __init__(self, policy: MixedPrecision, model: nn.Module, auto_wrap_policy: Any, comm: Comm) -> None:
         self._policy, self._model, self._comm = policy, model, comm
+        self._units, self.dtypes = dict[str, nn.Module](), dict[nn.Parameter, torch.dtype]()
+        if policy.param_dtype is None:
+            return
         leaves = smallest_leaves(None, beside=any(comm.link.overlaps(param.device) for param in parameters_of(model)))
         self._units = unit_modules(model, auto_wrap_policy, leaves_from=leaves)  # by the size that they have now
-        self.dtypes: dict[nn.Parameter, torch.dtype] = {
-            param: dtype
-            for dtype, of_dtype in policy.by_dtype(model, [*model.named_parameters()]).items()
-            for _, param in of_dtype
-            if dtype is not None and rounds(param, dtype)
-        }
+        for dtype, of_dtype in policy.by_dtype(model, [*model.named_parameters()]).items():
+            if dtype is not None:
+                self.dtypes |= {param: dtype for _, param in of_dtype if rounds(param, dtype)}
 
     def start_alike(self) -> None:
         """Collective. All ranks start from the first one's values, before these are rounded."""
-        self._comm.broadcast([*parameters_of(self._model), *self._model.buffers()])
+        if self._policy.param_dtype is not None:
+            self._comm.broadcast([*parameters_of(self._model), *self._model.buffers()])
 
     def wrap(self, kind: type[ShardedDDP], optimizers: Sequence[OSS], **options: Any) -> ShardedDDP:
         """Collective. The model in a wrapper of stage 1 or 2, whose optimizers were given `dtypes`."""

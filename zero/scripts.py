@@ -3,7 +3,7 @@ optimizer state in full."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 from torch import nn
@@ -18,15 +18,16 @@ from zero.wrappers import Wrapped, take_out, unwrapped
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
     """Returns a context in which backward accumulates gradients without sending them, at any stage; the first backward
     outside sends all. Run forward and backward inside. Without other ranks nothing is sent anyway."""
-    return _without_sending(unwrapped(model)[1])
+    wrappers = unwrapped(model)[1]
 
+    @contextmanager
+    def without_sending() -> Iterator[None]:
+        with ExitStack() as stack:
+            for one in wrappers:
+                stack.enter_context(one.no_sync())
+            yield
 
-@contextmanager
-def _without_sending(wrappers: Sequence[Wrapped]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for one in wrappers:
-            stack.enter_context(one.no_sync())
-        yield
+    return without_sending()
 
 
 def unwrap(model: nn.Module) -> nn.Module:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from inspect import signature
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
@@ -137,57 +137,48 @@ def setup(
     names = [*signature(setup).parameters]
     asked = Arguments(model, optim, stage, params, partition, precision, *where, given, defaults, names)
     asked.agree(comm)
-    wrapped: nn.Module
-    with _telling(asked.call):
+    policy = asked.policy
+    wrapped: nn.Module = model
+    optimizers: Sequence[Optimizer]
+    try:
         if stage in (1, 2):
-            wrapped, optimizers = _with_oss(asked, comm, auto_wrap_policy)
-        else:
-            wrapped = model
-            if stage:
-                how = {"auto_wrap_policy": auto_wrap_policy, "precision": asked.policy, **asked.options}
-                wrapped = FSDP(model, comm, partition=asked.fsdp_partition, **how)
-            elif comm.group is not None:
-                wrapped = DistributedDataParallel(model, process_group=comm.group)
-            try:
-                with Together([comm], "the optimizers of zero.setup") as together:
-                    optimizers = [_optimizer(asked, one, wrapped) for one in asked.optims]
-                    together.agree()
-            except Exception:
-                if isinstance(wrapped, FSDP):
-                    wrapped.unwrap()  # what was corrected finds the model as it was
-                raise
-            if not stage and (dtype := asked.policy.param_dtype) is not None:
-                compute_under_autocast(wrapped, dtype)
+            if stage == 1 and comm.group is None and policy.param_dtype is None:
+                optimizers = _oss(asked, comm, asked.options)
+            else:  # 16 bits are averaged in float32, also alone
+                with nullcontext() if policy.param_dtype is None else alike([comm], _POLICIES):
+                    rounding = Rounding(policy, model, auto_wrap_policy, comm)
+                rounding.start_alike()
+                how: dict[str, Any] = {**asked.options, "precision": policy, "rounded": rounding.dtypes}
+                optimizers = without_announcing()(_oss)(asked, comm, how)  # the wrapper says what both do
+                wrapped = rounding.wrap(AveragingDDP if stage == 1 else ShardedDDP, optimizers)
+            return wrapped, optimizers[0] if asked.is_one else optimizers
+        if stage:
+            how = {"auto_wrap_policy": auto_wrap_policy, "precision": policy, **asked.options}
+            wrapped = FSDP(model, comm, partition=asked.fsdp_partition, **how)
+        elif comm.group is not None:
+            wrapped = DistributedDataParallel(model, process_group=comm.group)
+        try:
+            with Together([comm], "the optimizers of zero.setup") as together:
+                optimizers = []
+                for one in asked.optims:
+                    if not isinstance(one, Optimizer):
+                        one = one(parts_of(asked.groups) or parameters_of(model), **defaults)
+                    elif isinstance(wrapped, FSDP):
+                        wrapped.register_optimizer(one)  # before the first step: the state can be saved already
+                    if not stage:
+                        refuse_shards(one)
+                    optimizers.append(one)
+                together.agree()
+        except Exception:
+            if isinstance(wrapped, FSDP):
+                wrapped.unwrap()  # what was corrected finds the model as it was
+            raise
+        if not stage and policy.param_dtype is not None:
+            compute_under_autocast(wrapped, policy.param_dtype)
         return wrapped, optimizers[0] if asked.is_one else optimizers
-
-
-def _optimizer(asked: Arguments, optim: Any, wrapped: nn.Module) -> Optimizer:
-    """One of stages 0 and 3."""
-    built: Optimizer = optim
-    if not isinstance(optim, Optimizer):
-        built = optim(parts_of(asked.groups) or parameters_of(asked.model), **asked.defaults)
-    elif isinstance(wrapped, FSDP):
-        wrapped.register_optimizer(optim)  # before the first step: the state can be saved already
-    if not asked.stage:
-        refuse_shards(built)
-    return built
-
-
-def _with_oss(asked: Arguments, comm: Comm, auto_wrap_policy: Any) -> tuple[nn.Module, Sequence[Optimizer]]:
-    """Stages 1 and 2."""
-    model, policy, options = asked.model, asked.policy, {**asked.options}
-    kind: Any = AveragingDDP if asked.stage == 1 else ShardedDDP
-    made = without_announcing()(_oss)  # the wrapper says what both do
-    if policy.param_dtype is None:
-        if asked.stage == 1 and comm.group is None:  # 16 bits are averaged in float32, also alone
-            return model, _oss(asked, comm, options)
-        sharding = made(asked, comm, options)
-        return kind(model, sharding, precision=policy), sharding
-    with alike([comm], _POLICIES):
-        rounding = Rounding(policy, model, auto_wrap_policy, comm)
-    rounding.start_alike()
-    sharding = made(asked, comm, {**options, "precision": policy, "rounded": rounding.dtypes})
-    return rounding.wrap(kind, sharding), sharding
+    except (ValueError, TypeError, RuntimeError) as error:  # of the constructors: begins with what the user wrote
+        error.args = (f"{asked.call}: {error}",)
+        raise
 
 
 def _oss(asked: Arguments, comm: Comm, options: dict[str, Any]) -> list[OSS]:
@@ -209,13 +200,3 @@ def _oss(asked: Arguments, comm: Comm, options: dict[str, Any]) -> list[OSS]:
         made[one].shards.rename(made[one].param_groups, named)
         shares = made[one].shards.shares
     return [made[one] for one in asked.optims]
-
-
-@contextmanager
-def _telling(call: str) -> Iterator[None]:
-    """Errors of the constructors within begin with the call that the user wrote."""
-    try:
-        yield
-    except (ValueError, TypeError, RuntimeError) as error:
-        error.args = (f"{call}: {error}",)
-        raise

@@ -19,7 +19,7 @@ from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
 from zero.fsdp.full_weights import named_tensors
 from zero.fsdp.model import Model, models, models_of
-from zero.measure.param_groups import params_of
+from zero.measure.param_groups import params_of, steps
 from zero.oss import OSS
 from zero.oss.optimizer import optimizers
 from zero.sdp import ShardedDDP
@@ -155,6 +155,12 @@ def holders_of(
     stepped = {param: one.shards[param] if isinstance(one := holders.get(param), OSS) else param for param in params}
     found = dict.fromkeys(holders[param] for param in stepped if param in holders)
     return [one for one in found if isinstance(one, Model)], [one for one in found if isinstance(one, OSS)], stepped
+
+
+def holder_of(optimizer: Optimizer, wrappers: Iterable[nn.Module]) -> nn.Module:
+    """The wrapper that holds an optimizer's parameters; a module of several, or of none where none is wrapped."""
+    holders = [one for one in wrappers if steps(optimizer, one)]
+    return holders[0] if len(holders) == 1 else nn.ModuleList(holders)
 
 
 def params_in(inner: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:

@@ -130,7 +130,3 @@ def assumed(found: Finding) -> Iterator[None]:
 def narrow_among(params: Iterable[Tensor]) -> torch.dtype | None:
     """The dtype of parameters that are stepped in fewer bits than float32, if there are any."""
     return next((param.dtype for param in params if param.is_floating_point() and param.itemsize < 4), None)
-
-
-def is_assumed() -> bool:
-    return bool(_assumed)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zero._torch.compiling import versions_in, with_versions
-from zero._torch.tensors import WithoutMemory
+from zero._torch.tensors import WithoutMemory, tree_map
 from zero.comm import Comm
 from zero.state import leaves
 from zero.tensor_parallel import parts
@@ -49,7 +49,7 @@ def first_alone(comms: Sequence[Comm], what: str, given: object, params: Iterabl
 
 
 class Later(WithoutMemory):
-    """A tensor that the first rank has, and all receive once it is used: they run the same code. It has no memory."""
+    """A tensor without memory, whose values are received once it is used."""
 
     receive: Callable[[], Tensor]
 
@@ -57,14 +57,8 @@ class Later(WithoutMemory):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Collective."""
-        return func(*map(_received, args), **{name: _received(value) for name, value in (kwargs or {}).items()})
-
-
-def _received(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_received, value))
-    return value.receive() if isinstance(value, Later) else value
+        args, kwargs = tree_map(lambda one: one.receive() if isinstance(one, Later) else one, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class FromFirst:
@@ -80,7 +74,8 @@ class FromFirst:
         self.failed: Exception | None = None
 
     def mapping(self, weights: Mapping[str, Any] | None) -> OrderedDict[str, Tensor]:
-        """Collective. Returns the first rank's weights on every rank, as tensors that are sent once they are used.
+        """Collective. Returns the first rank's weights on every rank, as tensors that are sent once they are used: all
+        ranks run the same code.
 
         Raises ValueError on every rank for what is no tensor."""
         contents: dict[str, Any] = {}

@@ -266,7 +266,15 @@ def cut(
         if number in whole:
             taken.setdefault(whole[number], {})[key] = deepcopy(leaf)
         elif owned := own.get(number):
-            part = leaf if is_shard else _part(owned, key, leaf)
+            part = leaf
+            if isinstance(leaf, Tensor) and leaf.dim() and not is_shard:
+                try:  # this rank's part of a whole tensor, where the model is tensor parallel
+                    part = parts.cut(owned.param, leaf)
+                except ValueError as error:
+                    raise ValueError(
+                        f"the state {leaves.entry_of(key)!r} of {owned.name} {error}. Load full state, such as "
+                        "zero.full_optimizer_state_dict returns."
+                    ) from None
             if isinstance(part, Tensor):
                 if is_shard or not owned.cut or part.numel() == 1:
                     part = leaves.copied(part)
@@ -277,19 +285,6 @@ def cut(
             taken.setdefault(optimizer.part(owned.param), {})[key] = part
         del leaf  # which may be received: see given.py
     return {of: leaves.closed(state) for of, state in taken.items()}
-
-
-def _part(owned: ParamShard, key: str, leaf: Any) -> Any:
-    """This rank's part of a whole tensor, where the model is tensor parallel."""
-    if not isinstance(leaf, Tensor) or not leaf.dim():
-        return leaf
-    try:
-        return parts.cut(owned.param, leaf)
-    except ValueError as error:
-        raise ValueError(
-            f"the state {leaves.entry_of(key)!r} of {owned.name} {error}. Load full state, such as "
-            "zero.full_optimizer_state_dict returns."
-        ) from None
 
 
 def refuse_other_shard(
@@ -314,7 +309,8 @@ def hand_over(
     """
     takes_masters = optimizer.keeps_masters or known(type(optimizer.optim)) is not None
     masters = {shard: state.pop("master") for shard, state in taken.items() if takes_masters and "master" in state}
-    writes_masters = optimizer.keeps_masters or optimizer.steps_parameters  # before torch replaces the groups
+    # Whether the optimizer holds the user's parameters themselves: before torch replaces the groups.
+    writes_masters = optimizer.keeps_masters or optimizer.param_groups is optimizer.optim.param_groups
     options = [deepcopy(param_groups.options(group)) for group in groups]
     # Not the empty states of frozen parameters, which torch's Adam takes for its own. `load_state_dict` converts device
     # and dtype of the entries.

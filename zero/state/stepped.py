@@ -38,11 +38,6 @@ class SteppedShards:
     def kind(self) -> str:
         return type(self.optim).__name__
 
-    @property
-    def steps_parameters(self) -> bool:
-        """Whether the optimizer holds the user's parameters themselves, as at stages 0 and 3."""
-        return self.param_groups is self.optim.param_groups
-
 
 def of_user(optimizer: Optimizer, shard_groups: list[ShardGroup], comm: Comm) -> SteppedShards:
     """Returns the user's optimizer of an FSDP with these shard groups."""
