@@ -1,10 +1,10 @@
 """What is inside of wrappers, and which wrappers are inside of a module; the groups of their ranks, the optimizer in
-that of another library, and what that steps."""
+that of another library, and what that steps. For scripts: accumulation without sending, and the plain module."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from zero.sdp import ShardedDDP
 from zero.sdp.sharded_ddp import comm_of
 from zero.state.gathered import refuse_no_rank
 from zero.state.stepped import SteppedShards, of_user
+from zero.tensor_parallel.shown import take_out_of
 
 Wrapped = DistributedDataParallel | ShardedDDP | FSDP
 
@@ -181,3 +182,37 @@ def names_of(inner: nn.Module, stepped: SteppedShards) -> dict[int, str]:
     """The names of an optimizer's parameters in streams, by their numbers."""
     names = {one: name for name, one in reversed(named_tensors(inner).items())}
     return {number: names.get(param, str(number)) for number, param in enumerate(params_of(stepped))}
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Returns a context in which backward accumulates gradients without sending them, at any stage; the first backward
+    outside sends all. Run forward and backward inside. Without other ranks nothing is sent anyway."""
+    wrappers = unwrapped(model)[1]
+
+    @contextmanager
+    def without_sending() -> Iterator[None]:
+        with ExitStack() as stack:
+            for one in wrappers:
+                stack.enter_context(one.no_sync())
+            yield
+
+    return without_sending()
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Collective. The plain module, with full parameters on every rank. It can be wrapped again at any stage.
+
+    Takes FSDP, ShardedDDP and DistributedDataParallel, also inside of torch.compile, and modules that contain them; a
+    plain module is returned as it is. Parameters stay the same objects; gradients are cleared at stages 2 and 3. There
+    the wrapper, and the optimizers that stepped shards, raise RuntimeError from then on: save the optimizer's full
+    state before, and load it into the next optimizer.
+
+    Raises RuntimeError within forward, backward and summon_full_params().
+    """
+    inner, wrappers = unwrapped(model)
+    for wrapper in wrappers:
+        if isinstance(wrapper, FSDP | ShardedDDP):
+            wrapper.unwrap()
+        take_out_of(wrapper.module)
+    take_out(inner)
+    return inner if isinstance(unwrapped_of_torchs(model), Wrapped) else model

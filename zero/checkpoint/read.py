@@ -42,7 +42,7 @@ from zero.checkpoint.shards import Held, Training
 from zero.checkpoint.storage import place
 from zero.checkpoint.write import finish
 from zero.comm.waiting import calling
-from zero.load_full import load_shards
+from zero.full_state import load_shards
 from zero.measure.kinds import SINGLE
 from zero.shards.log import logger
 from zero.state.optimizer_state import stepped_here

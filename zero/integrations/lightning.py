@@ -48,15 +48,18 @@ from zero.comm import Comm
 from zero.comm.together import alike
 from zero.fsdp import FSDP
 from zero.fsdp.model import sharded_params
-from zero.full_state import full_optimizer_state_dict, full_state_dict
-from zero.load_full import load_full_optimizer_state_dict, load_full_state_dict
+from zero.full_state import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from zero.measure.param_groups import steps
 from zero.oss import OSS
 from zero.precision import Rounding, refuse_precision
-from zero.scripts import no_sync, unwrap
 from zero.sdp import AveragingDDP, ShardedDDP
 from zero.wrap.precision import MixedPrecision, as_precision
-from zero.wrappers import holder_of
+from zero.wrappers import holder_of, no_sync, unwrap
 
 # In the directory of a sharded checkpoint: the file with what Lightning saves besides weights and optimizer state, and
 # its entry that names the zero.checkpoint there. Whenever a save ends, both are of one step.

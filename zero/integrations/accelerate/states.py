@@ -31,8 +31,13 @@ from zero.checkpoint.write import save_in_place
 from zero.comm import AGREEMENT, Comm
 from zero.comm.together import Together
 from zero.fsdp.full_weights import named_tensors
-from zero.full_state import full_optimizer_state_dict, full_state_dict, full_tensors
-from zero.load_full import load_full_optimizer_state_dict, load_full_state_dict
+from zero.full_state import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    full_tensors,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from zero.measure.param_groups import numbers_of, steps
 from zero.wrappers import holder_of, unwrapped
 
