@@ -144,9 +144,7 @@ def full_tensors(
     """
     inner, wrappers = unwrapped(model)
     comms = comms_of(wrappers)
-    names: dict[Tensor, str] = {}
-    for name, tensor in named_tensors(inner).items():
-        names.setdefault(tensor, name_without_compile(name))
+    names = {tensor: name_without_compile(name) for name, tensor in reversed(named_tensors(inner).items())}
     receives = to is None or is_first(parameters_of(inner))
 
     def named(batch: dict[Tensor, Tensor]) -> list[tuple[str, Tensor]]:

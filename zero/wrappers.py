@@ -137,11 +137,19 @@ def stepped_for(
 
 
 def stepped_by(inner: nn.Module, wrappers: Sequence[nn.Module], optimizer: Optimizer) -> SteppedShards:
-    """What holds an optimizer's state; at stage 0 none of it is a shard."""
+    """What holds an optimizer's state; at stage 0 none of it is a shard. Raises ValueError alike where some is of a
+    sharded model that is not in the module."""
     stepped: SteppedShards | None = getattr(optimizer, "stepped_shards", None)  # of OSS and EMA
     if stepped is not None:
         return stepped
-    params_in(inner, optimizer)
+    foreign = {*params_of(optimizer)} - {*params_of_each(inner)}
+    others = (group for one in models() for group in one.index.groups if foreign)
+    named = (pair for group in others for pair in zip(group.params, group.names, strict=True))
+    for name in (name for param, name in named if param in foreign):
+        raise ValueError(
+            f"the {type(optimizer).__name__} also steps {name} of another FSDP than is given, in "
+            f"{type(inner).__name__}. Build one optimizer for each model, or pass the module that holds both."
+        )
     sharded = [model for model, _ in models_of(inner)]
     groups = [group for model in sharded for group in model.index.groups]
     return of_user(optimizer, groups, sharded[0].comm if sharded else comms_of(wrappers)[0])
@@ -158,24 +166,10 @@ def holders_of(
     return [one for one in found if isinstance(one, Model)], [one for one in found if isinstance(one, OSS)], stepped
 
 
-def holder_of(optimizer: Optimizer, wrappers: Iterable[nn.Module]) -> nn.Module:
+def wrapper_of(optimizer: Optimizer, wrappers: Iterable[nn.Module]) -> nn.Module:
     """The wrapper that holds an optimizer's parameters; a module of several, or of none where none is wrapped."""
     holders = [one for one in wrappers if steps(optimizer, one)]
     return holders[0] if len(holders) == 1 else nn.ModuleList(holders)
-
-
-def params_in(inner: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
-    """The optimizer's parameters. Raises ValueError alike if some are of a sharded model that is not in the module."""
-    params = params_of(optimizer)
-    foreign = {*params} - {*params_of_each(inner)}
-    others = (group for one in models() for group in one.index.groups if not foreign.isdisjoint(group.params))
-    for group in others if foreign else ():
-        name = next(name for param, name in zip(group.params, group.names, strict=True) if param in foreign)
-        raise ValueError(
-            f"the {type(optimizer).__name__} also steps {name} of another FSDP than is given, in "
-            f"{type(inner).__name__}. Build one optimizer for each model, or pass the module that holds both."
-        )
-    return params
 
 
 def names_of(inner: nn.Module, stepped: SteppedShards) -> dict[int, str]:

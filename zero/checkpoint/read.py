@@ -27,17 +27,7 @@ from zero._torch.telling import warn_user
 from zero._torch.tensors import as_plain_tensors
 from zero.checkpoint import storage
 from zero.checkpoint.files import Source
-from zero.checkpoint.format import (
-    RESUMED,
-    CheckpointError,
-    Entry,
-    Index,
-    decode,
-    label,
-    listed,
-    resumed,
-    under,
-)
+from zero.checkpoint.format import RESUMED, CheckpointError, Entry, Index, decode, label, listed, resumed, under
 from zero.checkpoint.shards import Held, Training
 from zero.checkpoint.storage import place
 from zero.checkpoint.write import finish

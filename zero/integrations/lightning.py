@@ -59,7 +59,7 @@ from zero.oss import OSS
 from zero.precision import Rounding, refuse_precision
 from zero.sdp import AveragingDDP, ShardedDDP
 from zero.wrap.precision import MixedPrecision, as_precision
-from zero.wrappers import holder_of, no_sync, unwrap
+from zero.wrappers import no_sync, unwrap, wrapper_of
 
 # In the directory of a sharded checkpoint: the file with what Lightning saves besides weights and optimizer state, and
 # its entry that names the zero.checkpoint there. Whenever a save ends, both are of one step.
@@ -183,7 +183,7 @@ def sharded_before(module: nn.Module) -> FSDP | None:
 def full_state(optimizer: Optimizer) -> dict[str, Any]:
     """Collective. The full state in the plain optimizer's format, on rank 0's CPU; {} elsewhere."""
     wrappers = [wrapper for known in _sharded.values() if (wrapper := known()) is not None]  # an OSS needs no model
-    return full_optimizer_state_dict(holder_of(optimizer, wrappers), optimizer, to=0)
+    return full_optimizer_state_dict(wrapper_of(optimizer, wrappers), optimizer, to=0)
 
 
 def rest_of(path: Any) -> str | None:

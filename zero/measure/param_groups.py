@@ -23,7 +23,6 @@ class Grouped(Protocol):
 
 
 def params_of(optimizer: Grouped) -> list[nn.Parameter]:
-    """The parameters of all groups, in their order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 

@@ -144,7 +144,6 @@ class Piece:
         self.numel, self.whole = end - begin, end - begin == param.numel()
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The piece of a tensor of the parameter's shape."""
         return tensor if self.whole else tensor.view(-1)[self.begin : self.end]
 
     def state(self, state: dict[str, Any]) -> dict[str, Any]:

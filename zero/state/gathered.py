@@ -30,14 +30,14 @@ AT_ONCE = 1 << 24
 
 
 def consolidate(
-    optimizer: SteppedShards, to: int | None, device: torch.device | str | None = "cpu", *, settle: bool = True
+    optimizer: SteppedShards, to: int | None, device: torch.device | str | None = "cpu"
 ) -> dict[str, Any] | None:
     """Collective. The full state in the plain optimizer's format on rank `to` (None: on every rank), None elsewhere.
 
     device: of its tensors; None for that of the shards. See `gathered`.
     """
     found: dict[int, dict[str, Any]] = {}
-    for batch in gathered(optimizer, to, device, settle=settle):
+    for batch in gathered(optimizer, to, device):
         for number, key, leaf in batch:
             found.setdefault(number, {})[key] = leaf
     if not receives(optimizer, to):

@@ -124,10 +124,10 @@ Leaf = tuple[int, str, Any]
 """Of a state: the number of the parameter, the key of the leaf (leaves.py), and the leaf."""
 
 
-def shard_of(optimizer: SteppedShards, *, settle: bool = True) -> dict[str, Any]:
+def shard_of(optimizer: SteppedShards) -> dict[str, Any]:
     """This rank's shard of the state, without communication. If there is one rank, it is full and has no mark."""
     comm = optimizer.comm
-    states = {owned.number: state_of(optimizer, owned, settle) for owned in stepped_here(optimizer)}
+    states = {owned.number: state_of(optimizer, owned) for owned in stepped_here(optimizer)}
     states |= {number: dict(optimizer.optim.state.get(param, {})) for number, param in unsharded(optimizer)}
     state = {number: state for number, state in sorted(states.items()) if state}
     found = {"state": state, "param_groups": numbered_groups(optimizer)}
@@ -136,7 +136,7 @@ def shard_of(optimizer: SteppedShards, *, settle: bool = True) -> dict[str, Any]
     return found
 
 
-def state_of(optimizer: SteppedShards, owned: ParamShard, settle: bool) -> dict[str, Any]:
+def state_of(optimizer: SteppedShards, owned: ParamShard, settle: bool = True) -> dict[str, Any]:
     """The state of one of this rank's shards. settle: master weights have the values for the next step."""
     shard = optimizer.part(owned.param)
     state = plain_state(optimizer.optim.state.get(shard, {}))

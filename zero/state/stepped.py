@@ -75,7 +75,6 @@ class ParamShard:
 
     @property
     def full_shape(self) -> torch.Size:
-        """The shape of the full parameter."""
         return self.group.shapes.full[self.index]
 
     @property

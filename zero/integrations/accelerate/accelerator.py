@@ -402,7 +402,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes files."""
         each_node = self.project_configuration.save_on_each_node
         return bool(self.is_local_main_process if each_node else self.is_main_process)
 
