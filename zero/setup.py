@@ -416,10 +416,7 @@ def _refuse_foreign(given: str, model: nn.Module, groups: list[dict[str, Any]]) 
 
 
 def _refuse_unfit(optims: Sequence[Any], model: nn.Module, stage: int, beside: Iterable[str]) -> None:
-    """Raises ValueError for built optimizers that cannot train the model at the stage.
-
-    beside: the names of options for them.
-    """
+    """Raises ValueError for built optimizers that cannot train the model. beside: the names of options for them."""
     odd = [one for one in optims if not isinstance(one, Optimizer)]
     if odd or not optims:
         raise ValueError(

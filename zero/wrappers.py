@@ -155,9 +155,7 @@ def stepped_by(inner: nn.Module, wrappers: Sequence[nn.Module], optimizer: Optim
     return of_user(optimizer, groups, sharded[0].comm if sharded else comms_of(wrappers)[0])
 
 
-def holders_of(
-    params: Iterable[nn.Parameter],
-) -> tuple[list[Model], list[OSS], dict[nn.Parameter, nn.Parameter]]:
+def holders_of(params: Iterable[nn.Parameter]) -> tuple[list[Model], list[OSS], dict[nn.Parameter, nn.Parameter]]:
     """What shards parameters now, and what an optimizer steps of each. Of several OSS the last has taken one."""
     holders: dict[nn.Parameter, Any] = {param: one for one in optimizers() for param in one.shards}
     holders.update((param, one) for one in models() for param in one.index)

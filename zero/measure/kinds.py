@@ -84,11 +84,7 @@ def finding_of(
 
 
 def measured(
-    source: Any,
-    options: str,
-    build: Build,
-    groups: Sequence[Mapping[str, Any]],
-    narrow: torch.dtype | None = None,
+    source: Any, options: str, build: Build, groups: Sequence[Mapping[str, Any]], narrow: torch.dtype | None = None
 ) -> Finding:
     """The worst kind of any group. source, options: what `build` builds, and how: the key of the cache."""
     if _assumed:

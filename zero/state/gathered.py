@@ -33,9 +33,7 @@ def consolidate(
     optimizer: SteppedShards, to: int | None, device: torch.device | str | None = "cpu"
 ) -> dict[str, Any] | None:
     """Collective. The full state in the plain optimizer's format on rank `to` (None: on every rank), None elsewhere.
-
-    device: of its tensors; None for that of the shards. See `gathered`.
-    """
+    device: of its tensors; None for that of the shards."""
     found: dict[int, dict[str, Any]] = {}
     for batch in gathered(optimizer, to, device):
         for number, key, leaf in batch:

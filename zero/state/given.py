@@ -75,9 +75,7 @@ class FromFirst:
 
     def mapping(self, weights: Mapping[str, Any] | None) -> OrderedDict[str, Tensor]:
         """Collective. Returns the first rank's weights on every rank, as tensors that are sent once they are used: all
-        ranks run the same code.
-
-        Raises ValueError on every rank for what is no tensor."""
+        ranks run the same code. Raises ValueError on every rank for what is no tensor."""
         contents: dict[str, Any] = {}
         try:
             weights = weights or {}

@@ -75,10 +75,8 @@ def copied(leaf: Any, device: torch.device | str | None = None) -> Any:
 
 
 def all_described(leaves: dict[str, Any], of: str, what: str = "state") -> dict[str, dict[str, Any]]:
-    """Leaves as JSON, by key. of, what: who has them, and what they are, for errors.
-
-    Raises ValueError for what would come out as something else.
-    """
+    """Leaves as JSON, by key. Raises ValueError for what would come out as something else. of, what: who has them, and
+    what they are."""
     found = {}
     for key, leaf in leaves.items():
         if not isinstance(key, str):

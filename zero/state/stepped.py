@@ -87,8 +87,5 @@ class ParamShard:
         return shard_shape(self.full_shape, self.span.numel) if self.cut or self.empty else self.full_shape
 
     def slot(self, full: Tensor) -> Tensor:
-        """This shard's elements of a full tensor, which has the parameter's shape; flat.
-
-        A view if the elements lie in memory in the order of the layout, otherwise a copy.
-        """
+        """This shard's elements of a tensor in full shape, flat: a view if they lie in the order of the layout."""
         return self.group.shapes.in_memory_order(self.index, full)[self.span.start : self.span.stop]
