@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from functools import cache, partial, reduce
 from typing import Any, Literal
@@ -120,14 +120,15 @@ def run(model: nn.Module, module: nn.Module, batch: Sequence[Any], rehearsal: Re
             f"masks by value do ({error}). Plan without a batch, and add the bytes of your step's activations."
         ) from error
     except TypeError as error:
-        problem = misfit(module.forward, *batch)
-        if not problem:
-            raise
-        raise ValueError(
-            f"{type(module).__name__}.forward cannot be called with the batch (positional arguments: {len(batch)}): "
-            f"{problem}. Pass all positional arguments, in order. For arguments by keyword only, wrap the model in a "
-            "module that passes them."
-        ) from error
+        try:
+            refuse_misfit(module.forward, *batch)
+        except TypeError as problem:
+            raise ValueError(
+                f"{type(module).__name__}.forward cannot be called with the batch (positional arguments: "
+                f"{len(batch)}): {problem}. Pass all positional arguments, in order. For arguments by keyword only, "
+                "wrap the model in a module that passes them."
+            ) from error
+        raise
     except RuntimeError as error:
         held = ((f"{at}.{name}", value) for at, one in module.named_modules() for name, value in vars(one).items())
         elsewhere = [name.lstrip(".") for name, one in held if isinstance(one, Tensor) and one.device.type != device]
@@ -140,13 +141,10 @@ def run(model: nn.Module, module: nn.Module, batch: Sequence[Any], rehearsal: Re
         ) from error
 
 
-def misfit(function: Callable[..., Any], *arguments: Any) -> str | None:
-    """Why a function cannot be called with these arguments; None if it can, or if its signature is not known."""
-    try:
+def refuse_misfit(function: Callable[..., Any], *arguments: Any) -> None:
+    """Raises TypeError for arguments that a function does not take, if its signature is known."""
+    with suppress(ValueError):
         inspect.signature(function).bind(*arguments)
-    except (TypeError, ValueError) as error:
-        return str(error) if isinstance(error, TypeError) else None
-    return None
 
 
 class _Touch(torch.autograd.Function):
