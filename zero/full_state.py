@@ -23,7 +23,7 @@ from zero.comm.waiting import calling
 from zero.fsdp.full_weights import Recipient, full_weights, gathered, loading, named_tensors
 from zero.fsdp.model import models_of
 from zero.measure.built import state_made_by
-from zero.measure.kinds import Kind, known
+from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import options, params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
@@ -497,11 +497,9 @@ def _items(stepped: SteppedShards, names: Mapping[int, str], given: Given) -> It
         del leaf
     # A stream has ended early if trained parameters have no state beside others that have, or, with torch's own
     # element-wise optimizers, if they have a part of what these make.
-    found, missing = known(type(stepped.optim)), list[str]()
-    is_elementwise = found is not None and found.kind is Kind.ELEMENTWISE
-    numbered = iter(range(len(names)))
+    missing, numbered, is_torchs = list[str](), iter(range(len(names))), type(stepped.optim) in ELEMENTWISE
     for group in stepped.param_groups if entries else ():
-        keys = {*state_made_by(stepped.optim, group, torch.float32, of_torchs=True)} if is_elementwise else set()
+        keys = {*state_made_by(stepped.optim, group, torch.float32, of_torchs=True)} if is_torchs else set()
         for param, number in zip(group["params"], numbered, strict=False):
             if number in entries:
                 missing += [f"{names[number]}{WITHIN}{key}" for key in sorted(keys - entries[number])]

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from zero._torch.modules import parameters_of
 from zero.comm import Comm
@@ -65,27 +64,23 @@ class Rounding:
         if self._policy.param_dtype is not None:
             self._comm.broadcast([*parameters_of(self._model), *self._model.buffers()])
 
-    def wrap(self, kind: type[ShardedDDP], optimizers: Sequence[OSS], **options: Any) -> ShardedDDP:
-        """Collective. The model in a wrapper of stage 1 or 2, whose optimizers were given `dtypes`."""
-        rest = self.round_rest(optimizers)
-        wrapped = kind(self._model, optimizers, precision=self._policy, **options)
-        wrapped.rounded |= rest
-        self.cast_inputs(wrapped.casts)
-        return wrapped
-
-    def round_rest(self, optimizers: Sequence[OSS]) -> dict[nn.Parameter, torch.dtype]:
-        """Rounds the frozen parameters that the optimizers do not have, and returns these with their dtypes before."""
+    def wrap(self, kind: type[ShardedDDP] | None, optimizers: Sequence[OSS], **options: Any) -> nn.Module:
+        """Collective. The model in a wrapper of stage 1 or 2, whose optimizers were given `dtypes`. kind: None for the
+        model without a wrapper."""
+        # Frozen parameters that the optimizers do not have, with their dtypes before.
         rest = {param: param.dtype for param in self.dtypes if not any(param in one.shards for one in optimizers)}
         for param in rest:
             param.data = param.data.to(self.dtypes[param])
-        return rest
-
-    def cast_inputs(self, casts: list[RemovableHandle], *, root: bool = False) -> None:
-        """Has the inputs of units be cast, and with `root` those of the model, which wrappers cast. casts: the hooks
-        that do so."""
+        if kind is None:
+            wrapped, casts = self._model, self._policy.prepare(self._model.modules())
+        else:
+            made = kind(self._model, optimizers, precision=self._policy, **options)
+            made.rounded |= rest
+            wrapped, casts = made, made.casts
         for module in self._units.values():
-            if root or module is not self._model:
+            if kind is None or module is not self._model:  # wrappers cast the inputs of the model
                 casts.append(self._policy.register_cast(module, root=module is self._model))
+        return wrapped
 
 
 def compute_under_autocast(module: nn.Module, dtype: torch.dtype) -> None:

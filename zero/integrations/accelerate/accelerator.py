@@ -170,8 +170,7 @@ class Sharding:
             self.stage == 1 and not dist.is_initialized() and self._precision.param_dtype is None
         ):
             if (rounding := self._roundings.pop(model, None)) is not None:
-                rounding.round_rest(())
-                rounding.cast_inputs(self._precision.prepare(model.modules()), root=True)
+                rounding.wrap(None, ())
             return model
         else:
             oss = [one for one in self._optimizers if isinstance(one, OSS) and steps(one, model)]
