@@ -39,21 +39,19 @@ from zero.full_state import (
     full_optimizer_state_dict,
     full_state_dict,
     full_tensors,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
 )
 from zero.graphs import graphed
 from zero.join import join
-from zero.load_full import load_full_optimizer_state_dict, load_full_state_dict
 from zero.offload import CPUOffload, DiskOffload
 from zero.oss import OSS
 from zero.plan import plan
 from zero.plan.report import report
-from zero.scripts import (
-    no_sync,
-    unwrap,
-)
 from zero.sdp import ShardedDDP
 from zero.setup import setup
 from zero.shards.log import show_as_asked
+from zero.wrappers import no_sync, unwrap
 
 __version__ = "0.1.0"  # setup.cfg reads it
 

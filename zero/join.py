@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
 from itertools import chain, repeat
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from zero._torch.modules import parameters_of
-from zero.comm import Comm
 from zero.wrappers import comms_of, unwrapped
 
 T = TypeVar("T")
@@ -59,33 +57,21 @@ def join(batches: Iterable[T], model: nn.Module) -> Iterator[tuple[T, float]]:
             comm.log.begin_schedule()
             comm.all_reduce(having, channel=channel)
         if batch is _END and having < ranks:
-            _refuse_empty(given is _END, comms)
+            flags = "1" if given is _END else "0"
+            for comm in comms:
+                flags = "".join(comm.all_gather_text(flags))
+            which = ", ".join(str(rank) for rank, flag in enumerate(flags) if flag == "1")
+            raise ValueError(
+                f"zero.join was given no batch on rank {which} of {len(flags)}, which has none to repeat while others "
+                "train. Give every rank one batch at least: spread the data anew, or build the model on fewer ranks."
+            )
         if not having:
             return
         batch, weight = (batch, 0.0) if given is _END else (given, ranks / int(having))
-        with nullcontext() if weight else _finite_gradients(model):
+        trained = () if weight else [param for param in parameters_of(model) if param.requires_grad]
+        hooks = [param.register_hook(lambda gradient: gradient.nan_to_num(0.0, 0.0, 0.0)) for param in trained]
+        try:
             yield batch, weight
-
-
-def _refuse_empty(empty: bool, comms: Sequence[Comm]) -> NoReturn:
-    """Collective. Raises ValueError."""
-    flags = str(int(empty))
-    for comm in comms:
-        flags = "".join(comm.all_gather_text(flags))
-    which = ", ".join(str(rank) for rank, flag in enumerate(flags) if flag == "1")
-    raise ValueError(
-        f"zero.join was given no batch on rank {which} of {len(flags)}, which has none to repeat while others train. "
-        "Give every rank one batch at least: spread the data anew, or build the model on fewer ranks."
-    )
-
-
-@contextmanager
-def _finite_gradients(model: nn.Module) -> Iterator[None]:
-    """In this context elements of gradients that are infinite or NaN become 0."""
-    params = [param for param in parameters_of(model) if param.requires_grad]
-    hooks = [param.register_hook(lambda gradient: gradient.nan_to_num(0.0, 0.0, 0.0)) for param in params]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+        finally:
+            for hook in hooks:
+                hook.remove()

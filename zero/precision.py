@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from zero._torch.modules import parameters_of
 from zero.comm import Comm
@@ -45,46 +44,43 @@ def refuse_precision(policy: MixedPrecision, model: nn.Module, stage: object) ->
 class Rounding:
     """How stages 1 and 2 round a model and cast the inputs of units inside of it.
 
-    policy: a `param_dtype` of 16 bits, and what is kept in float32. auto_wrap_policy: chooses the units, as of FSDP.
-    comm: the ranks.
+    policy: a `param_dtype` of 16 bits, and what is kept in float32; without one nothing is rounded. auto_wrap_policy:
+    chooses the units, as of FSDP. comm: the ranks.
     """
 
     def __init__(self, policy: MixedPrecision, model: nn.Module, auto_wrap_policy: Any, comm: Comm) -> None:
         self._policy, self._model, self._comm = policy, model, comm
+        self._units, self.dtypes = dict[str, nn.Module](), dict[nn.Parameter, torch.dtype]()
+        if policy.param_dtype is None:
+            return
         leaves = smallest_leaves(None, beside=any(comm.link.overlaps(param.device) for param in parameters_of(model)))
         self._units = unit_modules(model, auto_wrap_policy, leaves_from=leaves)  # by the size that they have now
-        self.dtypes: dict[nn.Parameter, torch.dtype] = {
-            param: dtype
-            for dtype, of_dtype in policy.by_dtype(model, [*model.named_parameters()]).items()
-            for _, param in of_dtype
-            if dtype is not None and rounds(param, dtype)
-        }
+        for dtype, of_dtype in policy.by_dtype(model, [*model.named_parameters()]).items():
+            if dtype is not None:
+                self.dtypes |= {param: dtype for _, param in of_dtype if rounds(param, dtype)}
 
     def start_alike(self) -> None:
         """Collective. All ranks start from the first one's values, before these are rounded."""
-        self._comm.broadcast([*parameters_of(self._model), *self._model.buffers()])
+        if self._policy.param_dtype is not None:
+            self._comm.broadcast([*parameters_of(self._model), *self._model.buffers()])
 
-    def wrap(self, kind: type[ShardedDDP], optimizers: Sequence[OSS], **options: Any) -> ShardedDDP:
-        """Collective. The model in a wrapper of stage 1 or 2, whose optimizers were given `dtypes`."""
-        rest = self.round_rest(optimizers)
-        wrapped = kind(self._model, optimizers, precision=self._policy, **options)
-        wrapped.rounded |= rest
-        self.cast_inputs(wrapped.casts)
-        return wrapped
-
-    def round_rest(self, optimizers: Sequence[OSS]) -> dict[nn.Parameter, torch.dtype]:
-        """Rounds the frozen parameters that the optimizers do not have, and returns these with their dtypes before."""
+    def wrap(self, kind: type[ShardedDDP] | None, optimizers: Sequence[OSS], **options: Any) -> nn.Module:
+        """Collective. The model in a wrapper of stage 1 or 2, whose optimizers were given `dtypes`. kind: None for the
+        model without a wrapper."""
+        # Frozen parameters that the optimizers do not have, with their dtypes before.
         rest = {param: param.dtype for param in self.dtypes if not any(param in one.shards for one in optimizers)}
         for param in rest:
             param.data = param.data.to(self.dtypes[param])
-        return rest
-
-    def cast_inputs(self, casts: list[RemovableHandle], *, root: bool = False) -> None:
-        """Has the inputs of units be cast, and with `root` those of the model, which wrappers cast. casts: the hooks
-        that do so."""
+        if kind is None:
+            wrapped, casts = self._model, self._policy.prepare(self._model.modules())
+        else:
+            made = kind(self._model, optimizers, precision=self._policy, **options)
+            made.rounded |= rest
+            wrapped, casts = made, made.casts
         for module in self._units.values():
-            if root or module is not self._model:
+            if kind is None or module is not self._model:  # wrappers cast the inputs of the model
                 casts.append(self._policy.register_cast(module, root=module is self._model))
+        return wrapped
 
 
 def compute_under_autocast(module: nn.Module, dtype: torch.dtype) -> None:

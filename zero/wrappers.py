@@ -1,10 +1,10 @@
 """What is inside of wrappers, and which wrappers are inside of a module; the groups of their ranks, the optimizer in
-that of another library, and what that steps."""
+that of another library, and what that steps. For scripts: accumulation without sending, and the plain module."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -19,13 +19,14 @@ from zero.fsdp import FSDP
 from zero.fsdp.fsdp import running_model
 from zero.fsdp.full_weights import named_tensors
 from zero.fsdp.model import Model, models, models_of
-from zero.measure.param_groups import params_of
+from zero.measure.param_groups import params_of, steps
 from zero.oss import OSS
 from zero.oss.optimizer import optimizers
 from zero.sdp import ShardedDDP
 from zero.sdp.sharded_ddp import comm_of
 from zero.state.gathered import refuse_no_rank
 from zero.state.stepped import SteppedShards, of_user
+from zero.tensor_parallel.shown import take_out_of
 
 Wrapped = DistributedDataParallel | ShardedDDP | FSDP
 
@@ -136,19 +137,25 @@ def stepped_for(
 
 
 def stepped_by(inner: nn.Module, wrappers: Sequence[nn.Module], optimizer: Optimizer) -> SteppedShards:
-    """What holds an optimizer's state; at stage 0 none of it is a shard."""
+    """What holds an optimizer's state; at stage 0 none of it is a shard. Raises ValueError alike where some is of a
+    sharded model that is not in the module."""
     stepped: SteppedShards | None = getattr(optimizer, "stepped_shards", None)  # of OSS and EMA
     if stepped is not None:
         return stepped
-    params_in(inner, optimizer)
+    foreign = {*params_of(optimizer)} - {*params_of_each(inner)}
+    others = (group for one in models() for group in one.index.groups if foreign)
+    named = (pair for group in others for pair in zip(group.params, group.names, strict=True))
+    for name in (name for param, name in named if param in foreign):
+        raise ValueError(
+            f"the {type(optimizer).__name__} also steps {name} of another FSDP than is given, in "
+            f"{type(inner).__name__}. Build one optimizer for each model, or pass the module that holds both."
+        )
     sharded = [model for model, _ in models_of(inner)]
     groups = [group for model in sharded for group in model.index.groups]
     return of_user(optimizer, groups, sharded[0].comm if sharded else comms_of(wrappers)[0])
 
 
-def holders_of(
-    params: Iterable[nn.Parameter],
-) -> tuple[list[Model], list[OSS], dict[nn.Parameter, nn.Parameter]]:
+def holders_of(params: Iterable[nn.Parameter]) -> tuple[list[Model], list[OSS], dict[nn.Parameter, nn.Parameter]]:
     """What shards parameters now, and what an optimizer steps of each. Of several OSS the last has taken one."""
     holders: dict[nn.Parameter, Any] = {param: one for one in optimizers() for param in one.shards}
     holders.update((param, one) for one in models() for param in one.index)
@@ -157,21 +164,47 @@ def holders_of(
     return [one for one in found if isinstance(one, Model)], [one for one in found if isinstance(one, OSS)], stepped
 
 
-def params_in(inner: nn.Module, optimizer: Optimizer) -> list[nn.Parameter]:
-    """The optimizer's parameters. Raises ValueError alike if some are of a sharded model that is not in the module."""
-    params = params_of(optimizer)
-    foreign = {*params} - {*params_of_each(inner)}
-    others = (group for one in models() for group in one.index.groups if not foreign.isdisjoint(group.params))
-    for group in others if foreign else ():
-        name = next(name for param, name in zip(group.params, group.names, strict=True) if param in foreign)
-        raise ValueError(
-            f"the {type(optimizer).__name__} also steps {name} of another FSDP than is given, in "
-            f"{type(inner).__name__}. Build one optimizer for each model, or pass the module that holds both."
-        )
-    return params
+def wrapper_of(optimizer: Optimizer, wrappers: Iterable[nn.Module]) -> nn.Module:
+    """The wrapper that holds an optimizer's parameters; a module of several, or of none where none is wrapped."""
+    holders = [one for one in wrappers if steps(optimizer, one)]
+    return holders[0] if len(holders) == 1 else nn.ModuleList(holders)
 
 
 def names_of(inner: nn.Module, stepped: SteppedShards) -> dict[int, str]:
     """The names of an optimizer's parameters in streams, by their numbers."""
     names = {one: name for name, one in reversed(named_tensors(inner).items())}
     return {number: names.get(param, str(number)) for number, param in enumerate(params_of(stepped))}
+
+
+def no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    """Returns a context in which backward accumulates gradients without sending them, at any stage; the first backward
+    outside sends all. Run forward and backward inside. Without other ranks nothing is sent anyway."""
+    wrappers = unwrapped(model)[1]
+
+    @contextmanager
+    def without_sending() -> Iterator[None]:
+        with ExitStack() as stack:
+            for one in wrappers:
+                stack.enter_context(one.no_sync())
+            yield
+
+    return without_sending()
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Collective. The plain module, with full parameters on every rank. It can be wrapped again at any stage.
+
+    Takes FSDP, ShardedDDP and DistributedDataParallel, also inside of torch.compile, and modules that contain them; a
+    plain module is returned as it is. Parameters stay the same objects; gradients are cleared at stages 2 and 3. There
+    the wrapper, and the optimizers that stepped shards, raise RuntimeError from then on: save the optimizer's full
+    state before, and load it into the next optimizer.
+
+    Raises RuntimeError within forward, backward and summon_full_params().
+    """
+    inner, wrappers = unwrapped(model)
+    for wrapper in wrappers:
+        if isinstance(wrapper, FSDP | ShardedDDP):
+            wrapper.unwrap()
+        take_out_of(wrapper.module)
+    take_out(inner)
+    return inner if isinstance(unwrapped_of_torchs(model), Wrapped) else model

@@ -19,7 +19,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EVERY_STAGE = (
-    *("setup", "arguments", "precision", "scripts", "full_state", "load_full", "grad_scaler", "graphs"),
+    *("setup", "precision", "full_state", "grad_scaler", "graphs"),
     *("ema", "wrappers"),
 )
 BELOW = ["_torch", "measure", "comm", "tensor_parallel", "shards", "state", "offload", "wrap", "oss", "sdp", "fsdp"]

@@ -174,7 +174,7 @@ def second_leaf_of_state_lost(pass_on, self, items):
     return pass_on(self, kept)
 
 
-@mutant("load_full._without_options")
+@mutant("full_state._without_options")
 def options_lost_on_the_way(take, items, groups):
     """Options of a state that rank 0 alone was given are not loaded."""
     return take((item for item in items if item[0][0] != "option"), groups)

@@ -23,8 +23,9 @@ from assertions import same
 from runs import take_step
 from transports import TRANSPORTS, by
 from zero.checkpoint import files, write
+from zero.comm import Comm
 from zero.fsdp import full_weights
-from zero.state import gathered, given
+from zero.state import gathered
 from zoo import data
 
 SHARDED = [1, 2, 3]
@@ -194,9 +195,9 @@ ROWS: list[tuple[Callable[..., None], tuple[int, ...], Any, str, tuple[int, ...]
     (consolidated, AT_1, gathered, "_room", (0,)),
     (streamed, AT_3, full_weights.Recipient, "moved", (0,)),
     (streamed, BOTH, gathered, "_room", (0,)),
-    (load_weights, BOTH, given.FromFirst, "_broadcast", (0, 1)),
-    (load_stream, BOTH, given.FromFirst, "_broadcast", (0, 1)),
-    (load_state, BOTH, given.FromFirst, "_broadcast", (0, 1)),
+    (load_weights, BOTH, Comm, "broadcast", (0, 1)),
+    (load_stream, BOTH, Comm, "broadcast", (0, 1)),
+    (load_state, BOTH, Comm, "broadcast", (0, 1)),
     (save, AT_3, write, "Chunk", (0, 1)),
     (load, AT_3, files.Source, "fill", (0, 1)),
 ]

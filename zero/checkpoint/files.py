@@ -185,7 +185,6 @@ class Source(ExitStack):
                 low += len(some) * stored.dtype.itemsize
 
     def _full(self, entry: Entry) -> Tensor:
-        """Reads a full tensor."""
         stored = entry.geometry
         full = torch.empty_strided(stored.shape, stored.strides, dtype=stored.dtype, device="cpu")
         for low, one in stored.counted(full):

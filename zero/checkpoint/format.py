@@ -240,7 +240,6 @@ class Entry:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names, for an error message."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return f"{', '.join(names[:_LISTED])}{more}"
 
@@ -398,7 +397,6 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(encoded: Any) -> Any:
-    """The value that `encode` was called with."""
     if isinstance(encoded, list):
         return [decode(item) for item in encoded]
     if not isinstance(encoded, dict):

@@ -27,30 +27,15 @@ from zero._torch.telling import warn_user
 from zero._torch.tensors import as_plain_tensors
 from zero.checkpoint import storage
 from zero.checkpoint.files import Source
-from zero.checkpoint.format import (
-    RESUMED,
-    CheckpointError,
-    Entry,
-    Index,
-    decode,
-    label,
-    listed,
-    resumed,
-    under,
-)
+from zero.checkpoint.format import RESUMED, CheckpointError, Entry, Index, decode, label, listed, resumed, under
 from zero.checkpoint.shards import Held, Training
 from zero.checkpoint.storage import place
 from zero.checkpoint.write import finish
 from zero.comm.waiting import calling
-from zero.load_full import load_shards
+from zero.full_state import load_shards
 from zero.measure.kinds import SINGLE
 from zero.shards.log import logger
 from zero.state.optimizer_state import stepped_here
-
-_PARTLY_LOADED = (
-    " This happened while tensors were being read: model and optimizer are partly as before and partly as saved. Load "
-    "this or another checkpoint before you use them."
-)
 
 
 @overload
@@ -190,7 +175,11 @@ def _load(
         # This cannot be undone, because that would take a second copy of everything. But all that is read was read a
         # moment before, from files that are still open: only a disk that fails just then can stop it, or a
         # load_state_dict of the user's.
-        with ranks.together(after=_PARTLY_LOADED):
+        partly_loaded = (
+            " This happened while tensors were being read: model and optimizer are partly as before and partly as "
+            "saved. Load this or another checkpoint before you use them."
+        )
+        with ranks.together(after=partly_loaded):
             # The bytes are written where autograd does not see it. It counts them as written all the same, also on
             # ranks that have nothing of a parameter, so that a backward of an earlier graph is refused on every rank.
             with torch.no_grad():

@@ -48,14 +48,18 @@ from zero.comm import Comm
 from zero.comm.together import alike
 from zero.fsdp import FSDP
 from zero.fsdp.model import sharded_params
-from zero.full_state import full_optimizer_state_dict, full_state_dict
-from zero.load_full import load_full_optimizer_state_dict, load_full_state_dict
+from zero.full_state import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from zero.measure.param_groups import steps
 from zero.oss import OSS
 from zero.precision import Rounding, refuse_precision
-from zero.scripts import no_sync, unwrap
 from zero.sdp import AveragingDDP, ShardedDDP
 from zero.wrap.precision import MixedPrecision, as_precision
+from zero.wrappers import no_sync, unwrap, wrapper_of
 
 # In the directory of a sharded checkpoint: the file with what Lightning saves besides weights and optimizer state, and
 # its entry that names the zero.checkpoint there. Whenever a save ends, both are of one step.
@@ -118,12 +122,12 @@ class ShardedStrategy:
 
     def _round(self, module: nn.Module) -> None:
         """Collective at stages 1 and 2 in 16 bits: before the module's optimizers are sharded."""
-        if self._stage < 3 and self._policy.param_dtype is not None:
+        if self._stage < 3:
             refuse_precision(self._policy, module, self._stage)
             rounding = self._roundings[module] = Rounding(self._policy, module, None, Comm())
             rounding.start_alike()
 
-    def _shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Collective. At stages 1 and 2 the OSS that replaces the optimizer; at stage 3 the optimizer itself."""
         if self._stage == 3 or isinstance(optimizer, OSS):
             return optimizer
@@ -135,7 +139,7 @@ class ShardedStrategy:
         return sharded
 
     def _wrap(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> nn.Module:
-        """Collective. optimizers: those of `_shard_optimizer`."""
+        """Collective. optimizers: those of `setup_optimizer`."""
         if self._stage == 3:
             wrapped = FSDP(module, **{"device_id": self.root_device, "precision": self._policy, **self._options})
             _sharded[module] = ref(wrapped)
@@ -143,11 +147,8 @@ class ShardedStrategy:
                 wrapped.register_optimizer(one)
             return wrapped
         own = [one for one in optimizers if isinstance(one, OSS)]
-        rounding, kind = self._roundings.pop(module, None), ShardedDDP if self._stage == 2 else AveragingDDP
-        if rounding is not None:
-            model = rounding.wrap(kind, own, **self._options)
-        else:
-            model = kind(module, own, precision=self._policy, **self._options)
+        kind = ShardedDDP if self._stage == 2 else AveragingDDP
+        model = self._roundings.pop(module).wrap(kind, own, **self._options)
         if isinstance(model, AveragingDDP) and not own:
             self._averaging.add(model)
         return model
@@ -181,10 +182,8 @@ def sharded_before(module: nn.Module) -> FSDP | None:
 
 def full_state(optimizer: Optimizer) -> dict[str, Any]:
     """Collective. The full state in the plain optimizer's format, on rank 0's CPU; {} elsewhere."""
-    wrappers = [wrapper for known in _sharded.values() if (wrapper := known()) is not None]
-    holders = [one for one in wrappers if steps(optimizer, one)]  # an OSS needs no model
-    holder = holders[0] if len(holders) == 1 else nn.ModuleList(holders)
-    return full_optimizer_state_dict(holder, optimizer, to=0)
+    wrappers = [wrapper for known in _sharded.values() if (wrapper := known()) is not None]  # an OSS needs no model
+    return full_optimizer_state_dict(wrapper_of(optimizer, wrappers), optimizer, to=0)
 
 
 def rest_of(path: Any) -> str | None:
@@ -292,7 +291,7 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
             for one in held:
                 self.model.register_optimizer(one)
             return
-        sharded = {one: self._shard_optimizer(one) for one in held}
+        sharded = {one: self.setup_optimizer(one) for one in held}
         self.optimizers = [sharded.get(one, one) for one in self.optimizers]
         for config in self.lr_scheduler_configs:
             if config.scheduler.optimizer in sharded:
@@ -407,7 +406,7 @@ class ZeroFabricStrategy(ShardedStrategy, FabricsDDPStrategy):
         """Collective. Schedulers then schedule the sharded optimizers."""
         self._take_precision(self.precision)
         self._round(module)
-        sharded = [self._shard_optimizer(one) for one in optimizers]
+        sharded = [self.setup_optimizer(one) for one in optimizers]
         return self._wrap(module, sharded), sharded, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:  # type: ignore[override]
@@ -416,13 +415,7 @@ class ZeroFabricStrategy(ShardedStrategy, FabricsDDPStrategy):
             raise RuntimeError(
                 "fabric.setup_module() at stage 2: the optimizer is needed. fabric.setup(model, optimizer)"
             )
-        self._take_precision(self.precision)
-        self._round(module)
-        return self._wrap(module, ())
-
-    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Collective at stage 1."""
-        return self._shard_optimizer(optimizer)
+        return self.setup_module_and_optimizers(module, [])[0]
 
     def module_to_device(self, module: nn.Module) -> None:
         """Moves the module at stages 1 and 2. At stage 3 FSDP moves it, and initialises meta parameters."""

@@ -26,7 +26,6 @@ from transformers.trainer import FSDP_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from zero._torch.telling import warn_user
-from zero._torch.tensors import WithoutMemory
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.full_weights import loading, naming
@@ -34,6 +33,7 @@ from zero.fsdp.model import models_of
 from zero.full_state import full_optimizer_state_dict
 from zero.integrations.accelerate import Accelerator, ZeroPlugin, states
 from zero.integrations.accelerate.plugin import NOT_READ, chosen, hidden_environment, of_fsdp
+from zero.state.given import Later
 from zero.wrappers import Wrapped
 
 _BeforeATrainer: Any = object
@@ -259,37 +259,22 @@ def saved_names(model: Any) -> Sequence[str]:
     """Within `saving`: the names of the weights whose values peft asks for to save the adapters of a model."""
     import peft
 
-    asked: set[str] = set()
+    asked = set[str]()
+
+    def zeros(name: str, weight: Tensor) -> Tensor:
+        asked.add(name)
+        return torch.zeros((), dtype=weight.dtype, device="cpu").expand(weight.shape)
+
     weights = {**model.state_dict()}
     for name, value in weights.items():
         if isinstance(value, Tensor):
-            weights[name] = made = _Asked.like(value, device=torch.device("cpu"))
-            made.key, made.asked = name, asked
+            weights[name] = made = Later.like(value, device=torch.device("cpu"))
+            made.receive = partial(zeros, name, value)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns again as it saves
         for adapter in model.peft_config:
             kept = peft.get_peft_model_state_dict(model, state_dict={**weights}, adapter_name=adapter)
-            asked.update(value.key for value in kept.values() if isinstance(value, _Asked))
+            for value in kept.values():
+                if isinstance(value, Later):
+                    value.receive()
     return [name for name in weights if name in asked]
-
-
-class _Asked(WithoutMemory):
-    """Stands for a weight, and notes its name once its value is asked for, which is zero."""
-
-    key: str
-    asked: set[str]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        return func(*map(_zeros, args), **{name: _zeros(value) for name, value in (kwargs or {}).items()})
-
-
-def _zeros(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_zeros, value))
-    if not isinstance(value, _Asked):
-        return value
-    value.asked.add(value.key)
-    return torch.zeros((), dtype=value.dtype, device="cpu").expand(value.shape)

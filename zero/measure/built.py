@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zero.measure.kinds import Finding, is_assumed, known, measured, narrow_among
+from zero.measure.kinds import Finding, _assumed, known, measured, narrow_among
 from zero.measure.param_groups import called, described_options, nearest, options, params_of
 from zero.measure.probe import single_step, undisturbed
 
@@ -76,17 +76,6 @@ def refuse_arguments(optim: Any, given: Iterable[str], own: Iterable[str]) -> No
 
 def refuse_unbuilt(optim: Callable[..., Optimizer], groups: list[dict[str, Any]], defaults: dict[str, Any]) -> None:
     """Raises ValueError if an optimizer cannot be built of these groups, of which it keeps nothing."""
-    with undisturbed() as collectives:
-        try:
-            optim(groups, **defaults)
-        except Exception as error:
-            if not collectives.called:
-                problem = f"{called(optim)} could not be built: {type(error).__name__}: {error}"
-                raise ValueError(problem) from None
-
-
-def small(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups with parameters of one element in place of these, alike in all else that torch's optimizers look at."""
 
     def of_one(given: Any) -> Any:
         if isinstance(given, tuple):
@@ -94,7 +83,16 @@ def small(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
         kept = torch.empty((1,) * given.dim(), dtype=given.dtype, device="cpu" if given.is_meta else given.device)
         return nn.Parameter(kept, given.requires_grad)
 
-    return [{**group, "params": [*map(of_one, group["params"])]} for group in groups]
+    # torch's own gets parameters of one element in place of these, alike in all else that it looks at.
+    of = of_one if known(optim) is not None else lambda given: given
+    groups = [{**group, "params": [*map(of, group["params"])]} for group in groups]
+    with undisturbed() as collectives:
+        try:
+            optim(groups, **defaults)
+        except Exception as error:
+            if not collectives.called:
+                problem = f"{called(optim)} could not be built: {type(error).__name__}: {error}"
+                raise ValueError(problem) from None
 
 
 def argument_names(kind: type[Optimizer]) -> Iterator[str]:
@@ -128,7 +126,7 @@ def _description(optimizer: Optimizer) -> str:
 def around(optimizer: Optimizer) -> Iterator[Optimizer]:
     """Other optimizers with this one's groups. No hook of torch shows what they do besides its step. Takes 70 ms with
     300,000 objects in the process, and is left out in a rehearsal."""
-    for each in () if is_assumed() else gc.get_objects():
+    for each in () if _assumed else gc.get_objects():
         if issubclass(type(each), Optimizer) and each is not optimizer:
             groups = vars(each).get("param_groups", ())
             if any(one is other for one in groups for other in optimizer.param_groups):

@@ -84,11 +84,7 @@ def finding_of(
 
 
 def measured(
-    source: Any,
-    options: str,
-    build: Build,
-    groups: Sequence[Mapping[str, Any]],
-    narrow: torch.dtype | None = None,
+    source: Any, options: str, build: Build, groups: Sequence[Mapping[str, Any]], narrow: torch.dtype | None = None
 ) -> Finding:
     """The worst kind of any group. source, options: what `build` builds, and how: the key of the cache."""
     if _assumed:
@@ -130,7 +126,3 @@ def assumed(found: Finding) -> Iterator[None]:
 def narrow_among(params: Iterable[Tensor]) -> torch.dtype | None:
     """The dtype of parameters that are stepped in fewer bits than float32, if there are any."""
     return next((param.dtype for param in params if param.is_floating_point() and param.itemsize < 4), None)
-
-
-def is_assumed() -> bool:
-    return bool(_assumed)

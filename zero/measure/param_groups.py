@@ -23,8 +23,12 @@ class Grouped(Protocol):
 
 
 def params_of(optimizer: Grouped) -> list[nn.Parameter]:
-    """The parameters of all groups, in their order."""
     return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def numbers_of(optimizer: Grouped) -> dict[Any, int]:
+    """By parameter its number, counted through all groups."""
+    return {param: number for number, param in enumerate(params_of(optimizer))}
 
 
 def like(optimizer: Optimizer, groups: list[dict[str, Any]], state: Any = None) -> Optimizer:

@@ -329,7 +329,6 @@ def _draws(work: Callable[[], object]) -> bool:
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, float]:
-    """The group's numbers by option."""
     given = options(dict(group)).items()
     plain = {key: value.item() if isinstance(value, Tensor) and value.numel() == 1 else value for key, value in given}
     return {key: float(value) for key, value in plain.items() if isinstance(value, (int, float, np.number))}

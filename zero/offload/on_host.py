@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,17 +33,8 @@ _OF_A_THREAD, _LEAST = 2**18, 2**20
 _SAMPLE = 256
 
 
-@dataclass(eq=False)
-class Left:
-    """Of a flat tensor of gradients that has left the device: norms by offset, and every `stride`-th element."""
-
-    norms: Mapping[int, Tensor]
-    sample: Tensor
-    stride: int
-    version: int
-
-
-# By flat tensor in the memory of the CPU.
+# By flat tensor of gradients that have left the device: their norms by offset, every `stride`-th element, that stride,
+# and how often the tensor was written.
 _left = WeakIdKeyDictionary()
 
 
@@ -62,20 +52,20 @@ class OnHost(Offload):
         offsets = [int(flat.storage_offset() - sums.storage_offset()) for flat in own]
         stride = max(len(sums) // _SAMPLE, 1)
         sample = sums[::stride].to(there.dtype, copy=True)
-        _left[there] = Left(dict(zip(offsets, norms, strict=True)), sample, stride, writes_so_far([there]))
+        _left[there] = dict(zip(offsets, norms, strict=True)), sample, stride, writes_so_far([there])
 
     def known_norms(self, gradients: Sequence[Tensor], norm_type: float) -> Mapping[int, Tensor]:
-        found, unwritten = dict[int, Tensor](), dict[Left, bool]()
+        found, unwritten = dict[int, Tensor](), dict[Any, bool]()
         for position, gradient in enumerate(gradients if norm_type == 2 else ()):
             copied = base_of(gradient)
             if copied is None or (left := _left.get(copied)) is None:
                 continue
-            if left not in unwritten:  # waits for the sample
-                sample = left.sample.to(copied.device)
-                same = writes_so_far([copied]) == left.version and torch.equal(copied[:: left.stride], sample)
-                unwritten[left] = same
-            if unwritten[left]:
-                found[position] = left.norms[int(gradient.storage_offset())]
+            norms, sample, stride, version = left
+            if sample not in unwritten:  # waits for the sample
+                same = writes_so_far([copied]) == version
+                unwritten[sample] = same and torch.equal(copied[::stride], sample.to(copied.device))
+            if unwritten[sample]:
+                found[position] = norms[int(gradient.storage_offset())]
         return found
 
     def step_group(
@@ -144,7 +134,6 @@ class Piece:
         self.numel, self.whole = end - begin, end - begin == param.numel()
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The piece of a tensor of the parameter's shape."""
         return tensor if self.whole else tensor.view(-1)[self.begin : self.end]
 
     def state(self, state: dict[str, Any]) -> dict[str, Any]:

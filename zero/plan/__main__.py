@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from zero.offload import CPUOffload
 from zero.plan.gpt import GPT, LENGTH, batch_of, gpt_of
 from zero.plan.planner import plan
-from zero.plan.rehearsal import misfit
+from zero.plan.rehearsal import refuse_misfit
 
 PRECISIONS: dict[str, tuple[torch.dtype, Literal["bf16"] | None]] = {
     "fp32": (torch.float32, None),
@@ -65,10 +65,12 @@ def main() -> None:
     try:
         if given.model:
             factory = _named(given.model)
-            if problem := misfit(factory):
+            try:
+                refuse_misfit(factory)
+            except TypeError as error:
                 raise ValueError(
-                    f"{given.model!r} takes arguments ({problem}). Name a function that builds the model without."
-                )
+                    f"{given.model!r} takes arguments ({error}). Name a function that builds the model without."
+                ) from error
             with torch.device("meta"):
                 model = factory()
         else:

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from functools import cache, partial, reduce
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from zero.comm.host_memory import CHUNK, QueuedWork
 from zero.comm.link import Link, Transports
 from zero.comm.oplog import Log
 from zero.comm.streams import HostStreams
-from zero.comm.transport import Message, SumWork, Transport, by_rings, summed_as
+from zero.comm.transport import Local, Message, SumWork, by_rings, summed_as
 from zero.fsdp.choice import params_by_unit
 from zero.plan.meter import Meter
 from zero.shards.offload import Offload
@@ -120,14 +120,15 @@ def run(model: nn.Module, module: nn.Module, batch: Sequence[Any], rehearsal: Re
             f"masks by value do ({error}). Plan without a batch, and add the bytes of your step's activations."
         ) from error
     except TypeError as error:
-        problem = misfit(module.forward, *batch)
-        if not problem:
-            raise
-        raise ValueError(
-            f"{type(module).__name__}.forward cannot be called with the batch (positional arguments: {len(batch)}): "
-            f"{problem}. Pass all positional arguments, in order. For arguments by keyword only, wrap the model in a "
-            "module that passes them."
-        ) from error
+        try:
+            refuse_misfit(module.forward, *batch)
+        except TypeError as problem:
+            raise ValueError(
+                f"{type(module).__name__}.forward cannot be called with the batch (positional arguments: "
+                f"{len(batch)}): {problem}. Pass all positional arguments, in order. For arguments by keyword only, "
+                "wrap the model in a module that passes them."
+            ) from error
+        raise
     except RuntimeError as error:
         held = ((f"{at}.{name}", value) for at, one in module.named_modules() for name, value in vars(one).items())
         elsewhere = [name.lstrip(".") for name, one in held if isinstance(one, Tensor) and one.device.type != device]
@@ -140,13 +141,10 @@ def run(model: nn.Module, module: nn.Module, batch: Sequence[Any], rehearsal: Re
         ) from error
 
 
-def misfit(function: Callable[..., Any], *arguments: Any) -> str | None:
-    """Why a function cannot be called with these arguments; None if it can, or if its signature is not known."""
-    try:
+def refuse_misfit(function: Callable[..., Any], *arguments: Any) -> None:
+    """Raises TypeError for arguments that a function does not take, if its signature is known."""
+    with suppress(ValueError):
         inspect.signature(function).bind(*arguments)
-    except (TypeError, ValueError) as error:
-        return str(error) if isinstance(error, TypeError) else None
-    return None
 
 
 class _Touch(torch.autograd.Function):
@@ -210,7 +208,6 @@ class BesideComputing(HostStreams):
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether offload has moved the tensor to the host."""
     return tensor.device.type == _HOST
 
 
@@ -218,7 +215,7 @@ def on_host(tensor: Tensor) -> bool:
 Rehearsed = Literal["gloo", "host memory", "nccl"]
 
 
-class Unsent(Transport):
+class Unsent(Local):
     """A transport by which one rank of a group of any size runs its operations, and nothing is sent.
 
     It allocates the buffers that the transport `like` would allocate, so that memory can be metered, but does not write
@@ -258,11 +255,7 @@ class Unsent(Transport):
         return SumWork(summed, work, times)
 
     def _transfer(self, buffers: Sequence[Tensor], finish: Callable[[], Any]) -> Work:
-        """The work keeps the buffers until it has finished."""
         return QueuedWork(partial(lambda held: finish(), buffers), self._queue if self.reads_memory else [])
-
-    def exchange(self, into: Tensor, sent: Message, counts_in: Sequence[int], channel: int) -> Work:
-        return Work()
 
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> Work:
         if self.reads_memory:
@@ -276,23 +269,13 @@ class Unsent(Transport):
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         return [data] * self._world
 
-    def compare(self, channel: int, *, flags: int = 0) -> int:
-        return flags
-
-
-class RehearsedLink(Link):
-    """The link of a simulated group, whose transport for every device is a rehearsal."""
-
-    def __init__(self, rank: int, world: int, like: Rehearsed) -> None:
-        super().__init__(None)
-        self.rank, self.world, self.log = rank, world, Log(rank, world)
-        unsent = Unsent(rank, world, like)
-        self.transports = Transports(lambda kind: unsent)
-
-    def overlaps(self, device: torch.device) -> bool:
-        return self.transports[device.type].overlaps
-
 
 def rehearsed(rank: int, world: int, like: Rehearsed) -> Comm:
-    """Returns one rank of a simulated group that sends nothing."""
-    return Comm(RehearsedLink(rank, world, like) if world > 1 else Link(None))
+    """One rank of a simulated group that sends nothing."""
+    link = Link(None)
+    if world > 1:
+        link.rank, link.world, link.log = rank, world, Log(rank, world)
+        unsent = Unsent(rank, world, like)
+        link.transports = Transports(lambda kind: unsent)
+        link.overlaps = lambda device: unsent.overlaps  # type: ignore[method-assign]
+    return Comm(link)

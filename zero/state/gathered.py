@@ -13,8 +13,9 @@ from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from zero._torch.tensors import wraps_others
 from zero.comm import COLLECTION
 from zero.comm.together import alike
 from zero.measure.param_groups import params_of
@@ -29,14 +30,12 @@ AT_ONCE = 1 << 24
 
 
 def consolidate(
-    optimizer: SteppedShards, to: int | None, device: torch.device | str | None = "cpu", *, settle: bool = True
+    optimizer: SteppedShards, to: int | None, device: torch.device | str | None = "cpu"
 ) -> dict[str, Any] | None:
     """Collective. The full state in the plain optimizer's format on rank `to` (None: on every rank), None elsewhere.
-
-    device: of its tensors; None for that of the shards. See `gathered`.
-    """
+    device: of its tensors; None for that of the shards."""
     found: dict[int, dict[str, Any]] = {}
-    for batch in gathered(optimizer, to, device, settle=settle):
+    for batch in gathered(optimizer, to, device):
         for number, key, leaf in batch:
             found.setdefault(number, {})[key] = leaf
     if not receives(optimizer, to):
@@ -75,27 +74,43 @@ def gathered(
     comm = optimizer.comm
     refuse_no_rank(to, comm.world)
     own = {owned: leaves.opened(state_of(optimizer, owned, settle)) for owned in shards_of(optimizer, comm.rank)}
-    described = [json.loads(text) for text in comm.all_gather_text(_described(optimizer, own))]  # by rank
+    others, nbytes = [], []
+    for number, param in unsharded(optimizer):
+        others.append((number, leaves.opened(dict(optimizer.optim.state.get(param, {})))))
+        nbytes.append(param.nbytes)
+    with alike([comm], "the states to consolidate", COLLECTION):
+        try:
+            mine = {owned.number: leaves.all_described(state, owned.name) for owned, state in own.items()}
+            for number, state in others:
+                wrapping = {key: leaf for key, leaf in state.items() if wraps_others(leaf)}
+                leaves.all_described(wrapping, f"parameter {number}")
+        except ValueError as error:
+            raise ValueError(
+                f"{error}: in a consolidated state it would come out as another. Save each rank's own state_dict() "
+                "instead, which loads into the same model on as many ranks."
+            ) from None
+    described = [json.loads(text) for text in comm.all_gather_text(json.dumps(mine))]  # by rank
     for _, of_group in groupby(shards_of(optimizer), key=lambda owned: owned.group):
         entries = [(owned, described[owned.owner].get(str(owned.number), {})) for owned in of_group]
         keys = dict.fromkeys(key for _, of_owner in entries for key in of_owner)
-        _refuse_partial(entries, keys)
+        having: dict[tuple[int, str], bool] = {}
+        for owned, of_owner in entries:
+            for key in keys if owned.cut else ():
+                if having.setdefault((owned.number, key), key in of_owner) != (key in of_owner):
+                    raise ValueError(
+                        f"the state {leaves.entry_of(key)!r} of {owned.name} is there on some of the ranks alone that "
+                        "have shards of the parameter: its optimizer makes state by the values of gradients. Shard it "
+                        "with partition='whole'."
+                    )
         for key in keys:
             owners = [(owned, of_owner[key]) for owned, of_owner in entries if key in of_owner]
             # In no variable, which would keep it while the next entry is gathered.
             yield _collected(optimizer, key, owners, own, to, device) if takes_part else []
-    for others in _unsharded_runs(optimizer):
-        states = {number: leaves.opened(dict(optimizer.optim.state.get(param, {}))) for number, param in others}
-        for key in dict.fromkeys(key for state in states.values() for key in state):
-            having = [(number, state[key]) for number, state in states.items() if key in state]
-            copied = having if takes_part and receives(optimizer, to) else []
-            yield [(number, key, leaves.copied_to(leaf, device)) for number, leaf in copied]
-
-
-def _unsharded_runs(optimizer: SteppedShards) -> list[list[tuple[int, nn.Parameter]]]:
-    """The parameters in no shard group, with their numbers, in runs whose state is sent or copied at once."""
-    others = [*unsharded(optimizer)]
-    return [[others[index] for index in run] for run in runs([param.nbytes for _, param in others], AT_ONCE)]
+    for run in runs(nbytes, AT_ONCE):
+        states = [others[index] for index in run]
+        for key in dict.fromkeys(key for _, state in states for key in state):
+            copied = states if takes_part and receives(optimizer, to) else []
+            yield [(number, key, leaves.copied(state[key], device)) for number, state in copied if key in state]
 
 
 def _collected(
@@ -106,22 +121,29 @@ def _collected(
     to: int | None,
     device: torch.device | str | None,
 ) -> list[Leaf]:
-    """Collective. Returns one leaf of all parameters of a group. having: the shards whose owners have it, and what they
-    say of it."""
+    """Collective, also among ranks that have parts of the same tensors. Returns one leaf of all parameters of a group.
+    having: the shards whose owners have it, and what they say of it."""
     comm, received = optimizer.comm, to is None or to == optimizer.comm.rank
     found: dict[ParamShard, Any] = {}
     numbers: dict[int, ParamShard] = {}
     transfers: list[tuple[int, int, Tensor | None]] = []
     here = torch.device("cpu")
     for owned, entry in having:
-        shape, here = _full_shape(owned, key, entry), optimizer.part(owned.param).device
+        here, shape = optimizer.part(owned.param).device, (*entry.get("shape", ()),)
+        is_cut = owned.cut and "shape" in entry and (math.prod(shape) != 1 or owned.shape == shape)
+        if is_cut and owned.shape != shape:
+            raise ValueError(
+                f"the state {leaves.entry_of(key)!r} of {owned.name} has the shape {entry['shape']}, neither the "
+                "shard's nor a single value's: only the optimizer knows how shards of it make up a full tensor. Save "
+                "each rank's own state_dict(), or build OSS with partition='whole'."
+            )
         first = numbers.setdefault(owned.number, owned)
-        if first is not owned and shape is None:
+        if first is not owned and not is_cut:
             continue  # the same for all shards of this parameter: the first one counts
         if first is owned:
-            found[first] = _room(entry, owned, shape, here) if received else None
+            found[first] = _room(entry, owned, here, is_cut) if received else None
         if "shape" in entry:
-            into = (found[first].view(-1) if shape is None else owned.slot(found[first])) if received else None
+            into = (owned.slot(found[first]) if is_cut else found[first].view(-1)) if received else None
             if owned in own:
                 source = own[owned][key].detach().to(here).contiguous().view(-1)
                 into = source if into is None else into.copy_(source)
@@ -129,80 +151,25 @@ def _collected(
             transfers.append((owned.owner, nbytes, into))
     if transfers:
         comm.collect(transfers, to, here)
-    if not received:
-        return []
-    whole = [(owned.number, key, leaves.moved(_whole(owned, key, value), device)) for owned, value in found.items()]
+    whole = []
+    for owned, value in found.items() if received else ():
+        if isinstance(value, Tensor) and value.dim():  # in the part's shape it is a part as well
+            if value.shape == owned.full_shape:
+                value = parts.whole(owned.param, value)
+            elif parts.others(owned.param) is not None:
+                raise ValueError(
+                    f"the state {leaves.entry_of(key)!r} of {owned.name} has the shape {list(value.shape)}, but this "
+                    f"rank's part of the parameter has {list(owned.full_shape)}: only the optimizer knows how such "
+                    "parts make up a whole. Save each rank's own state_dict()."
+                )
+        moved = value if device is None or not isinstance(value, Tensor) else value.to(device)
+        whole.append((owned.number, key, moved))
     return whole if receives(optimizer, to) else []
 
 
-def _refuse_partial(entries: Iterable[tuple[ParamShard, dict[str, Any]]], keys: Iterable[str]) -> None:
-    """Raises ValueError, on every rank alike, if only some owners of a cut parameter have an entry."""
-    having: dict[tuple[int, str], bool] = {}
-    for owned, of_owner in entries:
-        for key in keys if owned.cut else ():
-            if having.setdefault((owned.number, key), key in of_owner) != (key in of_owner):
-                raise ValueError(
-                    f"the state {leaves.entry_of(key)!r} of {owned.name} is there on some of the ranks alone that have "
-                    "shards of the parameter: its optimizer makes state by the values of gradients. Shard it with "
-                    "partition='whole'."
-                )
-
-
-def _whole(owned: ParamShard, key: str, value: Any) -> Any:
-    """Collective among ranks that have parts of the same tensor: an entry in the part's shape is a part as well."""
-    if not isinstance(value, Tensor) or not value.dim():
-        return value
-    if value.shape == owned.full_shape:
-        return parts.whole(owned.param, value)
-    if parts.others(owned.param) is None:
-        return value
-    raise ValueError(
-        f"the state {leaves.entry_of(key)!r} of {owned.name} has the shape {list(value.shape)}, but this rank's part "
-        f"of the parameter has {list(owned.full_shape)}: only the optimizer knows how such parts make up a whole. Save "
-        "each rank's own state_dict()."
-    )
-
-
-def _full_shape(owned: ParamShard, key: str, entry: dict[str, Any]) -> tuple[int, ...] | None:
-    """The shape of the full tensor of a state entry; None if the entry is not cut."""
-    if not owned.cut or "shape" not in entry or (math.prod(entry["shape"]) == 1 and owned.shape != (*entry["shape"],)):
-        return None
-    if owned.shape == (*entry["shape"],):
-        return owned.full_shape
-    raise ValueError(
-        f"the state {leaves.entry_of(key)!r} of {owned.name} has the shape {entry['shape']}, neither the shard's nor a "
-        "single value's: only the optimizer knows how shards of it make up a full tensor. Save each rank's own "
-        "state_dict(), or build OSS with partition='whole'."
-    )
-
-
-def _room(entry: dict[str, Any], owned: ParamShard, shape: tuple[int, ...] | None, device: torch.device) -> Any:
+def _room(entry: dict[str, Any], owned: ParamShard, device: torch.device, is_cut: bool) -> Any:
     """The leaf itself if it is no tensor with dimensions, else an empty tensor that its shards are received in."""
-    if "shape" not in entry:
-        return leaves.value_of(entry)
-    dtype = leaves.dtype_of(entry)
-    if shape == owned.full_shape:
-        return torch.empty_strided(shape, owned.group.shapes.strides[owned.index], dtype=dtype, device=device)
-    return torch.empty(entry["shape"] if shape is None else shape, dtype=dtype, device=device)
-
-
-def _described(optimizer: SteppedShards, own: dict[ParamShard, dict[str, Any]]) -> str:
-    """Descriptions of this rank's leaves as JSON: {number of the parameter: {key of the leaf: description}}.
-
-    Raises ValueError on every rank if the state of any cannot be described, or has tensors whose class would be lost.
-    """
-    described = {}
-    with alike([optimizer.comm], "the states to consolidate", COLLECTION):
-        try:
-            for owned, state in own.items():
-                described[owned.number] = leaves.all_described(state, owned.name)
-            for number, param in unsharded(optimizer):
-                state = leaves.opened(dict(optimizer.optim.state.get(param, {})))
-                wrapping = {key: leaf for key, leaf in state.items() if leaves.wraps(leaf)}
-                leaves.all_described(wrapping, f"parameter {number}")
-        except ValueError as error:
-            raise ValueError(
-                f"{error}: in a consolidated state it would come out as another. Save each rank's own state_dict() "
-                "instead, which loads into the same model on as many ranks."
-            ) from None
-    return json.dumps(described)
+    if not is_cut:
+        return leaves.value_of(entry, device)
+    strides = owned.group.shapes.strides[owned.index]
+    return torch.empty_strided(owned.full_shape, strides, dtype=leaves.dtype_of(entry), device=device)

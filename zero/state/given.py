@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zero._torch.compiling import versions_in, with_versions
-from zero._torch.tensors import WithoutMemory
+from zero._torch.tensors import WithoutMemory, tree_map
 from zero.comm import Comm
 from zero.state import leaves
 from zero.tensor_parallel import parts
@@ -49,7 +49,7 @@ def first_alone(comms: Sequence[Comm], what: str, given: object, params: Iterabl
 
 
 class Later(WithoutMemory):
-    """A tensor that the first rank has, and all receive once it is used: they run the same code. It has no memory."""
+    """A tensor without memory, whose values are received once it is used."""
 
     receive: Callable[[], Tensor]
 
@@ -57,14 +57,8 @@ class Later(WithoutMemory):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Collective."""
-        return func(*map(_received, args), **{name: _received(value) for name, value in (kwargs or {}).items()})
-
-
-def _received(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(_received, value))
-    return value.receive() if isinstance(value, Later) else value
+        args, kwargs = tree_map(lambda one: one.receive() if isinstance(one, Later) else one, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class FromFirst:
@@ -80,9 +74,8 @@ class FromFirst:
         self.failed: Exception | None = None
 
     def mapping(self, weights: Mapping[str, Any] | None) -> OrderedDict[str, Tensor]:
-        """Collective. Returns the first rank's weights on every rank, as tensors that are sent once they are used.
-
-        Raises ValueError on every rank for what is no tensor."""
+        """Collective. Returns the first rank's weights on every rank, as tensors that are sent once they are used: all
+        ranks run the same code. Raises ValueError on every rank for what is no tensor."""
         contents: dict[str, Any] = {}
         try:
             weights = weights or {}
@@ -109,8 +102,8 @@ class FromFirst:
         if self.failed is not None:
             raise self.failed
         try:
-            item = self._next(iter([((WEIGHT, 0, name), weights[name])])) if self.is_first and weights else None
-            (_, value) = item or self._receive() or (None, None)
+            items = [((WEIGHT, 0, name), weights[name])] if self.is_first and weights else []
+            _, value = self._next(iter(items)) or (None, None)
         except Exception as error:
             self.failed = error
             raise
@@ -119,42 +112,35 @@ class FromFirst:
 
     def passed_on(self, items: Iterable[tuple[Label, Any]] | None) -> Iterator[tuple[Label, Any]]:
         """Collective. Yields the items of the first rank on every rank. items: None on the others."""
-        following = partial(self._next, iter(items or ())) if self.is_first else self._receive
-        while (item := following()) is not None:
+        remaining = iter(items or ())
+        while (item := self._next(remaining)) is not None:
             yield item
             del item  # here and wherever it goes: no variable keeps a tensor while the next one comes
-        if self.is_first:
-            self._tell({})
 
     def _next(self, remaining: Iterator[tuple[Label, Any]]) -> tuple[Label, Any] | None:
-        """Sends the next item. Raises ValueError on every rank if there is none, because the user's iterator raises, or
-        if it cannot be sent."""
-        sent = None
+        """Collective. The first rank's next item; None if there are no more. Raises ValueError on every rank if it
+        cannot be sent, or the user's iterator raises."""
+        item, told, sent = None, dict[str, Any](), None
         try:
-            item = next(remaining, None)
-            described = None if item is None else _described(*item)
-            if item is not None and isinstance(item[1], Tensor) and item[1].dim():
-                sent = item[1].detach().to(self._device).contiguous()
+            if self.is_first and (item := next(remaining, None)) is not None:
+                (what, number, key), leaf = item
+                of = f"{'group' if what == OPTION else 'parameter'} {number}"
+                told = {"label": item[0], "leaf": leaves.all_described({key: leaf}, of, what)[key]}
+                if isinstance(leaf, Tensor) and leaf.dim():
+                    sent = leaf.detach().to(self._device).contiguous()
         except Exception as error:
             self._tell({"problem": f"{type(error).__name__}: {error}"})
             raise ValueError(f"{_ALONE}: {error}") from error
-        if item is not None:
-            self._tell({"label": item[0], "leaf": described})
-        if sent is not None:
-            self._broadcast(sent)
-        return item
-
-    def _receive(self) -> tuple[Label, Any] | None:
-        """Collective with `_next`. None if there are no more items."""
-        told = self._tell({})
+        told = self._tell(told)
         if "label" not in told:
             return None
-        described = told["leaf"]
-        if "shape" not in described:
-            return told["label"], leaves.value_of(described)
-        into = torch.empty(described["shape"], dtype=leaves.dtype_of(described), device=self._device)
-        self._broadcast(into)
-        return told["label"], into
+        if not self.is_first:
+            item = told["label"], leaves.value_of(told["leaf"], self._device)
+            sent = item[1] if "shape" in told["leaf"] else None
+        for comm in self._comms:
+            if sent is not None:
+                comm.broadcast([sent])
+        return item
 
     def _tell(self, told: dict[str, Any]) -> dict[str, Any]:
         """Collective. Returns what the first rank tells. Raises ValueError on the others if that is a problem."""
@@ -165,14 +151,3 @@ class FromFirst:
         if "problem" in heard and not self.is_first:
             raise ValueError(f"{_ALONE}: {heard['problem']}")
         return heard
-
-    def _broadcast(self, tensor: Tensor) -> None:
-        for comm in self._comms:
-            comm.broadcast([tensor])
-
-
-def _described(label: Label, leaf: Any) -> dict[str, Any]:
-    """leaf: a tensor, or a value of an optimizer's state. Raises ValueError for what cannot be sent."""
-    what, number, key = label
-    of = f"{'group' if what == OPTION else 'parameter'} {number}"
-    return leaves.all_described({key: leaf}, of, what)[key]

@@ -7,7 +7,6 @@ leaves    {"pair": Opened("list", (0, 1)), "pair\\n0": a, "pair\\n1": Opened("di
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -33,34 +32,28 @@ class Opened:
 
 
 def opened(state: dict[str, Any]) -> dict[str, Any]:
-    """The leaves of a state."""
-    return {at: leaf for key, value in state.items() for at, leaf in _leaves(key, value)}
-
-
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if _KINDS.get(type(value).__name__) is not type(value) or not all(type(one) in (str, int) for one in _keys(value)):
-        yield key, value
-        return
-    yield key, Opened(type(value).__name__, (*_keys(value),))
-    for number, item in enumerate(value.values() if type(value) is dict else value):
-        yield from _leaves(f"{key}{_WITHIN}{number}", item)
-
-
-def _keys(value: Any) -> Any:
-    return value if type(value) is dict else range(len(value))
+    """The leaves of a state: containers before their items."""
+    found: dict[str, Any] = {}
+    for key, value in state.items():
+        found[key] = value
+        if type(value) in _KINDS.values():
+            keys = tuple(value) if type(value) is dict else (*range(len(value)),)
+            if all(type(one) in (str, int) for one in keys):
+                found[key] = Opened(type(value).__name__, keys)
+                items = value.values() if type(value) is dict else value
+                found |= opened({f"{key}{_WITHIN}{number}": item for number, item in enumerate(items)})
+    return found
 
 
 def closed(leaves: dict[str, Any]) -> dict[str, Any]:
     """The state that has these leaves."""
-    return {key: _entry(leaves, key) for key in leaves if _WITHIN not in str(key)}
-
-
-def _entry(leaves: dict[str, Any], key: str) -> Any:
-    value = leaves[key]  # not a closure that calls itself: the cycle would keep all tensors until garbage is collected
-    if not isinstance(value, Opened):
-        return value
-    items = [_entry(leaves, f"{key}{_WITHIN}{number}") for number in range(len(value.keys))]
-    return dict(zip(value.keys, items, strict=True)) if value.kind == "dict" else _KINDS[value.kind](items)
+    found = {**leaves}
+    for key, value in reversed(leaves.items()):  # the items of a container are closed before it is
+        if isinstance(value, Opened):
+            items = [found.pop(f"{key}{_WITHIN}{number}") for number in range(len(value.keys))]
+            is_dict = value.kind == "dict"
+            found[key] = dict(zip(value.keys, items, strict=True)) if is_dict else _KINDS[value.kind](items)
+    return found
 
 
 def entry_of(key: str) -> str:
@@ -68,40 +61,22 @@ def entry_of(key: str) -> str:
     return key.partition(_WITHIN)[0]
 
 
-def wraps(leaf: Any) -> bool:
-    """Whether a leaf is a tensor that wraps others (quantised, DTensor): only its class can join shards of it."""
-    return isinstance(leaf, Tensor) and wraps_others(leaf)
-
-
-def copied(tensor: Tensor) -> Tensor:
-    """A copy of a tensor. Not every class that wraps tensors has a clone, but all can be flattened."""
-    if not wraps(tensor):
-        return tensor.clone()
-    wrapper: Any = tensor
-    names, context = wrapper.__tensor_flatten__()
-    inner = {name: copied(getattr(tensor, name)) for name in names}
-    return type(wrapper).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())  # type: ignore[no-any-return]
-
-
-def copied_to(leaf: Any, device: torch.device | str | None) -> Any:
-    """A copy of the leaf on a device, or where it is if that is None."""
+def copied(leaf: Any, device: torch.device | str | None = None) -> Any:
+    """A copy of a leaf on a device, or where it is if that is None."""
     if not isinstance(leaf, Tensor):
         return deepcopy(leaf)
-    if wraps(leaf):
-        return moved(copied(leaf), device)
-    return leaf.detach().to(leaf.device if device is None else device, copy=True)
-
-
-def moved(leaf: Any, device: torch.device | str | None) -> Any:
-    """The leaf on a device; as it is if that is None."""
-    return leaf if device is None or not isinstance(leaf, Tensor) else leaf.to(device)
+    if not wraps_others(leaf):
+        return leaf.detach().to(leaf.device if device is None else device, copy=True)
+    wrapper: Any = leaf  # not every such class has a clone, but all can be flattened
+    names, context = wrapper.__tensor_flatten__()
+    inner = {name: copied(getattr(wrapper, name)) for name in names}
+    made = type(wrapper).__tensor_unflatten__(inner, context, leaf.size(), leaf.stride())
+    return made if device is None else made.to(device)
 
 
 def all_described(leaves: dict[str, Any], of: str, what: str = "state") -> dict[str, dict[str, Any]]:
-    """Leaves as JSON, by key. of, what: who has them, and what they are, for errors.
-
-    Raises ValueError for what would come out as something else.
-    """
+    """Leaves as JSON, by key. Raises ValueError for what would come out as something else. of, what: who has them, and
+    what they are."""
     found = {}
     for key, leaf in leaves.items():
         if not isinstance(key, str):
@@ -117,9 +92,9 @@ def _described(leaf: Any) -> dict[str, Any]:
     """A tensor with dimensions as "shape", "dtype" and "device", anything else as its value."""
     if isinstance(leaf, Opened):
         return {"opened": [leaf.kind, leaf.keys]}
-    if wraps(leaf):
-        raise ValueError(f"is a {type(leaf).__name__}, a tensor that wraps others")
     if isinstance(leaf, Tensor):
+        if wraps_others(leaf):
+            raise ValueError(f"is a {type(leaf).__name__}, a tensor that wraps others")
         kind = {"dtype": str(leaf.dtype).removeprefix("torch."), "device": leaf.device.type}
         return {**kind, "shape": list(leaf.shape)} if leaf.dim() else {**kind, **_described(leaf.item())}
     value = leaf
@@ -139,11 +114,13 @@ def dtype_of(description: dict[str, Any]) -> torch.dtype:
     return getattr(torch, description["dtype"])  # type: ignore[no-any-return]
 
 
-def value_of(description: dict[str, Any]) -> Any:
-    """The leaf from its description, if it is no tensor with dimensions."""
+def value_of(description: dict[str, Any], device: torch.device | None = None) -> Any:
+    """The leaf from its description. Of a tensor with dimensions an empty one, on a device."""
     if "opened" in description:
         kind, keys = description["opened"]
         return Opened(kind, tuple(keys))
+    if "shape" in description:
+        return torch.empty(description["shape"], dtype=dtype_of(description), device=device)
     value = complex(*description["complex"]) if "complex" in description else description["value"]
     if "numpy" in description:
         return np.dtype(description["numpy"]).type(value)

@@ -47,10 +47,8 @@ Led = dict[nn.Parameter, list[nn.Parameter]]
 def led(optimizer: Optimizer, empty: Collection[nn.Parameter]) -> Led:
     """Call it before a step, which is to find no gradients of those that are led. Of optimizers that are not torch's,
     which may divide by the number of elements, nobody leads. empty: the empty shards."""
-    if type(optimizer) not in ELEMENTWISE:
-        return {}
     found: Led = {}
-    for alike in _alike(optimizer, empty, id):
+    for alike in _alike(optimizer, empty, id) if type(optimizer) in ELEMENTWISE else ():
         stepped = [param for param in alike if param.grad is not None]
         if stepped and len(stepped) < len(alike):  # the others keep the values from before
             state = optimizer.state[stepped[0]]
@@ -63,13 +61,20 @@ def led(optimizer: Optimizer, empty: Collection[nn.Parameter]) -> Led:
 def follow(optimizer: Optimizer, led: Led) -> None:
     """Call it after the step."""
     for leader, others in led.items():
-        _share(optimizer, leader, others)
+        state = optimizer.state.get(leader, {})
+        for other in others if state else ():
+            own = optimizer.state[other]
+            for key, one in state.items():
+                if key in SINGLE or not isinstance(one, Tensor):
+                    own[key] = one
+                elif not isinstance(own.get(key), Tensor):
+                    own[key] = one.new_empty(other.shape)
 
 
 def share(optimizer: Optimizer, empty: Collection[nn.Parameter]) -> None:
     """Call it after a state was loaded: single values that are equal are the same tensors from then on."""
-    for first, *others in _alike(optimizer, empty, lambda one: one.tolist() if isinstance(one, Tensor) else one):
-        _share(optimizer, first, others)
+    alike = _alike(optimizer, empty, lambda one: one.tolist() if isinstance(one, Tensor) else one)
+    follow(optimizer, {first: others for first, *others in alike})
 
 
 def _alike(
@@ -86,17 +91,6 @@ def _alike(
         yield from found.values()
 
 
-def _share(optimizer: Optimizer, leader: nn.Parameter, others: Iterable[nn.Parameter]) -> None:
-    state = optimizer.state.get(leader, {})
-    for other in others if state else ():
-        own = optimizer.state[other]
-        for key, one in state.items():
-            if key in SINGLE or not isinstance(one, Tensor):
-                own[key] = one
-            elif not isinstance(own.get(key), Tensor):
-                own[key] = one.new_empty(other.shape)
-
-
 # ---------------------------------------------------------------------------------------------------- dtypes of its own
 #
 # State in a dtype of its own, such as moments in 16 bits of float32 parameters.
@@ -111,14 +105,15 @@ def keep_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
         for param, number in zip(group["params"], given["params"], strict=True):
             saved = leaves.opened(loaded["state"].get(number, {}))
             held = leaves.opened(dict(optimizer.state.get(param, {})))
-            both = [(key, value, saved.get(key)) for key, value in held.items()]
-            tensors = [(key, one, other) for key, one, other in both if isinstance(one, Tensor)]
-            # A number that became a tensor was converted by the optimizer's class.
-            cast = [key for key, one, other in tensors if isinstance(other, Tensor) and one.dtype != other.dtype]
+            cast = {}  # a number that became a tensor was converted by the optimizer's class
+            for key, one in held.items():
+                other = saved.get(key)
+                if isinstance(one, Tensor) and isinstance(other, Tensor) and one.dtype != other.dtype:
+                    cast[key] = other
             made = leaves.opened(state_made_by(optimizer, group, param.dtype)) if cast else {}
-            kept = [key for key in cast if isinstance(made.get(key), Tensor) and made[key].dtype == saved[key].dtype]
-            if kept:
-                own = {key: saved[key].to(held[key].device) for key in kept}
+            own = {key: one for key, one in cast.items() if getattr(made.get(key), "dtype", None) == one.dtype}
+            if own:
+                own = {key: one.to(held[key].device) for key, one in own.items()}
                 optimizer.state[param].update(leaves.closed({**held, **own}))
 
 
@@ -129,10 +124,10 @@ Leaf = tuple[int, str, Any]
 """Of a state: the number of the parameter, the key of the leaf (leaves.py), and the leaf."""
 
 
-def shard_of(optimizer: SteppedShards, *, settle: bool = True) -> dict[str, Any]:
+def shard_of(optimizer: SteppedShards) -> dict[str, Any]:
     """This rank's shard of the state, without communication. If there is one rank, it is full and has no mark."""
     comm = optimizer.comm
-    states = {owned.number: state_of(optimizer, owned, settle) for owned in stepped_here(optimizer)}
+    states = {owned.number: state_of(optimizer, owned) for owned in stepped_here(optimizer)}
     states |= {number: dict(optimizer.optim.state.get(param, {})) for number, param in unsharded(optimizer)}
     state = {number: state for number, state in sorted(states.items()) if state}
     found = {"state": state, "param_groups": numbered_groups(optimizer)}
@@ -141,7 +136,7 @@ def shard_of(optimizer: SteppedShards, *, settle: bool = True) -> dict[str, Any]
     return found
 
 
-def state_of(optimizer: SteppedShards, owned: ParamShard, settle: bool) -> dict[str, Any]:
+def state_of(optimizer: SteppedShards, owned: ParamShard, settle: bool = True) -> dict[str, Any]:
     """The state of one of this rank's shards. settle: master weights have the values for the next step."""
     shard = optimizer.part(owned.param)
     state = plain_state(optimizer.optim.state.get(shard, {}))
@@ -153,7 +148,7 @@ def state_of(optimizer: SteppedShards, owned: ParamShard, settle: bool) -> dict[
 
 def shards_of(optimizer: SteppedShards, rank: int | None = None) -> Iterator[ParamShard]:
     """Yields the shards of all ranks (or of `rank`), shard group by shard group, in the same order on all ranks."""
-    numbers = {param: number for number, param in enumerate(params_of(optimizer))}
+    numbers = param_groups.numbers_of(optimizer)
     for group in optimizer.shard_groups:
         for owner in range(group.layout.world) if rank is None else [rank]:
             for span in group.layout.spans(owner):
@@ -168,7 +163,7 @@ def stepped_here(optimizer: SteppedShards) -> Iterator[ParamShard]:
     for owned in shards_of(optimizer, rank):
         own.add(owned.number)
         yield owned
-    numbers = {param: number for number, param in enumerate(params_of(optimizer))}
+    numbers = param_groups.numbers_of(optimizer)
     for group in optimizer.shard_groups if type(optimizer.optim) in ELEMENTWISE else ():
         for index, param in enumerate(group.params):
             if (number := numbers.get(param)) is not None and number not in own:
@@ -253,47 +248,43 @@ def cut(
     optimizer: SteppedShards, found: Iterable[Leaf], *, is_shard: bool = False
 ) -> dict[nn.Parameter, dict[str, Any]]:
     """Returns copies of this rank's shards of states, by `part(param)`. is_shard: they are its shards already.
-    Otherwise raises ValueError for what does not fit, on every rank alike."""
+    Otherwise raises ValueError for what does not fit, on every rank alike: state of a parameter that stays whole may
+    have any shape."""
     own = {owned.number: owned for owned in stepped_here(optimizer)}
+    cut = {owned.number: owned for owned in shards_of(optimizer) if owned.index not in owned.group.layout.whole}
     whole, taken = dict(unsharded(optimizer)), dict[nn.Parameter, dict[str, Any]]()
-    for number, key, leaf in found if is_shard else _fitting(optimizer, found):
-        if owned := own.get(number):
-            part = owned.taken_from(leaf if is_shard else _part(owned, key, leaf), is_shard=is_shard)
-            if owned.empty and key not in SINGLE and isinstance(part, Tensor):  # one element has no slice
-                part = part.new_empty(owned.shape)
-            taken.setdefault(optimizer.part(owned.param), {})[key] = part
-        elif number in whole:
+    for number, key, leaf in found:
+        if not is_shard and number in cut and isinstance(leaf, Tensor) and leaf.numel() != 1:
+            one = cut[number]
+            full_shape = parts.shape(one.param, one.full_shape)
+            if leaf.shape != full_shape:
+                raise ValueError(
+                    f"the state of {one.name} has {leaves.entry_of(key)!r} of shape {list(leaf.shape)}, but the "
+                    f"parameter has {list(full_shape)}, and is cut between ranks. Load it into the same model, or "
+                    "build OSS with partition='whole'."
+                )
+        if number in whole:
             taken.setdefault(whole[number], {})[key] = deepcopy(leaf)
+        elif owned := own.get(number):
+            part = leaf
+            if isinstance(leaf, Tensor) and leaf.dim() and not is_shard:
+                try:  # this rank's part of a whole tensor, where the model is tensor parallel
+                    part = parts.cut(owned.param, leaf)
+                except ValueError as error:
+                    raise ValueError(
+                        f"the state {leaves.entry_of(key)!r} of {owned.name} {error}. Load full state, such as "
+                        "zero.full_optimizer_state_dict returns."
+                    ) from None
+            if isinstance(part, Tensor):
+                if is_shard or not owned.cut or part.numel() == 1:
+                    part = leaves.copied(part)
+                else:
+                    part = owned.slot(part).clone().view(owned.shape)
+                if owned.empty and key not in SINGLE:  # one element has no slice
+                    part = part.new_empty(owned.shape)
+            taken.setdefault(optimizer.part(owned.param), {})[key] = part
         del leaf  # which may be received: see given.py
     return {of: leaves.closed(state) for of, state in taken.items()}
-
-
-def _fitting(optimizer: SteppedShards, found: Iterable[Leaf]) -> Iterator[Leaf]:
-    """Raises ValueError for tensors of other shapes. State of a parameter that stays whole may have any shape."""
-    cut = {owned.number: owned for owned in shards_of(optimizer) if owned.index not in owned.group.layout.whole}
-    for number, key, leaf in found:
-        owned = cut.get(number) if isinstance(leaf, Tensor) and leaf.numel() != 1 else None
-        if owned is not None and leaf.shape != parts.shape(owned.param, owned.full_shape):
-            raise ValueError(
-                f"the state of {owned.name} has {leaves.entry_of(key)!r} of shape {list(leaf.shape)}, but the "
-                f"parameter has {list(parts.shape(owned.param, owned.full_shape))}, and is cut between ranks. Load it "
-                "into the same model, or build OSS with partition='whole'."
-            )
-        yield number, key, leaf
-        del leaf
-
-
-def _part(owned: ParamShard, key: str, leaf: Any) -> Any:
-    """This rank's part of a whole tensor, where the model is tensor parallel."""
-    if not isinstance(leaf, Tensor) or not leaf.dim():
-        return leaf
-    try:
-        return parts.cut(owned.param, leaf)
-    except ValueError as error:
-        raise ValueError(
-            f"the state {leaves.entry_of(key)!r} of {owned.name} {error}. Load full state, such as "
-            "zero.full_optimizer_state_dict returns."
-        ) from None
 
 
 def refuse_other_shard(
@@ -318,10 +309,14 @@ def hand_over(
     """
     takes_masters = optimizer.keeps_masters or known(type(optimizer.optim)) is not None
     masters = {shard: state.pop("master") for shard, state in taken.items() if takes_masters and "master" in state}
-    writes_masters = optimizer.keeps_masters or optimizer.steps_parameters  # before torch replaces the groups
+    # Whether the optimizer holds the user's parameters themselves: before torch replaces the groups.
+    writes_masters = optimizer.keeps_masters or optimizer.param_groups is optimizer.optim.param_groups
     options = [deepcopy(param_groups.options(group)) for group in groups]
-    # Not the empty states of frozen parameters, which torch's Adam takes for its own.
-    restore(optimizer.optim, {shard: state for shard, state in taken.items() if state}, options)
+    # Not the empty states of frozen parameters, which torch's Adam takes for its own. `load_state_dict` converts device
+    # and dtype of the entries.
+    state_dict = numbered(optimizer.optim, {shard: state for shard, state in taken.items() if state}, options)
+    optimizer.optim.load_state_dict({**state_dict, param_groups.SHARD_MARK: OWN})
+    keep_dtypes(optimizer.optim, state_dict)
     for option, group in zip(options, optimizer.param_groups, strict=True):
         group.update(option)
     with torch.no_grad(), as_plain_tensors():
@@ -332,14 +327,6 @@ def hand_over(
     optimizer.loaded()
 
 
-def restore(optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: Sequence[dict[str, Any]]) -> None:
-    """Loads a state by parameters, and the groups' options, into a plain optimizer by its own `load_state_dict`, which
-    converts device and dtype of the entries; see own_dtypes."""
-    state_dict = numbered(optimizer, taken, options)
-    optimizer.load_state_dict({**state_dict, param_groups.SHARD_MARK: OWN})
-    keep_dtypes(optimizer, state_dict)
-
-
 OWN = "own"
 """The mark of a state that is known to be of the optimizer's own shard, and is not compared."""
 
@@ -348,7 +335,7 @@ def numbered(
     optimizer: Optimizer, taken: Mapping[Any, dict[str, Any]], options: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Converts a state by parameters to the format of state_dict()."""
-    numbers = {param: number for number, param in enumerate(params_of(optimizer))}
+    numbers = param_groups.numbers_of(optimizer)
     return {
         "state": {numbers[param]: state for param, state in taken.items()},
         "param_groups": [
@@ -360,7 +347,7 @@ def numbered(
 
 def fingerprint(optimizer: SteppedShards) -> str:
     """The mark of this rank's shard: rank, world size and a digest of the layout."""
-    numbers = {param: number for number, param in enumerate(params_of(optimizer))}
+    numbers = param_groups.numbers_of(optimizer)
     laid_out = [
         (group.layout.bounds, [numbers.get(param) for param in group.params], group.shapes.full)
         for group in optimizer.shard_groups

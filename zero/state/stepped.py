@@ -14,7 +14,6 @@ from zero.comm import Comm
 from zero.measure.shapes import shard_shape
 from zero.shards.layout import Span
 from zero.shards.shard_group import ShardGroup
-from zero.state import leaves
 
 
 @dataclass
@@ -38,11 +37,6 @@ class SteppedShards:
     @property
     def kind(self) -> str:
         return type(self.optim).__name__
-
-    @property
-    def steps_parameters(self) -> bool:
-        """Whether the optimizer holds the user's parameters themselves, as at stages 0 and 3."""
-        return self.param_groups is self.optim.param_groups
 
 
 def of_user(optimizer: Optimizer, shard_groups: list[ShardGroup], comm: Comm) -> SteppedShards:
@@ -81,7 +75,6 @@ class ParamShard:
 
     @property
     def full_shape(self) -> torch.Size:
-        """The shape of the full parameter."""
         return self.group.shapes.full[self.index]
 
     @property
@@ -94,16 +87,5 @@ class ParamShard:
         return shard_shape(self.full_shape, self.span.numel) if self.cut or self.empty else self.full_shape
 
     def slot(self, full: Tensor) -> Tensor:
-        """This shard's elements of a full tensor, which has the parameter's shape; flat.
-
-        A view if the elements lie in memory in the order of the layout, otherwise a copy.
-        """
+        """This shard's elements of a tensor in full shape, flat: a view if they lie in the order of the layout."""
         return self.group.shapes.in_memory_order(self.index, full)[self.span.start : self.span.stop]
-
-    def taken_from(self, value: Any, *, is_shard: bool) -> Any:
-        """Copies this shard's slice of a leaf of the state. is_shard: the leaf is the slice already."""
-        if not isinstance(value, Tensor):
-            return value
-        if is_shard or not self.cut or value.numel() == 1:
-            return leaves.copied(value)
-        return self.slot(value).clone().view(self.shape)

@@ -73,7 +73,6 @@ def forget(param: nn.Parameter) -> None:
 
 
 def comm_of(dtensor: DTensor) -> Comm:
-    """The ranks that have the parts of a DTensor."""
     mesh = dtensor.device_mesh
     if mesh not in _comms:
         _comms[mesh] = Comm(mesh.get_group())
@@ -95,7 +94,6 @@ def like(dtensor: DTensor, local: Tensor) -> DTensor:
 
 
 def shown(param: nn.Parameter) -> Any:
-    """A DTensor to take the place of a plain parameter."""
     dtensor = dtensor_of(param)
     assert dtensor is not None
     made: Any = like(dtensor, param if torch.is_grad_enabled() else param.detach()).requires_grad_(param.requires_grad)

@@ -103,9 +103,8 @@ class Sharding:
     def shard(self, optimizer: Optimizer) -> Optimizer:
         """Collective at stages 1 and 2. The optimizer that this stage steps."""
         if self.stage in (1, 2) and not isinstance(optimizer, OSS):
-            own, rounded = params_of(optimizer), dict[nn.Parameter, torch.dtype]()
-            for rounding in self._roundings.values():
-                rounded |= {param: rounding.dtypes[param] for param in own if param in rounding.dtypes}
+            own, roundings = params_of(optimizer), self._roundings.values()
+            rounded = {param: one.dtypes[param] for one in roundings for param in own if param in one.dtypes}
             optimizer = OSS.from_optimizer(optimizer, precision=self._precision, rounded=rounded, **self._rest)
         self._optimizers[optimizer] = None
         for holder in self.wrapped:  # prepared before, not in one call
@@ -171,21 +170,17 @@ class Sharding:
             self.stage == 1 and not dist.is_initialized() and self._precision.param_dtype is None
         ):
             if (rounding := self._roundings.pop(model, None)) is not None:
-                rounding.round_rest(())
-                rounding.cast_inputs(self._precision.prepare(model.modules()), root=True)
+                rounding.wrap(None, ())
             return model
         else:
             oss = [one for one in self._optimizers if isinstance(one, OSS) and steps(one, model)]
             if not oss and self.stage == 2:
                 raise ValueError(f"a model was prepared at stage 2 without its optimizer, {_TOGETHER}")
-            kind, rounding = ShardedDDP if self.stage == 2 else AveragingDDP, self._roundings.pop(model, None)
+            rounding = self._roundings.pop(model, None) or Rounding(self._precision, model, None, Comm())
             how: dict[str, Any] = {"broadcast_buffers": synced, "sync_models_at_startup": self._synced}
             cap_mb = options.get("bucket_cap_mb")
             how["reduce_buffer_size"] = int(cap_mb * 2**20 / 4) if cap_mb else None
-            if rounding is not None:
-                wrapped = rounding.wrap(kind, oss, **how)
-            else:
-                wrapped = kind(model, oss, precision=self._precision, **how)
+            wrapped = rounding.wrap(ShardedDDP if self.stage == 2 else AveragingDDP, oss, **how)
         self.wrapped[wrapped] = None
         return wrapped
 
@@ -204,11 +199,6 @@ class Sharding:
         own = {*(getattr(model, "_no_split_modules", None) or ())}  # may name classes that this model does not have
         found = {type(module).__name__ for module in model.modules()} & own or {*own, "no class"}
         return ModuleWrapPolicy(_classes(model, self._class_names or [*found], "TRANSFORMER_BASED_WRAP"))
-
-    def holder_of(self, optimizer: Optimizer) -> nn.Module:
-        """The wrapper that holds the optimizer's parameters; a module of several, or of none where none is wrapped."""
-        holders = [one for one in self.wrapped if steps(optimizer, one)]
-        return holders[0] if len(holders) == 1 else nn.ModuleList(holders)
 
 
 def _classes(model: nn.Module, names: Sequence[str], option: str) -> list[type[nn.Module]]:
@@ -411,7 +401,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def writes(self) -> bool:
-        """Whether this rank writes files."""
         each_node = self.project_configuration.save_on_each_node
         return bool(self.is_local_main_process if each_node else self.is_main_process)
 

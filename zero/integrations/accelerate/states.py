@@ -31,10 +31,15 @@ from zero.checkpoint.write import save_in_place
 from zero.comm import AGREEMENT, Comm
 from zero.comm.together import Together
 from zero.fsdp.full_weights import named_tensors
-from zero.full_state import full_optimizer_state_dict, full_state_dict, full_tensors
-from zero.load_full import load_full_optimizer_state_dict, load_full_state_dict
-from zero.measure.param_groups import params_of, steps
-from zero.wrappers import unwrapped
+from zero.full_state import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    full_tensors,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
+from zero.measure.param_groups import numbers_of, steps
+from zero.wrappers import unwrapped, wrapper_of
 
 T = TypeVar("T")
 Hooks = Sequence[Callable[..., None]]
@@ -56,7 +61,8 @@ class ShardedAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any] | None) -> None:
         """Collective. Loads full state, of every rank or of rank 0 and None elsewhere; or this rank's own."""
-        load_full_optimizer_state_dict(self._accelerator.sharding.holder_of(self.optimizer), self.optimizer, state_dict)
+        holder = wrapper_of(self.optimizer, self._accelerator.sharding.wrapped)
+        load_full_optimizer_state_dict(holder, self.optimizer, state_dict)
 
 
 # -------------------------------------------------------------------------------------------------- gathering
@@ -68,10 +74,8 @@ def full_weights(
     """Collective. The full weights on the CPU of each rank that writes. only: the names that this rank writes."""
     if only is None:
         return for_writers(writes, partial(full_state_dict, model, dtype=dtype))
-    first, named = dict[Tensor, str](), dict[str, Tensor]()
-    for name, value in named_tensors(unwrapped(model)[0]).items():
-        named[name_without_compile(name)] = value
-        first.setdefault(value, name_without_compile(name))
+    named = {name_without_compile(name): value for name, value in named_tensors(unwrapped(model)[0]).items()}
+    first = {value: name for name, value in reversed(named.items())}  # of those that are tied
     chosen = {name: first[named[name_without_compile(name)]] for name in only}
     kept = {*chosen.values()}
 
@@ -125,7 +129,7 @@ def load_optimizer(optimizer: Any, file: Any, models: Sequence[nn.Module], **opt
         if not any(isinstance(name, str) for group in groups for name in group["params"]):
             return state
         # That of PyTorch's FSDP has the names of parameters for their numbers.
-        numbers: dict[Tensor, int] = {param: number for number, param in enumerate(params_of(optimizer))}
+        numbers = numbers_of(optimizer)
         named = [one for model in models for one in named_tensors(unwrapped(model)[0]).items()]
         number_of = {name_without_compile(name): numbers[value] for name, value in named if value in numbers}
         for group, own in zip(groups, optimizer.param_groups, strict=False):
@@ -148,7 +152,6 @@ def _mapped(file: Path, **options: Any) -> Any:
 
 
 def _stored(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of files, one after another."""
     for file in files:
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as opened:
@@ -179,7 +182,7 @@ def save(accelerator: Any, models: Sequence[nn.Module], optimizers: Any, hooks: 
         accelerator.save(OrderedDict(weights.pop(0)), _numbered(folder, file, number), safe_serialization=safe)
     for number, one in enumerate(optimizers):
         agree()
-        holder = accelerator.sharding.holder_of(one.optimizer)
+        holder = wrapper_of(one.optimizer, accelerator.sharding.wrapped)
         state = for_writers(writes, partial(full_optimizer_state_dict, holder, one))
         accelerator.save(state, _numbered(folder, _OPTIMIZER, number))
 
