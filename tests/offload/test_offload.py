@@ -1,4 +1,4 @@
-"""What offload keeps beside the numbers of training (tests/parity/test_offload_rows.py): master weights, checkpoints,
+"""What offload keeps beside the numbers of training (tests/parity/test_axes.py): master weights, checkpoints,
 errors on every rank."""
 
 from functools import partial
