@@ -5,7 +5,7 @@ parameters, and several branches that read one tensor. Autograd adds their gradi
 them: units must not stand in between, and each is all the same released as soon as backward has been through it.
 """
 
-from collections import UserDict, defaultdict, deque
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -129,6 +129,51 @@ for kind in (Derived, partial(defaultdict, list), UserDict, SimpleNamespace, Slo
         lambda kind=kind: InDeque(lambda block, x: unpacked(block(kind(hidden=x))), partial(Packed, kind)),
         lambda model, x: model(x)[0].square().mean(),
     )
+
+
+@dataclass
+class Pack:
+    hidden: Tensor
+    more: dict[str, Any]
+    note: str = "kept"
+
+
+Couple = namedtuple("Couple", "left right")
+
+
+class Nested(Block):
+    def forward(self, pack: Pack, *, scale: tuple[float]) -> Pack:
+        left, (right, nothing) = pack.more["pair"]
+        assert nothing is None and pack.note == "kept" and isinstance(pack.more, OrderedDict)
+        hidden = super().forward(pack.hidden) * scale[0]
+        return Pack(hidden, OrderedDict(pair=Couple(left + right, [right + 1, None]), steps=[1, "a"]))
+
+
+class Packing(Stack):
+    def forward(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        hidden, left, right = (self.first(inputs["x"])[:, None] + torch.arange(3.0).view(1, 3, 1)).unbind(1)
+        pack = Pack(hidden, OrderedDict(pair=Couple(left, [right, None])))
+        for block in self.blocks:
+            pack = block(pack, scale=(inputs["scale"],))
+        assert isinstance(pack.more["pair"], Couple) and pack.more["steps"] == [1, "a"]
+        return {"deep": [(self.last(pack.hidden), pack)], "note": "text"}
+
+
+def of_packed(model: Any, x: Tensor) -> Tensor:
+    ((output, pack),) = model({"x": x, "scale": 0.5})["deep"]
+    return output.square().mean() + pack.more["pair"].left.square().mean()
+
+
+Counting = made(Block, lambda self, x: (Block.forward(self, x), x.detach().argmax(-1), torch.tensor(1)))
+
+
+def counted(block: nn.Module, x: Tensor) -> Tensor:
+    x, best, one = block(x)
+    return x * one + (best == 1).float().mean()
+
+
+odd("nested inputs and outputs", lambda: Packing(Nested, classes=3), of_packed)
+odd("outputs that need no gradient beside those that do", lambda: Calling(counted, Counting, classes=3))
 
 
 Viewed = made(
