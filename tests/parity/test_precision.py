@@ -148,7 +148,11 @@ def test_accumulated_numbers_are_alike_at_all_stages_and_close_by_hand(rank, wor
             optimizer.step()
 
     expected, sgd = Net(), OPTIMIZERS["sgd"]
-    accumulate(ByHand(expected, BF16), sgd(expected.parameters()), lambda: average_gradients(expected))
+    accumulate(
+        ByHand(expected).follow(zero.MixedPrecision(BF16)),
+        sgd(expected.parameters()),
+        lambda: average_gradients(expected),
+    )
     found = alike(accumulate, sgd)
     assert all(close(found[name], value, 3e-2) for name, value in parameters(expected).items())
 
