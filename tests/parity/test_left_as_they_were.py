@@ -8,7 +8,6 @@ import tracemalloc
 import weakref
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +27,6 @@ from rows import Net, adam
 from runs import SideBySide, average_gradients, take_step
 from transports import READS, TRANSPORTS, by
 from zero.comm.oplog import GATHER, REDUCTION, Log
-from zero.comm.streams import Streams
 from zoo import WIDTH, Stack, data, loss_on
 
 
@@ -266,28 +264,6 @@ def test_a_schedule_that_ranks_have_compared_is_settled_wherever_it_begins(begin
         for channel in (GATHER, REDUCTION):
             log.append(channel, 8, compared.append)
     assert compared == [GATHER, REDUCTION]
-
-
-def test_what_is_rounded_before_it_is_sent_takes_two_buffers_in_turn():
-    """Of which each is written again only after its last copy, and longer or other ones come only where they must."""
-    made: list[tuple[int, torch.dtype]] = []
-
-    def host_buffer(numel: int, dtype: torch.dtype, *, pinned: bool) -> Tensor:
-        made.append((numel, dtype))
-        return torch.empty(numel, dtype=dtype)
-
-    events: list[int] = []
-    streams: Any = SimpleNamespace(_sent=[], _buffers=[None, None], host_buffer=host_buffer)
-    sent = []
-    for number, (numel, dtype) in enumerate([(4, torch.half)] * 3 + [(2, torch.half)] * 2 + [(4, torch.bfloat16)] * 2):
-        source = torch.arange(float(numel)) + number
-        rounded = Streams._rounded(streams, source, dtype)
-        assert rounded.dtype == dtype and torch.equal(rounded.float(), source)
-        assert not sent or rounded.data_ptr() != sent[-1].data_ptr()
-        assert events == [*range(number - 1)], "copies that are waited for"
-        streams._sent.append(SimpleNamespace(synchronize=partial(events.append, number)))
-        sent.append(rounded)
-    assert made == [(4, torch.half)] * 2 + [(4, torch.bfloat16)] * 2
 
 
 @pytest.mark.parametrize("transport", [TRANSPORTS[0], TRANSPORTS[-1]])

@@ -440,8 +440,9 @@ def test_other_ranks_than_there_are_and_weights_of_rank_1_alone_are_refused_on_e
     told = ranks.refusal(lambda: zero.load_full_state_dict(model, weights))
     assert told.startswith("ValueError: ") and "only rank 1 of 2 was given any" in told and "rank 0" in told
     for to in (2, -1):
-        told = ranks.refusal(lambda to=to: zero.full_optimizer_state_dict(model, optimizer, to=to))
-        assert told.startswith("ValueError: ") and "no rank of the group of 2: choose 0 to 1, or None" in told
+        for call in (zero.full_state_dict, partial(zero.full_optimizer_state_dict, optimizer=optimizer)):
+            told = ranks.refusal(lambda to=to, call=call: call(model, to=to))
+            assert told.startswith("ValueError: ") and "no rank of the group of 2: choose 0 to 1, or None" in told
 
 
 @pytest.mark.parametrize("alone", [False, True])

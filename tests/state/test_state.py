@@ -22,12 +22,11 @@ import matrix
 import ranks
 import zero
 from assertions import same, same_weights
-from inner import Meter, set_bucket_size, shard_groups
 from optimizers import Lamb
 from ranks import refusal
 from runs import pair, take_step, train
 from transports import TRANSPORTS, by
-from zero import OSS, traffic
+from zero import traffic
 from zero.checkpoint import files, write
 from zero.fsdp import full_weights
 from zero.measure.kinds import ELEMENTWISE, SINGLE
@@ -123,29 +122,6 @@ def test_parameters_that_were_not_stepped_have_no_state(rank, world):
     sharded.consolidate_state_dict(to=None)
     same(sharded.state_dict(), plain.state_dict(), "the state")
     assert len(plain.state_dict()["state"]) == len([p for p in model.parameters() if p.requires_grad]) - 2
-
-
-def _taken(rank, world):
-    """Bytes that consolidating to rank 0 takes at its peak, of a bucket and of the full state."""
-    with Meter() as memory:
-        model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
-        sharded = OSS(model.parameters(), Adam)
-        set_bucket_size(sharded, 256 * 256)
-        for param in model.parameters():
-            param.grad = torch.ones_like(param)
-        sharded.step()
-        before = memory.live()
-        memory.reset_peak()
-        sharded.consolidate_state_dict(to=0)
-        peak = memory.peak() - before
-    largest = max(group.full.nbytes for group in shard_groups(sharded))
-    return peak, largest, sum(2 * param.nbytes for param in model.parameters())
-
-
-def test_who_only_sends_needs_no_more_than_a_bucket():
-    (received, bucket, state), *others = ranks.run(_taken, 3)
-    assert state <= received <= state + bucket
-    assert all(peak <= bucket for peak, _, _ in others)
 
 
 @ranks.on(2)
