@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
@@ -24,10 +23,10 @@ from assertions import same, same_weights
 from inner import bytes_read
 from optimizers import ELEMENTWISE, MOMENTUM, ByParameter, Lamb, MyAdam
 from ranks import refusal
-from rows import Rows, adam, changed, trains
+from rows import Rows, adam, changed, momentum, trains
 from runs import at_stage, average_gradients, distributed, norm_of_gradients, pair, take_step, train, weights
 from transports import READS
-from zoo import OddNet, Stack, built, filled, loss_on, matrices, odd_batch, odd_loss
+from zoo import OddNet, Stack, built, filled, loss_on, matrices, odd_loss
 
 
 def adam_by_factory(params, **options):
@@ -196,61 +195,29 @@ def test_sparse_gradients_are_refused_in_the_same_words_at_every_stage(rank, wor
     optimizer.step()
 
 
-# Stage 1 beside DistributedDataParallel's own options, whichever of OSS and DDP was built first.
+# Stage 1 beside DistributedDataParallel's own options.
 
 
-def fp16(model):
-    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+def with_options_of_ddp(t, i, *, hook=False, unsent=True):
+    if hook and i == 0:
+        t.m.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if unsent:
+        with t.m.no_sync():
+            odd_loss(t.m, t.rank, 100 + i).backward()
+    t.note(odd_loss(t.m, t.rank, i)).backward()
+    t.o.step()
+    t.o.zero_grad(set_to_none=i % 2 == 0)
 
 
-VARIANTS = {
-    "fp16 hook": (fp16, {}),
-    "gradient views": (None, {"gradient_as_bucket_view": True}),
-    "gradient views, fp16 hook": (fp16, {"gradient_as_bucket_view": True}),
-    "static graph, gradient views": (None, {"static_graph": True, "gradient_as_bucket_view": True}),
-    "find unused": (None, {"find_unused_parameters": True}),
-    "small buckets, gradient views": (None, {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}),
-}
-
-
-def trained(rank, optim, options, *, first=None, hook=None, no_sync=False, **ddp):
-    """Losses and weights. first: "OSS" or "DDP", whichever is built first; None: the plain optimizer."""
-    net = built()
-    if first == "OSS":
-        optimizer = zero.OSS(net.parameters(), optim, **options)
-    model = DistributedDataParallel(net, **ddp)
-    if first == "DDP":
-        optimizer = zero.OSS(model.parameters(), optim, **options)
-    if first is None:
-        optimizer = optim(model.parameters(), **options)
-    if hook is not None:
-        hook(model)
-    losses = []
-    for step in range(4):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        if no_sync:
-            with model.no_sync():
-                model(odd_batch(rank, 100 + step)).square().mean().backward()
-        loss = model(odd_batch(rank, step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: param.detach().clone() for name, param in net.named_parameters()}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
-@ranks.on(2)
-def test_trains_as_the_plain_optimizer_does_with_the_same_options(rank, world, name):
-    hook, ddp = VARIANTS[name]
-    for optim, options, first, no_sync in ((SGD, MOMENTUM, "OSS", False), (Adam, {"lr": 0.01}, "DDP", True)):
-        if no_sync and "static_graph" in ddp:
-            continue  # which DistributedDataParallel does not have under no_sync
-        how = {"hook": hook, "no_sync": no_sync, **ddp}
-        expected = trained(rank, optim, options, **how)
-        same(trained(rank, optim, options, first=first, **how), expected, f"{first} built first: losses and weights")
-        if hook:
-            assert trained(rank, optim, options, no_sync=no_sync, **ddp)[0] != expected[0], "the hook did nothing"
+VIEWS = {"gradient_as_bucket_view": True}
+row = Rows("options of DistributedDataParallel", __name__, net=partial(built, OddNet), optim=adam, same={1}, steps=4)
+row.of("a hook in 16 bits", partial(with_options_of_ddp, hook=True), ddp={"bucket_cap_mb": 25}, optim=momentum)
+row.of("gradient views", with_options_of_ddp, ddp=VIEWS)
+row.of("gradient views and a hook in 16 bits", partial(with_options_of_ddp, hook=True), ddp=VIEWS)
+row.of("a static graph", partial(with_options_of_ddp, unsent=False), ddp={**VIEWS, "static_graph": True})
+row.of("unused parameters are found", with_options_of_ddp, ddp={"find_unused_parameters": True})
+row.of("small buckets", with_options_of_ddp, ddp={**VIEWS, "bucket_cap_mb": 0.001}, optim=momentum)
+test_options_of_ddp = row.tests()
 
 
 # What users and tools do with any torch optimizer: hooks, closures, arguments of step, methods of the inner one,
