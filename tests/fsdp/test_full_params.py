@@ -369,23 +369,6 @@ def test_a_forward_that_needs_no_backward_leaves_parts(rank, world):
         assert_in_parts(model, Shifted())
 
 
-@ranks.on(2)
-def test_parameters_keep_identity_and_names_and_attributes_are_forwarded(rank, world):
-    net = tied_net()
-    before = list(net.named_parameters())
-    model = zero.FSDP(net)
-    model(batch(rank, 0)).square().mean().backward()
-    torch.optim.SGD(model.parameters(), 0.1).step()
-    after = list(model.module.named_parameters())
-    assert [name for name, _ in before] == [name for name, _ in after]
-    assert all(one is other for (_, one), (_, other) in zip(before, after, strict=True))
-    assert model.module is net
-    assert model.blocks is net.blocks and model.shift is net.shift
-    assert net.blocks[3].linear.weight is net.first.weight
-    with pytest.raises(AttributeError, match="no_such"):
-        model.no_such  # noqa: B018
-
-
 def random(seed: int, net: nn.Module) -> nn.Module:
     torch.manual_seed(seed)
     for tensor in [*net.parameters(), *net.buffers()]:
@@ -396,38 +379,6 @@ def random(seed: int, net: nn.Module) -> nn.Module:
 @ranks.on(2)
 def test_ranks_start_from_the_weights_of_rank_0(rank, world):
     same(zero.FSDP(random(rank, Shifted())).state_dict(), {**random(0, Shifted()).state_dict()})
-
-
-def tied_net() -> nn.Module:
-    net = Shifted()
-    net.blocks[3].linear.weight = net.first.weight
-    return net
-
-
-@ranks.on(2)
-def test_state_dict_is_the_plain_one_and_plain_ones_load(rank, world):
-    model, plain = zero.FSDP(tied_net()), tied_net()
-    found = model.state_dict()
-    assert list(found) == list(plain.state_dict())
-    same({**found}, {**plain.state_dict()})
-    assert not any(tensor.requires_grad for tensor in found.values())
-    assert_in_parts(model, plain)
-
-    random(1, plain)
-    given, kept = plain.state_dict(), copy.deepcopy(plain).state_dict()
-    assert str(model.load_state_dict(given)) == "<All keys matched successfully>"
-    for weights in (given, model.state_dict(), zero.full_state_dict(model, to=None)):
-        same({**weights}, {**kept})
-    tied_net().load_state_dict(model.state_dict())
-
-    with pytest.raises(RuntimeError, match=r"Missing key.*shift"):
-        model.load_state_dict({name: value for name, value in given.items() if name != "shift"})
-    with pytest.raises(ValueError, match="assign=False"):
-        model.load_state_dict(given, assign=True)
-    missing = model.load_state_dict({"shift": given["shift"]}, strict=False).missing_keys
-    assert missing == [name for name in given if name != "shift"]
-    assert_in_parts(model, plain)
-    assert torch.equal(model(batch(rank, 0)), plain(batch(rank, 0)))
 
 
 @ranks.on(2)

@@ -110,25 +110,42 @@ def test_a_file_of_gradients_is_refused_on_every_rank(rank, world):
     torch.save([param.grad for param in model.parameters()], io.BytesIO())
 
 
-@ranks.on(2)
-def test_the_module_its_names_and_its_weights_are_the_plain_ones(rank, world):
+def tied() -> Net:
     net = Net()
-    before, expected = [*net.parameters()], copy.deepcopy(net.state_dict())
-    model, _ = stage_2(net, sgd)
+    net.layers[3].weight = net.layers[0].weight
+    return net
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2)
+def test_the_module_its_names_and_its_weights_are_the_plain_ones(rank, world, stage):
+    net, plain = tied(), tied()
+    before = [*net.named_parameters()]
+    model, optimizer = zero.setup(net, sgd, stage=stage)
+    found = model.state_dict()
+    assert list(found) == list(plain.state_dict()) and not any(value.requires_grad for value in found.values())
+    same({**found}, {**plain.state_dict()})
+    model(batch(rank)).square().mean().backward()
+    optimizer.step()
     assert model.module is net and model.layers is net.layers and model.shift is net.shift
-    assert all(one is other for one, other in zip(before, net.parameters(), strict=True))
-    same(dict(model.state_dict()), dict(expected))
+    pairs = zip(before, model.module.named_parameters(), strict=True)
+    assert all(name == now and param is one for (name, param), (now, one) in pairs)
+    assert net.layers[3].weight is net.layers[0].weight
     with pytest.raises(AttributeError, match="no_such"):
         model.no_such  # noqa: B018
 
-    other = {name: torch.full_like(value, 0.1) for name, value in expected.items()}
+    other = {name: torch.full_like(value, 0.1) for name, value in plain.state_dict().items()}
+    kept = copy.deepcopy(other)
     assert str(model.load_state_dict(other)) == "<All keys matched successfully>"
+    for weights in (other, model.state_dict(), zero.full_state_dict(model, to=None)):
+        same({**weights}, kept)
     with pytest.raises(RuntimeError, match=r"Missing key.*shift"):
         model.load_state_dict({name: value for name, value in other.items() if name != "shift"})
     with pytest.raises(ValueError, match="assign=False"):
         model.load_state_dict(other, assign=True)
-    plain = Net()
-    plain.load_state_dict(other)
+    missing = model.load_state_dict({"shift": other["shift"]}, strict=False).missing_keys
+    assert missing == [name for name in other if name != "shift"]
+    plain.load_state_dict(model.state_dict())
     assert torch.equal(model(batch(rank)), plain(batch(rank)))
     assert not model.eval().module.training and model.train().module.training
 
