@@ -324,7 +324,7 @@ ELSEWHERE = {
     ],
     "device: shards in files": [
         *("clips", "accumulates_under_no_sync", "weights_decay_between_steps", "goes_back_to_what_it_saved"),
-        "scales_losses_in_float16",
+        *("scales_losses_in_float16", "goes_on_from_a_checkpoint"),
     ],
 }
 for words, names in ELSEWHERE.items():

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.optim import SGD
-from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ranks
@@ -16,10 +15,9 @@ import zero
 from inner import nbytes, shard_groups
 from matrix import WHOLE
 from ranks import refusal
-from zero.measure.shapes import shard_shape
 from zero.shards import layout
 from zero.shards.partition import Shares, arrange, assign, bucket_limit
-from zero.shards.shapes import Shapes, alignment, alike, dense_stride, refuse_shared, refuse_unusable
+from zero.shards.shapes import Shapes, dense_stride, refuse_shared
 
 
 def exhaustively(*draws):
@@ -172,25 +170,6 @@ def test_balance_is_within_grahams_bound_of_the_best_there_is(sizes, world):
     assert got <= best * (4 / 3 - 1 / (3 * world)) + 1e-9
 
 
-@exhaustively(
-    st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 16), st.randoms(use_true_random=False)
-)
-def test_balance_does_not_depend_on_the_order_of_arrival(sizes, world, random):
-    shuffled = random.sample(sizes, len(sizes))
-    loads = [sorted(totals(given_, assign(given_, [0] * world), [0] * world)) for given_ in (sizes, shuffled)]
-    assert loads[0] == loads[1]
-
-
-def test_a_large_parameter_that_comes_last_does_not_pile_up_on_small_ones():
-    """FairScale hands out in order of arrival: ten of 4, then one of 1000, gives 1020 and 20."""
-    sizes = [4] * 10 + [1000]
-    assert sorted(totals(sizes, assign(sizes, [0, 0]), [0, 0])) == [40, 1000]
-
-
-def test_what_ranks_own_already_counts():
-    assert assign([10, 10], [100, 0, 5]) == [1, 2]
-
-
 @exhaustively(st.lists(st.integers(0, 50), max_size=30), st.integers(0, 100))
 def test_runs_are_consecutive_and_as_long_as_the_limit_allows(sizes, limit):
     runs = layout.runs(sizes, limit)
@@ -242,49 +221,9 @@ def test_a_gpu_sends_a_model_of_any_size_in_few_buckets_of_bounded_size():
 # What one parameter's elements are in memory, and which parameters can share a buffer, or none.
 
 
-def test_a_part_has_as_many_dimensions_as_the_parameter():
-    assert shard_shape(torch.Size([4, 3, 5]), 7) == (7, 1, 1)
-    assert shard_shape(torch.Size([4]), 0) == (0,)
-
-
 def test_strides_are_kept_where_they_are_dense():
     assert dense_stride(torch.zeros(4, 3).t()) == (1, 3)
     assert dense_stride(torch.zeros(6, 1).expand(6, 4)) == (4, 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.complex128])
-def test_parameters_start_on_multiples_of_64_bytes(dtype):
-    assert alignment(dtype) * dtype.itemsize == 64
-
-
-def test_only_parameters_of_one_dtype_and_device_and_of_one_mind_about_training_share_a_group():
-    params = [
-        nn.Parameter(torch.zeros(1)),
-        nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)),
-        nn.Parameter(torch.zeros(2)),
-        nn.Parameter(torch.zeros(1), requires_grad=False),
-        nn.Parameter(torch.zeros(1, device="meta")),
-        nn.Parameter(torch.zeros(3, dtype=torch.bfloat16)),
-    ]
-    assert alike(params) == [[0, 2], [1, 5], [3], [4]]
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: 3, ["int", "model.parameters()"]),
-        (lambda: "weight", ["str", "model.parameters()"]),
-        (lambda: nn.Parameter(torch.zeros(2)) * 2, ["leaf", "nn.Parameter"]),
-        (lambda: nn.Parameter(TwoTensor(torch.zeros(2), torch.zeros(2))), ["TwoTensor", "other library"]),
-        (lambda: torch.eye(2).to_sparse().requires_grad_(), ["torch.sparse_coo", ".to_dense()"]),
-        (lambda: nn.Parameter(torch.zeros(2, device="meta")), ["meta device", "model.to_empty"]),
-        (lambda: nn.Parameter(torch.zeros(2)).share_memory_(), ["share_memory()", "param.data.clone()"]),
-    ],
-    ids=["number", "string", "non-leaf", "wrapper", "sparse", "meta", "shared"],
-)
-def test_what_cannot_be_sharded_is_named_with_the_remedy(make, words):
-    reason = refusal(lambda: refuse_unusable(make(), "the name"))
-    assert all(word in reason for word in ["the name", *words]), reason
 
 
 def test_shared_memory_is_found_behind_buffers_that_overlap():
@@ -297,11 +236,6 @@ def test_shared_memory_is_found_behind_buffers_that_overlap():
         assert name in refusal(lambda: refuse_shared([(name, param)], buffers))  # noqa: B023
     params = [("one", memory[:50]), ("first", memory[:5]), ("other", memory[40:])]
     assert "two parameters" in refusal(lambda: refuse_shared(params))
-
-
-def test_what_can_be_sharded_passes():
-    for param in [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2), requires_grad=False), torch.zeros(2)]:
-        refuse_unusable(param, "the name")
 
 
 class Copied(TorchDispatchMode):
@@ -403,19 +337,6 @@ def test_binding_keeps_objects_values_shapes_and_dense_strides(dtype):
     for group in shard_groups(optimizer):
         start = group.full.data_ptr()
         assert all((param.data_ptr() - start) % 64 == 0 for param in group.params if param.numel())
-
-
-def test_parameters_lie_in_the_full_buffer_one_beside_another_and_padding_is_zero():
-    model = Odd()
-    [group] = shard_groups(zero.OSS(model.parameters(), SGD, lr=0.1))
-    assert group.full.count_nonzero() == sum(param.numel() for param in model.parameters())
-    with torch.no_grad():
-        for number, param in enumerate(group.params):
-            param.fill_(number + 1)
-    for number, param in enumerate(group.params):
-        assert (group.full == number + 1).sum() == param.numel()
-    group.full.fill_(5)
-    assert all((param == 5).all() for param in model.parameters())
 
 
 def cycle(rank, world, partition, dtype):
