@@ -178,25 +178,6 @@ def test_fp32_is_float32(rank, world):
         assert Loop(rank).at_stage(model, optimizer) == wanted
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@ranks.on(2)
-def test_modules_compute_in_16_bits_and_batch_normalisation_does_not(rank, world, stage):
-    net, seen = Net(), dict[str, set[torch.dtype]]()
-    model, optimizer = zero.setup(net, SGD, stage=stage, precision="bf16", lr=0.1)
-    for name, module in net.named_modules():
-        if hasattr(module, "weight"):
-            module.register_forward_pre_hook(
-                lambda of, args, name=name: seen.update({name: {of.weight.dtype, args[0].dtype}})
-            )
-    loss_of(model, rank, 0).backward()
-    optimizer.step()
-    assert seen.pop("batch_norm") == {torch.float32}
-    assert len(seen) == 11 and all(dtypes == {torch.bfloat16} for dtypes in seen.values())
-    if stage < 3:
-        narrow = sum(param.numel() for name, param in net.named_parameters() if "batch_norm" not in name)
-        assert sum(param.nbytes for param in net.parameters()) == 2 * narrow + 4 * 2 * WIDTH
-
-
 # ------------------------------------------------------------------------------------------------- around training
 
 
