@@ -17,7 +17,6 @@ from torch.optim import SGD, Adam
 import gpus
 import ranks
 import zero
-from assertions import close
 from rows import Net, Rows, adam, changed, momentum, sgd, trains
 from runs import norm_of_gradients
 from zoo import WIDTH, data
@@ -402,9 +401,6 @@ row.of(
 test_none = row.tests()
 
 
-B9 = "B9: torch's clip_grad_norm_"
-
-
 class Small(nn.Sequential):
     """By default of the shape of the README's own first script: a rank has a slice of one parameter alone."""
 
@@ -413,52 +409,28 @@ class Small(nn.Sequential):
         super().__init__(*(of_each for layer in layers for of_each in (layer, nn.Tanh())))
 
 
-NETS = {
-    "units": Net,
-    "small": Small,
-    "one matrix": lambda: Small(12, bias=False),
-    "one output": lambda: Small(1),
-    "biases": lambda: changed(Small(), lambda n: [n[k].weight.requires_grad_(False) for k in (0, 2)]),
-    "half is frozen": lambda: changed(Small(32, 3, 3), lambda n: n[0].requires_grad_(False)),
-    "one is unused": lambda: changed(Small(), lambda n: n.register_parameter("unused", nn.Parameter(torch.zeros(20)))),
-    "wide": lambda: Small(256, 6),
-    "two alike": lambda: Small(WIDTH, WIDTH),
-}
-
-
-def clipped(rank, net, partition, stage):
-    torch.manual_seed(0)
-    model, optimizer = zero.setup(NETS[net](), momentum, stage=stage, partition=partition)
-    for i in range(6):
-        model(data(4, WIDTH, rank=rank, step=i)).square().sum().backward()
-        assert clip_grad_norm_(model.parameters(), 0.01) > 0.01
-        optimizer.step()
-        optimizer.zero_grad()
-    return zero.full_state_dict(model, to=None)
-
-
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("net", NETS)
-@ranks.on("world")
-def test_torchs_clip_grad_norm_is_that_of_stage_0(rank, world, net, partition):
-    """Also where one rank has all."""
-    # DistributedDataParallel does not train what is unused by itself.
-    expected = clipped(rank, net, "auto", 1 if net == "one is unused" else 0)
-    for stage in (2, 3):
-        found = clipped(rank, net, partition, stage)
-        for name, value in expected.items():
-            assert close(found[name], value, 1e-5), f"{name} at stage {stage}"
-
-
 def by(factor):
     """Each gradient is multiplied by factor(t, its number)."""
     return lambda t, params: [p.grad.mul_(factor(t, k)) for k, p in enumerate(params)]
 
 
+NETS = {
+    "units": Net,
+    "a small net": Small,
+    "one matrix": lambda: Small(12, bias=False),
+    "one output": lambda: Small(1),
+    "biases": lambda: changed(Small(), lambda n: [n[k].weight.requires_grad_(False) for k in (0, 2)]),
+    "a net of which half is frozen": lambda: changed(Small(32, 3, 3), lambda n: n[0].requires_grad_(False)),
+    "a wide net": lambda: Small(256, 6),
+}
+"""Of some of which one rank has all."""
+TWINS = {"net": lambda: Small(WIDTH, WIDTH)}
 SAME, NORM = {"net": Small}, {"net": Small, "tolerance": max(1e-6, gpus.ROUNDING)}
 FIRST = lambda t: t.n[0].parameters()  # noqa: E731
-row = Rows(B9, __name__)
+row = Rows("B9: torch's clip_grad_norm_", __name__)
+for title, net in NETS.items():
+    clipped = of_each(lambda t, params: clip_grad_norm_(params, 0.01))
+    row.of(f"the norm of {title} is clipped", clipped, **NORM | {"net": net}, optim=momentum)
 row.of("the norm is below the limit", of_each(lambda t, params: clip_grad_norm_(params, 1e9)), **NORM)
 row.of("every gradient is clipped by value", of_each(lambda t, params: clip_grad_value_(params, 0.01)), **SAME)
 row.of("all gradients are halved", of_each(by(lambda t, k: 0.5)), **SAME, optim=adam)
@@ -469,7 +441,7 @@ row.of(
     of_each(lambda t, _: [p.grad.mul_(1 / (2 + k)) for k, p in enumerate(t.m.parameters()) if p.grad is not None]),
     **SAME,
 )
-row.of("one of two layers is scaled", of_each(by(lambda t, k: 0.1), FIRST), **SAME | {"net": NETS["two alike"]})
+row.of("one of two layers is scaled", of_each(by(lambda t, k: 0.1), FIRST), **TWINS)
 row.of("the norm is of one layer", of_each(lambda t, params: clip_grad_norm_(params, 0.01), FIRST), **NORM)
 row.of("each has its norm", of_each(lambda t, params: [clip_grad_norm_(p, 0.01) for p in params]), **NORM)
 row.of("the largest is the norm", of_each(lambda t, params: clip_grad_norm_(params, 0.01, torch.inf)), **NORM)
