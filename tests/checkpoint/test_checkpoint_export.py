@@ -19,8 +19,8 @@ from torch import nn
 
 import ranks
 import zero
-from commands import command
 from inner import progress_from
+from processes import command
 from runs import take_step
 from transports import TRANSPORTS, calling
 from zero.checkpoint import CheckpointError

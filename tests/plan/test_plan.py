@@ -21,12 +21,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import matrix
 import ranks
 import zero
-from commands import command
 from inner import nbytes, shard_groups
 from matrix import WHOLE
 from optimizers import Moments, Wrapping
 from placements import MODELS, Block, Model
-from processes import ROOT
+from processes import ROOT, command
 from simulated.world import simulated
 from zero.plan import Cost, Plan
 from zero.plan.gpt import batch_of, gpt_of
