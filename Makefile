@@ -64,7 +64,7 @@ hosts: $(READY)  ## All that sends as between hosts: no rank reads another's mem
 # Python with torch and pytest-xdist instead of .venv.
 ON_GPUS := tests/parity tests/faults/test_faults.py tests/oss tests/sdp tests/offload \
 	$(patsubst %,tests/comm/test_%.py,comm watchdog) \
-	$(patsubst %,tests/fsdp/test_%.py,construction fsdp full_params meta mixed_precision other_stream prefetch reentry strategies)
+	$(patsubst %,tests/fsdp/test_%.py,construction full_params mixed_precision other_stream prefetch reentry)
 
 gpu: $(READY)  ## The tests to which a GPU matters, on the GPUs of this machine, over NCCL; WORKERS=8 runs more at once
 	@ZERO_TEST_DEVICE=cuda $(BIN)/python -m pytest -q -n $(or $(WORKERS),5) --dist worksteal $(ON_GPUS) $(ARGS)

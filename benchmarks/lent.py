@@ -25,7 +25,7 @@ WIRES = "PYTHON benchmarks/wires.py --only zero3 fsdp2"
 OFFLOAD = "PYTHON benchmarks/peers.py --world 1 --model gpt-1b --bf16 --offload --rounds 1 --threads 14"
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 KILLS = "tests/faults/test_faults.py tests/comm/test_watchdog.py"
-ON_GPU = "tests/parity/test_no_sync_rows.py tests/fsdp/test_{reentry,prefetch,mixed_precision,strategies}.py"
+ON_GPU = "tests/parity/test_gradient_rows.py tests/fsdp/test_{reentry,prefetch,mixed_precision}.py"
 
 ITEMS = f"""\
 90  trains on another stream: {PYTEST} tests/fsdp/test_other_stream.py

@@ -24,18 +24,22 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 }
 
 
+class Down(nn.Linear):
+    """A layer that can be kept in float32 by its class."""
+
+
 class Block(nn.Module):
     """Gets float32 beside what it computes with, as rotary tables and masks are; it has a buffer of float32."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), Down(2 * WIDTH, WIDTH)
         self.gain = nn.Parameter(torch.tensor(1.3))
         self.frozen = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
         self.register_buffer("shift", torch.linspace(-1, 1, WIDTH) / 3)
 
-    def forward(self, x: Tensor, *, more: Tensor) -> Tensor:
-        hidden = torch.tanh(self.up(self.norm(x) + more * self.frozen))
+    def forward(self, x: Tensor, *, more: list[Tensor]) -> Tensor:
+        hidden = torch.tanh(self.up(self.norm(x) + (more[0] * self.frozen).to(x.dtype)))
         return x + self.gain * self.down(hidden) + self.shift.to(x.dtype)
 
 
@@ -44,46 +48,66 @@ class Net(nn.Module):
 
     recomputed = False
 
-    def __init__(self) -> None:
+    def __init__(self, normalised: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(WIDTH, WIDTH)
         self.first.weight.data = self.first.weight.data.mT.contiguous().mT
         self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.batch_norm = nn.BatchNorm1d(WIDTH)
+        self.batch_norm = nn.BatchNorm1d(WIDTH) if normalised else nn.Identity()
         self.last = nn.Linear(WIDTH, WIDTH)
         self.last.weight = self.first.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+        x = self.first(x.to(self.first.weight.dtype))
         for block in self.blocks:
             run = partial(checkpoint, block, use_reentrant=False) if self.recomputed else block
-            x = run(x, more=torch.linspace(0.1, 1, WIDTH).square())
+            x = run(x, more=[torch.linspace(0.1, 1, WIDTH).square()])
         return self.last(self.batch_norm(x))
 
 
 class ByHand(nn.Module):
-    """The same by torch alone, with the policy: rounds float32 weights each time that it is called."""
+    """A net, which can follow a policy by torch alone: what is float32 is cast each time that it is called."""
 
-    def __init__(self, net: nn.Module, dtype: torch.dtype) -> None:
+    policy: zero.MixedPrecision | None = None
+
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
-        self.net, self.dtype = net, dtype
-        for module in net.modules():
-            if isinstance(module, (Net, Block)):
-                module.register_forward_pre_hook(partial(self._cast, dtype), with_kwargs=True)
-            elif isinstance(module, nn.BatchNorm1d):
-                module.register_forward_pre_hook(partial(self._cast, torch.float32), with_kwargs=True)
-                module.register_forward_hook(lambda _, __, output: output.to(dtype))
-
-    @staticmethod
-    def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> Any:
-        return tuple(one.to(dtype) for one in args), {name: one.to(dtype) for name, one in kwargs.items()}
+        self.net = net
 
     def forward(self, x: Tensor) -> Tensor:
-        rounded = {
-            name: param if "batch_norm" in name else param.to(self.dtype) for name, param in self.net.named_parameters()
-        }
-        return functional_call(self.net, rounded, (x,))
+        if self.policy is None:
+            return self.net(x)
+        kept = [module for module in self.net.modules() if isinstance(module, self.policy.keep_fp32)]
+        whole = {param for module in kept for param in module.parameters()}
+        own, to = self.net.named_parameters(), self.policy.param_dtype
+        params = {name: param if param in whole else cast(to, param) for name, param in own}
+        buffers = {name: cast(self.policy.buffer_dtype, buffer) for name, buffer in self.net.named_buffers()}
+        return functional_call(self.net, params | buffers, x)
+
+    def follow(self, policy: zero.MixedPrecision) -> nn.Module:
+        """Gradients are cast as they would be sent, to be averaged in float32."""
+        self.policy, to = policy, policy.param_dtype
+        for param in self.parameters():
+            if param.requires_grad and policy.reduce_dtype:
+                param.register_hook(lambda gradient: gradient.to(policy.reduce_dtype).float())
+        for buffer in self.buffers():
+            buffer.copy_(cast(policy.buffer_dtype, buffer))
+        for module in self.modules():
+            if to and isinstance(module, policy.keep_fp32):
+                module.register_forward_pre_hook(partial(cast_arguments, torch.float32), with_kwargs=True)
+                module.register_forward_hook(lambda _, __, output: output.to(to))
+            elif isinstance(module, (Net, Block)) and policy.cast_forward_inputs:
+                module.register_forward_pre_hook(partial(cast_arguments, to), with_kwargs=True)
+        return self
+
+
+def cast(dtype: torch.dtype | None, value: Tensor) -> Tensor:
+    return value if dtype is None else value.to(dtype)
+
+
+def cast_arguments(dtype: torch.dtype | None, _: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tuple(cast(dtype, one) for one in args), {key: [cast(dtype, one) for one in kwargs[key]] for key in kwargs}
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
@@ -122,7 +146,7 @@ class Loop:
                 nn.utils.clip_grad_norm_(net.parameters(), self.max_norm)
             optimizer.step()
 
-        return self.losses(take, ByHand(net, dtype))
+        return self.losses(take, ByHand(net).follow(zero.MixedPrecision(dtype)))
 
     def at_stage(self, model: nn.Module, optimizer: Optimizer) -> list[float]:
         scaler = torch.amp.GradScaler(gpus.DEVICE, init_scale=self.scale or 1.0, enabled=self.scale is not None)

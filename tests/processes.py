@@ -1,4 +1,4 @@
-"""Python as users start it, in a process of its own."""
+"""Python as users start it, in a process of its own; and `python -m` in that of the tests."""
 
 import multiprocessing.util
 import os
@@ -11,6 +11,7 @@ import traceback
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -112,3 +113,14 @@ def _run(arguments: list[str]) -> None:
         sys.path[:0] = [os.path.dirname(os.path.abspath(first)), *paths]
         sys.argv = arguments
         runpy.run_path(first, run_name="__main__")
+
+
+def command(package: str, *arguments: object) -> object:
+    """What the command exits with: 0 or None where all is well, a number, or a text for the terminal."""
+    sys.modules.pop(f"{package}.__main__", None)
+    with mock.patch.object(sys, "argv", [package, *map(str, arguments)]):
+        try:
+            runpy.run_module(package, run_name="__main__")
+        except SystemExit as done:
+            return done.code
+    return 0

@@ -58,17 +58,6 @@ Net = partial(Stack, classes=3, blocks=2)
 
 Program = Callable[["Loop", int], object]
 
-Scenario = Callable[[int, int, Any], None]
-"""Of rank, number of ranks, and options of FSDP or a stage. Raises where numbers are not those of the reference."""
-
-
-class Scenarios(dict[str, Scenario]):
-    """By name. Called with a function, takes it in."""
-
-    def __call__(self, function: Scenario) -> Scenario:
-        self[function.__name__] = function
-        return function
-
 
 class Loop:
     """What a program gets: the wrapped model `m`, the module inside `n`, the optimizer `o`, and what it keeps in

@@ -11,8 +11,8 @@ from torch import nn
 import matrix
 import ranks
 import zero
-from commands import command
 from inner import Meter
+from processes import command
 from runs import take_step
 
 pytestmark = pytest.mark.slow

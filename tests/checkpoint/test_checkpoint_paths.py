@@ -19,7 +19,7 @@ from torch import nn
 
 import ranks
 import zero
-from commands import command
+from processes import command
 from zero.checkpoint import write
 
 

@@ -3,12 +3,9 @@
 import gc
 import itertools
 import re
-import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,13 +17,12 @@ import matrix
 import ranks
 from assertions import same
 from ranks import refusal
-from transports import TRANSPORTS, between_hosts, by, overlapping
+from transports import between_hosts, overlapping
 from zero.comm import Comm, Traffic, Work, traffic
 from zero.comm import comm as comm_module
-from zero.comm.host_memory import Peers
 from zero.comm.oplog import Log
 from zero.comm.streams import StreamWork
-from zero.comm.transport import GroupWork, ProcessGroupTransport, SumWork
+from zero.comm.transport import GroupWork, SumWork
 from zero.shards.shard_group import ReplicaWork
 
 WORLDS = [2, 3, 4] if matrix.WHOLE else [2, 3]
@@ -366,99 +362,3 @@ def test_a_rank_that_fails_to_read_what_it_scatters_fails_on_every_rank(rank, wo
         text = ranks.refusal(lambda: comm.scatter(read, [0, 350, 701], into))
         assert text == f"OSError: {'' if rank == 0 else 'rank 0 has raised OSError: '}the file is damaged"
         comm.agree(0)  # the group goes on
-
-
-# A rank that comes late to each operation: the others wait, over every transport, and all get what they should.
-
-
-LATE = 0.6
-
-
-class Slow:
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def __getattr__(self, name: str) -> Any:
-        collective = getattr(self._group, name)
-
-        def late(*args: Any) -> Any:
-            time.sleep(LATE)
-            return collective(*args)
-
-        return late
-
-
-@contextmanager
-def late(comm: Comm) -> Iterator[None]:
-    announce, of = Peers.announce, comm.link.transports[gpus.DEVICE]
-
-    def slowly(*args: Any) -> None:
-        time.sleep(LATE)
-        announce(*args)
-
-    with mock.patch.object(Peers, "announce", slowly):
-        if isinstance(of, ProcessGroupTransport):
-            with mock.patch.multiple(of, _group=Slow(of._group), _reduces_by=Slow(of._reduces_by)):
-                yield
-        else:
-            yield
-
-
-def collect(comm: Comm, to: int | None) -> None:
-    """Tensors of two owners, one of them empty, one larger than what a socket holds."""
-    lengths = [(1, 3), (2, 500_000), (1, 0)]
-    expected = [torch.arange(float(length)) + owner for owner, length in lengths]
-    room = [
-        tensor.clone() if owner == comm.rank else torch.zeros_like(tensor) if to in (None, comm.rank) else None
-        for tensor, (owner, _) in zip(expected, lengths, strict=True)
-    ]
-    transfers = [(owner, 4 * length, tensor) for (owner, length), tensor in zip(lengths, room, strict=True)]
-    comm.collect(transfers, to, torch.device(gpus.DEVICE))
-    if to in (None, comm.rank):
-        same(room, expected, f"collected by {to}")
-
-
-def gather(comm: Comm) -> None:
-    full = torch.full((9,), float(comm.rank))
-    comm.gather(full, [0, 3, 6, 9]).wait()
-    assert full.tolist() == [0.0] * 3 + [1.0] * 3 + [2.0] * 3
-
-
-def reduce(comm: Comm) -> None:
-    assert comm.reduce([(torch.full((6,), comm.rank + 1.0), [1, 2, 3])]).wait().unique().tolist() == [6.0]
-
-
-def others(comm: Comm) -> None:
-    value = torch.tensor([float(comm.rank)])
-    comm.all_reduce(value)
-    assert value.item() == 3
-    comm.broadcast([value.fill_(comm.rank)], 1)
-    assert value.item() == 1
-    assert comm.all_gather_text(str(comm.rank)) == ["0", "1", "2"]
-
-
-OPERATIONS: dict[str, Callable[[Comm], object]] = {
-    "collect on one": lambda comm: collect(comm, 0),
-    "collect on all": lambda comm: collect(comm, None),
-    "gather": gather,
-    "reduce": reduce,
-    "others": others,
-}
-CASES = [("collect on one", 0), ("collect on one", 1), ("collect on one", 2)]
-CASES += [("collect on all", 1), ("gather", 0), ("reduce", 1), ("others", 2)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(("operation", "who"), CASES)
-@ranks.on(3, timeout=30)
-def test_a_late_rank_is_waited_for(rank, world, transport, operation, who):
-    with by(transport):
-        comm = Comm()
-        comm.agree(comm.channel("a test"))
-        if rank == who:
-            with late(comm):
-                OPERATIONS[operation](comm)
-        else:
-            OPERATIONS[operation](comm)
-        comm.agree(0)

@@ -18,7 +18,7 @@ from torch.optim import SGD
 import zero
 from inner import set_bucket_size
 from simulated.device import Stall
-from simulated.network import Network, Wire
+from simulated.network import Network
 from simulated.scenarios import HALF, built
 from simulated.world import Simulated, simulated
 from zero.fsdp.fsdp import running_model
@@ -224,29 +224,6 @@ CLUSTER = Network(HOSTS, GPUS, 1, 1.0, 1.0)
 NETWORKS = {one.ranks: one for one in (CLUSTER, CLUSTER.within_host(), CLUSTER.across_hosts())}
 """By the ranks of a group: of all, of one host, of one rank a host."""
 net = partial(Stack, partial(Block, WIDE, 2 * WIDE), WIDE, WIDE)
-
-
-@pytest.mark.parametrize(
-    ("kind", "nics", "ms"),
-    [("reduce", 8, 11.4), ("reduce", 1, 91), ("all-reduce", 8, 22.8), ("broadcast", 1, 92.4)]
-    + [("all-to-all", 8, 81), ("all-to-all", 1, 647)],
-)
-def test_what_a_billion_gradients_in_float32_take_among_8_hosts_of_8(kind, nics, ms):
-    there = Network(8, 8, nics, 45 * GB, 400 * GB)
-    assert 1000 * there.seconds(kind, 4 * 1.04 * GB) == pytest.approx(ms, rel=0.01)
-
-
-def test_within_a_host_all_goes_by_links_and_across_hosts_groups_share_its_nics():
-    there = Network(8, 8, 4, 45 * GB, 400 * GB)
-    assert there.within_host().nic_bytes("all-to-all", 8) == 0
-    for kind in ("gather", "reduce", "all-to-all"):
-        assert there.within_host().seconds(kind, 8 * GB) == 7 / 400
-        assert there.across_hosts().seconds(kind, 8 * GB) == 7 / 45 * 8 / 4
-
-
-def test_a_wire_sends_what_comes_later_in_the_time_that_is_left():
-    wire = Wire()
-    assert [wire.send(*one) for one in [(0, 2), (3, 2), (1, 2), (2, 0), (9, 1), (4, 4)]] == [2, 5, 6, 2, 10, 11]
 
 
 def sent(stage: int, dtype: torch.dtype = torch.float32, **how: Any) -> Counter[str]:

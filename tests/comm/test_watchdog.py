@@ -34,8 +34,6 @@ from runs import sgd, take_step
 from transports import between_hosts, overlapping
 from zero.comm import waiting, watchdog
 from zero.comm.forked import held
-from zero.comm.oplog import Log
-from zero.comm.watchdog import Hub, Peer
 from zoo import WIDTH, Stack, loss_on
 
 VICTIM = 1
@@ -201,32 +199,6 @@ def test_a_rank_that_cannot_reach_the_first_one_says_so_once_and_keeps_nothing(r
     unwatched = [text.startswith("rank 1 is not watched, as it cannot reach rank 0 at") for text in said]
     assert unwatched == [True] * (rank == 1)
     assert len(watches) == (rank != 1)
-
-
-def test_a_message_may_come_in_pieces_and_one_that_is_longer_than_any_ends_the_connection():
-    sent, received = socket.socketpair()
-    peer = Peer(received)
-    sent.sendall(b'{"at": [1, 2]')
-    assert peer.receive() == []
-    sent.sendall(b', "log": null}\n{}\n{"gone"')
-    assert peer.receive() == [{"at": [1, 2], "log": None}, {}]
-    sent.close()
-    with pytest.raises(EOFError):
-        peer.receive()
-    received.close()
-
-
-def test_the_hub_compares_each_new_log_with_the_longest_other():
-    log = Log(0, 64)
-    one = Hub(log, 100.0, range(64))
-    for rank in range(64):
-        one.hear(rank, {"at": (3, 2 + rank % 2), "log": [5, 6, 5][: 2 + rank % 2]})
-    with mock.patch.object(log, "difference", side_effect=log.difference) as compared:
-        assert one.verdict() is None and compared.call_count == 64
-        assert one.verdict() is None and compared.call_count == 64
-    one.hear(9, {"at": (3, 3), "log": [5, 7, 5]})
-    verdict = one.verdict()
-    assert verdict is not None and "rank 9 is in" in verdict["failed"].replace("rank 9 in", "rank 9 is in"), verdict
 
 
 @gpus.cpu_only("between hosts")

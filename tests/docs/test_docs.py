@@ -1,16 +1,22 @@
-"""The code of README.md and of the pages under docs/ runs: each block on two ranks, by itself, and a script that a
-page begins with by one process without a group, too. Training is shortened; `make matrix` runs the commands of plans.
+"""The code of README.md and of the pages under docs/ runs: each block on two ranks, by itself, and a script that a page
+begins with by one process without a group, too. Training is shortened; `make matrix` runs the commands of plans. Pages
+are short and name what is there; the package has the versions and names that they say.
 """
 
+import ast
 import contextlib
 import os
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
+from types import ModuleType
 
 import documented
 import first_script
 import pytest
+import torch
 import torch.distributed as dist
 from pages import PAGES, ROOT, all_blocks, blocks
 
@@ -19,6 +25,7 @@ import ranks
 import zero
 from launched import launched
 from processes import python
+from zero._torch.namesakes import refuse_mixtures
 
 FAST = ("coming_from", "status")
 SHORTER = {"range(20)": "range(2)", "world_size=64,": "world_size=64, stages=[3],"}
@@ -87,3 +94,107 @@ def test_commands_of_plans_print_what_the_pages_show():
     assert found
     for command, output in found:
         assert python("-m", "zero.plan", *command.split()).stdout == output
+
+
+# What the pages name is there, and they are short. `make docs` looks after links.
+
+
+WORDS, OF_A_PAGE = 15_000, 2_000
+WIDTH = 88  # of code; wider, the site scrolls
+
+
+def test_pages_are_short():
+    words = {page.name: len(page.read_text().split()) for page in PAGES}
+    assert max(words.values()) <= OF_A_PAGE and sum(words.values()) <= WORDS, words
+
+
+def test_code_is_narrow():
+    for page in PAGES:
+        for line, _, source in blocks(page):
+            wide = [text for text in source.splitlines() if len(text) > WIDTH]
+            assert not wide, f"{page.name}:{line}: {wide}"
+
+
+def test_named_files_exist():
+    for page in PAGES:
+        for name in re.findall(r"`((?:tests|benchmarks|docs|zero)/[\w/]*\w\.\w+)`", page.read_text()):
+            assert (ROOT / name).exists(), f"{page.name}: {name}"
+
+
+def test_all_rooms_are_named():
+    rooms = {path.relative_to(ROOT).as_posix() for path in (ROOT / "zero").iterdir() if path.suffix in ("", ".py")}
+    rows = re.findall(r"^\| (`zero/[^|]+) \|", (ROOT / "docs" / "how_it_is_built.md").read_text(), re.MULTILINE)
+    assert rooms - {"zero/__init__.py", "zero/__pycache__"} <= {*re.findall(r"`([\w/.]+)`", " ".join(rows))}
+
+
+def test_the_reference_has_every_public_name():
+    text = "".join(page.read_text() for page in (ROOT / "docs" / "reference").iterdir())
+    for name in {*zero.__all__} - {"checkpoint"}:
+        assert re.search(rf"^\.\. auto\w+:: (zero\.)?{name}$", text, re.MULTILINE), name
+
+
+def texts() -> list[str]:
+    found = []
+    for path in (ROOT / "zero").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            if isinstance(node, ast.JoinedStr | ast.Constant):
+                text = "".join(str(one.value) if isinstance(one, ast.Constant) else "…" for one in parts)
+                found.append(re.sub(r"\{[^{}]*\}", "…", text))
+    return found
+
+
+def test_quoted_errors_are_those_of_the_source():
+    """Each code span of a first column: the beginning of an error."""
+    page = (ROOT / "docs" / "when_it_fails.md").read_text()
+    table = page.partition("| error |")[2].partition("\n\n")[0]
+    quoted = re.findall(r"`([^`]+)`", " ".join(re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)))
+    raised = texts()
+    assert len(quoted) >= 20
+    for beginning in quoted:
+        start = beginning.removesuffix(" …").removesuffix("…")
+        assert any(text.startswith(start) for text in raised), beginning
+
+
+# The package as a whole: its version, its names, and other distributions that have its name.
+
+
+def test_dir_lists_the_public_names_alone():
+    assert sorted(dir(zero)) == sorted([*zero.__all__, "__version__"])
+
+
+def test_a_foreign_init_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "zero", ModuleType("zero"))
+    with pytest.raises(ImportError, match="Run: pip uninstall progressive-zero libzero zero zeroapi;"):
+        refuse_mixtures()
+
+
+def test_a_namesake_beside_is_told(monkeypatch):
+    entries = ["progressive_zero-0.1.0.dist-info", "zeroapi-1.0.1.dist-info", "zeroconf-1.0.dist-info", "libzero"]
+    monkeypatch.setattr(os, "listdir", lambda folder: entries)
+    with pytest.warns(UserWarning, match="^zeroapi is installed in the same folder"):
+        refuse_mixtures()
+
+
+# The versions of the package, and of torch; README.md and setup.cfg name the newest that was tried.
+
+
+def test_there_is_one_version():
+    assert "\nversion = attr: zero.__version__\n" in (ROOT / "setup.cfg").read_text()
+    assert f"\nversion: {zero.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+@pytest.mark.parametrize(("version", "expected"), [("2.16.0.dev20261120+cpu", 1), ("2.100.1", 1), ("2.15.3+cu132", 0)])
+def test_a_newer_torch_than_any_tested_is_warned_of_once(version, expected):
+    code = f"import importlib, torch; torch.__version__ = {version!r}; import zero; importlib.reload(zero)"
+    assert python("-W", "always", "-c", code).stderr.count(f"torch {version} is newer than 2.15") == expected
+
+
+def test_the_running_torch_is_supported():
+    assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
+
+
+def test_import_zero_imports_no_compiler():
+    """It takes as long as torch itself, and whoever builds an optimizer of torch imports it anyway, later."""
+    code = "import sys, zero; sys.exit({'torch._dynamo', 'torch.distributed.fsdp'} & {*sys.modules} or None)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)  # not forked where torch is imported already

@@ -22,6 +22,7 @@ import assertions
 import matrix
 import ranks
 import zero
+from odd import AT
 from rows import Loop, Rows
 from runs import SideBySide, take_step
 from zoo import Block, Stack, batch, loss_on
@@ -131,13 +132,13 @@ def net() -> Stack:
     return Stack(lambda: Block(between=Faulty()))
 
 
-def fails(both: SideBySide, rank: int, where: str, error: type[BaseException], sync: bool) -> None:
+def fails(both: SideBySide, rank: int, where: str, error: type[BaseException], sync: bool, trains: bool = True) -> None:
     def fail() -> None:
         raise error("as told")
 
     faulty = both.model.module.blocks[1].between
     faulty.where, faulty.fail = where, fail
-    with pytest.raises(error), nullcontext() if sync else both.model.no_sync():
+    with pytest.raises(error), nullcontext() if sync else both.model.no_sync(), torch.set_grad_enabled(trains):
         loss_on(rank, 9)(both.model).backward()
     faulty.where = ""
 
@@ -162,11 +163,11 @@ ERRORS = [
 
 @pytest.mark.slow
 @pytest.mark.matrix
-@pytest.mark.parametrize("stage", ["2 in small buckets", "3", *(["2", "3 kept"] if matrix.WHOLE else [])])
+@pytest.mark.parametrize("at", AT if matrix.WHOLE else ["2 in small buckets", "3", "3 without shards"])
 @ranks.on(2, timeout=30)
-def test_training_goes_on_after_an_error(rank, world, stage):
+def test_training_goes_on_after_an_error(rank, world, at):
     """Gradients from before it, sent or not, do not come back once they are cleared; before, they are there still."""
-    both = SideBySide(net(), stage)
+    both = SideBySide(net(), AT[at])
     for (where, error), sync, goes_on in ERRORS:
         both.step(loss_on(rank, 0))
         both.zero_grad()
@@ -180,6 +181,7 @@ def test_training_goes_on_after_an_error(rank, world, stage):
         fails(both, rank, "forward", error, sync=False)
         both.backward(loss_on(rank, 1))
         both.update()
+        fails(both, rank, "forward", error, sync=True, trains=False)
 
 
 def interrupt(*_: object) -> None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import LBFGS, SGD, Adafactor, Adam, Muon
+from torch.testing._internal.two_tensor import TwoTensor
 
 import ranks
 import zero
@@ -77,6 +78,9 @@ of_params("one twice", lambda: [*good(), ONE, ONE], "parameter 3 of group 0", "a
 of_params("one in two groups", lambda: [{"params": [ONE]}] * 2, "parameter 0 of group 1", "as parameter 0 of group 0")
 of_params("a non-leaf", lambda: [ONE, ONE * 2], "parameter 1 of group 0", "leaf", r"nn\.Parameter")
 of_params("a number", lambda: [*good(), 3], "parameter 2 of group 0 is a int", r"torch\.Tensor", "parameters\\(\\)")
+of_params("a name", lambda: [*good(), "weight"], "parameter 2 of group 0 is a str", "parameters\\(\\)")
+of_params("one in shared memory", lambda: [nn.Parameter(torch.zeros(2)).share_memory_()], r"share_memory\(\)", "clone")
+of_params("one of another library", lambda: [nn.Parameter(TwoTensor(ONE, ONE))], "TwoTensor", "other library")
 of_params("a single tensor", lambda: ONE, "a Parameter for parameters", "order")
 of_params("a sparse one", lambda: [torch.eye(2).to_sparse().requires_grad_()], "parameter 0", r"torch\.sparse_coo")
 of_params("one without values", lambda: nn.Linear(2, 3, device="meta").parameters(), "meta device", r"model\.to")

@@ -26,21 +26,6 @@ from runs import SideBySide, norm_of_gradients
 from zoo import WIDTH, Stack, batch, loss_on
 
 
-def each(act):
-    """On every parameter, between backward and step."""
-
-    @torch.no_grad()
-    def program(t, i):
-        with torch.enable_grad():
-            t.loss(i).backward()
-        for param in t.n.parameters():
-            act(param)
-        t.o.step()
-        t.o.zero_grad()
-
-    return program
-
-
 def average(t, i):
     t.update(t.loss(i))
     now = [param.detach() for param in t.n.parameters()]
@@ -72,26 +57,12 @@ def momentum_by_hand(t, i):
     t.n.zero_grad()
 
 
-def initialise(t, i):
-    for module in t.n.modules() if i == 1 else ():
-        if isinstance(module, nn.Linear):
-            nn.init.zeros_(module.bias)
-            nn.init.constant_(module.weight, 0.01)
-    t.update(t.loss(i))
-
-
 row = Rows("what is computed from shards element by element", __name__, same={3}, optim=momentum)
 for options in ({}, {"options": {"partition": "whole"}}):
     how = " of whole parameters" if options else ""
-    row.of(f"weights are halved{how}", each(lambda p: p.mul_(0.5)), **options)
-    row.of(f"weights are clamped through .data{how}", each(lambda p: p.data.clamp_(-0.1, 0.1)), **options)
-    row.of(f"weights decay by hand{how}", each(lambda p: p.grad.add_(p, alpha=0.1)), **options, optim=adam)
-    row.of(f"gradients are replaced by their signs{how}", each(lambda p: setattr(p, "grad", p.grad.sign())), **options)
-    row.of(f"gradients are clipped by value{how}", each(lambda p: clip_grad_value_(p, 1e-3)), **options, optim=adam)
     row.of(f"an average is kept by hand{how}", average, **options)
     row.of(f"it is stepped by hand{how}", step_by_hand, **options, optim=sgd)
     row.of(f"it is stepped by hand with momentum{how}", momentum_by_hand, **options, optim=sgd)
-    row.of(f"it is initialised with constants{how}", initialise, **options)
 
 
 class Twice(torch.optim.SGD):
@@ -247,9 +218,11 @@ torch.equal(p, torch.ones(10, 10)) ; p.grad.norm(dim=1) ; p.grad.norm().clone()
 [*p.shape, *p.grad.stride(), p.numel(), p.nbytes, len(p.data)]
 """)
 WRITTEN = listed("""
-p[0] = 0.0 ; p.data[0] = 0.0 ; p.grad[:2] = 0.0 ; p.div_(p.norm(dim=1, keepdim=True) + 1) ; p.mul_(torch.eye(10) + 1)
-p.mul_(torch.arange(1.0, 11)) ; p.add_(torch.randn_like(p)) ; p.data.normal_() ; nn.init.xavier_uniform_(p)
-p.grad = torch.ones(10, 10) ; clip_grad_norm_([p], 1e-2) ; clip_grad_norm_([p], 1e-3, foreach=True)
+p.mul_(0.5) ; p.data.clamp_(-0.1, 0.1) ; p.grad.add_(p, alpha=0.1) ; p.grad = p.grad.sign()
+nn.init.constant_(p, 0.01) ; clip_grad_value_([p], 1e-3) ; p[0] = 0.0 ; p.data[0] = 0.0 ; p.grad[:2] = 0.0
+p.div_(p.norm(dim=1, keepdim=True) + 1) ; p.mul_(torch.eye(10) + 1) ; p.mul_(torch.arange(1.0, 11))
+p.add_(torch.randn_like(p)) ; p.data.normal_() ; nn.init.xavier_uniform_(p) ; p.grad = torch.ones(10, 10)
+clip_grad_norm_([p], 1e-2) ; clip_grad_norm_([p], 1e-3, foreach=True)
 """)
 NEED_FULL = "needs the full tensor.*first.*summon_full_params"
 REFUSED = dict.fromkeys(("p.share_memory_()", "p.resize_(2, 2)", "p.grad.resize_(2, 2)"), (RuntimeError, NEED_FULL))
@@ -264,7 +237,7 @@ REFUSED["p.grad = torch.ones(2, 10)"] = RuntimeError, "a gradient that is assign
 @torch.no_grad()
 def done(form, p):
     names = {"torch": torch, "nn": nn, "clip_grad_norm_": clip_grad_norm_, "copy": copy, "io": io, "pickle": pickle}
-    return eval(compiled(form), {"p": p, **names})
+    return eval(compiled(form), {"p": p, "clip_grad_value_": clip_grad_value_, **names})
 
 
 def between_backward_and_step(rank, partition):

@@ -1,5 +1,6 @@
-"""Full parameters and gradients outside of forward and backward: summon_full_params, apply, state_dict. Modules inside
-an FSDP do not give this rank's shards away as if they were unsharded."""
+"""FSDP: what lies where at rest and while a unit computes; full parameters and gradients outside of forward and
+backward: summon_full_params, apply, state_dict. Modules inside an FSDP do not give this rank's shards away as if
+they were unsharded."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.optim.swa_utils import AveragedModel
@@ -18,13 +20,13 @@ from torch.optim.swa_utils import AveragedModel
 import gpus
 import ranks
 import zero
-from assertions import close, same, same_weights
+from assertions import close, plain, same, same_weights
 from assertions import plain as as_plain
-from inner import unsharded
+from inner import Meter, at_rest, unsharded
 from runs import SideBySide, stage_3
 from zero.fsdp.full_weights import loading, naming
 from zero.fsdp.model import models_of
-from zoo import CASES, GPT, Stack, batch
+from zoo import CASES, GPT, WIDTH, Gained, Stack, batch
 
 
 def side_by_side(rank: int, world: int, **options: Any) -> SideBySide:
@@ -300,3 +302,155 @@ def test_full_weights_load_into_a_module_inside(rank, world):
     full = {name: value + 1 for name, value in full.items() if name.startswith("blocks.1.")}
     model.module.blocks[1].load_state_dict({name.removeprefix("blocks.1."): value for name, value in full.items()})
     same({name: value for name, value in zero.full_state_dict(model, to=None).items() if name in full}, full)
+
+
+# What lies where. That it trains right in all kinds of loops is tested in tests/parity.
+
+
+class Shifted(Stack):
+    def __init__(self) -> None:
+        super().__init__(Gained, blocks=4)
+        self.register_buffer("shift", torch.arange(float(WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.shift)
+
+
+def total(value: float) -> float:
+    tensor = torch.tensor(float(value), dtype=torch.float64)
+    dist.all_reduce(tensor)
+    return tensor.item()
+
+
+def assert_in_parts(model: zero.FSDP, whole: nn.Module) -> None:
+    """Of every parameter each rank holds a shard of as many dimensions, and nothing more of it exists."""
+    for (name, param), (whole_name, expected) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        assert name == whole_name
+        assert param.shape == expected.shape
+        own = plain(param)
+        assert own.dim() == expected.dim() or (not expected.dim() and not own.numel())  # nothing has a dimension
+        assert total(own.numel()) == expected.numel()
+        assert param.grad is None or plain(param.grad).shape == own.shape
+    assert not unsharded(model)
+    held = {param.untyped_storage() for param in model.parameters()}
+    padding = 64 * (1 + dist.get_world_size()) * sum(1 for _ in model.parameters())
+    assert total(sum(one.nbytes() for one in held)) <= sum(param.nbytes for param in whole.parameters()) + padding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "options"), [(3, {}), (2, {"partition": "whole"}), (2, {"reshard_after_forward": False})]
+)
+@ranks.on("world")
+def test_at_rest_parameters_and_gradients_are_parts(rank, world, options):
+    whole, model = Shifted(), zero.FSDP(Shifted(), **options)
+    assert_in_parts(model, whole)
+    model(batch(rank, 0)).square().mean().backward()
+    assert_in_parts(model, whole)
+    whole(batch(rank, 0)).square().mean().backward()
+    for param, expected in zip(model.parameters(), whole.parameters(), strict=True):
+        total_of_all = expected.grad.flatten()  # NCCL sends no tensor that is not contiguous
+        dist.all_reduce(total_of_all)
+        gathered: list[Any] = [None] * world
+        dist.all_gather_object(gathered, None if param.grad is None else plain(param.grad).flatten())
+        shards = torch.cat([shard for shard in gathered if shard is not None])
+        torch.testing.assert_close(shards, total_of_all / world, rtol=2e-6, atol=1e-8)
+    model.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+
+
+@ranks.on(2)
+def test_a_forward_that_needs_no_backward_leaves_parts(rank, world):
+    model = zero.FSDP(Shifted(), reshard_after_forward=False)
+    for within in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        model.requires_grad_(within is not torch.enable_grad).train(within is torch.no_grad)
+        with within():
+            model(batch(rank, 0))
+        assert_in_parts(model, Shifted())
+
+
+def random(seed: int, net: nn.Module) -> nn.Module:
+    torch.manual_seed(seed)
+    for tensor in [*net.parameters(), *net.buffers()]:
+        tensor.data.normal_()
+    return net
+
+
+@ranks.on(2)
+def test_ranks_start_from_the_weights_of_rank_0(rank, world):
+    same(zero.FSDP(random(rank, Shifted())).state_dict(), {**random(0, Shifted()).state_dict()})
+
+
+@ranks.on(2)
+def test_summon_full_params_with_and_without_writeback(rank, world):
+    model, plain = zero.FSDP(Shifted()), Shifted()
+
+    def written(factor: float, **how: Any) -> None:
+        with model.summon_full_params(**how), torch.no_grad():
+            same_weights(model.module, plain)
+            for param in model.parameters():
+                param.mul_(factor)
+
+    def unchanged() -> None:
+        assert_in_parts(model, plain)
+        same({**model.state_dict()}, {**plain.state_dict()})
+
+    written(2.0)
+    for param in plain.parameters():
+        param.data.mul_(2)
+    unchanged()
+    written(3.0, writeback=False)
+    unchanged()
+    with pytest.raises(KeyError), model.summon_full_params():
+        raise KeyError
+    unchanged()
+    assert torch.equal(model(batch(rank, 0)), plain(batch(rank, 0)))
+    written(1.0)  # after a forward whose backward never came
+    unchanged()
+
+
+@ranks.raises(2, RuntimeError, "create_graph=True", "stage 2", timeout=20)
+def test_gradients_of_gradients_are_refused_with_the_remedy(rank, world):
+    model = zero.FSDP(Shifted())
+    inputs = batch(rank, 0).requires_grad_()
+    torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+
+
+@ranks.on(2)
+def test_gradients_that_no_sync_has_left_are_freed_where_they_are_cleared(rank, world):
+    with Meter() as meter:
+        model = zero.FSDP(Shifted())
+        model(batch(rank, 0)).sum().backward()
+        model.zero_grad()
+        before = at_rest(meter)
+        with model.no_sync():
+            model(batch(rank, 1)).sum().backward()
+        assert at_rest(meter) == before + sum(param.grad.nbytes for param in model.parameters())
+        model.zero_grad()
+        assert at_rest(meter) == before
+
+
+class Branches(Stack):
+    """Its second block counts in the loss only where it is asked to. kept: whether a backward may come through it."""
+
+    seen: Tensor | None = None
+
+    def forward(self, x: Tensor, both: bool, kept: bool) -> Tensor:
+        x = self.first(x)
+        one = self.blocks[0](x)
+        with torch.set_grad_enabled(kept):
+            self.seen = self.blocks[1](x)
+        return one + self.seen if both else one
+
+
+@ranks.on(2)
+def test_what_no_sync_left_on_one_rank_is_averaged_by_a_backward_that_passes_the_unit_by(rank, world):
+    """All ranks reduce the unit then, although one has no gradient of it."""
+    both = SideBySide(Branches(blocks=2), "3 kept")
+    for step in range(3):
+        x = batch(rank, step)
+        both.step(
+            lambda model: model(x, rank == 0, True).square().mean(),  # noqa: B023
+            lambda model: model(x, False, False).square().mean(),  # noqa: B023
+            unsent=1,
+        )

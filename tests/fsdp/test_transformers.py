@@ -1,5 +1,5 @@
-"""Models of the transformers library, as users have them: trained at every stage, generating, saved, checkpointed, and
-adapted by peft (LoRA).
+"""Models of the transformers library, as users have them: trained at every stage, generating, checkpointed, and adapted
+by peft (LoRA), with which tests/integrations/test_adapters.py trains.
 
 The reference is the same model trained by a few lines of torch (runs.py): on two ranks, the same bits."""
 
@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 import matrix
 import ranks
 import zero
-from assertions import same_weights
 from inner import unit_modules, unit_names
 from runs import SideBySide, stage_2, stage_3
 from zoo import OPTIMIZERS
@@ -127,70 +126,17 @@ def test_activations_are_recomputed_in_backward(rank, world, name, reentrant):
     assert len(calls) == 2 * len(units), "once in forward, once in backward"
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", FAMILIES if matrix.WHOLE else ["llama", "t5"])
-@ranks.on(2)
-def test_whole_weights_load_into_the_plain_model_and_back(rank, world, name):
-    family = FAMILIES[name]
-    wrapped, plain, other = zero.FSDP(family.model(3)), family.model(4), family.model(5)
-    found = wrapped.state_dict()
-    assert list(found) == list(plain.state_dict())
-    assert str(plain.load_state_dict(found, strict=True)) == "<All keys matched successfully>"
-    same_weights(plain, family.model(3))
-    wrapped.load_state_dict(other.state_dict(), strict=True)
-    assert family.loss(rank, 0)(wrapped.eval()).item() == family.loss(rank, 0)(other.eval()).item()
-
-
-needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
-TARGETS = {"gpt2": ["c_attn", "c_proj"], "llama": ["q_proj", "v_proj"]}
-
-
-def lora(name: str, **options: Any) -> Any:
-    """Adapters that are no zeros, so that gradients come to both halves of them from the first step on."""
-    import peft  # takes seconds, on the ranks alone
-
-    base = FAMILIES[name].model()
-    base.config.use_cache = False
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM",
-        r=4,
-        lora_alpha=8,
-        lora_dropout=0.1,
-        init_lora_weights=False,
-        target_modules=TARGETS[name],
-        fan_in_fan_out=name == "gpt2",
-        **options,
-    )
-    torch.manual_seed(1)
-    return peft.get_peft_model(base, config)
-
-
-@needs_peft
-@pytest.mark.parametrize(
-    ("name", "stage", "reentrant"), [("gpt2", "3", None), ("llama", "2", None), ("llama", "3", True)]
-)
-@ranks.on(2)
-def test_adapters_train_the_same_at_every_stage(rank, world, name, stage, reentrant):
-    """reentrant: how activations are recomputed, if they are."""
-    model = lora(name)
-    if reentrant is not None:
-        model.enable_input_require_grads()  # for the re-entrant kind, which else finds nothing to train
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
-    both = SideBySide(model, stage, OPTIMIZERS["adamw" if stage == "3" else "sgd"])
-    before = zero.full_state_dict(both.model, to=None)
-    for step in range(2):
-        both.step(FAMILIES[name].loss(rank, step))
-    after = zero.full_state_dict(both.model, to=None)
-    changed = {key for key in after if not torch.equal(before[key], after[key])}
-    assert changed == {key for key in after if "lora_" in key}
-
-
-@needs_peft
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
 @ranks.on(2)
 def test_adapters_are_saved_and_loaded_by_peft(rank, world):
-    import peft
+    import peft  # takes seconds, on the ranks alone
 
-    plain, wrapped = lora("llama"), zero.FSDP(lora("llama"))
+    def lora() -> Any:
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, target_modules=["q_proj"])
+        torch.manual_seed(1)
+        return peft.get_peft_model(FAMILIES["llama"].model(), config)
+
+    plain, wrapped = lora(), zero.FSDP(lora())
     expected = peft.get_peft_model_state_dict(plain)
     found = peft.get_peft_model_state_dict(wrapped.module, state_dict=wrapped.state_dict())
     assert list(found) == list(expected)

@@ -90,30 +90,3 @@ def test_each_stage_holds_less_and_its_bytes_are_counted():
     assert [*resident] == sorted(resident, reverse=True) and [*peaks] == sorted(peaks, reverse=True)
     assert min(calls) >= 1 and sent[0] == pytest.approx(resident[0] / 4, rel=0.01)
     assert sent[2] == pytest.approx(sent[0], rel=0.05) and sent[3] > sent[2]
-
-
-def test_ratios_are_those_of_turns_next_to_one_another(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    import comparison
-
-    def result(name: str, cpu: list[float]) -> comparison.Result:
-        one = comparison.CONTESTANTS[name]
-        weight = comparison.Weight(*[2**20] * 7, transport="gloo")
-        return comparison.Result(name, one.title, one.stage, cpu, cpu, [1.5], weight)
-
-    results = [
-        result("alone", [40.0, 80.0, 40.0]),
-        result("ddp", [100.0, 200.0, 100.0]),
-        result("fsdp2", [90.0, 190.0, 90.0]),
-        result("fsdp1", [80.0, 160.0, 81.0]),
-        result("zero3", [50.0, 100.0, 50.0]),
-    ]
-    columns = {name: comparison.COLUMNS[name] for name in ("CPU ms", "above alone", "/ alone", "/ DDP", "/ peer")}
-    cells = [line.split()[-5:] for line in comparison.table(results, columns).splitlines()]
-    assert cells[-1] == ["50.0", "10.0", "1.25", "0.50", "0.62"]
-    assert comparison.other_losses(results, 0) == {}
-
-
-def test_results_go_where_git_ignores_them():
-    ignored = (ROOT / ".gitignore").read_text().splitlines()
-    assert "/benchmarks/out/" in ignored and not any(line.startswith("!") for line in ignored)

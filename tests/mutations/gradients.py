@@ -4,18 +4,13 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from mutations import Changed, mutant
+from mutations import Changed, mutant, skipped
 
 
 @mutant("Comm.reduce")
 def mean_over_one_rank_too_few(reduce, self, messages, *, times=1, **more):
     """Averages of gradients are sums over W ranks divided by W - 1."""
     return reduce(self, messages, times=times if times == 1 else 1 / max(self.world - 1, 1), **more)
-
-
-@mutant("Model.param_reached")
-def late_gradient_is_not_reduced(_, self, unit):
-    """A gradient that comes after backward has passed its unit does not enter the unit again."""
 
 
 @mutant("FullBucket.__init__")
@@ -74,11 +69,6 @@ def no_sync_that_sends(_, self):
 def gradients_of_other_ranks_alone_dropped(add_unused, self, used):
     """The gradient of a parameter that only other ranks have used is dropped."""
     add_unused(self, dict.fromkeys(used, False))
-
-
-@mutant("GradBucket.abandon")
-def interrupted_backward_not_forgotten(_, self, **how):
-    """After a backward that an exception ended, its gradients stay in the buckets."""
 
 
 @mutant("GradBucket.finish")
@@ -161,11 +151,6 @@ def gradient_that_counts_after_it_was_dropped(add_unused, self, used):
         self.params[index].grad.shard = before[index]
 
 
-@mutant("OwnedGradients.show")
-def part_without_its_gradient(_, self, param):
-    """At stage 2 optimizer.part(param) has no gradient between steps."""
-
-
 @mutant("WideAverage.settled")
 def average_that_forgets_what_was_clipped(settled, self):
     """At stage 1 in 16 bits what was clipped is stepped as it was rounded."""
@@ -184,3 +169,10 @@ def gradients_of_any_backward_taken_for_averages(refuse, self):
     """At stage 1 a step takes what a backward under no_sync() has left."""
     if self.are_sharded:
         refuse(self)
+
+
+skipped(
+    late_gradient_is_not_reduced="Model.param_reached",
+    interrupted_backward_not_forgotten="GradBucket.abandon",
+    part_without_its_gradient="OwnedGradients.show",
+)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from mutations import Changed, mutant
+from mutations import Changed, mutant, skipped
 
 
 @mutant("ShardGroup.reshard")
@@ -19,11 +19,6 @@ def full_buffer_never_freed(reshard, self):
 def units_stay_full_after_forward(_, self, *needs):
     """A unit stays unsharded until its backward, whatever was asked for."""
     self.needed_by.difference_update(needs)
-
-
-@mutant("FSDP.reshard")
-def dropped_forward_leaves_its_unit_full(_, self):
-    """After a forward whose loss was dropped reshard() releases nothing."""
 
 
 @mutant("Unit.unshard")
@@ -75,40 +70,10 @@ def modules_kept_in_float32_compute_in_16_bits(_, self, module):
     return self.param_dtype
 
 
-@mutant("Uncast.__call__")
-def buffers_saved_in_the_dtype_of_computing(_, self, module, state_dict, prefix, local_metadata):
-    """state_dict() has buffers in the dtype to which mixed precision has cast them."""
-
-
 @mutant("ShardGroup.end_summon")
 def shard_not_written_back(end_summon, self, *, keep):
     """What was written into full parameters within summon_full_params is lost."""
     end_summon(self, keep=False)
-
-
-@mutant("ShardGroup._take_over")
-def writes_in_forward_lost(_, self, **how):
-    """What a forward writes into parameters is lost at the reshard."""
-
-
-@mutant("sharded_parameter.note_data")
-def writes_through_data_lost(_, params):
-    """What a forward writes into parameters through `.data` is lost at the reshard."""
-
-
-@mutant("OwnedShards.written_between_steps")
-def written_shard_not_noticed(_, self):
-    """A shard that one rank has written between steps raises no error."""
-
-
-@mutant("ShardGroup.moved")
-def moved_parameters_not_noticed(_, self):
-    """Parameters that were given other data raise no error, and the data is lost."""
-
-
-@mutant("shard_group.take_back")
-def data_given_by_a_step_lost(_, params, views, held):
-    """What an optimizer assigns to `param.data` in its step is lost, and later steps as well."""
 
 
 @mutant("FSDP.__init__")
@@ -136,11 +101,6 @@ def scattered_in_reverse(scatter, self, read, bounds, into):
     into.copy_(into.flip(0))
 
 
-@mutant("BufferSync.before_forward")
-def buffers_never_broadcast(_, self):
-    """Each rank keeps buffers of its own, such as statistics of batch normalisation."""
-
-
 @mutant("OSS.__init__", "ShardedDDP.__init__", "FSDP.__init__")
 def random_numbers_that_depend_on_the_rank(init, self, *given, **named):
     """Constructors draw a random number on one rank, so that dropout differs from then on."""
@@ -149,17 +109,21 @@ def random_numbers_that_depend_on_the_rank(init, self, *given, **named):
         torch.rand(1)
 
 
-@mutant("sharded_parameter.rest")
-def parameters_at_rest_are_plain(_, params):
-    """Between steps parameters do not say that they are shards."""
-
-
-@mutant("sharded_parameter.mark_states")
-def state_between_steps_is_plain(_, optimizer):
-    """Between steps state of the optimizer does not say that it is shards."""
-
-
 @mutant("answers.own_elements")
 def shards_combined_with_full_tensors(_, value, own, cut):
     """Of a full tensor beside a shard the first elements are taken, not this rank's."""
     return value.reshape(-1)[: own.numel()].reshape(own.shape) if value.numel() >= own.numel() else value
+
+
+skipped(
+    dropped_forward_leaves_its_unit_full="FSDP.reshard",
+    buffers_saved_in_the_dtype_of_computing="Uncast.__call__",
+    writes_in_forward_lost="ShardGroup._take_over",
+    writes_through_data_lost="sharded_parameter.note_data",
+    written_shard_not_noticed="OwnedShards.written_between_steps",
+    moved_parameters_not_noticed="ShardGroup.moved",
+    data_given_by_a_step_lost="shard_group.take_back",
+    buffers_never_broadcast="BufferSync.before_forward",
+    parameters_at_rest_are_plain="sharded_parameter.rest",
+    state_between_steps_is_plain="sharded_parameter.mark_states",
+)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from mutations import Changed, mutant
+from mutations import Changed, mutant, skipped
 from zero.tensor_parallel import parts
 
 
@@ -55,21 +55,6 @@ def overflow_seen_by_its_owner_alone(_, cuts):
     return []
 
 
-@mutant("Reads.spread_overflow")
-def overflow_told_nobody(_, self, found):
-    """At stage 3 only the owner of overflowed elements sees them, so that torch's scaler skips on one rank."""
-
-
-@mutant("OSS.zero_grad")
-def zero_grad_that_clears_nothing(_, self, *given, **named):
-    """zero_grad() of an OSS leaves gradients as they are."""
-
-
-@mutant("OwnedGradients.drop_of_shards")
-def gradients_kept_after_a_step(_, self):
-    """Shards keep gradients past the step and past zero_grad()."""
-
-
 @mutant("OSS.step")
 def frozen_parameter_stepped(step, self, *given, **options):
     """A step makes frozen parameters smaller, as weight decay would."""
@@ -120,11 +105,6 @@ def offloaded_step_not_brought_back(write, group, part):
         write(group, part)
 
 
-@mutant("Piece.keep")
-def state_of_pieces_not_kept(_, self, stepped, state):
-    """Steps of offloaded pieces are not counted."""
-
-
 @mutant("OSS._gather")
 def last_bucket_not_gathered(gather, self, groups, **how):
     """After a step the parameters of the last bucket stay on other ranks as they were."""
@@ -145,16 +125,12 @@ def late_gather(gather, self, full, shard=None, **how):
     return handle if shard is not None else Changed(handle, old)
 
 
-@mutant("Steps.check")
-def step_at_stage_3_not_checked(_, self, optimizer, params):
-    """At stage 3 nobody looks whether a step is right."""
-
-
-@mutant("HooksOfSteps.take_their_places")
-def hooks_of_the_user_after_the_check(_, self, optimizer):
-    """At stage 3 hooks that the user registers on an optimizer after its first step come after the check."""
-
-
-@mutant("Model.finish_steps")
-def step_that_raised_leaves_plain_shards(_, self):
-    """A step that raised leaves parameters as they are while an optimizer steps."""
+skipped(
+    overflow_told_nobody="Reads.spread_overflow",
+    zero_grad_that_clears_nothing="OSS.zero_grad",
+    gradients_kept_after_a_step="OwnedGradients.drop_of_shards",
+    state_of_pieces_not_kept="Piece.keep",
+    step_at_stage_3_not_checked="Steps.check",
+    hooks_of_the_user_after_the_check="HooksOfSteps.take_their_places",
+    step_that_raised_leaves_plain_shards="Model.finish_steps",
+)

@@ -1,12 +1,17 @@
 """Stage 1 beside DistributedDataParallel with the plain optimizer: the same losses and parameters, bit for bit."""
 
+import copy
+import io
+import pickle
+import warnings
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
@@ -16,11 +21,12 @@ import zero
 import zoo
 from assertions import same, same_weights
 from inner import bytes_read
-from optimizers import ELEMENTWISE, MOMENTUM, Lamb, MyAdam
-from rows import Rows, adam, trains
-from runs import at_stage, norm_of_gradients, pair, train
+from optimizers import ELEMENTWISE, MOMENTUM, ByParameter, Lamb, MyAdam
+from ranks import refusal
+from rows import Rows, adam, changed, momentum, trains
+from runs import at_stage, average_gradients, distributed, norm_of_gradients, pair, take_step, train, weights
 from transports import READS
-from zoo import OddNet, built, filled, matrices, odd_batch
+from zoo import OddNet, Stack, built, filled, loss_on, matrices, odd_loss
 
 
 def adam_by_factory(params, **options):
@@ -189,58 +195,222 @@ def test_sparse_gradients_are_refused_in_the_same_words_at_every_stage(rank, wor
     optimizer.step()
 
 
-# Stage 1 beside DistributedDataParallel's own options, whichever of OSS and DDP was built first.
+# Stage 1 beside DistributedDataParallel's own options.
 
 
-def fp16(model):
-    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+def with_options_of_ddp(t, i, *, hook=False, unsent=True):
+    if hook and i == 0:
+        t.m.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    if unsent:
+        with t.m.no_sync():
+            odd_loss(t.m, t.rank, 100 + i).backward()
+    t.note(odd_loss(t.m, t.rank, i)).backward()
+    t.o.step()
+    t.o.zero_grad(set_to_none=i % 2 == 0)
 
 
-VARIANTS = {
-    "fp16 hook": (fp16, {}),
-    "gradient views": (None, {"gradient_as_bucket_view": True}),
-    "gradient views, fp16 hook": (fp16, {"gradient_as_bucket_view": True}),
-    "static graph, gradient views": (None, {"static_graph": True, "gradient_as_bucket_view": True}),
-    "find unused": (None, {"find_unused_parameters": True}),
-    "small buckets, gradient views": (None, {"bucket_cap_mb": 0.001, "gradient_as_bucket_view": True}),
-}
+VIEWS = {"gradient_as_bucket_view": True}
+row = Rows("options of DistributedDataParallel", __name__, net=partial(built, OddNet), optim=adam, same={1}, steps=4)
+row.of("a hook in 16 bits", partial(with_options_of_ddp, hook=True), ddp={"bucket_cap_mb": 25}, optim=momentum)
+row.of("gradient views", with_options_of_ddp, ddp=VIEWS)
+row.of("gradient views and a hook in 16 bits", partial(with_options_of_ddp, hook=True), ddp=VIEWS)
+row.of("a static graph", partial(with_options_of_ddp, unsent=False), ddp={**VIEWS, "static_graph": True})
+row.of("unused parameters are found", with_options_of_ddp, ddp={"find_unused_parameters": True})
+row.of("small buckets", with_options_of_ddp, ddp={**VIEWS, "bucket_cap_mb": 0.001}, optim=momentum)
+test_options_of_ddp = row.tests()
 
 
-def trained(rank, optim, options, *, first=None, hook=None, no_sync=False, **ddp):
-    """Losses and weights. first: "OSS" or "DDP", whichever is built first; None: the plain optimizer."""
-    net = built()
-    if first == "OSS":
-        optimizer = zero.OSS(net.parameters(), optim, **options)
-    model = DistributedDataParallel(net, **ddp)
-    if first == "DDP":
-        optimizer = zero.OSS(model.parameters(), optim, **options)
-    if first is None:
-        optimizer = optim(model.parameters(), **options)
-    if hook is not None:
-        hook(model)
-    losses = []
-    for step in range(4):
-        optimizer.zero_grad(set_to_none=step % 2 == 0)
-        if no_sync:
-            with model.no_sync():
-                model(odd_batch(rank, 100 + step)).square().mean().backward()
-        loss = model(odd_batch(rank, step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: param.detach().clone() for name, param in net.named_parameters()}
+# What users and tools do with any torch optimizer: hooks, closures, arguments of step, methods of the inner one,
+# copies; and what ShardedDDP does to an optimizer that has already stepped.
+
+
+row = Rows("what is done with any torch optimizer", __name__)
+EVEN = {"options": {"partition": "even"}, "same": {1, 2}}
+
+
+class DecayingAll(ByParameter):
+    """Decays what has no gradient, too, and past autograd's counts."""
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.mul_(0.99)
+        super().step()
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.data.add_(param.grad, alpha=-group["lr"])
+
+
+class Hessian(ByParameter):
+    """Takes gradients of a backward of its own, as Sophia does, and divides later ones by them."""
+
+    def estimate(self) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param]["estimate"] = param.grad.square()
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        param.data.addcdiv_(param.grad, 1 + state["estimate"], value=-group["lr"])
+
+
+class ByStep(Hessian):
+    """As the error of OSS says to write it."""
+
+    def step(self, closure: Any = None, *, own: bool = False) -> Any:
+        return self.estimate() if own else super().step(closure)
+
+
+@row(optim=lambda params, **how: ByStep(params, lr=0.1, **how), **EVEN)
+def an_optimizer_has_a_method_of_its_own(t: Any, i: int) -> None:
+    t.loss(10 + i).backward()
+    if t.stage:
+        with pytest.raises(AttributeError, match=r"step\(closure=None, \*, own=False\) returns self.estimate\(\)"):
+            t.o.estimate()
+        t.o.step(own=True)
+    else:
+        t.o.estimate()
+    t.o.zero_grad()
+    trains(t, i)
+
+
+class Averaged(ByParameter):
+    """Trains at one set of weights and is evaluated at another, their average, as Schedule-Free does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, training=True)
+
+    def step_one(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        assert group["training"]
+        mean = state.setdefault("mean", param.clone())
+        param.sub_(param.grad, alpha=group["lr"])
+        mean.lerp_(param, 0.3)
+
+    def eval(self) -> None:
+        self.train(False)
+
+    def reset(self) -> None:
+        """Not to be called on this rank's shards in the name of all."""
+
+    @torch.no_grad()
+    def train(self, training: bool = True) -> None:
+        for group in self.param_groups:
+            for param in group["params"] if group["training"] != training else ():
+                if "mean" in self.state[param]:
+                    mean = self.state[param]["mean"]
+                    param.data, self.state[param]["mean"] = param.data.copy_(mean), param.data.clone()
+            group["training"] = training
+
+
+@row(optim=Averaged, **EVEN)
+def weights_are_switched(t: Any, i: int) -> None:
+    trains(t, i)
+    t.o.eval()
+    with torch.no_grad():
+        t.loss(7)
+    [t.note(param) for param in t.n.parameters()]
+    if t.stage:
+        assert not hasattr(t.o, "reset") and "this rank's shards" in refusal(lambda: t.o.reset())
+    getattr(t.o, "optim", t.o).train()
+
+
+@row(optim=DecayingAll, ddp={"find_unused_parameters": True}, same={1, 2})
+def a_step_writes_frozen_parameters(t: Any, i: int) -> None:
+    t.n.first.requires_grad_(False)
+    trains(t, i)
+
+
+test_used_as_any_optimizer = row.tests()
+
+
+@ranks.on(2)
+def test_steps_that_never_find_a_gradient_warn_once(rank, world):
+    optimizer = zero.OSS(built().parameters(), SGD, lr=0.1)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(4):
+            optimizer.step()
+    (told,) = [one for one in found if "no gradient" in str(one.message)]
+    assert "assign=False" in str(told.message) and told.filename == __file__
+
+
+@ranks.on(2)
+def test_hooks_are_called(rank, world):
+    model, optimizer = at_stage(2, built(), Adam, lr=0.01)
+    seen = []
+    optimizer.register_step_pre_hook(lambda one, *_: seen.append(("before", one is optimizer)))
+    optimizer.register_step_post_hook(lambda one, *_: seen.append(("after", one is optimizer)))
+    optimizer.register_state_dict_pre_hook(lambda one: seen.append(one is optimizer))
+    optimizer.register_state_dict_post_hook(lambda one, found: {**found, "more": 1})
+    optimizer.register_load_state_dict_pre_hook(lambda one, found: seen.append(found.pop("more")))
+    optimizer.register_load_state_dict_post_hook(lambda one: seen.append("loaded"))
+    train(model, optimizer, rank, range(2))
+    found = optimizer.state_dict()
+    optimizer.load_state_dict(found)
+    assert found["more"] == 1, "the caller's dictionary stays as it is"
+    assert seen == [("before", True), ("after", True)] * 2 + [True, 1, "loaded"]
+
+
+def deep() -> nn.Module:
+    """Many parameters in one buffer, one of them under two names."""
+    return changed(Stack(blocks=10), lambda net: setattr(net, "tied", net.blocks[3].up.weight))
+
+
+def saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks.on(2)
+def test_copies_and_pickles_of_the_model_have_its_values(rank, world, stage):
+    """Nor do saved ones take more: parameters are views of shared buffers, which torch.save stores once."""
+    inner = deep()
+    model, optimizer = at_stage(stage, inner, SGD, **MOMENTUM)
+    take_step(optimizer, loss_on(rank, 0)(model))
+    values, data = copy.deepcopy(dict(inner.state_dict())), saved(inner)
+    assert len(data) <= 1.2 * len(saved(deep()))
+    for one in (copy.deepcopy(inner), torch.load(io.BytesIO(data), weights_only=False)):
+        same(dict(one.state_dict()), values, "a copy")
+        assert one.tied is one.blocks[3].up.weight
+        with torch.no_grad():
+            one.tied.add_(1.0)
+        same(dict(inner.state_dict()), values, "the model that was copied")
+        loss_on(rank, 1)(one).backward()
+
+
+@ranks.on(2)
+def test_copying_and_pickling_what_is_spread_over_ranks_is_refused(rank, world):
+    model, optimizer = at_stage(2, built(), SGD, **MOMENTUM)
+    for value, remedy in ((optimizer, "state_dict"), (model, "module")):
+        for call in (copy.deepcopy, copy.copy, pickle.dumps, saved):
+            told = refusal(lambda: call(value))  # noqa: B023 - called at once
+            assert "TypeError" in told and remedy in told, f"{call.__name__}: {told}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize(("cut", "optim", "options"), [("even", SGD, MOMENTUM), ("whole", Adam, {"lr": 0.01})])
 @ranks.on(2)
-def test_trains_as_the_plain_optimizer_does_with_the_same_options(rank, world, name):
-    hook, ddp = VARIANTS[name]
-    for optim, options, first, no_sync in ((SGD, MOMENTUM, "OSS", False), (Adam, {"lr": 0.01}, "DDP", True)):
-        if no_sync and "static_graph" in ddp:
-            continue  # which DistributedDataParallel does not have under no_sync
-        how = {"hook": hook, "no_sync": no_sync, **ddp}
-        expected = trained(rank, optim, options, **how)
-        same(trained(rank, optim, options, first=first, **how), expected, f"{first} built first: losses and weights")
-        if hook:
-            assert trained(rank, optim, options, no_sync=no_sync, **ddp)[0] != expected[0], "the hook did nothing"
+def test_the_buckets_of_sharded_ddp_take_over_state_of_earlier_steps(rank, world, cut, optim, options):
+    """Or what was loaded of it into another optimizer, before that is wrapped."""
+    plain = distributed(built())
+    alone = optim(plain.parameters(), **options)
+    expected = train(plain, alone, rank, range(4))[2:], weights(plain), alone.state_dict()
+    for size, loads in ((None, True), (0, False), (750, False)):
+        inner = built()
+        optimizer = zero.OSS(inner.parameters(), optim, partition=cut, **options)
+        for step in range(2):
+            optimizer.zero_grad()
+            odd_loss(inner, rank, step).backward()
+            average_gradients(inner)
+            optimizer.step()
+        if loads:
+            optimizer.consolidate_state_dict(to=None)
+            state = copy.deepcopy(optimizer.state_dict())
+            optimizer = zero.OSS(inner.parameters(), optim, partition=cut, **options)
+            optimizer.load_state_dict(state)
+        wrapped = zero.ShardedDDP(inner, optimizer, reduce_buffer_size=size)
+        losses = train(wrapped, optimizer, rank, range(2, 4))
+        optimizer.consolidate_state_dict(to=None)
+        same((losses, weights(wrapped), optimizer.state_dict()), expected, "losses, weights and state")

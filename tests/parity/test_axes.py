@@ -9,25 +9,34 @@ import copy
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.optim import Adam
+from torch.optim import SGD, Adafactor, Adam, AdamW
+from torch.optim.lr_scheduler import StepLR
 
 import axes
 import gpus
+import matrix
+import ranks
 import zero
+import zero.checkpoint.export
+from assertions import same
 from axes import Point
 from odd import Calling, recomputed
+from processes import python
 from rows import Loop, Net, Row, Rows, case, cases_as_test, momentum
-from runs import norm_of_gradients
+from runs import norm_of_gradients, take_step
 from transports import TRANSPORTS
-from zoo import WIDTH, Block, Stack
+from zoo import CASES, WIDTH, Block, OddNet, Stack, WideMLP, odd_loss
 
 DRAWS = int(os.environ.get("ZERO_AXES", "0"))
 ALIKE = {"ddp": {"find_unused_parameters": True}}
@@ -315,7 +324,7 @@ ELSEWHERE = {
     ],
     "device: shards in files": [
         *("clips", "accumulates_under_no_sync", "weights_decay_between_steps", "goes_back_to_what_it_saved"),
-        "scales_losses_in_float16",
+        *("scales_losses_in_float16", "goes_on_from_a_checkpoint"),
     ],
 }
 for words, names in ELSEWHERE.items():
@@ -337,3 +346,151 @@ def cases(draw: Draw) -> Iterator[Any]:
 
 
 test_axes = cases_as_test([one for draw in (*drawn(), *([] if DRAWS else FOUND)) for one in cases(draw)])
+
+
+# Shards and what optimizers step lie in files: the numbers are those of training without. More programs are rows of
+# test_axes.py. What lies in the memory of the CPU is compared in tests/offload, where there is a device beside it.
+
+
+DISK = {"offload": zero.DiskOffload(tempfile.gettempdir())}
+adamw = partial(AdamW, lr=0.01)
+row = Rows("offload: files", __name__, options=DISK, optim=momentum, cpu_only="there stage 0 is stepped on the GPU")
+
+
+def in_buckets(t, i):
+    (inputs,) = CASES["wide"].batch(t.rank, i).inputs
+    t.update(t.note(t.m(inputs).square().mean()))
+
+
+row.of("SGD steps files")
+row.of("AdamW steps parameters of every odd kind", lambda t, i: t.update(t.note(odd_loss(t.m, t.rank, i))), net=OddNet)
+row.of("fused Adam steps several buckets", in_buckets, net=WideMLP, optim=partial(Adam, lr=0.01, fused=True))
+row.of("whole parameters are stepped", optim=adamw, options={**DISK, "partition": "whole"})
+row.of(
+    "an optimizer that is not elementwise steps all at once",
+    optim=partial(Adafactor, lr=0.01),
+    options={**DISK, "partition": "whole"},
+)
+
+
+@row(optim=adamw)
+def a_schedule_is_followed_and_state_loaded(t, i):
+    t.kept.schedule = t.kept.schedule if i else StepLR(t.o, 1, gamma=0.5)
+    t.update(t.loss(i))
+    t.kept.schedule.step()
+    t.o.load_state_dict(t.o.state_dict())
+
+
+@row(optim=adamw, steps=4)
+def steps_with_a_closure_and_without_take_turns(t, i):
+    def closure():
+        t.o.zero_grad()
+        loss = t.loss(i)
+        loss.backward()
+        return loss
+
+    if i % 2:
+        t.note(t.o.step(closure))
+    else:
+        closure()
+        t.o.step()
+
+
+@row()
+def hooks_see_one_step(t, i):
+    t.kept.steps = t.kept.steps if i else []
+    for add in (t.o.register_step_pre_hook, t.o.register_step_post_hook) if i == 0 else ():
+        add(lambda *_: t.kept.steps.append(1))
+    t.update(t.loss(i))
+    t.note(torch.tensor(len(t.kept.steps)))
+
+
+test_files = row.tests()
+
+
+# A default device that is not the model's, and that lets no value survive, where the rows of test_axes.py do not
+# look: mixed precision, models that are built there, exports, plans, and imports.
+
+
+CASE = CASES["mlp"]
+
+
+@contextmanager
+def default(device: str | None) -> Iterator[None]:
+    torch.set_default_device(device)
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def unchanged(work: Callable[..., Any], *args: Any) -> None:
+    """Asserts that `work` comes to the same whatever the default device is."""
+    found = []
+    for device in (None, "meta"):
+        with default(device):
+            found.append(work(*args))
+    same(found[1], found[0])
+
+
+def halves(rank: int, stage: int) -> Any:
+    """Parameters of 16 bits and what is stepped in 32, with buffers; gradients travel in 16 bits."""
+    with torch.device("cpu"):
+        model, given = CASES["convnet"].model(), [CASES["convnet"].batch(rank, step) for step in range(3)]
+    sgd = partial(SGD, lr=0.1, momentum=0.9)
+    policy = zero.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model, optimizer = zero.setup(model, sgd, stage=stage, precision=policy)
+    squares = (model(one.inputs[0].bfloat16()).float().square().mean() for one in given)
+    losses = [take_step(optimizer, loss) for loss in squares]
+    return losses, zero.full_state_dict(model, to=None), zero.full_optimizer_state_dict(model, optimizer, to=None)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_mixed_precision_does_not_depend_on_the_default_device(rank, world, stage):
+    unchanged(halves, rank, stage)
+
+
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(13))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.weight.data.copy_(torch.linspace(0, 3, 13).sin())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@ranks.on(2)
+def test_a_model_built_and_sharded_where_new_tensors_have_no_values_gets_its_own(rank, world):
+    with torch.device("meta"):
+        model = zero.FSDP(nn.Sequential(Waves(), Waves()))
+        optimizer = SGD(model.parameters(), lr=0.1)
+        model(torch.ones(5, 13, device=gpus.DEVICE)).sum().backward()
+        found = zero.full_state_dict(model, to=None)
+        optimizer.step()
+    same(found, nn.Sequential(Waves(), Waves()).state_dict())
+
+
+@matrix.only
+def test_exports_and_plans_do_not_depend_on_the_default_device(tmp_path):
+    model = CASE.model()
+    zero.checkpoint.save(tmp_path / "run", model)
+    with default("meta"):
+        zero.checkpoint.export.export(tmp_path / "run", tmp_path / "exported")
+    same(load_file(tmp_path / "exported" / "model.safetensors"), dict(model.state_dict()))
+    inputs = CASE.batch(0, 0).inputs
+    unchanged(lambda: zero.plan(model, world_size=2, batch=inputs, stages=[1, 2, 3]).table())
+
+
+@pytest.mark.slow
+def test_importing_zero_makes_no_tensor_on_the_default_device():
+    """Tensors that are made with a module stay for the life of the process."""
+    script = """import gc, torch
+torch.set_default_device("meta")
+import zero, zero.plan, zero.checkpoint
+assert not [one for one in gc.get_objects() if isinstance(one, torch.Tensor) and one.is_meta]"""
+    python("-W", "ignore", "-c", script)

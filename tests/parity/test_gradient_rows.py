@@ -1,6 +1,8 @@
-"""Gradients of parameters: what stands in `param.grad` is the truth, whoever put it there;
-they are asked for, looped over, and clipped."""
+"""Gradients of parameters: what stands in `param.grad` is the truth, whoever put it there; they are asked for,
+looped over, and clipped; and what a loop does to those of backwards under no_sync, before they are sent."""
 
+import warnings
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 
@@ -15,9 +17,9 @@ from torch.optim import SGD, Adam
 import gpus
 import ranks
 import zero
-from assertions import close
-from rows import WIDTH, Net, Rows, adam, changed, momentum, trains
-from zoo import data
+from rows import Net, Rows, adam, changed, momentum, sgd, trains
+from runs import norm_of_gradients
+from zoo import WIDTH, data
 
 row = Rows("B1: what stands in param.grad is the truth", __name__)
 
@@ -399,9 +401,6 @@ row.of(
 test_none = row.tests()
 
 
-B9 = "B9: torch's clip_grad_norm_"
-
-
 class Small(nn.Sequential):
     """By default of the shape of the README's own first script: a rank has a slice of one parameter alone."""
 
@@ -410,52 +409,28 @@ class Small(nn.Sequential):
         super().__init__(*(of_each for layer in layers for of_each in (layer, nn.Tanh())))
 
 
-NETS = {
-    "units": Net,
-    "small": Small,
-    "one matrix": lambda: Small(12, bias=False),
-    "one output": lambda: Small(1),
-    "biases": lambda: changed(Small(), lambda n: [n[k].weight.requires_grad_(False) for k in (0, 2)]),
-    "half is frozen": lambda: changed(Small(32, 3, 3), lambda n: n[0].requires_grad_(False)),
-    "one is unused": lambda: changed(Small(), lambda n: n.register_parameter("unused", nn.Parameter(torch.zeros(20)))),
-    "wide": lambda: Small(256, 6),
-    "two alike": lambda: Small(WIDTH, WIDTH),
-}
-
-
-def clipped(rank, net, partition, stage):
-    torch.manual_seed(0)
-    model, optimizer = zero.setup(NETS[net](), momentum, stage=stage, partition=partition)
-    for i in range(6):
-        model(data(4, WIDTH, rank=rank, step=i)).square().sum().backward()
-        assert clip_grad_norm_(model.parameters(), 0.01) > 0.01
-        optimizer.step()
-        optimizer.zero_grad()
-    return zero.full_state_dict(model, to=None)
-
-
-@pytest.mark.parametrize("partition", ["even", "whole"])
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("net", NETS)
-@ranks.on("world")
-def test_torchs_clip_grad_norm_is_that_of_stage_0(rank, world, net, partition):
-    """Also where one rank has all."""
-    # DistributedDataParallel does not train what is unused by itself.
-    expected = clipped(rank, net, "auto", 1 if net == "one is unused" else 0)
-    for stage in (2, 3):
-        found = clipped(rank, net, partition, stage)
-        for name, value in expected.items():
-            assert close(found[name], value, 1e-5), f"{name} at stage {stage}"
-
-
 def by(factor):
     """Each gradient is multiplied by factor(t, its number)."""
     return lambda t, params: [p.grad.mul_(factor(t, k)) for k, p in enumerate(params)]
 
 
+NETS = {
+    "units": Net,
+    "a small net": Small,
+    "one matrix": lambda: Small(12, bias=False),
+    "one output": lambda: Small(1),
+    "biases": lambda: changed(Small(), lambda n: [n[k].weight.requires_grad_(False) for k in (0, 2)]),
+    "a net of which half is frozen": lambda: changed(Small(32, 3, 3), lambda n: n[0].requires_grad_(False)),
+    "a wide net": lambda: Small(256, 6),
+}
+"""Of some of which one rank has all."""
+TWINS = {"net": lambda: Small(WIDTH, WIDTH)}
 SAME, NORM = {"net": Small}, {"net": Small, "tolerance": max(1e-6, gpus.ROUNDING)}
 FIRST = lambda t: t.n[0].parameters()  # noqa: E731
-row = Rows(B9, __name__)
+row = Rows("B9: torch's clip_grad_norm_", __name__)
+for title, net in NETS.items():
+    clipped = of_each(lambda t, params: clip_grad_norm_(params, 0.01))
+    row.of(f"the norm of {title} is clipped", clipped, **NORM | {"net": net}, optim=momentum)
 row.of("the norm is below the limit", of_each(lambda t, params: clip_grad_norm_(params, 1e9)), **NORM)
 row.of("every gradient is clipped by value", of_each(lambda t, params: clip_grad_value_(params, 0.01)), **SAME)
 row.of("all gradients are halved", of_each(by(lambda t, k: 0.5)), **SAME, optim=adam)
@@ -466,9 +441,161 @@ row.of(
     of_each(lambda t, _: [p.grad.mul_(1 / (2 + k)) for k, p in enumerate(t.m.parameters()) if p.grad is not None]),
     **SAME,
 )
-row.of("one of two layers is scaled", of_each(by(lambda t, k: 0.1), FIRST), **SAME | {"net": NETS["two alike"]})
+row.of("one of two layers is scaled", of_each(by(lambda t, k: 0.1), FIRST), **TWINS)
 row.of("the norm is of one layer", of_each(lambda t, params: clip_grad_norm_(params, 0.01), FIRST), **NORM)
 row.of("each has its norm", of_each(lambda t, params: [clip_grad_norm_(p, 0.01) for p in params]), **NORM)
 row.of("the largest is the norm", of_each(lambda t, params: clip_grad_norm_(params, 0.01, torch.inf)), **NORM)
 row.of("it runs foreach", of_each(lambda t, params: clip_grad_norm_(params, 0.01, foreach=True)), **NORM)
 test_scaled = row.tests()
+
+
+# Gradients of backwards under no_sync: what a loop does to them before they are sent, and what keeps them.
+
+
+edited = Rows("B3: what is done to gradients under no_sync counts, or raises", __name__)
+
+
+def after_a_backward_under_no_sync(change, t, i):
+    t.o.zero_grad()
+    with t.m.no_sync():
+        t.loss(i).backward()
+    change(t, i)
+    t.loss(10 + i).backward()
+    t.o.step()
+
+
+def all_gradients(t):
+    return [p.grad for p in t.n.parameters() if p.grad is not None]
+
+
+def replace(t, by):
+    for p in t.n.parameters():
+        p.grad = None if p.grad is None else by(p)
+
+
+def halve_one(t, i):
+    if t.n.first.weight.grad is not None:
+        t.n.first.weight.grad *= 0.5
+
+
+def clear_before_another_backward(t, i):
+    with t.m.no_sync():
+        loss = t.loss(20 + i)
+        t.n.zero_grad()
+        loss.backward()
+
+
+edits = clears = edited.within(after_a_backward_under_no_sync)
+# torch itself refuses what has another shape than the shard, and a shard beside the full gradient.
+replaces = partial(edits, or_refused="assign a gradient of size|must match the size of tensor|" + NAME)
+
+edits("gradients are halved", lambda t, i: [grad.mul_(0.5) for grad in all_gradients(t)])
+edits("gradients are halved by foreach", lambda t, i: torch._foreach_mul_(all_gradients(t), 0.5))
+edits("gradients are halved by their data", lambda t, i: [grad.data.mul_(0.5) for grad in all_gradients(t)])
+replaces("halves of gradients are assigned", lambda t, i: replace(t, lambda p: p.grad * 0.5))
+replaces("clones of gradients are assigned", lambda t, i: replace(t, lambda p: p.grad.clone()))
+replaces("one gradient is halved by *=", halve_one)
+replaces("weight decay is added", lambda t, i: replace(t, lambda p: p.grad + 0.1 * p.detach()))
+edits("the module zeroes", lambda t, i: t.n.zero_grad(set_to_none=False), optim=momentum)
+edits("the optimizer zeroes", lambda t, i: t.o.zero_grad(set_to_none=False), optim=momentum)
+edits("gradients are clipped by value", lambda t, i: clip_grad_value_(t.n.parameters(), 0.01))
+edits("gradients are clipped by their norm", lambda t, i: clip_grad_norm_(t.n.parameters(), 0.01))
+edits("signs are taken", lambda t, i: [grad.sign_() for grad in all_gradients(t)])
+alone = partial(edits, fsdp={"sharding_strategy": "NO_SHARD"}, same={3})  # there shards have the full shape
+alone("halves are assigned where nothing is cut", lambda t, i: replace(t, lambda p: p.grad * 0.5))
+edits("the norm is asked for", lambda t, i: t.note(norm_of_gradients(t.m)))
+full = partial(edits, same=(), refused={3: NAME})
+full("full gradients are asked for", lambda t, i: t.m.summon_full_params(with_grads=True).__enter__())
+clears("the module is cleared", lambda t, i: t.n.zero_grad())
+clears("the optimizer clears", lambda t, i: t.o.zero_grad(), optim=adam)
+clears("one block is cleared", lambda t, i: t.n.blocks[1].zero_grad())
+clears("one gradient is set to None", lambda t, i: setattr(t.n.first.weight, "grad", None))
+clears("gradients are cleared between forward and backward of another", clear_before_another_backward)
+
+test_edited = edited.tests()
+
+
+surviving = Rows("B10: at stage 3 what no_sync accumulated survives a backward through a frozen model", __name__)
+through_frozen = surviving.within(after_a_backward_under_no_sync)
+
+
+def passed(t, *modules, through=None, sends=False, i=20):
+    """A backward through the model, of which these modules are frozen."""
+    inputs = t.batch(i).requires_grad_()
+    for module in modules:
+        module.requires_grad_(False)
+    with nullcontext() if sends else t.m.no_sync():
+        (through or t.m)(inputs).sum().backward()
+    for module in modules:
+        module.requires_grad_(True)
+    t.note(inputs.grad)
+
+
+def accumulate_after_it(t, i):
+    passed(t, t.n)
+    with t.m.no_sync():
+        t.loss(30 + i).backward()
+
+
+def take_the_gradient_of_inputs(t, i):
+    t.n.requires_grad_(False)
+    inputs = t.batch(20 + i).requires_grad_()
+    t.note(torch.autograd.grad(t.m(inputs).sum(), inputs)[0])
+    t.n.requires_grad_(True)
+
+
+through_frozen("the model is frozen", lambda t, i: passed(t, t.n))
+through_frozen("half of the model is frozen", lambda t, i: passed(t, t.n.first, t.n.blocks[0]))
+through_frozen("one block is frozen", lambda t, i: passed(t, t.n.blocks[1]))
+through_frozen("the root alone is frozen", lambda t, i: passed(t, t.n.first, t.n.last))
+through_frozen("biases are frozen", lambda t, i: passed(t, *(p for p in t.n.parameters() if p.ndim == 1)))
+through_frozen("the model is frozen and sends", lambda t, i: passed(t, t.n, sends=True), tolerance=1e-6)
+through_frozen("the model is frozen twice", lambda t, i: [passed(t, t.n, i=k) for k in (20, 30)], optim=adam)
+through_frozen("the model is frozen before another backward", accumulate_after_it)
+through_frozen("the model is frozen for the gradient of its inputs", take_the_gradient_of_inputs)
+through_frozen(
+    "the module inside is frozen and called", lambda t, i: passed(t, t.n, through=t.n, sends=True), tolerance=1e-6
+)
+
+test_kept = surviving.tests()
+
+
+def alone(model, x):
+    with model.no_sync():
+        loss = model(x).square().mean()
+    loss.backward()
+
+
+def both(model, x):
+    with model.no_sync():
+        model(x).square().mean().backward()
+
+
+def together(model, x):
+    """DistributedDataParallel, which goes by the last forward, reduces as well."""
+    with model.no_sync():
+        loss = model(x).square().mean()
+    (loss + model(x).mean()).backward()
+
+
+def of_inputs(model, x):
+    with model.no_sync():
+        loss = model(x.requires_grad_()).square().mean()
+    torch.autograd.grad(loss, x)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@ranks.on(2)
+def test_a_forward_alone_under_no_sync_is_told_once(rank, world, stage):
+    model, optimizer = zero.setup(Net(), sgd, stage=stage)
+    told = []
+    for accumulate in (both, together, of_inputs, alone, alone):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            accumulate(model, data(4, WIDTH, rank=rank, step=0))
+            model(data(4, WIDTH, rank=rank, step=1)).square().mean().backward()
+        told.append([str(one.message) for one in caught if one.filename == __file__])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert told[:3] == [[], [], []] and told[4] == []
+    assert len(told[3]) == 1 and "Run both under zero.no_sync(model)" in told[3][0]

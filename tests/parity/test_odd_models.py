@@ -2,9 +2,10 @@
 
 Among them are losses of what does not leave a unit through what its forward returns, units that return their own
 parameters, and several branches that read one tensor. Autograd adds their gradients in the order in which it comes to
-them: units must not stand in between, and each is all the same released as soon as backward has been through it."""
+them: units must not stand in between, and each is all the same released as soon as backward has been through it.
+"""
 
-from collections import UserDict, defaultdict, deque
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.optim import SGD
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint_sequential
 
 import gpus
@@ -23,7 +27,7 @@ import zero
 from assertions import close
 from inner import unsharded_in_backward
 from odd import AT, STAGE_3, Calling, Odds, mean, recomputed, reentrant
-from runs import SideBySide, steps
+from runs import SideBySide, steps, take_step
 from transports import READS
 from zoo import WIDTH, Adapted, Block, Stack, batch, made
 
@@ -125,6 +129,51 @@ for kind in (Derived, partial(defaultdict, list), UserDict, SimpleNamespace, Slo
         lambda kind=kind: InDeque(lambda block, x: unpacked(block(kind(hidden=x))), partial(Packed, kind)),
         lambda model, x: model(x)[0].square().mean(),
     )
+
+
+@dataclass
+class Pack:
+    hidden: Tensor
+    more: dict[str, Any]
+    note: str = "kept"
+
+
+Couple = namedtuple("Couple", "left right")
+
+
+class Nested(Block):
+    def forward(self, pack: Pack, *, scale: tuple[float]) -> Pack:
+        left, (right, nothing) = pack.more["pair"]
+        assert nothing is None and pack.note == "kept" and isinstance(pack.more, OrderedDict)
+        hidden = super().forward(pack.hidden) * scale[0]
+        return Pack(hidden, OrderedDict(pair=Couple(left + right, [right + 1, None]), steps=[1, "a"]))
+
+
+class Packing(Stack):
+    def forward(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        hidden, left, right = (self.first(inputs["x"])[:, None] + torch.arange(3.0).view(1, 3, 1)).unbind(1)
+        pack = Pack(hidden, OrderedDict(pair=Couple(left, [right, None])))
+        for block in self.blocks:
+            pack = block(pack, scale=(inputs["scale"],))
+        assert isinstance(pack.more["pair"], Couple) and pack.more["steps"] == [1, "a"]
+        return {"deep": [(self.last(pack.hidden), pack)], "note": "text"}
+
+
+def of_packed(model: Any, x: Tensor) -> Tensor:
+    ((output, pack),) = model({"x": x, "scale": 0.5})["deep"]
+    return output.square().mean() + pack.more["pair"].left.square().mean()
+
+
+Counting = made(Block, lambda self, x: (Block.forward(self, x), x.detach().argmax(-1), torch.tensor(1)))
+
+
+def counted(block: nn.Module, x: Tensor) -> Tensor:
+    x, best, one = block(x)
+    return x * one + (best == 1).float().mean()
+
+
+odd("nested inputs and outputs", lambda: Packing(Nested, classes=3), of_packed)
+odd("outputs that need no gradient beside those that do", lambda: Calling(counted, Counting, classes=3))
 
 
 Viewed = made(
@@ -327,3 +376,95 @@ def test_units_that_read_one_tensor_or_are_recomputed_together_are_released_one_
 
 def units(model: nn.Module) -> list[nn.Module]:
     return [one for one in model.modules() if isinstance(one, (Adapted, Block))]
+
+
+# Frozen weights that wrap other tensors (quantised) and are left out of sharding: nobody sends them.
+
+
+class Quantised(nn.Module):
+    """Weights as a high and a low shard, and a buffer of the same kind."""
+
+    def __init__(self, device: str = gpus.DEVICE) -> None:
+        super().__init__()
+        high, low = torch.randn(WIDTH, WIDTH, device=device), torch.randn(WIDTH, WIDTH, device=device) / 64
+        self.weight = nn.Parameter(TwoTensor(high, low), requires_grad=False)
+        self.register_buffer("scale", TwoTensor(high[0].clone(), low[0].clone()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        return x @ (weight.a + weight.b) * (self.scale.a + self.scale.b)
+
+
+class Net(nn.Module):
+    def __init__(self, device: str = gpus.DEVICE) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base, self.adapter, self.norm = Quantised(device), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.base(x) + self.adapter(x))
+
+
+def trained(wrapped, optimizer, rank):
+    losses = []
+    for step in range(4):
+        x = torch.randn(5, WIDTH, generator=gpus.generator(10 * rank + step))
+        losses.append(take_step(optimizer, wrapped(x).square().mean()))
+    return losses
+
+
+def by_ddp(net):
+    net._ddp_params_and_buffers_to_ignore = ["base.weight", "base.scale"]
+    return DistributedDataParallel(net), SGD(net.adapter.parameters(), lr=0.1, momentum=0.9)
+
+
+def by_oss(net):
+    wrapped, _ = by_ddp(net)
+    return wrapped, zero.OSS(net.adapter.parameters(), SGD, lr=0.1, momentum=0.9)
+
+
+def by_sharded_ddp(net):
+    optimizer = zero.OSS(net.adapter.parameters(), SGD, lr=0.1, momentum=0.9)
+    net.norm.requires_grad_(False)
+    return zero.ShardedDDP(net, optimizer), optimizer
+
+
+def by_fsdp(net):
+    net.norm.requires_grad_(False)
+    wrapped = zero.FSDP(net, ignored_modules=[net.base])
+    return wrapped, SGD(net.adapter.parameters(), lr=0.1, momentum=0.9)
+
+
+def by_fsdp_without_the_parameter(net):
+    net.norm.requires_grad_(False)
+    wrapped = zero.FSDP(net, ignored_parameters=[net.base.weight])
+    return wrapped, SGD(net.adapter.parameters(), lr=0.1, momentum=0.9)
+
+
+WAYS = [by_oss, by_sharded_ddp, by_fsdp, by_fsdp_without_the_parameter]
+
+
+@pytest.mark.parametrize("wrap", WAYS)
+@ranks.on(2, timeout=20)
+def test_quantised_weights_left_out_of_sharding_stay_as_they_are(rank, world, wrap):
+    plain = Net()
+    expected = trained(*by_ddp(plain), rank)
+    net = Net()
+    wrapped, optimizer = wrap(net)
+    assert trained(wrapped, optimizer, rank) == expected
+    with torch.no_grad():
+        net.base.weight.a.add_(rank)  # each rank's own
+    if isinstance(wrapped, zero.FSDP):
+        wrapped.apply(lambda module: None)
+    elif isinstance(wrapped, zero.ShardedDDP):
+        wrapped.sync_buffers()
+    weights = zero.full_state_dict(wrapped, device=None, to=None)
+    assert torch.equal(weights["adapter.weight"], plain.adapter.weight)
+    assert torch.equal(weights["base.weight"].a, plain.base.weight.a + rank)
+    wrapped.load_state_dict(wrapped.state_dict())
+    assert torch.equal(net.base.weight.b, plain.base.weight.b)
+
+
+@ranks.raises(2, ValueError, "'base.weight' is a TwoTensor on the meta device", timeout=20)
+def test_quantised_weights_without_values_are_refused_as_nobody_could_send_them(rank, world):
+    by_fsdp(Net("meta" if rank else "cpu"))

@@ -2,13 +2,11 @@
 
 import dataclasses
 import itertools
-from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 import matrix
@@ -17,12 +15,10 @@ import zoo
 from fuzz.cases import Case, Micro, Node, Step
 from fuzz.training import train
 from odd import Calling, reentrant
-from rows import Scenarios
 from runs import SideBySide
 from transports import TRANSPORTS, calling, in_turn
-from zoo import WIDTH, Block, batch
+from zoo import batch
 
-SCENARIOS = scenario = Scenarios()
 Stack = partial(zoo.Stack, classes=3)
 
 
@@ -35,23 +31,29 @@ def steps(both: SideBySide, rank: int, count: int = 3, start: int = 0) -> None:
         both.step(loss_on(batch(rank, step)))
 
 
-@scenario
-def blocks_run_backwards_and_left_out_from_step_to_step(rank, world, stage):
+at_each = pytest.mark.parametrize("stage", ["2 in small buckets", "3", "3 kept"])
+
+
+@at_each
+@ranks.on(2, timeout=20)
+def test_blocks_run_backwards_and_are_left_out_from_step_to_step(rank, world, stage):
     both = SideBySide(Stack(), stage)
     for step, order in enumerate([slice(None), slice(None, None, -1), slice(1), slice(0, 0), slice(None)]):
         both.step(loss_on(batch(rank, step), blocks=order))
 
 
-@scenario
-def backwards_under_no_sync_are_sent_along_by_one_that_does_not_reach_them(rank, world, stage):
+@at_each
+@ranks.on(2, timeout=20)
+def test_backwards_under_no_sync_are_sent_along_by_one_that_does_not_reach_them(rank, world, stage):
     both = SideBySide(Stack(), stage)
     for step in range(2):
         losses = loss_on(batch(rank, 10 * step)), loss_on(batch(rank, 10 * step + 1), blocks=slice(1))
         both.step(*losses, unsent=1)
 
 
-@scenario
-def step_after_a_backward_under_no_sync_is_refused(rank, world, stage):
+@at_each
+@ranks.on(2, timeout=20)
+def test_a_step_after_a_backward_under_no_sync_is_refused(rank, world, stage):
     both = SideBySide(Stack(), stage)
     both.backward(loss_on(batch(rank, 0)), sync=False)
     with pytest.raises(RuntimeError, match=r"(first|blocks\.\d|last)\S* has a gradient that was not reduced.*no_sync"):
@@ -59,77 +61,6 @@ def step_after_a_backward_under_no_sync_is_refused(rank, world, stage):
     both.backward(loss_on(batch(rank, 1)))
     both.update()
     steps(both, rank, start=2)
-
-
-@scenario
-def exception_inside_no_sync(rank, world, stage):
-    both = SideBySide(Stack(), stage)
-
-    def interrupted_backward():
-        both.backward(loss_on(batch(rank, 3)), sync=False)
-        raise KeyError
-
-    with pytest.raises(KeyError), both.model.no_sync():
-        raise KeyError
-    with pytest.raises(KeyError), both.model.no_sync(), both.model.no_sync():
-        raise KeyError
-    steps(both, rank)
-    both.zero_grad()
-    with pytest.raises(KeyError), both.model.no_sync():
-        interrupted_backward()
-    both.backward(loss_on(batch(rank, 4)))  # what no_sync kept before the exception is there still
-    both.update()
-
-
-@dataclasses.dataclass
-class Pack:
-    hidden: Tensor
-    more: dict[str, Any]
-    note: str = "kept"
-
-
-Couple = namedtuple("Couple", "left right")
-
-
-@scenario
-def nested_inputs_and_outputs(rank, world, stage):
-    class Nested(Block):
-        def forward(self, pack, *, scale):
-            left, (right, nothing) = pack.more["pair"]
-            assert nothing is None and pack.note == "kept" and isinstance(pack.more, OrderedDict)
-            hidden = super().forward(pack.hidden) * scale[0]
-            return Pack(hidden, OrderedDict(pair=Couple(left + right, [right + 1, None]), steps=[1, "a"]))
-
-    class Packing(zoo.Stack):
-        def forward(self, inputs):
-            hidden, left, right = (self.first(inputs["x"]).view(4, 1, WIDTH) + inputs["three"].view(1, 3, 1)).unbind(1)
-            pack = Pack(hidden, OrderedDict(pair=Couple(left, [right, None])))
-            for block in self.blocks:
-                pack = block(pack, scale=(inputs["three"][0],))
-            assert isinstance(pack.more["pair"], Couple) and pack.more["steps"] == [1, "a"]
-            return {"deep": [(self.last(pack.hidden), pack)], "note": "text"}
-
-    def loss(model, step):
-        ((output, pack),) = model({"x": batch(rank, step), "three": torch.tensor([1.0, 0.5, 2.0])})["deep"]
-        return output.square().mean() + pack.more["pair"].left.square().mean()
-
-    both = SideBySide(Packing(Nested, classes=3), stage)
-    for step in range(3):
-        both.step(partial(loss, step=step))
-
-
-@scenario
-def outputs_that_need_no_gradient_beside_those_that_do(rank, world, stage):
-    class Counting(Block):
-        def forward(self, x):
-            return super().forward(x), x.detach().argmax(-1), torch.tensor(1)
-
-    class Counted(zoo.Stack):
-        def call(self, block, x):
-            x, best, one = block(x)
-            return x * one + (best == 1).float().mean()
-
-    steps(SideBySide(Counted(Counting, classes=3), stage), rank)
 
 
 @pytest.mark.parametrize("stage", ["2", "2 in small buckets"])
@@ -227,10 +158,3 @@ def chosen(names: Iterable[str]) -> list[Any]:
 @pytest.mark.parametrize(("name", "stage", "transport"), chosen(ROWS))
 def test_training_is_that_of_torch_alone(name, stage, transport):
     ranks.run(calling, args=(transport, train, dataclasses.replace(ROWS[name], **AT[stage])), timeout=20)
-
-
-@pytest.mark.slow
-@pytest.mark.matrix
-@pytest.mark.parametrize(("name", "stage", "transport"), chosen(SCENARIOS))
-def test_numbers_are_those_of_the_reference(name, stage, transport):
-    ranks.run(calling, args=(transport, SCENARIOS[name], stage), timeout=20)

@@ -7,10 +7,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import ranks
+import zero
+from inner import nbytes, shard_groups
 from matrix import WHOLE
+from ranks import refusal
 from zero.shards import layout
 from zero.shards.partition import Shares, arrange, assign, bucket_limit
+from zero.shards.shapes import Shapes, dense_stride, refuse_shared
 
 
 def exhaustively(*draws):
@@ -163,25 +170,6 @@ def test_balance_is_within_grahams_bound_of_the_best_there_is(sizes, world):
     assert got <= best * (4 / 3 - 1 / (3 * world)) + 1e-9
 
 
-@exhaustively(
-    st.lists(st.integers(0, 1000), min_size=1, max_size=40), st.integers(1, 16), st.randoms(use_true_random=False)
-)
-def test_balance_does_not_depend_on_the_order_of_arrival(sizes, world, random):
-    shuffled = random.sample(sizes, len(sizes))
-    loads = [sorted(totals(given_, assign(given_, [0] * world), [0] * world)) for given_ in (sizes, shuffled)]
-    assert loads[0] == loads[1]
-
-
-def test_a_large_parameter_that_comes_last_does_not_pile_up_on_small_ones():
-    """FairScale hands out in order of arrival: ten of 4, then one of 1000, gives 1020 and 20."""
-    sizes = [4] * 10 + [1000]
-    assert sorted(totals(sizes, assign(sizes, [0, 0]), [0, 0])) == [40, 1000]
-
-
-def test_what_ranks_own_already_counts():
-    assert assign([10, 10], [100, 0, 5]) == [1, 2]
-
-
 @exhaustively(st.lists(st.integers(0, 50), max_size=30), st.integers(0, 100))
 def test_runs_are_consecutive_and_as_long_as_the_limit_allows(sizes, limit):
     runs = layout.runs(sizes, limit)
@@ -228,3 +216,160 @@ def test_a_gpu_sends_a_model_of_any_size_in_few_buckets_of_bounded_size():
     assert 16 <= buckets(1_040_000_000)[0] <= 24
     assert buckets(7_000_000_000)[1] == 256 << 20
     assert buckets(13_000_000)[1] == 4 * (12 << 20) // 8
+
+
+# What one parameter's elements are in memory, and which parameters can share a buffer, or none.
+
+
+def test_strides_are_kept_where_they_are_dense():
+    assert dense_stride(torch.zeros(4, 3).t()) == (1, 3)
+    assert dense_stride(torch.zeros(6, 1).expand(6, 4)) == (4, 1)
+
+
+def test_shared_memory_is_found_behind_buffers_that_overlap():
+    """Whichever lies between in the order of addresses."""
+    memory = torch.zeros(100)
+    buffers = [("long", memory[:90]), ("short", memory[10:20])]
+    refuse_shared([], buffers)
+    refuse_shared([("beside", memory[90:])], buffers)
+    for name, param in [("after", memory[40:50]), ("around", memory), ("in both", memory[12:15])]:
+        assert name in refusal(lambda: refuse_shared([(name, param)], buffers))  # noqa: B023
+    params = [("one", memory[:50]), ("first", memory[:5]), ("other", memory[40:])]
+    assert "two parameters" in refusal(lambda: refuse_shared(params))
+
+
+class Copied(TorchDispatchMode):
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.copy_.default, torch.ops.aten.clone.default):
+            self.elements += result.numel()
+        return result
+
+
+SHAPED = {
+    "every second column": lambda numbers: numbers.view(40, 60)[:, ::2],
+    "some columns": lambda numbers: numbers.view(40, 60)[:, 7:31],
+    "columns of the first dimensions": lambda numbers: numbers.view(1, 2, 20, 60)[..., 7:31],
+    "expanded": lambda numbers: numbers[:40, None].expand(40, 60),
+    "every second": lambda numbers: numbers[::2],
+    "transposed": lambda numbers: numbers.view(40, 60).t(),
+    "channels_last": lambda numbers: numbers.view(10, 4, 12, 5).to(memory_format=torch.channels_last),
+    "conjugated": lambda numbers: numbers.to(torch.complex64).mul(1j).view(40, 60).conj(),
+    "a number": lambda numbers: numbers[3],
+}
+
+
+@pytest.mark.parametrize("name", SHAPED)
+@pytest.mark.parametrize("piece", [7, 64, 2400])
+def test_pieces_of_a_parameter_copy_little_more_than_they_have(name, piece):
+    """In a parameter that does not fill its memory a piece copies rows: not the parameter, as often as there are
+    pieces."""
+    param = SHAPED[name](torch.arange(2400.0))
+    shapes = Shapes([param], layout.even([param.numel()], 1, align=1), 0)
+    whole = torch.empty_like(param).copy_(param).as_strided((param.numel(),), (1,))
+    found = torch.empty_like(whole)
+    with Copied() as copied:
+        for low in range(0, len(found), piece):
+            shapes.read([param], low, found[low : low + piece])
+    assert torch.equal(found, whole)
+    rows = 2 * 60 * -(-len(found) // piece)
+    assert copied.elements <= 2 * len(found) + rows
+
+
+# Parameters in flat buffers: they keep values, identity and shape; what is freed comes back as it was.
+
+
+class Odd(nn.Module):
+    """Every way in which a parameter may lie in memory."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(3)
+        draw = lambda *shape: torch.randn(shape).to(dtype)  # noqa: E731
+        values = {
+            "vector": draw(50),
+            "scalar": draw(),
+            "empty": draw(3, 0),
+            "matrix": draw(17, 5),
+            "transposed": draw(9, 11).t(),
+            "permuted": draw(3, 4, 5).permute(2, 0, 1),
+            "channels_last": draw(4, 3, 5, 5).contiguous(memory_format=torch.channels_last),
+            "sliced": draw(20, 10)[::2, 3:7],
+            "expanded": draw(6, 1).expand(6, 4),
+            "last, empty": draw(0),
+        }
+        for name, value in values.items():
+            self.register_parameter(name, nn.Parameter(value))
+
+    def forward(self, x):
+        self.seen = {name: (param.detach().clone(), param.stride()) for name, param in self.named_parameters()}
+        self.views = self.__dict__.get("views") or [param.detach().unsqueeze(0) for param in self.parameters()]
+        for view, param in zip(
+            self.views, self.parameters(), strict=True
+        ):  # of the first forward, as autograd saves them
+            assert torch.equal(view[0], param) and view.data_ptr() == param.data_ptr()
+        return x * sum(param.abs().sum() for param in self.parameters())
+
+
+def assert_as(seen, expected):
+    """Values, and the strides of what fills its memory."""
+    for name, param in expected.named_parameters():
+        value, stride = seen[name]
+        assert torch.equal(value, param), name
+        if name not in ("sliced", "expanded"):
+            assert stride == param.stride(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_binding_keeps_objects_values_shapes_and_dense_strides(dtype):
+    model, before = Odd(dtype), Odd(dtype)
+    model.vector.requires_grad_(False)
+    params = [*model.parameters()]
+    optimizer = zero.OSS(params, SGD, lr=0.1)
+    assert_as({name: (param.detach(), param.stride()) for name, param in model.named_parameters()}, before)
+    for one, other in zip(model.parameters(), params, strict=True):
+        assert one is other and one.is_leaf and one.dtype == dtype
+        assert one.requires_grad == (one is not model.vector)
+    bound = [param for group in shard_groups(optimizer) for param in group.params]
+    assert {*map(id, bound)} >= {id(param) for param in params if param.requires_grad}
+    for group in shard_groups(optimizer):
+        start = group.full.data_ptr()
+        assert all((param.data_ptr() - start) % 64 == 0 for param in group.params if param.numel())
+
+
+def cycle(rank, world, partition, dtype):
+    """Bytes of this rank's shards, and of the full parameters."""
+    inner, before = Odd(dtype), Odd(dtype)
+    del inner.expanded, before.expanded
+    model = zero.FSDP(inner, partition=partition)
+    groups = shard_groups(model)
+    own, full = (sum(getattr(group, name).nbytes for group in groups) for name in ("shard", "full"))
+    for _ in range(3):
+        assert not any(group.full.untyped_storage().nbytes() for group in groups)
+        assert nbytes(group.shard for group in groups) == own
+        with torch.no_grad():
+            model(torch.ones(1, dtype=dtype))
+        assert_as(model.module.seen, before)
+    return own, full
+
+
+@pytest.mark.parametrize("partition", ["even", "whole"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_what_is_freed_comes_back_bit_for_bit_in_the_same_storage(world, partition):
+    for dtype in (torch.float32, torch.bfloat16):
+        told = ranks.run(cycle, world, args=(partition, dtype))
+        assert sum(own for own, _ in told) == told[0][1]
+        assert partition == "whole" or len({own for own, _ in told}) == 1
+
+
+def test_a_rank_alone_frees_nothing_and_copies_nothing():
+    model = zero.FSDP(Odd())
+    [group] = shard_groups(model)
+    at = group.full.data_ptr()
+    for _ in range(2):
+        with torch.no_grad():
+            model(torch.ones(1))
+        assert group.full.data_ptr() == group.shard.data_ptr() == at
+        assert all(at <= param.data_ptr() < at + group.full.nbytes for param in group.params if param.numel())
