@@ -18,6 +18,7 @@ from torch import nn
 import matrix
 import ranks
 import zero
+from assertions import same
 from ranks import refusal
 from runs import sgd, take_step
 from transports import TRANSPORTS, by
@@ -152,4 +153,44 @@ def test_a_rank_with_full_parameters_may_evaluate_alone(rank, world):
 def test_an_optimizer_that_raises_on_every_rank_raises_there_and_the_next_step_is_taken(rank, world):
     model, optimizer = zero.setup(Stack(), sgd, stage=2)
     assert refusal(lambda: fails_in_its_optimizer(model, optimizer, rank)) == "ValueError: no room here"
+    trains(model, optimizer, rank)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks.on(2)
+def test_a_step_that_one_rank_refuses_is_taken_by_none_and_can_be_taken_once_more(rank, world, stage):
+    def trained(refuses: bool) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model, optimizer = zero.setup(Stack(), sgd, stage=stage)
+        before = zero.full_state_dict(model, to=None)
+        for step in range(2):
+            loss_on(rank, step)(model).backward()
+            if refuses and step == 0:
+                params = optimizer.param_groups[0]["params"]
+                taken = params.pop(0) if rank else None
+                assert "param_groups were edited" in refusal(optimizer.step)
+                same(zero.full_state_dict(model, to=None), before, "the weights")
+                params[:0] = [] if taken is None else [taken]
+            optimizer.step()
+            optimizer.zero_grad()
+        return zero.full_state_dict(model, to=None)
+
+    same(trained(refuses=True), trained(refuses=False), "the weights")
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "HYBRID_SHARD"])
+@ranks.on(4, timeout=30)
+def test_what_one_rank_raises_reaches_the_ranks_of_all_groups_which_go_on(rank, world, strategy):
+    groups = [[dist.new_group(two) for two in pairs] for pairs in ([[0, 1], [2, 3]], [[0, 2], [1, 3]])]
+    pair = (groups[0][rank // 2], groups[1][rank % 2]) if strategy == "HYBRID_SHARD" else None
+    model = zero.FSDP(Stack(), sharding_strategy=strategy, process_group=pair)
+    optimizer = sgd(model.parameters())
+    loss_on(rank, 0)(model).backward()
+    if rank == 3:
+        hook = optimizer.register_step_pre_hook(fail)
+        assert refusal(optimizer.step) == "ValueError: no room here"
+        hook.remove()
+    else:
+        assert refusal(optimizer.step) == "ValueError: rank 3 of the job has raised ValueError: no room here"
+    optimizer.step()
     trains(model, optimizer, rank)

@@ -512,6 +512,28 @@ clears("one block is cleared", lambda t, i: t.n.blocks[1].zero_grad())
 clears("one gradient is set to None", lambda t, i: setattr(t.n.first.weight, "grad", None))
 clears("gradients are cleared between forward and backward of another", clear_before_another_backward)
 
+
+def after_an_averaged_one(change, t, i):
+    """What no_sync adds to an average is written together with that."""
+    t.o.zero_grad()
+    t.loss(i).backward()
+    with t.m.no_sync():
+        t.loss(10 + i).backward()
+    change(t, i)
+    t.loss(20 + i).backward()
+    t.o.step()
+
+
+# Sums of three that are averaged once, and not twice, differ in their last bits.
+added = partial(edited.within(after_an_averaged_one), tolerance=1e-6, optim=momentum)
+added("an average is added to", lambda t, i: None)
+added("an average and what was added are zeroed", lambda t, i: t.o.zero_grad(set_to_none=False))
+added("an average and what was added are zeroed by foreach", lambda t, i: torch._foreach_zero_(all_gradients(t)))
+added("an average and what was added are dropped", lambda t, i: t.n.blocks[1].zero_grad())
+halved = partial(added, same={1, 3}, refused={2: NAME})
+halved("an average and what was added are halved", lambda t, i: [grad.mul_(0.5) for grad in all_gradients(t)])
+halved("... by their data", lambda t, i: [grad.data.mul_(0.5) for grad in all_gradients(t)])
+
 test_edited = edited.tests()
 
 

@@ -715,7 +715,7 @@ class Model:
         for streams in self._streams:
             streams.expect_computing("{} of FSDP runs", unit.title)
         self.unshard(unit)
-        unit.enter_backward()
+        unit.enter_backward(reduces=self.reduces)
         self._in_backward.append(unit)
 
     def _reduce_unit(self, unit: Unit, *, at_end: bool = False) -> None:
@@ -778,7 +778,7 @@ class Model:
                     self._reduce_unit(unit, at_end=True)
                 elif self.reduces and self._left_unreduced and any(bucket.left_unreduced for bucket in unit.buckets):
                     for bucket in unit.buckets:
-                        bucket.enter_backward()
+                        bucket.enter_backward(reduces=True)
                         bucket.take_written()
                     self._free_wire()
                     self._launch_reduction(unit)

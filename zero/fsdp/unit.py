@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch.autograd import base_of, shape_expected_by, writes_so_far
+from zero._torch.autograd import base_of, shape_expected_by
 from zero._torch.modules import buffers_of
-from zero._torch.tensors import shares_memory
+from zero._torch.tensors import as_plain_tensors, shares_memory
 from zero.shards.partition import Place, places_in
 from zero.shards.shard_group import GroupState, ShardGroup
 from zero.shards.sharded_parameter import Lent
@@ -34,7 +34,7 @@ from zero.wrap.tensors import map_tensors, tensors_in
 # at rest       `param.grad` is this rank's shard of the averaged gradient, in the shard's shape, for any optimizer
 # in backward   `param.grad` is autograd's own full gradient; the shard's earlier gradient is set aside
 # no_sync       `param.grad` stays this rank's own full gradient, as with DistributedDataParallel: what is written into
-#               it counts, and None drops it, with the gradient that was set aside
+#               it counts, and None drops it. An earlier gradient of shards was gathered into it
 
 
 class UnitBucket(GradBucket):
@@ -50,8 +50,7 @@ class UnitBucket(GradBucket):
         # Whether a backward under no_sync has gone through the unit since the last one that reduces. It may have left
         # gradients on other ranks only, so all reduce then.
         self._left = False
-        # With how often each was written when it was left, and whether it was all zeros then.
-        self.left_full: dict[int, tuple[int, bool]] = {}
+        self.left_full: set[int] = set()
 
     @property
     def left_unreduced(self) -> bool:
@@ -60,39 +59,42 @@ class UnitBucket(GradBucket):
 
     # ------------------------------------------------------------------------------------------- a backward
 
-    def enter_backward(self) -> None:
+    def enter_backward(self, *, reduces: bool) -> None:
         """Sets `param.grad` up for the full gradients that autograd writes from here on: adds to those that no_sync has
-        left, and sets those of shards aside. No reduction is in flight.
+        left, and sets those of shards aside. No reduction is in flight. reduces: whether this backward does; if not,
+        collective where there are gradients of shards, which are gathered: what is added to them and written into them
+        is averaged with them, as with DistributedDataParallel.
 
         Raises RuntimeError for a shard's gradient in the place of a full one that no_sync has left.
         """
         assert self._handle is None, "a reduction is in flight"
-        self._left = False
+        self._left, group = False, self.group
         for index in self.trained:
-            param, full = self.group.params[index], self.group.shapes.full[index]
+            param, full = group.params[index], group.shapes.full[index]
             grad = param.grad
             if grad is None:
                 self.set_aside.pop(index, None)
             elif index not in self.left_full:
-                param.grad, self.set_aside[index] = None, self.group.as_shard(index, grad)
+                param.grad, self.set_aside[index] = None, group.as_shard(index, grad)
             elif grad.shape != full:
                 raise RuntimeError(
-                    f"{self.group.names[index]} has a `param.grad` of shape {list(grad.shape)} in place of the full "
+                    f"{group.names[index]} has a `param.grad` of shape {list(grad.shape)} in place of the full "
                     f"gradient of shape {list(full)} that the last backward under no_sync() has left, and that no "
                     "backward has averaged yet. Write into that in place (`param.grad.mul_(0.5)`), or set it to None, "
                     "which drops it."
                 )
-            elif index in self.set_aside and writes_so_far([grad]) != self.left_full[index][0]:
-                # Written in place since. Zeros clear what is set aside, too, which has no share in any other write.
-                if self.left_full[index][1] or grad.any():
-                    raise RuntimeError(
-                        f"{self.group.names[index]} has a gradient that was written under no_sync(), while FSDP keeps "
-                        "apart what the backward before has averaged. Write into gradients before that one or after "
-                        "the next backward outside of no_sync(), which averages them; or clear them, zero_grad()."
-                    )
-                self.set_aside.pop(index)
-        for index in self.trained:
-            self.left_full.pop(index, None)
+        self.left_full.difference_update(self.trained)
+        held = {} if reduces else {index: grad for index, grad in self.set_aside.items() if index in self.trained}
+        if held:
+            gathered = group.full.new_zeros(group.layout.numel)
+            own = group.shapes.views_of_shard(gathered[group.layout.segment(group.comm.rank)])
+            with as_plain_tensors():
+                for index, grad in held.items():
+                    own[index].copy_(grad)
+            group.gather(gathered).wait()
+            views = group.shapes.views_of_full(gathered)
+            for index in held:
+                group.params[index].grad = views[index]
 
     def take_written(self) -> None:
         """Takes what autograd has written, once backward has passed the unit. Of parameters that this backward did not
@@ -108,10 +110,9 @@ class UnitBucket(GradBucket):
         self._left = True
         for index in self.trained:
             param = self.group.params[index]
-            if (grad := param.grad) is None:  # this backward has no gradient of it
-                self._set(index, self.set_aside.pop(index, None))
-            else:
-                self.left_full[index] = writes_so_far([grad]), index in self.set_aside and not grad.any()
+            self.set_aside.pop(index, None)  # it was gathered
+            if param.grad is not None:
+                self.left_full.add(index)
 
     def finish(self) -> None:
         """Waits for this rank's shards of the gradients, and adds them to those that were set aside."""
@@ -151,7 +152,7 @@ class UnitBucket(GradBucket):
 
     def restore(self) -> None:
         """Puts these gradients back into `param.grad`. Unreduced gradients remain."""
-        for index in self.set_aside.keys() - self.left_full.keys():
+        for index in self.set_aside.keys() - self.left_full:
             self._set(index, self.set_aside.pop(index))
 
 
@@ -349,11 +350,11 @@ class Unit:
 
     # -------------------------------------------------------------------------------------------- backward
 
-    def enter_backward(self) -> None:
+    def enter_backward(self, *, reduces: bool) -> None:
         """Prepares for full gradients, which autograd writes from here on. The parameters are unsharded."""
         self.needed_by.add(Need.BACKWARD)
         for bucket in self.buckets:
-            bucket.enter_backward()
+            bucket.enter_backward(reduces=reduces)
 
     def leave_backward(self) -> None:
         """Its gradients were taken: those of its shards take their place, so it is resharded."""
@@ -373,7 +374,7 @@ class Unit:
                 for index in bucket.trained:
                     bucket.params[index].grad = None
             self.leave_backward()
-        if any(bucket.set_aside.keys() - bucket.left_full.keys() for bucket in self.buckets) and not self.gathering:
+        if any(bucket.set_aside.keys() - bucket.left_full for bucket in self.buckets) and not self.gathering:
             self.reshard()
             for bucket in self.buckets:
                 bucket.restore()
