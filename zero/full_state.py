@@ -140,7 +140,7 @@ def full_tensors(
     optimizer: that trains the model, or several as a list. Its state has names such as "layers.0.weight/exp_avg", and
         numbers are tensors without dimensions. to, device, and for weights dtype: as of `full_state_dict`.
 
-    Raises as `full_state_dict` and `full_optimizer_state_dict`; ValueError for state in other containers than dicts.
+    Raises as `full_state_dict` and `full_optimizer_state_dict`; ValueError for state that is neither tensor nor number.
     """
     inner, wrappers = unwrapped(model)
     comms = comms_of(wrappers)

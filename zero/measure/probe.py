@@ -205,14 +205,12 @@ class _Measure:
                 if full.drew:
                     where += " (it draws random numbers, for one tensor after another)"
                 for index, value, state in zip(half, outcome.values, outcome.states, strict=True):
-                    shape = list(value.shape)
+                    tensor = f"a tensor of shape {list(value.shape)}"
                     if not _same(value, full.values[index]):
-                        raise _DifferenceError(f"a tensor of shape {shape} was stepped to other values {where}")
+                        raise _DifferenceError(f"{tensor} was stepped to other values {where}")
                     for key in state.keys() & full.states[index].keys():
                         if not _same(state[key], full.states[index][key]):
-                            raise _DifferenceError(
-                                f"the state {key!r} of a tensor of shape {shape} became another {where}"
-                            )
+                            raise _DifferenceError(f"the state {key!r} of {tensor} became another {where}")
         except _DifferenceError as difference:
             return Finding(Kind.COUPLED, str(difference))
         except Exception as error:
@@ -241,17 +239,17 @@ class _Measure:
         for outcome in halves:
             _compare_numbers(outcome, full, "shards of them")
         for index, (value, state) in enumerate(zip(full.values, full.states, strict=True)):
+            tensor = f"a tensor of shape {list(value.shape)}"
             for key, leaf in state.items():  # state of rows or matrices may take effect only after some steps
                 per_element = isinstance(leaf, Tensor) and (leaf.shape == value.shape or leaf.numel() <= 1)
                 if not per_element and not isinstance(leaf, _PLAIN):
                     of = f"of shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
-                    raise _DifferenceError(f"the state {key!r} of a tensor of shape {list(value.shape)} is {of}")
+                    raise _DifferenceError(f"the state {key!r} of {tensor} is {of}")
                 if isinstance(leaf, Tensor) and type(leaf) not in (Tensor, nn.Parameter):
                     raise _DifferenceError(f"the state {key!r} is a {type(leaf).__name__}")
             states = [half.states[index] for half in halves]
             if not _same(torch.cat([half.values[index].flatten() for half in halves]), value.flatten()):
-                shape = list(value.shape)
-                raise _DifferenceError(f"a tensor of shape {shape} was stepped to other values than its shards")
+                raise _DifferenceError(f"{tensor} was stepped to other values than its shards")
             for key in state.keys() & states[0].keys():
                 leaf = state[key]
                 single = leaf.numel() == 1 if isinstance(leaf, Tensor) else isinstance(leaf, (int, float))
