@@ -15,7 +15,6 @@ from rows import Rows, sgd, trains
 from transports import by
 from zoo import WIDTH, Stack, batch
 
-PLACE = "One place: what a backward writes is known before it reduces"
 row = Rows("what waited for mechanisms of now", __name__)
 
 
@@ -49,15 +48,19 @@ def test_the_model_of_stage_1_is_pickled_as_that_of_stage_0(rank, world):
         assert "averages no gradients" in ranks.refusal(lambda: copy(batch(0, 0)))
 
 
-@pytest.mark.xfail(reason=PLACE, strict=True)
-@ranks.on(2)
-def test_a_gradient_of_inputs_alone_reduces_nothing(rank, world):
-    model, _ = zero.setup(Stack(), sgd, stage=3)
-    inputs = batch(rank, 0).requires_grad_()
-    torch.autograd.grad(model(inputs).sum(), inputs)
-    before = zero.traffic().reduce
-    torch.autograd.grad(model(inputs).sum(), inputs)
-    assert zero.traffic().reduce == before
+@row()
+def gradients_of_inputs_are_asked_for_between_backwards(t, i):
+    """They leave gradients of parameters as they are, also those that no_sync has left."""
+    t.backward(t.loss(i))
+    for asked in (torch.autograd.grad, lambda loss, x: loss.backward(inputs=[x])):
+        with t.m.no_sync():
+            t.backward(t.loss(10 + i))
+        inputs = t.batch(20 + i).requires_grad_()
+        before = zero.traffic().reduce
+        found = asked(t.forward(inputs).square().mean(), inputs)
+        assert zero.traffic().reduce == before
+        t.note(inputs.grad if found is None else found[0])
+    t.update(t.loss(30 + i))
 
 
 @pytest.mark.xfail(reason="The script stays: state of optimizers is of one class, which raises together", strict=True)

@@ -26,11 +26,11 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, WeakSet, proxy
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import increment_version
+from torch.autograd.graph import Node, increment_version
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch.autograd import at_end_of_backward, in_a_backward, saves_copies, transformed
+from zero._torch.autograd import at_end_of_backward, in_a_backward, saves_copies, transformed, writes_into
 from zero._torch.modules import parameters_of, params_of
 from zero._torch.tensors import as_plain_tensors
 from zero.comm import Comm, fail_together
@@ -306,6 +306,8 @@ class Model:
 
         self.reduces = True
         self.runs_backward = False
+        # Whether the running backward writes into parameters' gradients, and not only asks for those of inputs.
+        self._writes = True
         # The graphs that the running backward has come to.
         self._graphs: set[Graph] = set()
         # Whether backward has left gradients of a unit unreduced since the last one that reduced.
@@ -552,14 +554,17 @@ class Model:
         trains = torch.is_grad_enabled()
         if not own and module is not unit.entry_module:
             if trains:
-                reached = partial(self.reached, unit, unit.running[-1], self._graph, inside=True)
+                reached = partial(self.reached, unit, unit.running[-1], self._graph, None, inside=True)
                 watch_inside(output, reached)
             return None
         unit.entry_module = None if module is unit.entry_module else unit.entry_module
         call = unit.running.pop()
         call.ended = self._forwards_begun
         on_entry = partial(self.reached, unit, call, self._graph) if trains else None
-        output, needs_backward = watch_outputs((unit, *self.index.read_too[unit]), output, on_entry)
+        outermost = self.index.running[:1] == [unit]
+        output, needs_backward = watch_outputs(
+            (unit, *self.index.read_too[unit]), output, on_entry, outermost=outermost
+        )
         if not unit.running:
             self._kept[unit].refuse()
             # Backward will reach this unit first, as it did last time, and would gather it ahead.
@@ -583,9 +588,9 @@ class Model:
 
     # ------------------------------------------------------------------------------ hooks of a backward
 
-    def reached(self, unit: Unit, call: Call, graph: Graph, _: Any, *, inside: bool = False) -> None:
-        """The hook on the unit's outputs: unshards it before backward computes gradients of a call. inside: on outputs
-        of modules inside the unit's.
+    def reached(self, unit: Unit, call: Call, graph: Graph, leaf: Node | None, _: Any, *, inside: bool = False) -> None:
+        """The hook on the unit's outputs: unshards it before backward computes gradients of a call. leaf: see
+        `watch_outputs`. inside: on outputs of modules inside the unit's.
 
         Raises RuntimeError for create_graph=True.
         """
@@ -597,7 +602,7 @@ class Model:
                     f"a gradient was asked for with create_graph=True through {unit.title} of FSDP, whose "
                     "parameters are released by then. Take such gradients at stage 2 (ShardedDDP) or below."
                 )
-            self._begin_backward()
+            self._begin_backward(leaf)
             expected = [(unit, call)]  # once more if a backward within the forward has passed it
             if graph not in self._graphs:
                 self._graphs.add(graph)
@@ -668,15 +673,15 @@ class Model:
 
     # ---------------------------------------------------------------------------------------------- a backward
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, leaf: Node | None = None) -> None:
         """Collective where parameters were frozen or unfrozen since the last backward. Raises RuntimeError on every
-        rank unless all ranks train the same."""
+        rank unless all ranks train the same. leaf: of the graph; torch.autograd.grad writes into none."""
         # An error has ended the last one, if autograd has dropped its callback without calling it.
         if self.runs_backward and self._end_callback is not None and self._end_callback() is None:
             self.abandon()
         if self.runs_backward:
             return
-        self.runs_backward = True
+        self.runs_backward, self._writes = True, leaf is None or writes_into(leaf)
         self._end.forwards.clear()
         for streams in self._streams:
             streams.begin()
@@ -715,26 +720,33 @@ class Model:
         for streams in self._streams:
             streams.expect_computing("{} of FSDP runs", unit.title)
         self.unshard(unit)
-        unit.enter_backward(reduces=self.reduces)
+        unit.needed_by.add(Need.BACKWARD)
+        for bucket in unit.buckets if self._writes else ():
+            bucket.enter_backward(reduces=self.reduces)
         self._in_backward.append(unit)
+
+    @property
+    def _sends(self) -> bool:
+        """Whether the running backward reduces gradients."""
+        return self.reduces and self._writes
 
     def _reduce_unit(self, unit: Unit, *, at_end: bool = False) -> None:
         """Collective. Reshards the unit, launches the next all-gather, which is needed first, and then the reduction;
         under no_sync leaves the gradients where they are."""
         self._in_backward.remove(unit)
-        for bucket in unit.buckets if self.reduces else ():
+        for bucket in unit.buckets if self._sends else ():
             bucket.take_written()
         # Before waiting: an all-gather into its memory need not wait for the reduction.
         unit.leave_backward()
-        if self.reduces:
+        if self._sends:
             self._free_wire()
-        else:
+        elif self._writes:
             self._left_unreduced = True
             for bucket in unit.buckets:
                 bucket.keep_unreduced()
         if self._order.in_flight == 2 and not at_end:
             self._order.launch_before(unit)
-        if self.reduces:
+        if self._sends:
             self._launch_reduction(unit)
 
     def _free_wire(self) -> None:
@@ -776,7 +788,7 @@ class Model:
                     self._enter_backward(unit)
                 if Need.BACKWARD in unit.needed_by:
                     self._reduce_unit(unit, at_end=True)
-                elif self.reduces and self._left_unreduced and any(bucket.left_unreduced for bucket in unit.buckets):
+                elif self._sends and self._left_unreduced and any(bucket.left_unreduced for bucket in unit.buckets):
                     for bucket in unit.buckets:
                         bucket.enter_backward(reduces=True)
                         bucket.take_written()
@@ -795,7 +807,7 @@ class Model:
                 self.runs_backward = False
                 self._graphs.clear()
                 torch.clear_autocast_cache()  # of parameters that a step changes next, and of a graph that was freed
-                self._left_unreduced = self._left_unreduced and not self.reduces
+                self._left_unreduced = self._left_unreduced and not self._sends
             if within:  # that forward reads units that were resharded with their gradients
                 for unit in self.index.units:
                     if unit not in self._order.ahead:  # gathered for this backward, which did not come to it

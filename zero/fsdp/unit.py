@@ -6,6 +6,7 @@ import enum
 import math
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from operator import is_
 from typing import Any
@@ -25,7 +26,7 @@ from zero.shards.sharded_parameter import Lent
 from zero.tensor_parallel.shown import Shown
 from zero.wrap.bucket import GradBucket
 from zero.wrap.precision import MixedPrecision
-from zero.wrap.tensors import map_tensors, tensors_in
+from zero.wrap.tensors import map_tensors, nearest_leaf, tensors_in
 
 # ------------------------------------------------------------------------------------------------------------ gradients
 #
@@ -51,6 +52,8 @@ class UnitBucket(GradBucket):
         # gradients on other ranks only, so all reduce then.
         self._left = False
         self.left_full: set[int] = set()
+        # Whether a backward is running that writes full gradients.
+        self.writes = False
 
     @property
     def left_unreduced(self) -> bool:
@@ -68,7 +71,7 @@ class UnitBucket(GradBucket):
         Raises RuntimeError for a shard's gradient in the place of a full one that no_sync has left.
         """
         assert self._handle is None, "a reduction is in flight"
-        self._left, group = False, self.group
+        self._left, self.writes, group = False, True, self.group
         for index in self.trained:
             param, full = group.params[index], group.shapes.full[index]
             grad = param.grad
@@ -99,6 +102,7 @@ class UnitBucket(GradBucket):
     def take_written(self) -> None:
         """Takes what autograd has written, once backward has passed the unit. Of parameters that this backward did not
         reach, that is what was accumulated under no_sync."""
+        self.writes = False
         for index in self.trained:
             param = self.group.params[index]
             if index not in self.taken:
@@ -107,7 +111,7 @@ class UnitBucket(GradBucket):
 
     def keep_unreduced(self) -> None:
         """Leaves what autograd has written in `param.grad`. The parameters are resharded."""
-        self._left = True
+        self._left, self.writes = True, False
         for index in self.trained:
             param = self.group.params[index]
             self.set_aside.pop(index, None)  # it was gathered
@@ -350,12 +354,6 @@ class Unit:
 
     # -------------------------------------------------------------------------------------------- backward
 
-    def enter_backward(self, *, reduces: bool) -> None:
-        """Prepares for full gradients, which autograd writes from here on. The parameters are unsharded."""
-        self.needed_by.add(Need.BACKWARD)
-        for bucket in self.buckets:
-            bucket.enter_backward(reduces=reduces)
-
     def leave_backward(self) -> None:
         """Its gradients were taken: those of its shards take their place, so it is resharded."""
         self.calls.clear()
@@ -371,8 +369,9 @@ class Unit:
         """Restores the gradients from before a backward that an exception has ended. Waits for no other rank."""
         if Need.BACKWARD in self.needed_by:
             for bucket in self.buckets:
-                for index in bucket.trained:
+                for index in bucket.trained if bucket.writes else ():
                     bucket.params[index].grad = None
+                bucket.writes = False
             self.leave_backward()
         if any(bucket.set_aside.keys() - bucket.left_full for bucket in self.buckets) and not self.gathering:
             self.reshard()
@@ -524,11 +523,14 @@ def watch_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], on_e
     return bool(inner)
 
 
-def watch_outputs(units: Sequence[Unit], output: Any, on_entry: Callable[[Any], None] | None) -> tuple[Any, bool]:
+def watch_outputs(
+    units: Sequence[Unit], output: Any, on_entry: Callable[[Node | None, Any], None] | None, *, outermost: bool
+) -> tuple[Any, bool]:
     """Returns the output, with copies of what lies in the memory of the units, which is freed after forward. Calls
     `on_entry`, unless None, when backward enters through it; also returns whether it can.
 
-    units: the one whose forward ends, and those that were unsharded with it.
+    units: the one whose forward ends, and those that were unsharded with it. outermost: it runs in that of no other;
+    `on_entry` then gets the node of the nearest leaf, into which backward writes if it writes into leaves at all.
     Raises RuntimeError for such memory in an attribute of an object, which is not replaced.
     """
     full = [group.full for unit in units for group in unit.groups if group.frees]
@@ -546,7 +548,7 @@ def watch_outputs(units: Sequence[Unit], output: Any, on_entry: Callable[[Any], 
     nodes = {*_nodes(found)} - units[0].inputs
     # Hooks on a tensor are also called if only its own gradient is asked for, as the next unit may do with its input.
     for node in nodes:
-        node.register_prehook(on_entry)
+        node.register_prehook(partial(on_entry, nearest_leaf(node) if outermost else None))
     return output, bool(nodes)
 
 

@@ -14,7 +14,7 @@ from weakref import finalize, proxy, ref
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from zero._torch.autograd import at_end_of_backward, in_a_backward, writes_into
@@ -182,7 +182,7 @@ class Reducer:
 
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                hook = tensor.register_hook(partial(reached, nearest_leaf(tensor)))
+                hook = tensor.register_hook(partial(reached, nearest_leaf(get_gradient_edge(tensor).node)))
                 if tensor.is_leaf:  # it outlives the graph
                     self._hooks_on_leaves.append(hook)
 

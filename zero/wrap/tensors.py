@@ -10,7 +10,7 @@ from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import Node
 
 # Types of objects that are not searched for tensors.
 _NOT_SEARCHED = (str, bytes, int, float, type, nn.Module, ModuleType, FunctionType, BuiltinFunctionType)
@@ -78,10 +78,10 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def nearest_leaf(tensor: Tensor) -> Node | None:
-    """Returns the autograd node by which a backward from the tensor accumulates the `grad` of the nearest leaf; None if
-    it reaches no leaf."""
-    nodes = deque([get_gradient_edge(tensor).node])
+def nearest_leaf(begin: Node) -> Node | None:
+    """Returns the autograd node by which a backward from a node accumulates the `grad` of the nearest leaf; None if it
+    reaches no leaf."""
+    nodes = deque([begin])
     seen: set[Node] = set()
     while nodes:
         node = nodes.popleft()
