@@ -7,6 +7,7 @@ import mmap
 import os
 import select
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -111,7 +112,7 @@ def test_a_lost_rank_of_a_hybrid_group_ends_the_transfers_of_both(which):
         model = zero.FSDP(Stack(), process_group=comms, sharding_strategy="HYBRID_SHARD")
         model(torch.ones(2, WIDTH)).sum().backward()
         comms[which].log.failure.mark_broken("rank 1 is gone")
-        assert there.device.aborted == [True] * 3, "gathers, reductions, and averages over replicas"
+        assert there.device.aborted == [True] * 2, "what goes among the shards, and averages over replicas"
         assert "rank 1 is gone" in refusal(lambda: model(torch.ones(2, WIDTH)))
 
 
@@ -211,24 +212,34 @@ def test_what_one_rank_is_told_that_means_nothing_is_refused_on_every_rank(rank,
     Comm().agree(0)
 
 
+ORDERED = {"ZERO_SECOND_COMMUNICATOR": "1", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
+
+
 @pytest.mark.parametrize(
-    ("nccl", "environment", "expected"),
+    ("environment", "how", "expected"),
     [
-        ((2, 26, 2), {}, True),
-        ((2, 25, 1), {}, False),
-        (None, {}, False),
-        ((2, 28, 9), {"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, False),
-        ((2, 28, 9), {"ZERO_SECOND_COMMUNICATOR": "0"}, False),
-        ((2, 25, 1), {"ZERO_SECOND_COMMUNICATOR": "1"}, True),
+        ({}, ((2, 28, 9), 13000), False),
+        ({"ZERO_SECOND_COMMUNICATOR": "0"}, ((2, 28, 9), 13000), False),
+        (ORDERED, ((2, 26, 2), 12030), True),
+        (ORDERED, ((2, 25, 1), 13000), "NCCL 2.25.1 orders no launches. Take 2.26"),
+        (ORDERED, ((2, 28, 9), 12020), "the driver is of CUDA 12.2"),
+        ({**ORDERED, "NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, ((2, 28, 9), 13000), "may deadlock"),
     ],
 )
-def test_reductions_have_a_communicator_of_their_own_where_nccl_orders_launches(nccl, environment, expected):
+def test_reductions_have_a_communicator_of_their_own_where_that_is_asked_for_and_ordered(environment, how, expected):
     with mock.patch.dict(os.environ, environment):
-        assert settings.second_communicator(nccl) is expected
+        if isinstance(expected, bool):
+            assert settings.second_communicator(*how) is expected
+        else:
+            assert expected in refusal(lambda: settings.second_communicator(*how))
 
 
-def test_importing_zero_has_nccl_order_launches():
-    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
+@pytest.mark.parametrize("asked", ["", "1"])
+def test_importing_zero_has_nccl_order_launches_where_two_communicators_are_asked_for(asked):
+    code = "import os, zero; print(os.environ.get('NCCL_LAUNCH_ORDER_IMPLICIT', ''))"
+    given = {**os.environ, "ZERO_SECOND_COMMUNICATOR": asked}
+    told = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True)
+    assert told.stdout.strip() == asked
 
 
 class Stuck(dist.Store):

@@ -41,13 +41,11 @@ class SimulatedLink(Link):
         self.transfer = transfer
         self.simulated, self.rank, self.world, self.log = simulated, rank, world, Log(rank, world)
         checks = Rehearsal(rank, world, "gloo")
-        groups = [simulated.group(rank, world, transfer) for _ in range(2)]
         overlapping = Overlapping(
-            *(self.log, groups[0], rank, world),
+            *(self.log, simulated.group(rank, world, transfer), rank, world),
             blocks=False,
             checks=checks,
             name="nccl",
-            second=lambda: groups[1],
             abort=lambda groups: abort(groups, GPU),
         )
         of = {"cpu": checks}

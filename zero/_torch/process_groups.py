@@ -78,9 +78,15 @@ def gloo_groups(gloo: Any, store: dist.Store, rank: int, world: int, timeout: ti
         yield group
 
 
-def another_like(group: dist.ProcessGroup, device: torch.device, store: dist.Store) -> Any:
+def driver_version() -> int:
+    """The version of CUDA that the driver of NVIDIA's GPUs is of, such as 12030 for 12.3; 0 without one."""
+    version: Any = getattr(torch._C, "_cuda_getDriverVersion", None)  # of builds for GPUs
+    return 0 if version is None else int(version())
+
+
+def another_like(group: dist.ProcessGroup, device: torch.device, store: dist.Store, ranks: list[int]) -> Any:
     """A Backend of the same ranks with communicators of its own; None if the group's for the device is not NCCL. store:
-    used by nothing else."""
+    used by nothing else. ranks: those of the job that these are."""
     # Not torch.distributed.new_group(), which is collective over all ranks of the job.
     nccl: Any = getattr(dist, "ProcessGroupNCCL", None)  # of builds for GPUs
     if nccl is None or not isinstance(group._get_backend(device), nccl):
@@ -88,6 +94,10 @@ def another_like(group: dist.ProcessGroup, device: torch.device, store: dist.Sto
     options: Any = nccl.Options()
     given: Any = group._get_backend(device).options
     options._timeout, options.config = timeout_of(group, device), given.config
+    options.group_name, options.global_ranks_in_group = (
+        "zero's reductions",
+        ranks,
+    )  # else torch's logs take it for WORLD
     return nccl(store, group.rank(), group.size(), options)
 
 

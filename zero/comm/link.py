@@ -22,6 +22,7 @@ from zero._torch.process_groups import (
     abort,
     another_like,
     backend_of,
+    driver_version,
     gloo_groups,
     shortest_timeout_of,
     store_of,
@@ -142,20 +143,28 @@ class Link:
         assert self._store is not None
         # None without NCCL, or with another library such as RCCL.
         nccl = tuple(torch.cuda.nccl.version()) if torch.version.cuda and dist.is_nccl_available() else None
-        store, second = self._store, settings.second_communicator(nccl)
+        store, second = self._store, False
         if backend != "fake":
+            problem = ""
+            try:
+                second = nccl is not None and settings.second_communicator(nccl, driver_version())
+            except ValueError as error:
+                problem = str(error)
             # Keys of its own: another rank may not have ended the exchange before this one.
             with StoreRendezvous(dist.PrefixStore(str(device), store), self.rank, self.world, _TIMEOUT) as exchange:
                 store = self._watch(exchange)
-                # A communicator is made by all ranks or waits for ever: one that says no decides.
-                second = bytes([0]) not in exchange.all_gather(bytes([second]))
+                told = [json.loads(text) for text in exchange.all_gather(json.dumps([second, problem]).encode())]
+            for rank, (_, problem) in enumerate(told):
+                if problem:
+                    raise ValueError(f"{problem} (on rank {rank})")
+            second = all(second for second, _ in told)  # all ranks make a communicator, or those that do wait for ever
         group = self._group
         return Overlapping(
             *(self.log, group, self.rank, self.world),
             blocks=False,
             checks=checks,
             name=backend,
-            second=(lambda: another_like(group, device, store)) if second else None,
+            second=(lambda: another_like(group, device, store, self.ranks)) if second else None,
             abort=lambda groups: abort(groups, device),
         )
 

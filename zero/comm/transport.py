@@ -17,6 +17,7 @@ from itertools import chain, islice, pairwise, repeat
 from operator import or_
 from threading import RLock
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -510,6 +511,8 @@ class Overlapping(ProcessGroupTransport):
             if (made := second()) is not None:
                 self._reduces_by, self._to_reduce = made, collectives_of_one_tensor(made)
                 self._groups.append(made)
+                # Where the link ends: torch ends the groups that it has made. Not at exit, where others may be gone.
+                finalize(self, made.shutdown).atexit = False
         if not by_rings(messages):
             return super().reduce(messages, times, channel)
         message, counts = messages[0]
