@@ -227,3 +227,13 @@ def test_parameters_that_are_added_are_rounded_and_keep_what_they_were(rank, wor
     layers[1](layers[0](torch.ones(2, 5, dtype=BRAIN))).sum().backward()
     optimizer.step()
     same([whole_masters(optimizer)[number] for number in range(4)], start, "the masters")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_full_weights_that_a_wrapper_loads_reach_the_masters(rank, world, stage):
+    torch.manual_seed(stage)
+    weights = Stack().state_dict()
+    model, _ = zero.setup(Stack(), partial(SGD, lr=0.1), stage=stage, precision="bf16")
+    model.load_state_dict(weights)
+    same(zero.full_state_dict(model, to=None), weights, "the weights")

@@ -17,6 +17,7 @@ from torch.optim import SGD, Adam
 import gpus
 import ranks
 import zero
+from assertions import close, same
 from rows import Net, Rows, adam, changed, momentum, sgd, trains
 from runs import norm_of_gradients
 from zoo import WIDTH, data
@@ -533,6 +534,120 @@ added("an average and what was added are dropped", lambda t, i: t.n.blocks[1].ze
 halved = partial(added, same={1, 3}, refused={2: NAME})
 halved("an average and what was added are halved", lambda t, i: [grad.mul_(0.5) for grad in all_gradients(t)])
 halved("... by their data", lambda t, i: [grad.data.mul_(0.5) for grad in all_gradients(t)])
+
+
+def fails(t, i):
+    """A backward that reaches the last block alone, and raises."""
+
+    def raises(*_):
+        raise ZeroDivisionError
+
+    handle = t.n.blocks[1].register_forward_pre_hook(lambda _, args: args[0].register_hook(raises) and None)
+    loss = t.loss(i)
+    handle.remove()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+
+
+@edited(optim=momentum)
+def a_backward_under_no_sync_fails(t, i):
+    with t.m.no_sync():
+        t.loss(i).backward()
+        fails(t, 10 + i)
+    t.loss(20 + i).backward()
+    t.update(None)
+
+
+def fails_and_goes_on(t, i, cleared=False, steps=False):
+    with t.m.no_sync():
+        t.loss(i).backward()
+    fails(t, 10 + i)
+    if cleared:
+        t.o.zero_grad()
+    if not steps:
+        t.loss(20 + i).backward()
+    t.update(None)
+
+
+lost = dict.fromkeys((1, 2, 3), "not whole|not reduced|not averaged")
+whole = partial(edited.of, steps=1, same=())
+whole(
+    "a backward that took what was accumulated fails, and another follows", fails_and_goes_on, refused={0: "", **lost}
+)
+steps = partial(fails_and_goes_on, steps=True)
+whole("a backward that took what was accumulated fails, and a step follows", steps, refused=lost)
+
+
+class Trained:
+    """A model at a stage, by the words of a Loop."""
+
+    def __init__(self, rank, stage, optim=momentum):
+        torch.manual_seed(0)
+        self.n, self._rank = Net(), rank
+        self.m, self.o = zero.setup(self.n, optim(self.n.parameters()), stage=stage)
+
+    def loss(self, i):
+        return self.m(data(4, WIDTH, rank=self._rank, step=i)).square().mean()
+
+    def weights(self):
+        self.o.step()
+        return zero.full_state_dict(self.m, to=None)
+
+
+def freezes_what_has_a_gradient(t):
+    t.loss(0).backward()
+    t.n.first.weight.requires_grad_(False)
+    t.loss(1).backward()
+
+
+def keeps_a_gradient_of_before(t):
+    t.loss(0).backward()
+    kept = [(p, p.grad) for p in t.n.first.parameters()]
+    t.n.first.zero_grad()
+    t.loss(1).backward()
+    for p, grad in kept:
+        p.grad = p.grad - 0.5 * grad
+
+
+@pytest.mark.parametrize("program", [freezes_what_has_a_gradient, keeps_a_gradient_of_before])
+@ranks.on(2)
+def test_gradients_of_before_are_left_alone_at_each_stage_alike(rank, world, program):
+    found = []
+    for stage in (1, 2, 3):
+        program(t := Trained(rank, stage))
+        found.append(t.weights())
+    for one in found[:-1]:
+        for name, weight in one.items():
+            assert close(weight, found[-1][name], 1e-6), name
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks.on(2)
+def test_a_group_that_is_added_after_no_sync_leaves_gradients_unreduced(rank, world, stage):
+    t = Trained(rank, stage)
+    with zero.no_sync(t.m):
+        t.loss(0).backward()
+    t.o.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with torch.no_grad():
+        t.loss(1)
+    assert "no_sync()" in ranks.refusal(t.o.step)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_after_a_backward_that_failed_the_next_is_right_once_gradients_are_cleared(rank, world, stage):
+    found = []
+    for failing in (True, False):
+        t = Trained(rank, stage)
+        if failing:
+            with zero.no_sync(t.m):
+                t.loss(0).backward()
+            fails(t, 1)
+            t.o.zero_grad()
+        t.loss(2).backward()
+        found.append(t.weights())
+    same(*found, "the weights")
+
 
 test_edited = edited.tests()
 

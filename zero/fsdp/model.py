@@ -698,6 +698,8 @@ class Model:
                     "which parameters require gradients has changed on this rank, but not on all alike; trained are "
                     f"now {', '.join(trained)}. Freeze and unfreeze parameters on every rank. {error}"
                 ) from error
+        for bucket in buckets:
+            bucket.refuse_lost()
         # In a variable: each `self._finish` is a new object, and the reference to it would be dead at once.
         finish = self._finish
         self._end_callback = weakref.ref(finish, self._callback_dropped)
@@ -831,6 +833,7 @@ class Model:
             for unit in self.index.units:
                 for bucket in unit.buckets:
                     bucket.set_aside.clear()  # the user has cleared what there was
+                    bucket.took = False
         self._reducing.clear()
         self.runs_backward = False
         self._graphs.clear()

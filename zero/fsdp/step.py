@@ -258,6 +258,8 @@ class Steps:
                     f"{name!r} is unsharded, not this rank's shard, while {kind}.step() is called: backward is not "
                     "complete, or this is inside summon_full_params(). Step after backward, outside it."
                 )
+            for bucket in unit.buckets:
+                bucket.refuse_lost()
             for name in filter(None, [bucket.name_of_unreduced(held) for bucket in unit.buckets]):
                 raise RuntimeError(
                     f"{name!r} has a gradient that was not reduced: the last backward ran under no_sync(). Run the "

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from zero._torch.autograd import base_of, shape_expected_by
+from zero._torch.autograd import base_of, shape_expected_by, writes_so_far
 from zero._torch.modules import buffers_of
 from zero._torch.tensors import as_plain_tensors, shares_memory
 from zero.shards.partition import Place, places_in
@@ -52,8 +52,12 @@ class UnitBucket(GradBucket):
         # gradients on other ranks only, so all reduce then.
         self._left = False
         self.left_full: set[int] = set()
-        # Whether a backward is running that writes full gradients.
-        self.writes = False
+        # By position of those beside which a gradient stays apart: torch's count of writes when they were left.
+        self._written: dict[int, int] = {}
+        # Whether a backward is running that writes full gradients, and whether it reduces them.
+        self.writes = self._reduces = False
+        # Whether the running backward adds to what no_sync has left.
+        self.took = False
 
     @property
     def left_unreduced(self) -> bool:
@@ -66,12 +70,14 @@ class UnitBucket(GradBucket):
         """Sets `param.grad` up for the full gradients that autograd writes from here on: adds to those that no_sync has
         left, and sets those of shards aside. No reduction is in flight. reduces: whether this backward does; if not,
         collective where there are gradients of shards, which are gathered: what is added to them and written into them
-        is averaged with them, as with DistributedDataParallel.
+        is averaged with them, as with DistributedDataParallel. Where units compute in fewer bits they stay apart.
 
-        Raises RuntimeError for a shard's gradient in the place of a full one that no_sync has left.
+        Raises RuntimeError for a shard's gradient in the place of a full one that no_sync has left, and for a full one
+        that was written while another stays apart.
         """
         assert self._handle is None, "a reduction is in flight"
-        self._left, self.writes, group = False, True, self.group
+        self._left, self.writes, self._reduces, group = False, True, reduces, self.group
+        self.took = reduces and not self.left_full.isdisjoint(self.trained)
         for index in self.trained:
             param, full = group.params[index], group.shapes.full[index]
             grad = param.grad
@@ -86,8 +92,18 @@ class UnitBucket(GradBucket):
                     "backward has averaged yet. Write into that in place (`param.grad.mul_(0.5)`), or set it to None, "
                     "which drops it."
                 )
+            elif index in self.set_aside and writes_so_far([grad]) != self._written[index]:
+                # Written in place since. Zeros clear what is apart, too, which has no share in any other write.
+                if self._written[index] < 0 or grad.any():
+                    raise RuntimeError(
+                        f"{group.names[index]} has a gradient that was written under no_sync(), while FSDP keeps apart "
+                        "what the backward before has averaged in more bits. Write into gradients before that one or "
+                        "after the next backward outside of no_sync(), which averages them; or clear them, zero_grad()."
+                    )
+                self.set_aside.pop(index)
         self.left_full.difference_update(self.trained)
-        held = {} if reduces else {index: grad for index, grad in self.set_aside.items() if index in self.trained}
+        gathers = not reduces and group.full.dtype == group.shard.dtype  # else it would be rounded
+        held = {index: grad for index, grad in self.set_aside.items() if gathers and index in self.trained}
         if held:
             gathered = group.full.new_zeros(group.layout.numel)
             own = group.shapes.views_of_shard(gathered[group.layout.segment(group.comm.rank)])
@@ -114,9 +130,14 @@ class UnitBucket(GradBucket):
         self._left, self.writes = True, False
         for index in self.trained:
             param = self.group.params[index]
-            self.set_aside.pop(index, None)  # it was gathered
+            if self.group.full.dtype == self.group.shard.dtype:
+                self.set_aside.pop(index, None)  # it was gathered
             if param.grad is not None:
                 self.left_full.add(index)
+                if index in self.set_aside:  # zeros are no sign that the user has cleared it
+                    self._written[index] = writes_so_far([param.grad]) if param.grad.any() else -1
+            elif index in self.set_aside:  # this backward has no gradient of it
+                self._set(index, self.set_aside.pop(index))
 
     def finish(self) -> None:
         """Waits for this rank's shards of the gradients, and adds them to those that were set aside."""
@@ -135,6 +156,7 @@ class UnitBucket(GradBucket):
         """Adds what only other ranks have used. A gradient of which this rank owns nothing is an empty tensor, so that
         no rank alone finds None where there is a gradient."""
         super().add_unused(used)
+        self.took = False
         for index in self.reduced - self.group.shapes.spans.keys():
             param = self.group.params[index]
             if param.grad is None:
@@ -154,8 +176,22 @@ class UnitBucket(GradBucket):
 
     # -------------------------------------------------------------------------------------------- exceptions
 
+    def interrupt(self) -> None:
+        """Drops what a backward that has failed has written; under no_sync it counts, as with DistributedDataParallel.
+        The parameters are still full."""
+        if self.writes and not self._reduces:
+            self.keep_unreduced()
+        elif self.writes:
+            self.writes = False
+            for index in self.trained:
+                self.params[index].grad = None
+
     def restore(self) -> None:
         """Puts these gradients back into `param.grad`. Unreduced gradients remain."""
+        if self.took:
+            self.took, self.lost = False, True
+            # Of zeros: without any gradient nobody could tell whether the user has cleared them.
+            self._set(index := self.trained[0], torch.zeros_like(self.group.shard_views[index]))
         for index in self.set_aside.keys() - self.left_full:
             self._set(index, self.set_aside.pop(index))
 
@@ -369,11 +405,10 @@ class Unit:
         """Restores the gradients from before a backward that an exception has ended. Waits for no other rank."""
         if Need.BACKWARD in self.needed_by:
             for bucket in self.buckets:
-                for index in bucket.trained if bucket.writes else ():
-                    bucket.params[index].grad = None
-                bucket.writes = False
+                bucket.interrupt()
             self.leave_backward()
-        if any(bucket.set_aside.keys() - bucket.left_full for bucket in self.buckets) and not self.gathering:
+        aside = any(bucket.took or bucket.set_aside.keys() - bucket.left_full for bucket in self.buckets)
+        if aside and not self.gathering:
             self.reshard()
             for bucket in self.buckets:
                 bucket.restore()

@@ -87,7 +87,7 @@ class OwnedGradients:
         self.drop_of_shards()
         for buckets in self.filled_by.values():
             for bucket in buckets:
-                bucket.unreduced.clear()
+                bucket.accumulated.clear()
 
     def wait_for_copies(self) -> None:
         """Makes the host wait for gradients that are on their way to it."""
@@ -99,7 +99,7 @@ class OwnedGradients:
         """Raises RuntimeError for a gradient that cannot be stepped: that was not reduced, was assigned, or is another
         parameter's. The other ranks find the same, or wait for this one in vain."""
         for bucket in (bucket for buckets in self.filled_by.values() for bucket in buckets):
-            for index in bucket.unreduced:
+            for index in bucket.accumulated:
                 if bucket.params[index].grad is not None:
                     raise RuntimeError(
                         f"{bucket.names[index]} has a gradient that was not averaged over the ranks: the "

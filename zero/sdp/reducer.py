@@ -120,7 +120,11 @@ class Reducer:
         place = {param: number for number, param in enumerate(parameters_of(self._module))}
         if self._full:
             together = _together(owners, self._sent_as)
-            self._buckets = [FullBucket(alike, place, sent_as=self._sent_as) for alike in together]
+            full = [FullBucket(alike, place, sent_as=self._sent_as) for alike in together]
+            unreduced = {one.params[i] for one in self._buckets if isinstance(one, FullBucket) for i in one.accumulated}
+            for one in full:
+                one.accumulated = {i for i, param in enumerate(one.params) if param in unreduced}
+            self._buckets = [*full]
         else:
             self._buckets = [OwnedBucket(group, sent_as=self._sent_as, of=place) for group in owners]
         # 0, so last: add_param_group may have brought a parameter that the module does not have.
@@ -194,8 +198,8 @@ class Reducer:
 
     def gradient_ready(self, bucket: OwnedBucket | FullBucket, index: int, param: nn.Parameter) -> None:
         """Moves the gradient, which autograd has accumulated, from `param.grad` into its bucket."""
-        if isinstance(bucket, FullBucket):
-            bucket.unreduced.add(index)
+        if not self.active or isinstance(bucket, FullBucket):
+            bucket.accumulated.add(index)
         if not self.active:
             return
         try:  # not a context, which costs two calls for each gradient
@@ -224,6 +228,8 @@ class Reducer:
         if self._in_backward:  # the one that began last has failed, and this is another, of a graph that was kept
             self._abandon()
         self._update_trained()
+        for bucket in self._buckets:
+            bucket.refuse_lost()
         self._in_backward = True
         self._end.forwards.clear()
         for streams in self._streams:
@@ -231,8 +237,15 @@ class Reducer:
         # autograd alone holds what it is to call, and drops it uncalled once a backward has failed. A backward within
         # this one, as of re-entrant checkpointing, finds it alive.
         finish = partial(Reducer._finish, self)
-        self._awaits_end = ref(finish)
+        self._awaits_end = ref(finish, partial(Reducer._dropped, proxy(self)))
         at_end_of_backward(finish)
+
+    def _dropped(self, _: Any) -> None:
+        """Autograd has dropped its callback. Where it has not called it, the backward has failed, and gradients that
+        the user clears from here on are told from those that it has taken; all else is for `_abandon`."""
+        for bucket in self._buckets if self._in_backward else ():
+            if isinstance(bucket, OwnedBucket):
+                bucket.interrupt()
 
     def _update_trained(self) -> None:
         """Tells the buckets which parameters are trained. Collective if these have changed since the last backward."""

@@ -26,7 +26,7 @@ from zero.sdp.reducer import Reducer
 from zero.shards.announce import announce
 from zero.shards.arguments import refuse_two_devices
 from zero.shards.cut import claim, release
-from zero.shards.owned_shards import gather_masters
+from zero.shards.owned_shards import LoadsMasters, gather_masters
 from zero.shards.shapes import refuse_unsendable
 from zero.tensor_parallel import parts
 from zero.tensor_parallel.shown import put_into, show_everywhere, take_out_of
@@ -268,7 +268,8 @@ class ShardedDDP(Wrapper):
         """
         if assign:
             raise ValueError("assign=True replaces the parameters that the optimizer holds. Load with assign=False.")
-        return self.module.load_state_dict(named_as_compiled(self.module, state_dict), strict)
+        with LoadsMasters():
+            return self.module.load_state_dict(named_as_compiled(self.module, state_dict), strict)
 
 
 def _remove(hooks: Sequence[RemovableHandle]) -> None:

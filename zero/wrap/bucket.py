@@ -153,6 +153,8 @@ class GradBucket:
     `used`: positions of the parameters that this rank sent gradients of since the last `add_unused`.
     `missing`: whether this rank has sent zeros for some parameter since then.
     `launched`: whether the running backward has launched it.
+    `accumulated`: positions of the parameters whose gradients this rank has written since they were averaged last.
+    `lost`: whether a backward that has failed has taken some of these.
     `reduced`: positions of the parameters that got a gradient on any rank in the last backward that has ended.
     """
 
@@ -173,6 +175,7 @@ class GradBucket:
         self.used: set[int] = set()
         self.missing = self.launched = False
         self.reduced: set[int] = set()
+        self.accumulated, self.lost = set[int](), False
         # Positions of the parameters that this rank sent gradients of in the reduce in flight.
         self._sent: frozenset[int] = frozenset()
         # Received gradients of parameters that this rank sent no gradients of, with their positions.
@@ -314,6 +317,17 @@ class GradBucket:
         self.reduced = self.used.union(index for index, anywhere in used.items() if anywhere)
         self._forget_usage()
 
+    def refuse_lost(self) -> None:
+        """Raises RuntimeError until the user has cleared gradients of which a backward that has failed took a part."""
+        left = next((self.names[i] for i in self.own if self.params[i].grad is not None), None) if self.lost else None
+        if left is not None:
+            raise RuntimeError(
+                f"{left} has a gradient that is not whole: the last backward has failed, and had taken what was "
+                "accumulated before it. Clear the gradients, optimizer.zero_grad(), before the next backward and "
+                "before a step."
+            )
+        self.lost = False
+
     def abandon(self) -> None:
         """Waits for the reduce in flight, and forgets a backward that was interrupted."""
         self.taken = {}
@@ -337,11 +351,13 @@ class OwnedBucket(GradBucket):
     ) -> None:
         super().__init__(group, sent_as=sent_as, of=of)
         self._sums: dict[int, Tensor] = {}
+        self._took = False  # whether the running backward has taken what was accumulated before it
 
     def take_written(self, index: int) -> None:
         """Takes the full gradient of a parameter that this rank has written and not reduced, if there is one. Raises
         RuntimeError for another parameter's OwnedGradient."""
         param = self.params[index]
+        self._took = self._took or index in self.accumulated
         held = param.grad
         if isinstance(held, OwnedGradient):
             held.refuse_of_others(self.group, index)
@@ -361,6 +377,8 @@ class OwnedBucket(GradBucket):
 
     def add_unused(self, used: Mapping[int, bool]) -> None:
         super().add_unused(used)
+        self._took = False
+        self.accumulated.difference_update(self.trained)
         sums, self._sums, main = self._sums, {}, self.group.main
         for index in self.reduced:
             param = self.params[index]
@@ -373,6 +391,15 @@ class OwnedBucket(GradBucket):
     def abandon(self) -> None:
         super().abandon()
         self._sums = {}
+        self.interrupt()
+
+    def interrupt(self) -> None:
+        """A backward has failed: local."""
+        if self._took:
+            self._took, self.lost = False, True
+            # Of zeros, and refused: without any gradient nobody could tell whether the user has cleared them.
+            param = self.params[self.own[0]]
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
 
 
 # Elements of gradients that are copied by one call.
@@ -388,7 +415,6 @@ class FullBucket(GradBucket):
     bits in float32, keep these averages for their steps, and all ranks gather them rounded: such a bucket is of one
     group.
 
-    `unreduced`: positions of the parameters whose gradients this rank has written since they were averaged last.
     """
 
     def __init__(
@@ -408,7 +434,6 @@ class FullBucket(GradBucket):
         self._pending, self._pending_numel = dict[int, Tensor](), 0
         # Those of the last backward, while they are gradients.
         self._last: list[Callable[[], Tensor | None]] = []
-        self.unreduced = set[int]()
         # Averages of this rank's shards that are wider than the parameters, by position.
         self._wide: list[Tensor] = []
 
@@ -416,7 +441,7 @@ class FullBucket(GradBucket):
         """The views of the buffer of this backward, which is the last one's if its first gradient lies there."""
         if self._buffer is None:
             numel, begin = sum(one.layout.numel for one in self.groups), 0
-            if gradient is not None and index is not None and self._last and self._last[index]() is gradient:
+            if gradient is not None and index is not None and self._is_last(index, gradient):
                 self._buffer = part_of(gradient, (numel,), (1,), 0)
             else:
                 self._buffer = self.group.full.new_empty(numel)
@@ -428,9 +453,17 @@ class FullBucket(GradBucket):
             self._last = [ref(view) for view in self._views]
         return self._views
 
+    def _is_last(self, index: int, gradient: Tensor) -> bool:
+        """Whether a gradient lies in the buffer of the last backward, of which nothing is kept that this one does not
+        average: gradients that were frozen or taken away since would be averaged once more, or written into."""
+        if not self._last or self._last[index]() is not gradient:
+            return False
+        kept = [(position, view) for position, of in enumerate(self._last) if (view := of()) is not None]
+        return all(position in self.trained and self.params[position].grad is view for position, view in kept)
+
     def take_written(self, index: int) -> None:
         """Takes the gradient of a parameter that this rank has written since it was averaged last, if there is one."""
-        if index in self.unreduced:
+        if index in self.accumulated:
             self.take(index, self.params[index].grad)
 
     def take(self, index: int, gradient: Tensor | None) -> None:
@@ -510,9 +543,10 @@ class FullBucket(GradBucket):
             if has_values(average):
                 as_wide_average(average, Cut(ref(self.group), index), Wide(self._wide[index]))
         self._buffer, self._views, self._wide = None, [], []
-        self.unreduced.difference_update(self.trained)
+        self.accumulated.difference_update(self.trained)
 
     def abandon(self) -> None:
+        self.lost = self.lost or bool(self.taken) or self.launched  # some are shares of averages already
         super().abandon()
         gather, self._gather = self._gather, None
         if gather is not None:

@@ -238,7 +238,8 @@ class WideAverage(Tensor):
         return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.as_subclass(Tensor).__deepcopy__(memo)
+        memo[id(self)] = copy = self.clone()
+        return copy
 
 
 def as_wide_average(average: Any, cut: Cut, own: Wide) -> WideAverage:
