@@ -13,10 +13,10 @@ from torch.optim import SGD, Adam
 import matrix
 import ranks
 import zero
-from assertions import same
+from assertions import same, same_where_the_cpu_steps
 from inner import set_bucket_size
-from runs import take_step
-from zoo import FEATURES, Stack, built, loss_on, odd_batch
+from runs import stage_2, take_step
+from zoo import CASES, FEATURES, Stack, built, loss_on, odd_batch
 
 OPTIMIZERS = {
     "sgd": partial(SGD, lr=0.01, momentum=0.9, weight_decay=0.01),
@@ -227,3 +227,23 @@ def test_parameters_that_are_added_are_rounded_and_keep_what_they_were(rank, wor
     layers[1](layers[0](torch.ones(2, 5, dtype=BRAIN))).sum().backward()
     optimizer.step()
     same([whole_masters(optimizer)[number] for number in range(4)], start, "the masters")
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+@ranks.on(2)
+def test_what_is_offloaded_is_stepped_as_float32(rank, world, tmp_path, where):
+    """Unless another dtype is asked for."""
+    offload = zero.CPUOffload() if where == "cpu" else zero.DiskOffload(tmp_path)
+    pairs = [
+        stage_2(CASES["wide"].model().bfloat16(), OPTIMIZERS["adam"], **options)
+        for options in ({"offload": offload}, {"precision": "bf16"})
+    ]
+    for number in range(3):
+        for model, optimizer in pairs:
+            (inputs,) = CASES["wide"].batch(rank, number).inputs
+            take_step(optimizer, model(inputs.bfloat16()).float().square().mean())
+        same_where_the_cpu_steps(*(zero.full_state_dict(model, to=None) for model, _ in pairs), f"step {number}")
+    states = [zero.full_optimizer_state_dict(*pair, to=None)["state"] for pair in pairs]
+    assert states[0][0]["master"].dtype is torch.float32
+    same_where_the_cpu_steps(*states, "the full state")
+    assert not list(tmp_path.iterdir()), "files have no names, and are gone with the processes"
