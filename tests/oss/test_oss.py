@@ -593,3 +593,13 @@ def test_a_forward_under_no_sync_within_an_averaged_backward_counts(rank, world)
     torch.distributed.broadcast(others, 0)
     assert torch.equal(mine, others)
     optimizer.step()
+
+
+@ranks.on(2)
+def test_the_model_of_stage_1_is_pickled_as_that_of_stage_0(rank, world):
+    model, _ = zero.setup(Stack(), momentum, stage=1)
+    if rank == 0:
+        copy, x = pickle.loads(pickle.dumps(model)), data(4, WIDTH, rank=0)
+        with torch.no_grad():
+            assert torch.equal(copy(x), model.module(x))
+        assert "averages no gradients" in ranks.refusal(lambda: copy(x))

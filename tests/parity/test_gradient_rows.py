@@ -158,6 +158,7 @@ after("every gradient of a bad batch is dropped", lambda t, i: i == 1 and each(t
 after("the optimizer zeroes", lambda t, i: i == 1 and t.o.zero_grad(set_to_none=False))
 after("a validation clears one block", lambda t, i: torch.no_grad()(t.loss)(10 + i) and t.n.blocks[1].zero_grad())
 after("another step comes", lambda t, i: t.o.step())
+after("gradients are detached in place", lambda t, i: each(t.n, lambda p: p.grad.detach_()))
 after("a detached gradient is put in its place", lambda t, i: each(t.n, lambda p: put(p, p.grad.detach())))
 
 
@@ -351,6 +352,10 @@ def scaled_by_hooks(t, i):
     trains(t, i)
 
 
+def called_around(t, i):
+    t.update(t.note((t.n if t.stage else t.m)(t.batch(i)).square().mean()))
+
+
 row = Rows("B7: gradients of parameters that are asked for", __name__)
 row.of("backward is given all parameters of units", asked, **UNITS, **LATER)
 row.of("backward is given those of units and the root", asked, or_refused=OWN)
@@ -369,6 +374,7 @@ row.of("gradients of all parameters are asked for", gradients(unused=False), ste
 row.of("a loss is weighed by the last layer's gradient", weighed, or_refused=OWN)
 row.of("a hook sees the gradients of units", seen, **UNITS, **LATER)
 row.of("a hook sees those of units and root", seen, **LATER)
+row.of("a module is called around the wrapper", called_around)
 row.of("hooks of parameters scale their gradients", scaled_by_hooks, **UNITS)
 test_asked = row.tests()
 
