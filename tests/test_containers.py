@@ -92,11 +92,14 @@ def at_two_stages(stage: int) -> Run:
     return Run(both, [optimizer, of_other], lambda x: [other(model(x)).square().mean()])
 
 
-def beside_ddp(stage: int) -> Run:
+def beside_others(stage: int) -> Run:
+    """Of one the gradients are averaged by DistributedDataParallel, of the other they are the same on every rank."""
     model, optimizer = wrap(net(), stage)
     other = DistributedDataParallel(nn.Linear(6, 2)) if stage >= 0 else nn.Linear(6, 2)
-    both = nn.Sequential(model, other)
-    return Run(both, [optimizer, SGD(other.parameters(), lr=0.1, momentum=0.9)], lambda x: [both(x).square().mean()])
+    all_three = nn.ModuleList([model, other, nn.Linear(2, 1)])
+    rest = SGD([*other.parameters(), *all_three[2].parameters()], lr=0.1, momentum=0.9)
+    loss = lambda x: other(model(x)).square().mean() + all_three[2](torch.ones(2)).sum()  # noqa: E731
+    return Run(all_three, [optimizer, rest], lambda x: [loss(x)])
 
 
 def compiled(stage: int) -> Run:
@@ -106,7 +109,7 @@ def compiled(stage: int) -> Run:
     return Run(both, [optimizer], lambda x: [model(x).square().mean()])
 
 
-CONTAINERS = [adversaries, hand_wrapped, distilled, averaged, at_two_stages, beside_ddp, compiled]
+CONTAINERS = [adversaries, hand_wrapped, distilled, averaged, at_two_stages, beside_others, compiled]
 
 
 def built(container: Callable[[int], Run], stage: int, seed: int = 0) -> Run:
@@ -199,6 +202,24 @@ def test_a_container_trains_and_is_saved_in_full_as_with_ddp(rank, world, contai
     plain = zero.unwrap(run.module)
     assert plain is run.module and [*plain.state_dict()] == names
     same(dict(plain.state_dict()), weights, "the plain module")
+
+
+@matrix.combined("container, stage", [adversaries, at_two_stages, beside_others, compiled], STAGES, each=2)
+@ranks.on(2)
+def test_a_container_has_one_average(rank, world, container, stage, tmp_path):
+    found = []
+    for at in (0, stage):
+        run, other = built(container, at), built(container, (at + 1) % 4, seed=1)
+        ema, loaded = zero.EMA(run.module, 0.8), zero.EMA(other.module)
+        train(run._replace(after=ema.update), rank, zero.no_sync, 1e3)
+        zero.checkpoint.save(tmp_path / str(at), run.module, [*run.optimizers, ema])
+        zero.checkpoint.load(tmp_path / str(at), other.module, [*other.optimizers, loaded])
+        pairs = [(run.module, ema), (other.module, loaded)]
+        averages = [zero.full_optimizer_state_dict(*pair, to=None)["state"] for pair in pairs]
+        same(*averages)
+        with loaded.swapped():
+            found.append([averages, zero.full_state_dict(other.module, to=None)])
+    same(found[1], found[0])
 
 
 def saves(rank: int, world: int, container: Any, stage: int, run: str) -> list[Any]:

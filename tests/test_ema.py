@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -201,52 +200,6 @@ def test_full_averages_load_at_another_stage_and_one_ranks_shard_on_that_rank(ra
     adam = zero.full_optimizer_state_dict(model, optimizer, to=None)
     told = ranks.refusal(lambda: zero.load_full_optimizer_state_dict(again, of_again, adam))
     assert told.startswith("ValueError") and "of another optimizer than EMA" in told
-
-
-def adversaries(stage: int) -> tuple[nn.Module, list[Any], Any]:
-    (maker, of_maker), (judge, of_judge) = (zero.setup(nn.Linear(6, 5), Adam, stage, lr=0.01) for _ in range(2))
-    both = nn.ModuleDict({"maker": maker, "judge": judge})
-    return both, [of_maker, of_judge], lambda x: (maker(x) - judge(x)).square().mean()
-
-
-def at_two_stages(stage: int) -> tuple[nn.Module, list[Any], Any]:
-    model, optimizer = zero.setup(nn.Linear(6, 5), OPTIMS[0], stage)
-    other, of_other = zero.setup(nn.Linear(5, 2), OPTIMS[1], min(stage, 1))
-    both = nn.Sequential(torch.compile(model, backend="eager"), other)
-    return both, [optimizer, of_other], lambda x: other(model(x)).square().mean()
-
-
-def beside_plain_parts(stage: int) -> tuple[nn.Module, list[Any], Any]:
-    """Of one the gradients are averaged by DistributedDataParallel, of the other they are the same on every rank."""
-    model, optimizer = zero.setup(nn.Linear(6, 5), Adam, stage, lr=0.01)
-    both = nn.ModuleList([model, DistributedDataParallel(nn.Linear(5, 2)), nn.Linear(2, 1)])
-    rest = SGD([*both[1].parameters(), *both[2].parameters()], lr=0.1, momentum=0.9)
-    return both, [optimizer, rest], lambda x: both[1](model(x)).square().mean() + both[2](torch.ones(2)).sum()
-
-
-@matrix.combined("container, stage", [adversaries, at_two_stages, beside_plain_parts], STAGES, each=2)
-@ranks.on(2)
-def test_a_container_has_one_average(rank, world, container, stage, tmp_path):
-    found = []
-    for at in (0, stage):
-        torch.manual_seed(0)
-        model, optimizers, loss_of = container(at)
-        ema = zero.EMA(model, DECAY)
-        for number in range(3):
-            loss_of(data(8, 6, rank=rank, step=number)).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            ema.update()
-        zero.checkpoint.save(tmp_path / str(at), model, [*optimizers, ema])
-        other, of_other, _ = container((at + 1) % 4)
-        loaded = zero.EMA(other)
-        zero.checkpoint.load(tmp_path / str(at), other, [*of_other, loaded])
-        with loaded.swapped():
-            swapped = zero.full_state_dict(other, to=None)
-        found.append([averages(model, ema), averages(other, loaded), swapped])
-        same(found[-1][0], found[-1][1])
-    same(found[1], found[0])
 
 
 # --------------------------------------------------------------------------------------------------------- errors

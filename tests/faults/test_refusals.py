@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -129,6 +130,11 @@ of_options("stage 3", "a stage of 4", "stage=4", "3 .FSDP.", stage=4)
 of_options("FSDP", "a name for a policy", "auto_wrap_policy is a str", "ModuleWrapPolicy", auto_wrap_policy="Linear")
 of_options("OSS", "a factory that fails", "no room here", optim=factory)
 
+for build in ("stage 2", "stage 3"):
+    full = lambda bad, build=build: BUILDS[build](offload=zero.DiskOffload(__file__ if bad else gettempdir()))  # noqa: E731
+    row(f"{build} with a file for a directory", full, "no room")
+of_options("stage 2", "a name for an offload", "offload='cpu'", r"zero\.CPUOffload", offload="cpu")
+
 of_options("OSS", "a misspelt option", r"SGD has no option partitoin=\. Did you mean partition=\?", partitoin="even")
 of_options("OSS", "no class", "a NoneType as its optimizer", optim=None)
 of_options("OSS", "an optimizer that is built", r"a SGD as its.*OSS\.from_optimizer", optim=sgd(good()))
@@ -137,6 +143,7 @@ of_options("OSS", "optimizer", "Adam", optim=Adam, differs=True)
 of_options("OSS", "rate", "lr", lr=0.2, differs=True)
 of_options("FSDP", "partition", "partition", "whole", partition="whole", differs=True)
 of_options("FSDP", "time to reshard", "reshard_after_forward", reshard_after_forward=False, differs=True)
+of_options("stage 2", "offload", "offload DiskOffload", "the device", offload=zero.DiskOffload("."), differs=True)
 of_options("FSDP", "strategy", "SHARD_GRAD_OP", sharding_strategy="SHARD_GRAD_OP", differs=True)
 of_options("stage 3", "stage", "stage 3", "stage 2", stage=2, differs=True)
 of_options("OSS", "rate of a group", "lr", params=in_groups(0.2), differs=True)

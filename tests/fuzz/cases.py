@@ -27,7 +27,7 @@ class Shown:
 class Node(Shown):
     """A module: a layer, or something around other nodes.
 
-    kind: a key of fuzz.layers.LAYERS or fuzz.modules.AROUND.
+    kind: a key of fuzz.layers.LAYERS or fuzz.layers.AROUND.
     size: of the layer's inner dimension, where it has one.
     frozen: its own parameters are not trained.
     of: which of the linear layers before it the kinds "tied" and "reads" take their weight from, counted round.

@@ -6,9 +6,8 @@ from typing import Any
 from hypothesis import strategies as st
 
 from fuzz.cases import Case, Micro, Node, Step
-from fuzz.layers import LAYERS
+from fuzz.layers import AROUND, LAYERS
 from fuzz.loop import EVENTS, WRITES
-from fuzz.modules import AROUND
 from fuzz.training import OPTIMIZERS, POLICIES, PREFETCH, WHOLE, kinds
 
 SIZES = st.integers(1, 7)

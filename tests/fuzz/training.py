@@ -15,9 +15,8 @@ from torch.optim import SGD, Adadelta, Adafactor, Adagrad, Adam, Adamax, AdamW, 
 
 import zero
 from fuzz.cases import Case, Node, Step
-from fuzz.layers import NOW, Feed, Linear
+from fuzz.layers import NOW, Around, Checkpointed, Feed, Linear, Packed, Reentrant, Root, Sequence
 from fuzz.loop import EVENTS, WRITES, ByHand
-from fuzz.modules import Around, Checkpointed, Packed, Reentrant, Root, Sequence
 from optimizers import Lamb
 from runs import SideBySide, ddp_sends_buffers, on_mesh
 from zoo import data

@@ -11,23 +11,20 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, Adam, AdamW
+from torch.optim import Adafactor, Adam
 
 import assertions
 import gpus
 import matrix
-import ranks
 import zero
-from assertions import same_where_the_cpu_steps
 from inner import set_bucket_size
 from optimizers import ELEMENTWISE
-from runs import stage_2, take_step
 from simulated.memory import FROM_CPU, NUMBERS, TO_CPU, Race
 from simulated.scenarios import HALF, SCENARIOS, WORLD, block, built, in_two_backwards, ones, sgd, step, with_clipping
 from simulated.world import Simulated, pinning, simulated, small_pieces
 from zero.comm.streams import PinnedMemory
 from zero.offload import digest
-from zoo import CASES, Block, Stack
+from zoo import Block, Stack
 
 pytestmark = gpus.cpu_only("the GPU is a simulated one")
 
@@ -376,71 +373,7 @@ def test_any_write_is_told(dtype, how):
         assert digest(flat) != before
 
 
-# What offload keeps beside the numbers of training (tests/parity/test_axes.py): master weights, checkpoints, errors
-# on every rank.
-
-
-CASE = CASES["wide"]
-adamw = partial(AdamW, lr=1e-2)
-
-
-def one_step(pair: tuple[nn.Module, Any], rank: int, number: int) -> float:
-    model, optimizer = pair
-    dtype = next(model.parameters()).dtype
-    (inputs,) = CASE.batch(rank, number).inputs
-    return take_step(optimizer, model(inputs.to(dtype)).float().square().mean())
-
-
-@pytest.mark.parametrize("where", ["cpu", "disk"])
-@ranks.on(2)
-def test_parameters_of_16_bits_are_stepped_as_float32(rank, world, tmp_path, where):
-    """What is stepped is float32, unless another dtype is asked for."""
-    offload = zero.CPUOffload() if where == "cpu" else zero.DiskOffload(tmp_path)
-    pairs = [
-        stage_2(CASE.model().bfloat16(), adamw, **options) for options in ({"offload": offload}, {"precision": "bf16"})
-    ]
-    for number in range(3):
-        for pair in pairs:
-            one_step(pair, rank, number)
-        same_where_the_cpu_steps(*(zero.full_state_dict(model, to=None) for model, _ in pairs), f"step {number}")
-    states = [zero.full_optimizer_state_dict(*pair, to=None)["state"] for pair in pairs]
-    assert states[0][0]["master"].dtype is torch.float32
-    same_where_the_cpu_steps(*states, "the full state")
-    assert not list(tmp_path.iterdir()), "files have no names, and are gone with the processes"
-
-
-@ranks.on(2)
-def test_at_stage_3_an_optimizer_may_have_parameters_that_are_not_sharded(rank, world, tmp_path):
-    """Its step is one step for them, and for its hooks, however many pieces of files it steps."""
-    outside, steps = nn.Parameter(torch.ones(3)), list[int]()
-    model = zero.FSDP(nn.Linear(5, 5), offload=zero.DiskOffload(tmp_path))
-    optimizer = SGD([*model.parameters(), outside], lr=0.1, momentum=0.9)
-    optimizer.register_step_post_hook(lambda *_: steps.append(1))
-    for _ in range(3):
-        take_step(optimizer, model(torch.ones(2, 5)).sum() + outside.sum())
-    assert len(steps) == 3
-    assert outside.tolist() == pytest.approx([1 - 0.1 * (1 + 1.9 + 2.71)] * 3)
-
-
 @pytest.mark.parametrize("ratio", [0, -1, 1.5, float("nan")])
 def test_a_share_that_is_none_is_refused(ratio):
     with pytest.raises(ValueError, match="ratio="):
         zero.CPUOffload(ratio=ratio)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-@ranks.raises(2, ValueError, "no room", r"rank 1")
-def test_a_directory_that_cannot_be_used_is_refused_on_every_rank(rank, world, tmp_path, stage):
-    (tmp_path / "file").write_text("in the way")
-    path = tmp_path / "file" if rank else tmp_path
-    zero.setup(nn.Linear(3, 3), SGD, stage=stage, lr=0.1, offload=zero.DiskOffload(path))
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [(None, ("offload DiskOffload", "on the device")), ("cpu", ("offload='cpu'", "zero.CPUOffload", "rank 1"))],
-)
-@ranks.raises(2, ValueError)
-def test_ranks_with_another_offload_or_one_that_is_none_are_refused_on_every_rank(rank, world, tmp_path, given, words):
-    offload: Any = given if rank else zero.DiskOffload(tmp_path)
-    zero.setup(nn.Linear(3, 3), SGD, stage=2, lr=0.1, offload=offload)

@@ -1,5 +1,5 @@
-"""Float32 masters of 16-bit parameters that are loaded, saved and added, beside a plain loop in one process that keeps
-masters by hand. That they train right is in tests/parity/test_precision.py."""
+"""Float32 masters of 16-bit parameters that are loaded, saved and added. That they train right is in
+tests/parity/test_precision.py."""
 
 import copy
 from functools import partial
@@ -13,13 +13,12 @@ from torch.optim import SGD, Adam
 import matrix
 import ranks
 import zero
-from assertions import same
+from assertions import same, same_where_the_cpu_steps
 from inner import set_bucket_size
-from runs import take_step
-from zoo import FEATURES, Stack, built, loss_on, odd_batch
+from runs import stage_2, take_step
+from zoo import CASES, FEATURES, Stack, built, loss_on, odd_batch
 
 OPTIMIZERS = {
-    "sgd": partial(SGD, lr=0.01, momentum=0.9, weight_decay=0.01),
     "adam": partial(Adam, lr=1e-3, weight_decay=0.01),
     "stateless": partial(SGD, lr=0.01),
 }
@@ -29,13 +28,13 @@ CUTS = ["even", "whole"]
 class Half(nn.Module):
     """Matrices of 16 bits, and norms of 32, which OSS rounds: it keeps what they were."""
 
-    def __init__(self, dtype=torch.bfloat16):
+    def __init__(self):
         super().__init__()
-        self.first = nn.Linear(FEATURES, 37).to(dtype)
+        self.first = nn.Linear(FEATURES, 37).bfloat16()
         self.norm = nn.LayerNorm(37)
-        self.gain = nn.Parameter(torch.tensor(1.0, dtype=dtype))
-        self.last = nn.Linear(37, 11).to(dtype)
-        self.frozen = nn.Parameter(torch.randn(11).to(dtype), requires_grad=False)
+        self.gain = nn.Parameter(torch.tensor(1.0, dtype=torch.bfloat16))
+        self.last = nn.Linear(37, 11).bfloat16()
+        self.frozen = nn.Parameter(torch.randn(11).bfloat16(), requires_grad=False)
 
     def forward(self, inputs):
         hidden = self.norm(self.first(inputs.to(self.first.weight.dtype)).to(self.norm.weight.dtype))
@@ -46,76 +45,25 @@ def loss_of(model, rank, step):
     return (model(odd_batch(rank, step)).float() - 1).square().mean()
 
 
-class ByHand:
-    """All ranks' batches in one process; a step of the plain optimizer on float32 masters, which are then rounded.
-
-    averaged: "first" as DistributedDataParallel does it, in the gradients' own dtype; "wide" in float32, rank by rank.
-    """
-
-    def __init__(self, model, optim, world, averaged):
-        self.model, self.world, self.averaged = model, world, averaged
-        self.params = [param for param in model.parameters() if param.requires_grad]
-        self.masters = [nn.Parameter(param.detach().float()) for param in self.params]
-        self.optimizer = optim(self.masters)
-        model.to(model.first.weight.dtype)
-
-    def step(self, number):
-        gradients = []
-        for rank in range(self.world):
-            loss = loss_of(self.model, rank, number)
-            gradients.append(torch.autograd.grad(loss, self.params))
-        for master, each in zip(self.masters, zip(*gradients, strict=True), strict=True):
-            if self.averaged == "first":
-                master.grad = sum(gradient / self.world for gradient in each).float()
-            else:
-                master.grad = sum(gradient.float() for gradient in each) * (1 / self.world)
-        self.optimizer.step()
-        self.round()
-
-    @torch.no_grad()
-    def round(self):
-        for param, master in zip(self.params, self.masters, strict=True):
-            param.copy_(master)
-
-    @torch.no_grad()
-    def load(self, values):
-        self.model.load_state_dict(values)
-        for param, master in zip(self.params, self.masters, strict=True):
-            master.copy_(param)
+def start(stage, cut, name, net=None):
+    net = net or built(Half)
+    optimizer = zero.OSS(net.parameters(), OPTIMIZERS[name], partition=cut, precision="bf16")
+    return DistributedDataParallel(net) if stage == 1 else zero.ShardedDDP(net, optimizer), optimizer
 
 
-def start(world, stage, cut, name, dtype=torch.bfloat16):
-    """By hand, and the same at a stage."""
-    optim = OPTIMIZERS[name]
-    expected = ByHand(built(lambda: Half(dtype)), optim, world, "first" if stage == 1 else "wide")
-    model = built(lambda: Half(dtype))
-    optimizer = zero.OSS(model.parameters(), optim, partition=cut, precision=dtype)
-    wrapped = DistributedDataParallel(model) if stage == 1 else zero.ShardedDDP(model, optimizer)
-    return expected, wrapped, optimizer
-
-
-def steps(rank, numbers, expected, model, optimizer):
+def train(rank, numbers, model, optimizer):
     for number in numbers:
-        expected.step(number)
         take_step(optimizer, loss_of(model, rank, number))
+
+
+def stand(model, optimizer):
+    return dict(model.module.state_dict()), whole_masters(optimizer)
 
 
 def whole_masters(optimizer):
     """By the number of the parameter, on every rank."""
     optimizer.consolidate_state_dict(to=None)
     return {number: state["master"] for number, state in optimizer.state_dict()["state"].items() if "master" in state}
-
-
-def assert_by_hand(model, optimizer, expected, what):
-    same(dict(model.module.state_dict()), dict(expected.model.state_dict()), what)
-    masters = whole_masters(optimizer)
-    own = {param: master.detach() for param, master in zip(expected.params, expected.masters, strict=True)}
-    for number, param in enumerate(expected.model.parameters()):
-        if param in own:
-            same(masters[number], own[param], f"{what}: master {number}")
-
-
-HALF, BRAIN = torch.float16, torch.bfloat16
 
 
 WAYS = {
@@ -127,27 +75,33 @@ WAYS = {
 @matrix.combined("stage, way, cut", [1, 2], WAYS, CUTS)
 @ranks.on(2)
 def test_weights_loaded_between_steps_are_taken_over(rank, world, stage, cut, way):
-    expected, model, optimizer = start(world, stage, cut, "sgd")
-    steps(rank, range(2), expected, model, optimizer)
+    """As by who is built with them."""
+    both = [start(stage, cut, "stateless")]
+    train(rank, range(2), *both[0])
     loaded = {name: value + 0.75 for name, value in built(Half).state_dict().items()}
-    expected.load(loaded)
-    WAYS[way](model.module, loaded)
-    steps(rank, range(2, 4), expected, model, optimizer)
-    assert_by_hand(model, optimizer, expected, "two steps later")
+    WAYS[way](both[0][0].module, loaded)
+    fresh = built(Half).bfloat16()
+    fresh.load_state_dict(loaded)
+    both.append(start(stage, cut, "stateless", fresh))
+    for one in both:
+        train(rank, range(2, 4), *one)
+    same(stand(*both[0]), stand(*both[1]), "two steps later")
+
+
+def stepped_by_ones(net, optimizer):
+    for param in net.parameters():
+        param.grad = torch.ones_like(param) if param.requires_grad else None
+    optimizer.step()
+    return whole_masters(optimizer), dict(net.state_dict())
 
 
 def _save(rank, world, cut, name):
-    """What is saved, and what a step with gradients of ones makes of the masters and weights."""
-    expected, model, optimizer = start(world, 2, cut, name)
-    steps(rank, range(3), expected, model, optimizer)
+    """What is saved, and what the next step makes of masters and weights."""
+    model, optimizer = start(1, cut, name)
+    train(rank, range(3), model, optimizer)
     optimizer.consolidate_state_dict(to=None)
     saved = copy.deepcopy({"model": dict(model.module.state_dict()), "optimizer": optimizer.state_dict()})
-    for master in expected.masters:
-        master.grad = torch.ones_like(master)
-    expected.optimizer.step()
-    expected.round()
-    masters = [master.detach() for master in expected.masters]
-    return saved, (masters, dict(expected.model.state_dict()))
+    return saved, stepped_by_ones(model.module, optimizer)
 
 
 def _restore(rank, world, saved, cut, name, weights_first):
@@ -162,12 +116,7 @@ def _restore(rank, world, saved, cut, name, weights_first):
     same(saved, kept, "what was loaded")
     optimizer.consolidate_state_dict(to=None)
     same(optimizer.state_dict()["state"], saved["optimizer"]["state"], "the restored state")
-    for param in model.parameters():
-        param.grad = torch.ones_like(param) if param.requires_grad else None
-    optimizer.step()
-    trained = [number for number, param in enumerate(model.parameters()) if param.requires_grad]
-    masters = whole_masters(optimizer)
-    return [masters[number] for number in trained if number in masters], dict(model.state_dict())
+    return stepped_by_ones(model, optimizer)
 
 
 @pytest.mark.parametrize(
@@ -183,20 +132,22 @@ def test_masters_are_restored_bit_for_bit_on_other_numbers_of_ranks(name, cut, o
 @ranks.on(2)
 def test_masters_wait_for_weights_that_are_loaded_after_them(rank, world):
     """Whole state is read, and laid out anew, before the weights that belong to it are loaded."""
-    expected, model, optimizer = start(world, 1, "even", "adam")
-    steps(rank, range(2), expected, model, optimizer)
+    both = (model, optimizer), (again, restored) = [start(1, "even", "adam") for _ in range(2)]
+    train(rank, range(2), model, optimizer)
     optimizer.consolidate_state_dict(to=None)
-    _, again, restored = start(world, 1, "even", "adam")
     restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     restored.consolidate_state_dict(to=None)
     set_bucket_size(restored, 250)
     again.module.load_state_dict(model.module.state_dict())
-    assert_by_hand(again, restored, expected, "after the weights were loaded")
-    steps(rank, range(2, 4), expected, again, restored)
-    assert_by_hand(again, restored, expected, "two steps later")
+    same(*(stand(*one) for one in both), "after the weights were loaded")
+    for one in both:
+        train(rank, range(2, 4), *one)
+    same(*(stand(*one) for one in both), "two steps later")
 
 
-@pytest.mark.parametrize("precision", ["bf16", torch.float16, zero.MixedPrecision(BRAIN, reduce_dtype=torch.float32)])
+@pytest.mark.parametrize(
+    "precision", ["bf16", torch.float16, zero.MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)]
+)
 @ranks.on(2)
 def test_what_is_wrapped_by_hand_trains_as_by_setup(rank, world, precision):
     """Without modules that zero.setup keeps in float32."""
@@ -224,7 +175,7 @@ def test_parameters_that_are_added_are_rounded_and_keep_what_they_were(rank, wor
     start = [param.detach().clone() for layer in layers for param in layer.parameters()]
     optimizer = zero.OSS(layers[0].parameters(), SGD, precision="bf16", lr=0.0)
     optimizer.add_param_group({"params": [*layers[1].parameters()]})
-    layers[1](layers[0](torch.ones(2, 5, dtype=BRAIN))).sum().backward()
+    layers[1](layers[0](torch.ones(2, 5, dtype=torch.bfloat16))).sum().backward()
     optimizer.step()
     same([whole_masters(optimizer)[number] for number in range(4)], start, "the masters")
 
@@ -237,3 +188,23 @@ def test_full_weights_that_a_wrapper_loads_reach_the_masters(rank, world, stage)
     model, _ = zero.setup(Stack(), partial(SGD, lr=0.1), stage=stage, precision="bf16")
     model.load_state_dict(weights)
     same(zero.full_state_dict(model, to=None), weights, "the weights")
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+@ranks.on(2)
+def test_what_is_offloaded_is_stepped_as_float32(rank, world, tmp_path, where):
+    """Unless another dtype is asked for."""
+    offload = zero.CPUOffload() if where == "cpu" else zero.DiskOffload(tmp_path)
+    pairs = [
+        stage_2(CASES["wide"].model().bfloat16(), OPTIMIZERS["adam"], **options)
+        for options in ({"offload": offload}, {"precision": "bf16"})
+    ]
+    for number in range(3):
+        for model, optimizer in pairs:
+            (inputs,) = CASES["wide"].batch(rank, number).inputs
+            take_step(optimizer, model(inputs.bfloat16()).float().square().mean())
+        same_where_the_cpu_steps(*(zero.full_state_dict(model, to=None) for model, _ in pairs), f"step {number}")
+    states = [zero.full_optimizer_state_dict(*pair, to=None)["state"] for pair in pairs]
+    assert states[0][0]["master"].dtype is torch.float32
+    same_where_the_cpu_steps(*states, "the full state")
+    assert not list(tmp_path.iterdir()), "files have no names, and are gone with the processes"

@@ -159,6 +159,7 @@ after("every gradient of a bad batch is dropped", lambda t, i: i == 1 and each(t
 after("the optimizer zeroes", lambda t, i: i == 1 and t.o.zero_grad(set_to_none=False))
 after("a validation clears one block", lambda t, i: torch.no_grad()(t.loss)(10 + i) and t.n.blocks[1].zero_grad())
 after("another step comes", lambda t, i: t.o.step())
+after("gradients are detached in place", lambda t, i: each(t.n, lambda p: p.grad.detach_()))
 after("a detached gradient is put in its place", lambda t, i: each(t.n, lambda p: put(p, p.grad.detach())))
 
 
@@ -352,6 +353,10 @@ def scaled_by_hooks(t, i):
     trains(t, i)
 
 
+def called_around(t, i):
+    t.update(t.note((t.n if t.stage else t.m)(t.batch(i)).square().mean()))
+
+
 row = Rows("B7: gradients of parameters that are asked for", __name__)
 row.of("backward is given all parameters of units", asked, **UNITS, **LATER)
 row.of("backward is given those of units and the root", asked, or_refused=OWN)
@@ -370,6 +375,7 @@ row.of("gradients of all parameters are asked for", gradients(unused=False), ste
 row.of("a loss is weighed by the last layer's gradient", weighed, or_refused=OWN)
 row.of("a hook sees the gradients of units", seen, **UNITS, **LATER)
 row.of("a hook sees those of units and root", seen, **LATER)
+row.of("a module is called around the wrapper", called_around)
 row.of("hooks of parameters scale their gradients", scaled_by_hooks, **UNITS)
 test_asked = row.tests()
 
@@ -534,6 +540,21 @@ added("an average and what was added are dropped", lambda t, i: t.n.blocks[1].ze
 halved = partial(added, same={1, 3}, refused={2: NAME})
 halved("an average and what was added are halved", lambda t, i: [grad.mul_(0.5) for grad in all_gradients(t)])
 halved("... by their data", lambda t, i: [grad.data.mul_(0.5) for grad in all_gradients(t)])
+
+
+@edited()
+def gradients_of_inputs_are_asked_for_between_backwards(t, i):
+    """They reduce nothing, and leave gradients of parameters as they are, also those that no_sync has left."""
+    t.backward(t.loss(i))
+    for asked in (torch.autograd.grad, lambda loss, x: loss.backward(inputs=[x])):
+        with t.m.no_sync():
+            t.backward(t.loss(10 + i))
+        inputs = t.batch(20 + i).requires_grad_()
+        before = zero.traffic().reduce
+        found = asked(t.forward(inputs).square().mean(), inputs)
+        assert zero.traffic().reduce == before
+        t.note(inputs.grad if found is None else found[0])
+    t.update(t.loss(30 + i))
 
 
 def fails(t, i):

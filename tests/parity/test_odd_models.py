@@ -468,3 +468,16 @@ def test_quantised_weights_left_out_of_sharding_stay_as_they_are(rank, world, wr
 @ranks.raises(2, ValueError, "'base.weight' is a TwoTensor on the meta device", timeout=20)
 def test_quantised_weights_without_values_are_refused_as_nobody_could_send_them(rank, world):
     by_fsdp(Net("meta" if rank else "cpu"))
+
+
+@ranks.on(2)
+def test_an_optimizer_may_have_parameters_that_are_not_sharded_beside_files(rank, world, tmp_path):
+    """Its step is one step for them, and for its hooks, however many pieces of files it steps."""
+    outside, steps = nn.Parameter(torch.ones(3)), list[int]()
+    model = zero.FSDP(nn.Linear(5, 5), offload=zero.DiskOffload(tmp_path))
+    optimizer = SGD([*model.parameters(), outside], lr=0.1, momentum=0.9)
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    for _ in range(3):
+        take_step(optimizer, model(torch.ones(2, 5)).sum() + outside.sum())
+    assert len(steps) == 3
+    assert outside.tolist() == pytest.approx([1 - 0.1 * (1 + 1.9 + 2.71)] * 3)

@@ -7,13 +7,11 @@ from functools import partial
 from threading import Lock
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import Adam
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -24,7 +22,7 @@ import zero
 from inner import nbytes, shard_groups
 from matrix import WHOLE
 from optimizers import Moments, Wrapping
-from placements import MODELS, Block, Model
+from placements import Block, Model
 from processes import ROOT, command
 from simulated.world import simulated
 from zero.plan import Cost, Plan
@@ -365,20 +363,6 @@ def test_what_cannot_be_run_says_what_to_do(make, error, message):
         model = make()
     with pytest.raises(error, match=message):
         zero.plan(model, world_size=2, batch=[torch.ones(4, 4)], stages=[0, 3])
-
-
-ALL = [(kind, precision) for kind in MODELS.values() for precision in (None, MIXED)]
-
-
-@pytest.mark.slow
-@pytest.mark.matrix
-@pytest.mark.parametrize(("kind", "precision"), ALL if matrix.WHOLE else [(MODELS["Tied"], MIXED)])
-def test_operators_that_take_less_time_count_what_torchs_own_do(kind, precision):
-    batch = (torch.zeros((2, 192) if issubclass(kind, MODELS["Equal"]) else (4, 32), dtype=torch.int64),)
-    how = {"world_size": [1, 4], "precision": precision, "batch": batch}
-    found = zero.plan(kind(), **how)
-    with mock.patch("zero._torch.tensors._WithoutValues", FakeTensorMode):
-        assert zero.plan(kind(), **how) == found
 
 
 # What is planned with offload is what is: against steps on the simulated GPU.
