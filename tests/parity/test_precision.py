@@ -396,6 +396,25 @@ def test_one_process_trains_alone_to_the_same_numbers():
     assert others == [wanted] * 3 and zeroth == pytest.approx(wanted, rel=2e-2)
 
 
+AS = {"precision='bf16'": "bf16", "sent in 16 bits": zero.MixedPrecision(reduce_dtype=BF16)}
+
+
+@pytest.mark.parametrize("precision", AS.values(), ids=AS)
+@ranks.on(2)
+def test_gradients_that_several_backwards_send_add_up_in_float32(rank, world, precision):
+    found = []
+    for stage in (3, 2, 1):
+        torch.manual_seed(0)
+        model, optimizer = zero.setup(Net(), SGD, stage=stage, lr=0.1, precision=precision)
+        for number in range(6):
+            loss_of(model, rank, number).backward()
+            if number % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(zero.full_state_dict(model, to=None))
+        same(found[-1], found[0], f"the weights of stage {stage}")
+
+
 # ---------------------------------------------------------------------------------------------------------- refusals
 
 REFUSED: dict[str, tuple[Any, Callable[[nn.Module], nn.Module], str]] = {

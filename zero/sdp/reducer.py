@@ -79,7 +79,9 @@ class Reducer:
         full: bool,
         sent_as: torch.dtype | None = None,
     ) -> None:
-        self.active, self._wrapper, self._full = True, wrapper, full
+        self._active, self._wrapper, self._full = True, wrapper, full
+        # Whether gradients may have been accumulated since the last backward that reduced, on any rank.
+        self._unsent = False
         self._module, self._optimizers, self._comm, self._sent_as = module, optimizers, comm, sent_as
         name = f"a forward or backward of {wrapper}({type(module).__name__})"
         self._end = EndOfBackward([comm], name)
@@ -110,6 +112,14 @@ class Reducer:
                 before.retire(_REPLACED)
             hold(param).reduced_by = ref(self)
         self.take_groups()
+
+    @property
+    def active(self) -> bool:
+        return self._active
+
+    @active.setter
+    def active(self, active: bool) -> None:
+        self._active, self._unsent = active, self._unsent or not active
 
     def _update_buckets(self) -> None:
         """Makes a bucket for each shard group, if the groups have changed (add_param_group, set_bucket_size)."""
@@ -230,6 +240,9 @@ class Reducer:
         self._update_trained()
         for bucket in self._buckets:
             bucket.refuse_lost()
+            # Else some rank may have added to an average.
+            if isinstance(bucket, FullBucket) and not self._unsent:
+                bucket.set_aside()
         self._in_backward = True
         self._end.forwards.clear()
         for streams in self._streams:
@@ -244,8 +257,7 @@ class Reducer:
         """Autograd has dropped its callback. Where it has not called it, the backward has failed, and gradients that
         the user clears from here on are told from those that it has taken; all else is for `_abandon`."""
         for bucket in self._buckets if self._in_backward else ():
-            if isinstance(bucket, OwnedBucket):
-                bucket.interrupt()
+            bucket.interrupt()
 
     def _update_trained(self) -> None:
         """Tells the buckets which parameters are trained. Collective if these have changed since the last backward."""
@@ -314,6 +326,7 @@ class Reducer:
                 self._arrived = None if told else []  # as where all gradients were accumulated before
                 order = dict.fromkeys([*map(int, told), *range(len(self._buckets))])
                 self._buckets = [self._buckets[number] for number in order]
+            self._unsent = not self._active
             # Last: if anything before raises, the next forward finds it set and drops what is left of this backward.
             self._in_backward = False
 

@@ -25,7 +25,7 @@ from zero.comm.together import Together
 from zero.comm.transport import Message, concatenate, lengths, summed_as
 from zero.shards.cut import Cut
 from zero.shards.shard_group import ShardGroup
-from zero.wrap.gradients import CREATE_GRAPH, OwnedGradient, Wide, as_wide_average, refuse_sparse
+from zero.wrap.gradients import CREATE_GRAPH, OwnedGradient, Wide, WideAverage, as_wide_average, refuse_sparse
 
 # ------------------------------------------------------------------------------------------------------------- messages
 #
@@ -413,8 +413,7 @@ class FullBucket(GradBucket):
     of it; one all-reduce averages the buffer. What the next backward adds to such views is averaged where it lies. All
     this is as in DistributedDataParallel, except that the buffer is freed with the gradients. Owners sum those of 16
     bits in float32, keep these averages for their steps, and all ranks gather them rounded: such a bucket is of one
-    group.
-
+    group. They add those of the next backward to what they have, which is not sent once more.
     """
 
     def __init__(
@@ -434,8 +433,9 @@ class FullBucket(GradBucket):
         self._pending, self._pending_numel = dict[int, Tensor](), 0
         # Those of the last backward, while they are gradients.
         self._last: list[Callable[[], Tensor | None]] = []
-        # Averages of this rank's shards that are wider than the parameters, by position.
+        # Averages of this rank's shards that are wider than the parameters, by position; and those from before.
         self._wide: list[Tensor] = []
+        self._aside: dict[int, Tensor] = {}
 
     def _begin(self, index: int | None = None, gradient: Tensor | None = None) -> list[Tensor]:
         """The views of the buffer of this backward, which is the last one's if its first gradient lies there."""
@@ -460,6 +460,21 @@ class FullBucket(GradBucket):
             return False
         kept = [(position, view) for position, of in enumerate(self._last) if (view := of()) is not None]
         return all(position in self.trained and self.params[position].grad is view for position, view in kept)
+
+    def set_aside(self) -> None:
+        """Call it before a backward adds to gradients. Where owners sum, keeps what they have of the last averages, to
+        which `finish` adds those of this backward."""
+        for index in self.trained if self._is_wide and self._last else ():
+            average = self._last[index]()
+            if average is not None and self.params[index].grad is average and index not in self.accumulated:
+                with as_plain_tensors():
+                    if isinstance(average, WideAverage):
+                        self._aside[index] = average.settled()
+                    elif index in self.group.shapes.spans:
+                        self._aside[index] = self.group.own_slice(index, average).clone()
+                    else:
+                        self._aside[index] = average.new_empty(0)
+                self.params[index].grad = None
 
     def take_written(self, index: int) -> None:
         """Takes the gradient of a parameter that this rank has written since it was averaged last, if there is one."""
@@ -527,6 +542,8 @@ class FullBucket(GradBucket):
             averages: Tensor = handle.wait()
         if self._is_wide:
             self._wide = group.shapes.views_of_shard(averages)
+            for index, before in self._aside.items():
+                self._wide[index].add_(before.view_as(self._wide[index]))
             buffer[group.layout.segment(group.comm.rank)] = averages
             self._gather = group.gather(buffer, channel=self._channel)
 
@@ -536,13 +553,14 @@ class FullBucket(GradBucket):
         super().add_unused(used)
         if gather is not None:
             gather.wait()
+        self.reduced |= self._aside.keys()
         for index in self.reduced - here:
             self.params[index].grad = self._views[index]
         for index in self.reduced if self._wide and self._wide[0].dtype != self.group.full.dtype else ():
             average: Any = self.params[index].grad
             if has_values(average):
                 as_wide_average(average, Cut(ref(self.group), index), Wide(self._wide[index]))
-        self._buffer, self._views, self._wide = None, [], []
+        self._buffer, self._views, self._wide, self._aside = None, [], [], {}
         self.accumulated.difference_update(self.trained)
 
     def abandon(self) -> None:
@@ -551,8 +569,16 @@ class FullBucket(GradBucket):
         gather, self._gather = self._gather, None
         if gather is not None:
             gather.wait()
+        self.interrupt()
         self._buffer, self._views, self._wide = None, [], []
         self._pending, self._pending_numel = {}, 0
+
+    def interrupt(self) -> None:
+        """A backward has failed: local."""
+        if self._aside:
+            self.lost, param = True, self.params[next(iter(self._aside))]
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad  # as of OwnedBucket
+            self._aside = {}
 
 
 _FORWARD_ALONE = (
