@@ -76,23 +76,25 @@ class UnitBucket(GradBucket):
         that was written while another stays apart.
         """
         assert self._handle is None, "a reduction is in flight"
-        self._left, self.writes, self._reduces, group = False, True, reduces, self.group
-        self.took = reduces and not self.left_full.isdisjoint(self.trained)
+        self._left, self.writes, self._reduces, self.took, group = False, True, reduces, False, self.group
         for index in self.trained:
             param, full = group.params[index], group.shapes.full[index]
             grad = param.grad
             if grad is None:
                 self.set_aside.pop(index, None)
-            elif index not in self.left_full:
+                continue
+            if index not in self.left_full:
                 param.grad, self.set_aside[index] = None, group.as_shard(index, grad)
-            elif grad.shape != full:
+                continue
+            self.took = self.took or reduces
+            if grad.shape != full:
                 raise RuntimeError(
                     f"{group.names[index]} has a `param.grad` of shape {list(grad.shape)} in place of the full "
                     f"gradient of shape {list(full)} that the last backward under no_sync() has left, and that no "
                     "backward has averaged yet. Write into that in place (`param.grad.mul_(0.5)`), or set it to None, "
                     "which drops it."
                 )
-            elif index in self.set_aside and writes_so_far([grad]) != self._written[index]:
+            if index in self.set_aside and writes_so_far([grad]) != self._written[index]:
                 # Written in place since. Zeros clear what is apart, too, which has no share in any other write.
                 if self._written[index] < 0 or grad.any():
                     raise RuntimeError(
@@ -177,11 +179,9 @@ class UnitBucket(GradBucket):
     # -------------------------------------------------------------------------------------------- exceptions
 
     def interrupt(self) -> None:
-        """Drops what a backward that has failed has written; under no_sync it counts, as with DistributedDataParallel.
-        The parameters are still full."""
-        if self.writes and not self._reduces:
-            self.keep_unreduced()
-        elif self.writes:
+        """Drops what a backward that has failed has written, where it was to reduce it; the parameters are still full.
+        Under no_sync that counts, as with DistributedDataParallel: see `keep_unreduced`."""
+        if self.writes and self._reduces:
             self.writes = False
             for index in self.trained:
                 self.params[index].grad = None
@@ -407,6 +407,9 @@ class Unit:
             for bucket in self.buckets:
                 bucket.interrupt()
             self.leave_backward()
+            for bucket in self.buckets:
+                if bucket.writes:
+                    bucket.keep_unreduced()
         aside = any(bucket.took or bucket.set_aside.keys() - bucket.left_full for bucket in self.buckets)
         if aside and not self.gathering:
             self.reshard()

@@ -191,7 +191,7 @@ class Reducer:
 
         def reached(leaf: Node | None, _: Tensor) -> None:
             if (was_active or self.active) and (leaf is None or writes_into(leaf)):
-                self._begin()
+                self._begin(adds=False)
                 self._end.forwards.append(was_active)
 
         for tensor in tensors_in(output):
@@ -220,7 +220,7 @@ class Reducer:
                     "from it."
                 )
             if not self._in_backward or self._awaits_end() is None:
-                self._begin()
+                self._begin(adds=True)
             for streams in self._streams:
                 streams.expect_computing("the gradient of {} is ready", bucket.names[index])
             bucket.take_written(index)
@@ -232,7 +232,8 @@ class Reducer:
             self._end.together.tell(error)
             raise
 
-    def _begin(self) -> None:
+    def _begin(self, *, adds: bool) -> None:
+        """adds: whether this rank has added to a gradient already."""
         if self._in_backward and self._awaits_end() is not None:
             return
         if self._in_backward:  # the one that began last has failed, and this is another, of a graph that was kept
@@ -240,8 +241,7 @@ class Reducer:
         self._update_trained()
         for bucket in self._buckets:
             bucket.refuse_lost()
-            # Else some rank may have added to an average.
-            if isinstance(bucket, FullBucket) and not self._unsent:
+            if isinstance(bucket, FullBucket) and not (adds or self._unsent):  # else some rank has added to an average
                 bucket.set_aside()
         self._in_backward = True
         self._end.forwards.clear()
@@ -249,15 +249,17 @@ class Reducer:
             streams.compute_here()
         # autograd alone holds what it is to call, and drops it uncalled once a backward has failed. A backward within
         # this one, as of re-entrant checkpointing, finds it alive.
-        finish = partial(Reducer._finish, self)
-        self._awaits_end = ref(finish, partial(Reducer._dropped, proxy(self)))
-        at_end_of_backward(finish)
+        finish, own = partial(Reducer._finish, self), ref(self)
 
-    def _dropped(self, _: Any) -> None:
-        """Autograd has dropped its callback. Where it has not called it, the backward has failed, and gradients that
-        the user clears from here on are told from those that it has taken; all else is for `_abandon`."""
-        for bucket in self._buckets if self._in_backward else ():
-            bucket.interrupt()
+        def dropped(_: Any) -> None:
+            # Where autograd has not called it, the backward has failed, and gradients that the user clears from here on
+            # are told from those that it has taken; all else is for `_abandon`.
+            reducer = own()
+            for bucket in reducer._buckets if reducer is not None and reducer._in_backward else ():
+                bucket.interrupt()
+
+        self._awaits_end = ref(finish, dropped)
+        at_end_of_backward(finish)
 
     def _update_trained(self) -> None:
         """Tells the buckets which parameters are trained. Collective if these have changed since the last backward."""
