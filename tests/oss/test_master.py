@@ -208,3 +208,30 @@ def test_what_is_offloaded_is_stepped_as_float32(rank, world, tmp_path, where):
     assert states[0][0]["master"].dtype is torch.float32
     same_where_the_cpu_steps(*states, "the full state")
     assert not list(tmp_path.iterdir()), "files have no names, and are gone with the processes"
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@ranks.on(2)
+def test_an_optimizer_whose_model_was_unwrapped_has_no_masters_of_it(rank, world, stage):
+    model, optimizer = zero.setup(Stack(), partial(SGD, lr=0.1), stage=stage, precision="bf16")
+    plain = zero.unwrap(model)
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.fill_(rank + 0.1)
+    same(zero.full_state_dict(plain, to=None), plain.state_dict(), "the weights")
+    assert optimizer is not None
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_a_checkpoint_without_the_optimizer_has_the_masters(rank, world, stage, tmp_path):
+    def built() -> nn.Module:
+        return zero.setup(Stack(), partial(SGD, lr=0.1), stage=stage, precision="bf16")[0]
+
+    model, again, plain = built(), built(), Stack()
+    zero.checkpoint.save(tmp_path, model)
+    for other in (again, plain):
+        zero.checkpoint.load(tmp_path, other)
+    weights = zero.full_state_dict(model, to=None)
+    same(zero.full_state_dict(again, to=None), weights, "the weights")
+    same(plain.state_dict(), weights, "the weights without zero")

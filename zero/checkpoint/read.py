@@ -217,11 +217,11 @@ def _plan(
         if held is not None and (stored := stored_as[held.name.partition("/")[2]]) not in index.left_out:
             tensors.append((index.weight(stored, held.full.dtype), replace(held, written=None)))
 
+    loads: list[Callable[[], object]] = [one.note_versions for one in training.rounded]
     given, saved = len(training.optimizers), len(index.optimizers)
     if given and given != saved:
         optimizers = f"{saved} optimizers" if saved else "no optimizer"
         raise ValueError(f"it was saved with {optimizers}, but {given} to be loaded were given")
-    loads: list[Callable[[], object]] = []
     for number, (optimizer, shards) in enumerate(zip(training.optimizers, training.shards, strict=True)):
         kind, groups = index.optimizers[number]["kind"], index.optimizers[number]["groups"]
         if kind != shards.kind:

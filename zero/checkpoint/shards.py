@@ -47,6 +47,7 @@ from zero.fsdp.unit import refuse_busy
 from zero.measure.param_groups import params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
+from zero.shards.cut import held
 from zero.shards.masters import settled
 from zero.shards.partition import Place, places_in
 from zero.shards.shard_group import GroupState
@@ -255,6 +256,11 @@ class Training:
         self._kept = {param for one in kept_by for param in parameters_of(one)}
         sharded = [stepped for one in self.optimizers if (stepped := getattr(one, "stepped_shards", None)) is not None]
         groups = [*dict.fromkeys(group for stepped in sharded for group in stepped.shard_groups)]
+        # Masters of parameters that are rounded are weights, also where no optimizer is given.
+        passed = [one.shards for one in self._sharding]
+        steppers = {id(one): one for param in params.values() if (one := held(param).stepped_by()) is not None}
+        self.rounded = [one for one in steppers.values() if one.rounded and not any(one is other for other in passed)]
+        groups += [group for one in self.rounded for group in one.rounded]
         self._in_shards = set[Any]()
         for one in self._wrappers:
             if isinstance(one, FSDP):
@@ -347,9 +353,11 @@ class Training:
 
     def masters(self) -> Iterator[Held]:
         """This rank's shards of masters, as the next step uses them."""
-        for group in (group for one in self._sharding for group in one.shards.shard_groups):
+        given = [group for one in self._sharding for group in one.shards.shard_groups]
+        for group in [*given, *(group for one in self.rounded for group in one.rounded)]:
             if (master := group.master) is not None:
-                for place in (Place(group, index) for index in group.shapes.spans):
+                own = (index for index in group.shapes.spans if group.params[index] in self.names)
+                for place in (Place(group, index) for index in own):
                     written = self._shard("master/", place, group.shard).tensor
                     yield replace(self._shard("master/", place, master), written=written)
 

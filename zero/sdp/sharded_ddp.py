@@ -225,6 +225,7 @@ class ShardedDDP(Wrapper):
             for group in optimizer.shards.rounded:
                 for param, full in gather_masters(group).items():
                     param.data = full
+            optimizer.shards.rounded_to = {}  # they are masters of nothing any more, whoever keeps the optimizer
         for param, dtype in self.rounded.items():
             param.data = param.data.to(dtype)
         for param in parameters_of(self.module):

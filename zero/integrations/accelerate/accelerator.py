@@ -356,6 +356,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._optimizers.append(states.ShardedAcceleratedOptimizer(self.sharding.shard(optimizer), self))
         return self._optimizers[-1]
 
+    def backward(self, loss: Any, **kwargs: Any) -> None:
+        """As Accelerate's. What was unscaled before has scaled gradients again."""
+        self._unscaled.clear()
+        super().backward(loss, **kwargs)
+
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Collective with fp16. As Accelerate's; an optimizer that is unscaled already is left alone until its step."""
         if self.scaler is not None:
