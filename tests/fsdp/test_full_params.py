@@ -454,3 +454,77 @@ def test_what_no_sync_left_on_one_rank_is_averaged_by_a_backward_that_passes_the
             lambda model: model(x, False, False).square().mean(),  # noqa: B023
             unsent=1,
         )
+
+
+@ranks.on(2)
+def test_gradients_that_are_assigned_to_full_parameters_count(rank, world):
+    model = zero.FSDP(Stack())
+    for grads in (False, True):
+        with model.summon_full_params(with_grads=True):
+            for param in model.parameters():
+                assert (param.grad is not None) is grads
+                param.grad = torch.full_like(param, 1.0 + grads)
+        for param in model.parameters():
+            assert float(param.grad.sum()) == (1.0 + grads) * param.numel()
+
+
+@ranks.raises(2, RuntimeError, "within summon_full_params", r"backward\(\) outside")
+def test_a_backward_of_an_earlier_forward_is_refused_where_parameters_are_full(rank, world):
+    model = zero.FSDP(Stack())
+    loss = model(batch(rank, 0)).sum()
+    with model.summon_full_params():
+        loss.backward()
+
+
+class Keeping(nn.Module):
+    """Blocks put what a loss adds up into a list that they are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(3))
+        for block in self.blocks:
+            block.forward = partial(self.run, block)
+
+    @staticmethod
+    def run(block: nn.Module, x: Tensor, kept: list[Tensor]) -> Tensor:
+        x = block[0](x)
+        kept.append(x.square().mean())
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        for block in self.blocks:
+            x = block(x, kept)
+        return torch.stack(kept)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_units_in_16_bits_write_into_the_list_that_they_are_given(rank, world, stage):
+    model, _ = zero.setup(Keeping(), torch.optim.SGD, stage=stage, lr=0.1, precision="bf16")
+    assert len(model(batch(rank, 0))) == 3
+
+
+@ranks.on(2)
+def test_a_gradient_within_a_forward_leaves_what_no_sync_has_left(rank, world):
+    class Forces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH)) for _ in range(2))
+            self.first = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            place = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(self.blocks[0](place).square().sum(), place)
+            return self.blocks[1](self.first(x) + force).square().sum()
+
+    found = []
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        model, optimizer = zero.setup(Forces(), torch.optim.SGD, stage=stage, lr=0.01)
+        with zero.no_sync(model):
+            model(batch(rank, 0)).backward()
+        model(batch(rank, 1)).backward()
+        optimizer.step()
+        found.append(zero.full_state_dict(model, to=None))
+    same(*found, "the weights")

@@ -146,23 +146,31 @@ class _Gradients:
                     view.copy_(grad)
         exist = torch.tensor([float(grad is not None) for grad in self._shards], device=shard.device)
         group.comm.all_reduce(exist, maximum=True)
-        self._exist = exist.tolist()
+        self._exist, self._views = exist.tolist(), list[Tensor]()
         self._full = group.gather_full(shard, to)
 
     def show(self) -> None:
         if self._full is not None:
-            views = self._group.shapes.views_of_full(self._full)
-            for param, view, exists in zip(self._group.params, views, self._exist, strict=True):
+            self._views = self._group.shapes.views_of_full(self._full)
+            for param, view, exists in zip(self._group.params, self._views, self._exist, strict=True):
                 param.grad = view if exists else None
 
     def end(self, *, keep: bool) -> None:
         group, shards = self._group, self._shards
         if keep and self._full is not None:
+            with torch.no_grad():
+                for param, view in zip(group.params, self._views, strict=True):
+                    if param.grad is not None and param.grad is not view:  # it was assigned
+                        view.copy_(param.grad)
             # A copy: a view, as the gradient of a shard, would keep the memory of all full gradients.
             own = self._full[group.layout.segment(group.comm.rank)].to(group.shard.device, copy=True)
             views = zip(group.params, group.shapes.views_of_shard(own), strict=True)
+            before = [
+                torch.empty_like(view) if one is None else one
+                for one, view in zip(self._shards, group.shard_views, strict=True)
+            ]
             shards = [
-                None if param.grad is None else view if index in group.shapes.spans else self._shards[index]
+                None if param.grad is None else view if index in group.shapes.spans else before[index]
                 for index, (param, view) in enumerate(views)
             ]
         for index, gradient in enumerate(shards):

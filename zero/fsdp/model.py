@@ -26,7 +26,7 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, WeakSet, proxy
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, increment_version
+from torch.autograd.graph import Node, get_gradient_edge, increment_version
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -653,7 +653,18 @@ class Model:
                 self._order.launch_before(unit)
 
     def param_reached(self, unit: Unit) -> None:
-        """A gradient of the unit is about to be written: enters its backward, unless that is running, until the end."""
+        """A gradient of the unit is about to be written: enters its backward, unless that is running, until the end.
+
+        Raises RuntimeError where only some gradients are written, which nobody would average."""
+        if self.runs_backward and not self._writes and not torch.is_grad_enabled():
+            leaves = (get_gradient_edge(param).node for param in unit.params if param.requires_grad)
+            with self.together:
+                if any(map(writes_into, leaves)):
+                    raise RuntimeError(
+                        f"backward(inputs=...) asks for gradients of some parameters of {unit.title} of FSDP alone, "
+                        "which would not be averaged over the ranks. Leave `inputs` out, and drop the others "
+                        "(param.grad = None), or take stage 2."
+                    )
         if Need.BACKWARD not in unit.needed_by and not torch.is_grad_enabled():
             with self.together:
                 self._begin_backward()
@@ -721,6 +732,11 @@ class Model:
     def _enter_backward(self, unit: Unit) -> None:
         for streams in self._streams:
             streams.expect_computing("{} of FSDP runs", unit.title)
+        if unit.summoned:
+            raise RuntimeError(
+                f"a backward reaches {unit.title} of FSDP within summon_full_params(), where what its forward has "
+                "saved is freed. Call backward() outside of it."
+            )
         self.unshard(unit)
         unit.needed_by.add(Need.BACKWARD)
         for bucket in unit.buckets if self._writes else ():
@@ -790,7 +806,12 @@ class Model:
                     self._enter_backward(unit)
                 if Need.BACKWARD in unit.needed_by:
                     self._reduce_unit(unit, at_end=True)
-                elif self._sends and self._left_unreduced and any(bucket.left_unreduced for bucket in unit.buckets):
+                elif (
+                    not within
+                    and self._sends
+                    and self._left_unreduced
+                    and any(bucket.left_unreduced for bucket in unit.buckets)
+                ):
                     for bucket in unit.buckets:
                         bucket.enter_backward(reduces=True)
                         bucket.take_written()
@@ -809,7 +830,7 @@ class Model:
                 self.runs_backward = False
                 self._graphs.clear()
                 torch.clear_autocast_cache()  # of parameters that a step changes next, and of a graph that was freed
-                self._left_unreduced = self._left_unreduced and not self._sends
+                self._left_unreduced = self._left_unreduced and (within or not self._sends)
             if within:  # that forward reads units that were resharded with their gradients
                 for unit in self.index.units:
                     if unit not in self._order.ahead:  # gathered for this backward, which did not come to it

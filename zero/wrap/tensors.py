@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
@@ -52,7 +53,8 @@ def _children(value: Any) -> Iterable[Any]:
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """Returns a copy of the structure in which each tensor in tuples, lists, mappings and dataclasses is replaced.
 
-    Objects without tensors and objects of other types are returned themselves, not as copies.
+    Objects in which nothing changes are returned themselves, not as copies: modules write into lists that they are
+    given. So are objects of other types.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -61,6 +63,8 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         present = [field for field in dataclasses.fields(value) if hasattr(value, field.name)]
         fields = {field.name: map_tensors(function, getattr(value, field.name)) for field in present}
+        if all(item is getattr(value, name) for name, item in fields.items()):
+            return value
         if isinstance(value, Mapping):
             return type(value)(**{field.name: fields[field.name] for field in present if field.init})
         replaced: Any = copy.copy(value)  # does not call __post_init__, which has run already
@@ -68,12 +72,17 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
             object.__setattr__(replaced, name, item)  # works for frozen dataclasses, too
         return replaced
     if isinstance(value, MutableMapping):
+        changed = {key: map_tensors(function, item) for key, item in value.items()}
+        if all(changed[key] is item for key, item in value.items()):
+            return value
         mapped = copy.copy(value)  # keeps the other attributes of the mapping, such as a default factory
-        for key, item in value.items():
-            mapped[key] = map_tensors(function, item)
+        for key, item in changed.items():
+            mapped[key] = item
         return mapped
     if isinstance(value, (list, tuple)):
         items = [map_tensors(function, item) for item in value]
+        if all(map(is_, items, value)):
+            return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
