@@ -440,9 +440,9 @@ ROWS: list[tuple[Callable[..., None], tuple[int, ...], Any, str, tuple[int, ...]
     (consolidated, AT_1, gathered, "_room", (0,)),
     (streamed, AT_3, full_weights.Recipient, "moved", (0,)),
     (streamed, BOTH, gathered, "_room", (0,)),
-    (load_weights, BOTH, given.FromFirst, "_broadcast", (0, 1)),
-    (load_stream, BOTH, given.FromFirst, "_broadcast", (0, 1)),
-    (load_state, BOTH, given.FromFirst, "_broadcast", (0, 1)),
+    (load_weights, BOTH, given.FromFirst, "_next", (0, 1)),
+    (load_stream, BOTH, given.FromFirst, "_next", (0, 1)),
+    (load_state, BOTH, given.FromFirst, "_next", (0, 1)),
     (save, AT_3, write, "Chunk", (0, 1)),
     (load, AT_3, files.Source, "fill", (0, 1)),
 ]
