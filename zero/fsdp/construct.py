@@ -16,7 +16,7 @@ from zero.fsdp.compile import RECORDING, refuse_compiled
 from zero.fsdp.model import Model, sharded_params
 from zero.fsdp.options import Options
 from zero.fsdp.unit import Unit, refuse_busy
-from zero.shards.cut import hold
+from zero.shards.cut import hold, part_from
 from zero.shards.partition import Shares, lay_out, refuse_partition
 from zero.shards.placement import Placement
 from zero.shards.shard_group import GroupOptions, ShardGroup
@@ -229,7 +229,7 @@ def restore_units(units: Sequence[Unit]) -> None:
         for group in unit.groups:
             group.stay_full()
         for param in unit.params:
-            hold(param).cut = None
+            part_from(param)
 
 
 def refuse_unfit(choice: UnitChoice, nested: dict[str, Model], options: Options, placement: Placement) -> None:

@@ -169,6 +169,15 @@ def of_param(param: Tensor) -> Cut | None:
     return held(param).cut
 
 
+def part_from(param: Tensor) -> None:
+    """Notes that a parameter is in no shard group any more."""
+    found: Held | None = _held.get(param)
+    if found is not None:
+        found.cut = None
+        if vars(found) == vars(Held()):
+            del _held[param]  # a weak reference, where torch.utils.swap_tensors() allows none
+
+
 def claim(params: Iterable[nn.Parameter], owner: object, why: str, *, sharded: str | None = None) -> None:
     """Notes that `owner` has the parameters, as long as it exists or until `release`. why, sharded: for the user."""
     for param in params:
