@@ -542,7 +542,7 @@ halved("an average and what was added are halved", lambda t, i: [grad.mul_(0.5) 
 halved("... by their data", lambda t, i: [grad.data.mul_(0.5) for grad in all_gradients(t)])
 
 
-@edited()
+@edited(tolerance=1e-6)
 def gradients_of_inputs_are_asked_for_between_backwards(t, i):
     """They reduce nothing, and leave gradients of parameters as they are, also those that no_sync has left."""
     t.backward(t.loss(i))

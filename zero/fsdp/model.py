@@ -552,16 +552,16 @@ class Model:
         if Need.BACKWARD in unit.needed_by or not unit.running:
             return None
         trains = torch.is_grad_enabled()
+        outermost = self.index.running[:1] == [unit]
         if not own and module is not unit.entry_module:
             if trains:
-                reached = partial(self.reached, unit, unit.running[-1], self._graph, None, inside=True)
-                watch_inside(output, reached)
+                reached = partial(self.reached, unit, unit.running[-1], self._graph, inside=True)
+                watch_inside(output, reached, outermost=outermost)
             return None
         unit.entry_module = None if module is unit.entry_module else unit.entry_module
         call = unit.running.pop()
         call.ended = self._forwards_begun
         on_entry = partial(self.reached, unit, call, self._graph) if trains else None
-        outermost = self.index.running[:1] == [unit]
         output, needs_backward = watch_outputs(
             (unit, *self.index.read_too[unit]), output, on_entry, outermost=outermost
         )

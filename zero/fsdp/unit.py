@@ -590,12 +590,12 @@ def watch_outputs(
     return output, bool(nodes)
 
 
-def watch_inside(output: Any, on_entry: Callable[[Any], None]) -> None:
-    """Calls `on_entry` when backward enters through an output of a module inside a unit."""
+def watch_inside(output: Any, on_entry: Callable[[Node | None, Any], None], *, outermost: bool) -> None:
+    """Calls `on_entry`, as `watch_outputs`, when backward enters through an output of a module inside a unit."""
     # A loss may use such outputs: stored hidden states, or features that hooks collect.
     for tensor in tensors_in(output):
         if tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(on_entry)
+            tensor.grad_fn.register_prehook(partial(on_entry, nearest_leaf(tensor.grad_fn) if outermost else None))
 
 
 def watch_param(param: nn.Parameter, method: Callable[[Any, Unit], None], of: object, unit: Unit) -> RemovableHandle:
