@@ -26,7 +26,7 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakMethod, WeakSet, proxy
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge, increment_version
+from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -59,6 +59,7 @@ from zero.tensor_parallel.parts import others_of
 from zero.tensor_parallel.shown import Shown, Slot, slots_of
 from zero.wrap.bucket import EndOfBackward
 from zero.wrap.dtensor_checks import watch_steps
+from zero.wrap.tensors import Edges, nearest_leaf
 
 # ---------------------------------------------------------------------------------------------------------------- reads
 #
@@ -552,19 +553,16 @@ class Model:
         if Need.BACKWARD in unit.needed_by or not unit.running:
             return None
         trains = torch.is_grad_enabled()
-        outermost = self.index.running[:1] == [unit]
         if not own and module is not unit.entry_module:
             if trains:
                 reached = partial(self.reached, unit, unit.running[-1], self._graph, inside=True)
-                watch_inside(output, reached, outermost=outermost)
+                watch_inside(output, reached)
             return None
         unit.entry_module = None if module is unit.entry_module else unit.entry_module
         call = unit.running.pop()
         call.ended = self._forwards_begun
         on_entry = partial(self.reached, unit, call, self._graph) if trains else None
-        output, needs_backward = watch_outputs(
-            (unit, *self.index.read_too[unit]), output, on_entry, outermost=outermost
-        )
+        output, needs_backward = watch_outputs((unit, *self.index.read_too[unit]), output, on_entry)
         if not unit.running:
             self._kept[unit].refuse()
             # Backward will reach this unit first, as it did last time, and would gather it ahead.
@@ -588,8 +586,8 @@ class Model:
 
     # ------------------------------------------------------------------------------ hooks of a backward
 
-    def reached(self, unit: Unit, call: Call, graph: Graph, leaf: Node | None, _: Any, *, inside: bool = False) -> None:
-        """The hook on the unit's outputs: unshards it before backward computes gradients of a call. leaf: see
+    def reached(self, unit: Unit, call: Call, graph: Graph, edges: Edges, _: Any, *, inside: bool = False) -> None:
+        """The hook on the unit's outputs: unshards it before backward computes gradients of a call. edges: see
         `watch_outputs`. inside: on outputs of modules inside the unit's.
 
         Raises RuntimeError for create_graph=True.
@@ -602,7 +600,7 @@ class Model:
                     f"a gradient was asked for with create_graph=True through {unit.title} of FSDP, whose "
                     "parameters are released by then. Take such gradients at stage 2 (ShardedDDP) or below."
                 )
-            self._begin_backward(leaf)
+            self._begin_backward(edges)
             expected = [(unit, call)]  # once more if a backward within the forward has passed it
             if graph not in self._graphs:
                 self._graphs.add(graph)
@@ -684,14 +682,15 @@ class Model:
 
     # ---------------------------------------------------------------------------------------------- a backward
 
-    def _begin_backward(self, leaf: Node | None = None) -> None:
+    def _begin_backward(self, edges: Edges = ()) -> None:
         """Collective where parameters were frozen or unfrozen since the last backward. Raises RuntimeError on every
-        rank unless all ranks train the same. leaf: of the graph; torch.autograd.grad writes into none."""
+        rank unless all ranks train the same. edges: into the graph; torch.autograd.grad writes into no leaf of it."""
         # An error has ended the last one, if autograd has dropped its callback without calling it.
         if self.runs_backward and self._end_callback is not None and self._end_callback() is None:
             self.abandon()
         if self.runs_backward:
             return
+        leaf = nearest_leaf(edges)
         self.runs_backward, self._writes = True, leaf is None or writes_into(leaf)
         self._end.forwards.clear()
         for streams in self._streams:

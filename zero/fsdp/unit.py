@@ -26,7 +26,7 @@ from zero.shards.sharded_parameter import Lent
 from zero.tensor_parallel.shown import Shown
 from zero.wrap.bucket import GradBucket
 from zero.wrap.precision import MixedPrecision
-from zero.wrap.tensors import map_tensors, nearest_leaf, tensors_in
+from zero.wrap.tensors import Edges, map_tensors, tensors_in
 
 # ------------------------------------------------------------------------------------------------------------ gradients
 #
@@ -562,13 +562,13 @@ def watch_inputs(unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], on_e
 
 
 def watch_outputs(
-    units: Sequence[Unit], output: Any, on_entry: Callable[[Node | None, Any], None] | None, *, outermost: bool
+    units: Sequence[Unit], output: Any, on_entry: Callable[[Edges, Any], None] | None
 ) -> tuple[Any, bool]:
     """Returns the output, with copies of what lies in the memory of the units, which is freed after forward. Calls
     `on_entry`, unless None, when backward enters through it; also returns whether it can.
 
-    units: the one whose forward ends, and those that were unsharded with it. outermost: it runs in that of no other;
-    `on_entry` then gets the node of the nearest leaf, into which backward writes if it writes into leaves at all.
+    units: the one whose forward ends, and those that were unsharded with it. `on_entry` gets where backward goes on
+    from there, which the node itself keeps: with the node it would keep the graph for good.
     Raises RuntimeError for such memory in an attribute of an object, which is not replaced.
     """
     full = [group.full for unit in units for group in unit.groups if group.frees]
@@ -586,16 +586,16 @@ def watch_outputs(
     nodes = {*_nodes(found)} - units[0].inputs
     # Hooks on a tensor are also called if only its own gradient is asked for, as the next unit may do with its input.
     for node in nodes:
-        node.register_prehook(partial(on_entry, nearest_leaf(node) if outermost else None))
+        node.register_prehook(partial(on_entry, node.next_functions))
     return output, bool(nodes)
 
 
-def watch_inside(output: Any, on_entry: Callable[[Node | None, Any], None], *, outermost: bool) -> None:
+def watch_inside(output: Any, on_entry: Callable[[Edges, Any], None]) -> None:
     """Calls `on_entry`, as `watch_outputs`, when backward enters through an output of a module inside a unit."""
     # A loss may use such outputs: stored hidden states, or features that hooks collect.
     for tensor in tensors_in(output):
         if tensor.grad_fn is not None:
-            tensor.grad_fn.register_prehook(partial(on_entry, nearest_leaf(tensor.grad_fn) if outermost else None))
+            tensor.grad_fn.register_prehook(partial(on_entry, tensor.grad_fn.next_functions))
 
 
 def watch_param(param: nn.Parameter, method: Callable[[Any, Unit], None], of: object, unit: Unit) -> RemovableHandle:

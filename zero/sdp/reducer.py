@@ -196,7 +196,8 @@ class Reducer:
 
         for tensor in tensors_in(output):
             if tensor.requires_grad:
-                hook = tensor.register_hook(partial(reached, nearest_leaf(get_gradient_edge(tensor).node)))
+                leaf = nearest_leaf(((get_gradient_edge(tensor).node, 0),))
+                hook = tensor.register_hook(partial(reached, leaf))
                 if tensor.is_leaf:  # it outlives the graph
                     self._hooks_on_leaves.append(hook)
 

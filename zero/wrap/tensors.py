@@ -8,10 +8,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+
+# Where backward goes on from a node, as `Node.next_functions`.
+Edges: TypeAlias = tuple[tuple[Node | None, int], ...]
 
 # Types of objects that are not searched for tensors.
 _NOT_SEARCHED = (str, bytes, int, float, type, nn.Module, ModuleType, FunctionType, BuiltinFunctionType)
@@ -87,11 +90,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     return value
 
 
-def nearest_leaf(begin: Node) -> Node | None:
-    """Returns the autograd node by which a backward from a node accumulates the `grad` of the nearest leaf; None if it
-    reaches no leaf."""
-    nodes = deque([begin])
-    seen: set[Node] = set()
+def nearest_leaf(edges: Edges) -> Node | None:
+    """Returns the autograd node by which a backward along these edges accumulates the `grad` of the nearest leaf; None
+    if it reaches no leaf."""
+    nodes = deque(node for node, _ in edges if node is not None)
+    seen = {*nodes}
     while nodes:
         node = nodes.popleft()
         if hasattr(node, "variable"):
