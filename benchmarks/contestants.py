@@ -38,9 +38,10 @@ class How:
 
     dtype: in which is computed, float32 or bfloat16; master weights are float32. What has no policy of its own computes
         under torch.autocast.
-    reduce_dtype: in which gradients are sent; by default float32. Not of DDP.
+    reduce_dtype: in which gradients are sent; by default as zero sends them, by others in float32. Not of DDP.
     offload: shards and optimizer state are stored on the CPU, except of the two that all are compared with.
     group: for zero, what stands for a process group.
+    finds_units: whether stage 3 of zero chooses its units itself, as it does without a policy.
     """
 
     optim: Callable[[Iterable[nn.Parameter]], Optimizer] = ADAMW
@@ -48,6 +49,7 @@ class How:
     reduce_dtype: torch.dtype | None = None
     offload: bool = False
     group: Any = None
+    finds_units: bool = False
 
     @property
     def half(self) -> bool:
@@ -171,7 +173,7 @@ def _zero(stage: int, kept: bool, model: nn.Module, block: type[nn.Module], rank
         sharded = zero.FSDP(
             model,
             how.group,
-            auto_wrap_policy=ModuleWrapPolicy({block}),
+            auto_wrap_policy=None if how.finds_units else ModuleWrapPolicy({block}),
             precision=precision,
             reshard_after_forward=not kept,
             offload=offload,

@@ -26,6 +26,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from unittest import mock
 
 import torch
 from torch.optim import AdamW
@@ -37,6 +38,7 @@ from launch import Launch, Rank
 from loop import WARM_UP, median, take_step
 from models import CONTEXT, Task, gpt
 from report import MIB, Figures, add_names, failures, machine, parser_of, tabulate
+from zero.comm.link import Link
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
@@ -76,7 +78,8 @@ def measure(name: str, task: Task, how: How, wiring: Wiring, steps: int, rank: R
     warnings.simplefilter("ignore")
     wires = Wires(wiring, rank.world, rank.device)
     on_gpu = rank.device.type == "cuda"
-    with wires.patched():
+    one_host = wiring.network(rank.world).hosts == 1
+    with wires.patched(), mock.patch.object(Link, "one_host", one_host):
         trained, batch = build(name, task, rank, how), task.batch(0, rank.rank, rank.device)
         for _ in range(WARM_UP):
             take_step(trained, batch, rank.device)

@@ -42,13 +42,20 @@ def wrapped(module: nn.Module, comm: Any, **options: Any) -> tuple[nn.Module, An
 
 
 def built(
-    there: Simulated, stage: int, module: nn.Module, *, world: int = WORLD, optim: Any = sgd, **options: Any
+    there: Simulated,
+    stage: int,
+    module: nn.Module,
+    *,
+    world: int = WORLD,
+    one_host: bool = True,
+    optim: Any = sgd,
+    **options: Any,
 ) -> tuple[nn.Module, Any]:
-    """One rank of `world`. options: of FSDP, or of OSS and ShardedDDP."""
-    comm: Any = there.comm(min(RANK, world - 1), world)
+    """One rank of `world`. options: of FSDP, or of OSS and ShardedDDP. Replicas are on other hosts."""
+    comm: Any = there.comm(min(RANK, world - 1), world, one_host=one_host)
     if stage == 3:
         hybrid = options.get("sharding_strategy") == "HYBRID_SHARD"
-        model, _ = wrapped(module, (comm, there.comm(0, 2)) if hybrid else comm, **options)
+        model, _ = wrapped(module, (comm, there.comm(0, 2, one_host=False)) if hybrid else comm, **options)
         return model, optim(model.parameters())
     of_ddp = {"reduce_buffer_size": options.pop("reduce_buffer_size", None), "precision": options.get("precision")}
     optimizer = zero.OSS(module.parameters(), optim, comm, **options)

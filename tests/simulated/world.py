@@ -37,8 +37,8 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
 class SimulatedLink(Link):
     """What hosts compare passes among them; what is on the device goes by the group that is not there."""
 
-    def __init__(self, simulated: Simulated, rank: int, world: int, transfer: Cost) -> None:
-        self.transfer = transfer
+    def __init__(self, simulated: Simulated, rank: int, world: int, transfer: Cost, *, one_host: bool) -> None:
+        self.transfer, self.one_host = transfer, one_host
         self.simulated, self.rank, self.world, self.log = simulated, rank, world, Log(rank, world)
         checks = Rehearsal(rank, world, "gloo")
         overlapping = Overlapping(
@@ -46,6 +46,7 @@ class SimulatedLink(Link):
             blocks=False,
             checks=checks,
             name="nccl",
+            one_host=one_host,
             abort=lambda groups: abort(groups, GPU),
         )
         of = {"cpu": checks}
@@ -56,10 +57,6 @@ class SimulatedLink(Link):
 
     def overlaps(self, device: torch.device) -> bool:
         return self.world > 1 and device.type != "cpu"
-
-    def joined(self, across: Link) -> Link:
-        rank, world = self.rank * across.world + across.rank, self.world * across.world
-        return SimulatedLink(self.simulated, rank, world, self.transfer)
 
 
 class Elsewhere(TorchFunctionMode):
@@ -135,9 +132,9 @@ class Simulated:
     def launched(self) -> list[str]:
         return [transfer.kind for transfer in self.device.transfers]
 
-    def comm(self, rank: int, world: int, transfer: Cost | None = None) -> Comm:
+    def comm(self, rank: int, world: int, transfer: Cost | None = None, *, one_host: bool = True) -> Comm:
         """One rank of a group of its own."""
-        return Comm(SimulatedLink(self, rank, world, transfer or self.transfer))
+        return Comm(SimulatedLink(self, rank, world, transfer or self.transfer, one_host=one_host))
 
     def group(self, rank: int, world: int, transfer: Cost) -> Group:
         how: Any = {"wire": self.wire, "own_stream": self.own_stream}

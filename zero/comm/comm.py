@@ -256,8 +256,9 @@ class Comm:
         times: factor for the sums, such as 1 / world for averages: it is applied while they are still in the cache.
         channel: as for `gather`.
 
-        The sums are flat, one message after another; those of 16-bit floats are float32. `wait` may block until the
-        other ranks have called `wait`.
+        The sums are flat, one message after another; those of 16-bit floats are float32. Between hosts, by what
+        overlaps with computing, one message of 16 bits is rounded to these on its way, at each rank. `wait` may block
+        until the other ranks have called `wait`.
         """
         sent["reduce"] += sum((flat.numel() - counts[self.rank]) * flat.element_size() for flat, counts in messages)
         return self._transports[messages[0][0].device.type].reduce(messages, times, channel)

@@ -41,7 +41,9 @@ _TIMEOUT = timedelta(minutes=30)
 
 class Link:
     """The log and the transports of one process group, or (None) of this process alone. The link does not keep the
-    group alive, and ends with it."""
+    group alive, and ends with it. `one_host`: whether all ranks are on one, as far as they have told one another."""
+
+    one_host = True
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -99,7 +101,8 @@ class Link:
                 self._watch(exchange)
         group, where = self._group, (self.rank, self.world)
         checks = Gloo(self.log, iter([group]), *where)  # this backend can compare operations, too
-        return Overlapping(self.log, group, *where, blocks=True, checks=checks, name=str(backend))
+        how: Any = {"checks": checks, "name": str(backend), "one_host": self.one_host}
+        return Overlapping(self.log, group, *where, blocks=True, **how)
 
     def _cpu_transport(self, timeout: timedelta) -> Transport:
         """Collective. Returns host memory where all ranks may read one another's, else Gloo on a group of its own."""
@@ -136,6 +139,7 @@ class Link:
                 raise ValueError(f"{problem} (on rank {rank})")
         self.log.each = any(each for each, *_ in ranks)
         self.log.failure.raised.store = exchange.store
+        self.one_host = len({there for *_, there, _ in ranks}) == 1 and ranks[0][2] != ""
         self.log.failure.others = [pid for *_, there, pid in ranks if host and there == host and pid != os.getpid()]
 
     def _device_transport(self, device: torch.device, backend: str, checks: Transport) -> Transport:
@@ -164,6 +168,7 @@ class Link:
             blocks=False,
             checks=checks,
             name=backend,
+            one_host=self.one_host,
             second=(lambda: another_like(group, device, store, self.ranks)) if second else None,
             abort=lambda groups: abort(groups, device),
         )

@@ -345,9 +345,9 @@ def refuse_differing_logs(transport: Transport, log: Log) -> None:
 #             Gloo                                    backends that overlap
 # gather      one broadcast a shard                   one all-gather; shards of unequal length by one broadcast each,
 #                                                     launched as one operation where the backend can
-# reduce      one all-to-all from where the           one message in the dtype of the sums: one reduce-scatter of
-#             gradients lie, of a large message       equal shards, others by one reduce each, launched as one
-#             two (below), and a sum in             operation; 16-bit floats by one all-to-all, and sums in float32
+# reduce      one all-to-all from where the           one reduce-scatter of equal shards, others by one reduce
+#             gradients lie, of a large message       each, launched as one operation; within a host, 16-bit floats
+#             two (below), and a sum in             by one all-to-all, and sums in float32
 #             rank order
 
 
@@ -461,6 +461,8 @@ class Overlapping(ProcessGroupTransport):
     (streams.py): neither a launch nor a wait blocks the host.
 
     checks: the transport on the CPU by which the ranks compare their operations.
+    one_host: whether all ranks are on one. Between hosts an all-to-all of 16 bits would have each rank send to each of
+        another host by itself, which takes 4 times as long as a ring of float32, and more with more ranks a host.
     second: makes a process group for reductions alone, with the first of them, so that they need not wait for gathers;
         None, or what it returns, stands for `group`.
     abort: aborts the launched operations of groups after a failure: others on the device would wait for them.
@@ -478,11 +480,12 @@ class Overlapping(ProcessGroupTransport):
         blocks: bool,
         checks: Transport,
         name: str,
+        one_host: bool = True,
         second: Callable[[], Any] | None = None,
         abort: Callable[[list[Any]], object] | None = None,
     ) -> None:
         super().__init__(log, group, rank, world, blocks=blocks)
-        self._checks, self.name, self._second = checks, name, second
+        self._checks, self.name, self._one_host, self._second = checks, name, one_host, second
         # A list: the function below then also aborts the second group, which is made later.
         self._groups = groups = [group]
         if abort is not None:
@@ -513,7 +516,7 @@ class Overlapping(ProcessGroupTransport):
                 self._groups.append(made)
                 # Where the link ends: torch ends the groups that it has made. Not at exit, where others may be gone.
                 finalize(self, made.shutdown).atexit = False
-        if not by_rings(messages):
+        if len(messages) != 1 or (self._one_host and messages[0][0].dtype in SIXTEEN_BITS):
             return super().reduce(messages, times, channel)
         message, counts = messages[0]
         if [*counts].count(counts[0]) != len(counts):
@@ -526,6 +529,9 @@ class Overlapping(ProcessGroupTransport):
         self.log.append(channel, message.nbytes, self.compare)
         collective = getattr(self._reduces_by, self._to_reduce.reduce_scatter)
         given = received, sent, _REDUCE_SCATTER
+        if sums.dtype in SIXTEEN_BITS:
+            reduction = self._launch(channel, (message, sums), collective, *given)
+            return _OwnShare(reduction, sums, times)
         return self._launch(channel, (message, sums), collective, *given, result=sums, times=times)
 
     def _reduce_as_one(self, shares: Sequence[Tensor], device: torch.device) -> list[dist.Work | None]:
@@ -561,26 +567,21 @@ def _towards(owner: int) -> dist.ReduceOptions:
 
 
 class _OwnShare(Work):
-    """This rank's share of a message that was reduced in place. `wait` copies it: a view would keep the message."""
+    """This rank's share of a message that was reduced in place, or in 16 bits. `wait` copies it: a view would keep the
+    message."""
 
     def __init__(self, reduction: Work, share: Tensor, times: float) -> None:
         self._reduction, self._share, self._times = reduction, share, times
 
     def wait(self) -> Tensor:
         self._reduction.wait()
-        sums = self._share.clone()
+        sums = self._share.to(summed_as(self._share.dtype), copy=True)
         return sums if self._times == 1 else sums.mul_(self._times)
 
 
 @lru_cache(maxsize=64)  # similar units have the same bounds, and there may be thousands of ranks
 def _are_equal(bounds: tuple[int, ...]) -> bool:
     return len(set(lengths(bounds))) == 1
-
-
-def by_rings(messages: Sequence[Message]) -> bool:
-    """Returns whether a backend that overlaps reduces these on their way, and sends each byte to another host once: one
-    message whose sums have its dtype."""
-    return len(messages) == 1 and messages[0][0].dtype not in SIXTEEN_BITS
 
 
 def _abort(launching: RLock, abort: Callable[[], object]) -> None:

@@ -180,6 +180,7 @@ class ShardGroup:
         (masters.py).
     `views`: of `full` or `shard`, to which the parameters are bound. `cuts`: of which parameter each one's shard is.
     `marks_shards`: whether parameters say that they are shards while they are (sharded_parameter.py).
+    `overlaps`: whether transfers overlap with computing. `one_host`: whether these reduce within one host alone.
     `reads`: who is asked when they are read while they are shards; None while no model has the group.
     """
 
@@ -223,8 +224,8 @@ class ShardGroup:
         first, offload, layout = self.params[0], self.offload, self.layout
         other_dtype = computed_as != first.dtype
         self.full = torch.empty(layout.numel, dtype=first.dtype, device=first.device)
-        # Whether transfers overlap with computing.
         self.overlaps = any(comm.overlaps(self.full) for comm in placement.all_groups())
+        self.one_host = not self.overlaps or self.comm.link.one_host
         self.streams: HostStreams = streams_of(self.full) if offload.active or self.overlaps else HOST
         self._full_views = self._views_to_bind()
         with torch.no_grad():
@@ -503,17 +504,17 @@ class ShardGroup:
     def reduce(self, messages: Sequence[Message]) -> Work:
         """Collective. Launches a reduction. `wait` returns the averages for this rank's shard, flat, one message after
         another."""
-        comm, replicas, streams = self.comm, self._replicas, self.streams
+        comm, replicas, streams, dtype = self.comm, self._replicas, self.streams, messages[0][0].dtype
         with _HERE if streams is HOST else streams.reductions():
             work = comm.reduce(messages, times=1 / comm.world, channel=self._reduction)
             if streams is HOST:
-                return work if replicas is None else ReplicaWork(work, replicas, self._averaging)
+                return work if replicas is None else ReplicaWork(work, replicas, self._averaging, dtype)
             if replicas is None:
                 return streams.arriving(work, comm, messages)
             sums = Work(work.wait())  # here, where sums that it still makes read what this stream has allocated
             reduction = streams.arriving(sums, comm, messages)
             with streams.averages():
-                average = streams.arriving(ReplicaWork(sums, replicas, self._averaging), comm, None)
+                average = streams.arriving(ReplicaWork(sums, replicas, self._averaging, dtype), comm, None)
             average.before = reduction
             return average
 
@@ -574,12 +575,17 @@ class ShardGroup:
 
 
 class ReplicaWork(Work):
-    """Averages what a reduction brings over replicas."""
+    """Averages what a reduction brings over replicas; between hosts in bfloat16, if gradients are sent so."""
 
-    def __init__(self, reduction: Work, replicas: Comm, channel: int) -> None:
-        self._reduction, self._replicas, self._channel = reduction, replicas, channel
+    def __init__(self, reduction: Work, replicas: Comm, channel: int, sent_as: torch.dtype) -> None:
+        self._reduction, self._replicas, self._channel, self._sent_as = reduction, replicas, channel, sent_as
 
     def wait(self) -> Tensor:
         averages: Tensor = self._reduction.wait()
-        self._replicas.all_reduce(averages, times=1 / self._replicas.world, channel=self._channel)
-        return averages
+        replicas, times = self._replicas, 1 / self._replicas.world
+        if self._sent_as is not torch.bfloat16 or replicas.link.one_host or not replicas.overlaps(averages):
+            replicas.all_reduce(averages, times=times, channel=self._channel)
+            return averages
+        sent = averages.to(self._sent_as)
+        replicas.all_reduce(sent, channel=self._channel)
+        return averages.copy_(sent).mul_(times)

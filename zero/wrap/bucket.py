@@ -143,8 +143,8 @@ class ByOwner:
 class GradBucket:
     """Takes the gradients of one shard group, and reduces them to their owners.
 
-    sent_as: the dtype in which gradients are sent, by default that of the full parameters; where transfers overlap
-        computing, that of the sums.
+    sent_as: the dtype in which gradients are sent if it can be, by default that of the full parameters; where
+        transfers overlap computing, that of the sums.
     of: the parameters that the model has; the optimizer may step more. By default all.
     with_groups: further groups of a bucket of several (FullBucket). `params`: of all its groups, by position.
     `own`: positions of the parameters that the model has.
@@ -169,8 +169,11 @@ class GradBucket:
         self.group, self.groups = group, [group, *with_groups]
         self.params = [param for one in self.groups for param in one.params]
         self.own = [index for index, param in enumerate(self.params) if of is None or param in of]
-        # Rings send each byte of float32 to another host once, and an all-to-all of 16 bits more than that.
+        # Beside the computing sums are made on their way, in what is sent: between hosts always, where float16 is not
+        # wide enough for them, and bfloat16 is for who asks for it.
         self._sent_as = sent_as or (summed_as(group.full.dtype) if group.overlaps else group.full.dtype)
+        if self._sent_as is torch.float16 and not group.one_host:
+            self._sent_as = torch.float32
         self.taken: dict[int, Tensor] = {}
         self.used: set[int] = set()
         self.missing = self.launched = False

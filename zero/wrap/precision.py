@@ -3,6 +3,7 @@
     shard             stored and stepped in the parameter's own dtype, float32 as a rule
     full parameter    computed with in param_dtype
     gradient          written by autograd in param_dtype; sent as reduce_dtype; summed, stored and stepped in float32
+                      (GPUs of several hosts sum what they send in bfloat16 in bfloat16)
 
 (P. Micikevicius et al., Mixed Precision Training, 2018, section 3.1. Here the shards are the master weights.)
 """
@@ -42,8 +43,9 @@ class MixedPrecision:
 
     param_dtype: the dtype in which parameters are computed with, and gradients are written. Stage 3 gathers them so;
         stages 1 and 2 store them so, beside master weights in the dtype that they had.
-    reduce_dtype: the dtype in which gradients are sent, by default the one in which they were written. Sums are always
-        float32, and so are the averages that hybrid strategies send across replicas.
+    reduce_dtype: the dtype in which gradients are sent, by default the one in which they were written. Sums are
+        float32, and so are the averages that hybrid strategies send across replicas, but for GPUs of several hosts:
+        there torch.bfloat16 means sums in bfloat16, as of FSDP2, and torch.float16 sends float32.
     buffer_dtype: the dtype to which floating-point buffers are cast once. Saved and loaded weights have the original.
     cast_forward_inputs: casts floating-point inputs of every unit to param_dtype.
     cast_root_forward_inputs: overrides cast_forward_inputs for the root unit, unless None.
