@@ -19,6 +19,7 @@ import zoo
 from inner import Meter, held_here, nbytes, shard_groups, unit_bytes
 from transports import between_hosts
 from zero.plan import Cost
+from zero.sdp import AveragingDDP
 
 KINDS = ("parameters", "gradients", "optimizer", "peak", "sent")
 
@@ -298,9 +299,8 @@ def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
         partition=case.partition,
         precision=precision(case),
     )
-    if case.stage == "2":
-        return zero.ShardedDDP(model, optimizer, precision=precision(case)), optimizer
-    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), optimizer
+    wrapper = zero.ShardedDDP if case.stage == "2" else AveragingDDP
+    return wrapper(model, optimizer, precision=precision(case)), optimizer
 
 
 def model_of(case: Case) -> nn.Module:

@@ -22,7 +22,7 @@ from zero.comm.host_memory import CHUNK, QueuedWork
 from zero.comm.link import Link, Transports
 from zero.comm.oplog import Log
 from zero.comm.streams import HostStreams
-from zero.comm.transport import Local, Message, SumWork, by_rings, summed_as
+from zero.comm.transport import SIXTEEN_BITS, Local, Message, SumWork, summed_as
 from zero.fsdp.choice import params_by_unit
 from zero.plan.meter import Meter
 from zero.shards.offload import Offload
@@ -232,7 +232,7 @@ class Unsent(Local):
 
     def reduce(self, messages: Sequence[Message], times: float, channel: int) -> Work:
         sent, own = [message for message, _ in messages], [counts[self._rank] for _, counts in messages]
-        if self.overlaps and by_rings(messages):
+        if self.overlaps and sent[0].dtype not in SIXTEEN_BITS:  # of one host, which takes more in 16 bits
             sums = sent[0].new_empty(own[0])
             return self._transfer([*sent, sums], lambda: sums)
 
@@ -260,7 +260,7 @@ class Unsent(Local):
     def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> Work:
         if self.reads_memory:
             if tensor.nbytes <= CHUNK:
-                tensor.new_empty(self._world, tensor.numel())
+                tensor.new_empty(self._world + (not maximum), tensor.numel())  # and the sums
             else:  # of each rank's share, and a chunk of sums, as they go where what is summed lies
                 share = -(-tensor.numel() // self._world)
                 tensor.new_empty(self._world + 1, min(CHUNK // tensor.element_size(), share))

@@ -189,7 +189,7 @@ class WideAverage(Tensor):
             own = group.own_slice(self.cut.position, self)
             narrow = held.wide.to(own.dtype) if held.narrow is None else held.narrow
             same = own.view(torch.int16) == narrow.view(torch.int16)  # bits: NaN is unlike itself
-            held.wide = torch.where(same, held.wide, own.to(held.wide.dtype))
+            torch.where(same, held.wide, own.to(held.wide.dtype), out=held.wide)  # no second one: all have one buffer
             held.narrow = None if held.narrow is None else own.clone()
         return held.wide
 
