@@ -264,7 +264,8 @@ class Training:
         self._in_shards = set[Any]()
         for one in self._wrappers:
             if isinstance(one, FSDP):
-                one.reshard()
+                for unit in running_model(one).units:  # not by its method, in which ranks would wait for one another
+                    unit.reshard()
                 groups += running_model(one).index.groups
                 self._in_shards |= running_model(one).index.keys()
         self._places = dict[Any, Place](places_in(groups))
