@@ -303,7 +303,7 @@ def train(rank: int, world: int, row: Row, stage: int, transport: str, folder: s
         loop = Loop(row, stage, rank, folder)
         for i in range(row.steps):
             row.axis.step(row.program, loop, i)
-        return Record(loop.seen, zero.full_state_dict(loop.m, to=None))
+        return Record(loop.seen, row.axis.weights(loop))
 
 
 def train_at_each(rank: int, world: int, row: Row, stages: list[int], transport: str, folder: str) -> list[Record]:

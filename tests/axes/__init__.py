@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor, nn
 
+import zero
+
 if TYPE_CHECKING:
     from rows import Loop
 
@@ -84,6 +86,10 @@ class Axis:
 
     def update(self, t: Loop) -> None:
         t.o.step()
+
+    def weights(self, t: Loop) -> dict[str, Tensor]:
+        """At the end, in full."""
+        return zero.full_state_dict(t.m, to=None)
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,11 @@ class Half(Narrow):
 
 
 class Masters(torch.optim.Optimizer):
-    def __init__(self, params: Any, optim: Callable[..., Any]) -> None:
+    """values: by parameter, before they were rounded."""
+
+    def __init__(self, params: Any, optim: Callable[..., Any], values: dict[nn.Parameter, Tensor]) -> None:
         super().__init__(params, {})
-        self.inner = optim([param.detach().float() for param in self._params()])
+        self.inner = optim([values[param] for param in self._params()])
 
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -66,11 +68,23 @@ class Masters(torch.optim.Optimizer):
 class MasterWeights(Narrow):
     stages = frozenset({1, 2})
 
+    def net(self, net: nn.Module, t: Loop) -> nn.Module:
+        if t.stage:
+            return net  # zero rounds it
+        self.values = {param: param.detach().clone() for param in net.parameters()}
+        return super().net(net, t)
+
     def options(self, stage: int) -> dict[str, Any]:
         return {"precision": "bf16"}
 
     def wrapped(self, t: Loop, wrap: Wrap, optim: Callable[..., Any]) -> tuple[nn.Module, Any]:
-        return super().wrapped(t, wrap, optim if t.stage else lambda params: Masters(params, optim))
+        return super().wrapped(t, wrap, optim if t.stage else lambda params: Masters(params, optim, self.values))
+
+    def weights(self, t: Loop) -> dict[str, Tensor]:
+        found = super().weights(t)
+        if not t.stage:
+            found |= {name: self.values[param] for name, param in t.n.named_parameters()}
+        return found
 
 
 def in_16_bits(forward: Callable[..., Any], net: Any, x: Tensor, *args: Any, **given: Any) -> Any:

@@ -326,7 +326,7 @@ def test_a_difference_or_a_problem_raises_the_same_on_every_rank(rank, world):
 WORKS = {
     "in a group": lambda buffer: GroupWork(Log(0, 2), True, 0, buffer, []),
     "sums": lambda buffer: SumWork(torch.sum, Work([buffer]), 1),
-    "over replicas": lambda buffer: ReplicaWork(Work(buffer), Comm.alone(), 0),
+    "over replicas": lambda buffer: ReplicaWork(Work(buffer), Comm.alone(), 0, torch.float32),
     "on a stream": lambda buffer: StreamWork(buffer, None, None, None, Comm.alone(), buffer),
 }
 

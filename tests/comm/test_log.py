@@ -23,7 +23,7 @@ from ranks import refusal
 from runs import sgd, take_step
 from transports import TRANSPORTS, between_hosts, by, overlapping
 from zero.comm import Comm, waiting
-from zero.comm.transport import ProcessGroupTransport
+from zero.comm.transport import ProcessGroupTransport, levels
 from zero.comm.waiting import calling
 from zoo import Stack, batch, loss_on
 
@@ -119,6 +119,43 @@ def test_ranks_out_of_step_are_told_where_each_is_and_the_group_refuses_to_go_on
     assert named.items() <= dict(enumerate(places)).items(), first
     assert len({*named.values()}) == len({*places}), first
     assert "nitialise the process group again" in second
+
+
+@pytest.mark.parametrize("world", [1, 2, 8, 11, 16, 22, 64, 1000, 1024])
+def test_what_goes_around_in_each_level_has_reached_every_rank(world):
+    found = {rank: levels(rank, world) for rank in range(world)}
+    assert all(rank in group for rank in range(world) for group in found[rank])
+    reached = {0}
+    for level in range(len(found[0])):
+        reached = {other for rank in reached for other in found[rank][level]}
+        assert all(found[other][level] == found[rank][level] for rank in found for other in found[rank][level])
+    assert len(reached) == world
+    if world in (64, 1024):
+        assert sum(len(group) - 1 for group in found[0]) == {64: 14, 1024: 22}[world], "hops"
+
+
+@pytest.mark.parametrize("elsewhere", [(), (2,), (1, 2)])
+@ranks.on(4, timeout=30)
+def test_many_ranks_compare_in_several_levels(rank, world, elsewhere):
+    """Here in two of two ranks, by connections that are made when they are first used, as where a GPU sends."""
+    with (
+        mock.patch("zero.comm.transport._OF_A_LEVEL", 2),
+        overlapping(returns_work=False),
+        mock.patch("zero.comm.link.backend_of", lambda _, device: None if device.type == "cpu" else "nccl"),
+        between_hosts(),
+    ):
+        steps = Steps()
+        assert [steps.comm.agree(steps.comm.channel("a flag"), flags=int(rank == 2)) for _ in range(2)] == [1, 1]
+        assert steps.comm.agree(steps.comm.channel("no flag")) == 0
+        assert steps.comm.all_gather_text(str(rank)) == [*map(str, range(world))]
+        sums, largest, anywhere = torch.tensor([rank, 1]), torch.tensor(1.0 * rank), torch.tensor([rank == 2, False])
+        steps.comm.all_reduce(sums)
+        steps.comm.all_reduce(largest, maximum=True)
+        steps.comm.all_reduce(anywhere, maximum=True)
+        assert (sums.tolist(), largest.item(), anywhere.tolist()) == ([6, 4], 3.0, [True, False])
+        text = refusal(lambda: steps.run("pause" if rank in elsewhere else "end"))
+    assert bool(text) == bool(elsewhere)
+    assert all(one in text for one in ("ranks are out of step", "the end", "the pause") if elsewhere)
 
 
 @pytest.mark.parametrize(("there", "told"), [("Do this.", True), ("Do that.", False), ("", False)])

@@ -54,17 +54,23 @@ def in_stream_order(options: Any) -> Any:
     return options
 
 
-def gloo_groups(gloo: Any, store: dist.Store, rank: int, world: int, timeout: timedelta, address: str) -> Iterator[Any]:
+def gloo_groups(
+    gloo: Any, store: dist.Store, rank: int, world: int, timeout: timedelta, address: str, *, lazy: bool = False
+) -> Iterator[Any]:
     """Yields Gloo groups that torch.distributed does not know, each with connections of its own, which is collective;
     one thread serves those of all. gloo: torch's class. address: of this host, where the other ranks connect; empty for
-    that of the host's name. GLOO_SOCKET_IFNAME goes before both."""
+    that of the host's name. GLOO_SOCKET_IFNAME goes before both. lazy: two ranks connect when one first sends to the
+    other; a ring needs two sockets of each, where all with all would need as many as there are ranks."""
     interfaces = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if interfaces:  # which torch reads for its own groups alone
-        devices = [gloo.create_device(interface=name) for name in interfaces.split(",")]
+        devices = [gloo.create_device(interface=name, lazy_init=lazy) for name in interfaces.split(",")]
+    elif address:
+        devices = [gloo.create_device(hostname=address, lazy_init=lazy)]
     else:
-        devices = [gloo.create_device(hostname=address) if address else gloo.create_default_device()]
+        devices = [gloo.create_default_device(lazy_init=lazy)]
     options = gloo._Options()
-    options._devices, options._timeout = devices, min(timeout, _CONNECTS)
+    # What all ranks read of the store to connect grows with their number.
+    options._devices, options._timeout = devices, min(timeout, _CONNECTS + timedelta(seconds=world / 4))
     for number in count():
         try:
             group = gloo(dist.PrefixStore(f"{number}", store), rank, world, options)

@@ -88,7 +88,7 @@ class Link:
             timeout = _TIMEOUT if backend is None else timeout_of(self._group, device)
             self.log.failure.refuse_if_broken()
             try:
-                return self._cpu_transport(timeout)
+                return self._cpu_transport(timeout, lazy=backend is None)
             except ValueError:  # every rank has raised it, and may ask again
                 raise
             except BaseException as error:
@@ -104,8 +104,11 @@ class Link:
         how: Any = {"checks": checks, "name": str(backend), "one_host": self.one_host}
         return Overlapping(self.log, group, *where, blocks=True, **how)
 
-    def _cpu_transport(self, timeout: timedelta) -> Transport:
-        """Collective. Returns host memory where all ranks may read one another's, else Gloo on a group of its own."""
+    def _cpu_transport(self, timeout: timedelta, *, lazy: bool) -> Transport:
+        """Collective. Returns host memory where all ranks may read one another's, else Gloo on a group of its own.
+
+        lazy: ranks connect when they first send to one another, as where they only compare what goes by another
+            backend."""
         assert self._store is not None
         with StoreRendezvous(self._store, self.rank, self.world, timeout) as exchange:
             self._agree_on_settings(exchange)
@@ -114,10 +117,15 @@ class Link:
                 return HostMemory(self.log, peers, self.rank, self.world)
             # Not torch.distributed.new_group(): it is collective over all ranks of the job, or
             # (use_local_synchronization) waits for ever if ranks are in different numbers of groups (torch 2.13).
-            address = exchange.address()
+            how: Any = {"timeout": timeout, "address": exchange.address(), "lazy": lazy}
             store = self._watch(exchange)
+
+            def level(ranks: list[int]) -> Any:
+                own, where = dist.PrefixStore(f"of {ranks}", store), (ranks.index(self.rank), len(ranks))
+                return next(gloo_groups(dist.ProcessGroupGloo, own, *where, **how))
+
             where = self.rank, self.world
-            return Gloo(self.log, gloo_groups(dist.ProcessGroupGloo, store, *where, timeout, address), *where)
+            return Gloo(self.log, gloo_groups(dist.ProcessGroupGloo, store, *where, **how), *where, level)
 
     def _agree_on_settings(self, exchange: StoreRendezvous) -> None:
         """Collective. Raises ValueError on every rank for settings that mean nothing on any. One rank alone would

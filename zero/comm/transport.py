@@ -357,6 +357,9 @@ _REDUCE_SCATTER = in_stream_order(dist.ReduceScatterOptions())
 _SUM, _MAXIMUM = (in_stream_order(dist.AllreduceOptions()) for _ in range(2))
 _SUM.reduceOp, _MAXIMUM.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM), dist.ReduceOp(dist.ReduceOp.MAX)
 
+_DIFFER = 4
+"""A flag of a comparison beside those of its caller: ranks are out of step."""
+
 # Seconds for which an abort waits for a launch.
 _CONNECTS = 1.0
 
@@ -374,6 +377,8 @@ class ProcessGroupTransport(Transport):
         # By name, and looked up in each call: a bound method would keep the group alive, which its link does not.
         self._reduces_by, self._to_reduce = group, collectives_of_one_tensor(group)
         self._to_gather = self._to_reduce.all_gather
+        # Groups by which ranks compare what they do, one after another.
+        self._levels = [group]
         self._launching: AbstractContextManager[object] = nullcontext()
         if blocks:
             log.failure.at_failure.append(lambda _: never_drop(group))
@@ -435,18 +440,29 @@ class ProcessGroupTransport(Transport):
         return [row.numpy().tobytes() for row in received]
 
     def compare(self, channel: int, *, flags: int = 0) -> int:
-        # The device is named, as the user may have set another by torch.set_default_device.
-        signature = torch.tensor([channel, self.log.digest, flags], device="cpu")
-        received = signature.new_empty(self._world * len(signature))
         self.log.record(channel)
-        collective = getattr(self._group, self._to_gather)
-        self._launch(channel, (signature, received), collective, received, signature, _ALL_GATHER).wait()
-        channels, digests, of_ranks = zip(*received.view(self._world, -1).tolist(), strict=True)
-        self.log.refuse_differing(channel, dict(enumerate(channels)))
-        if len(set(digests)) > 1:
+        own, rows = (channel, self.log.digest), []
+        for group in self._levels:
+            rows = self._signatures(group, own, flags)
+            flags = reduce(or_, (row[2] for row in rows), flags)
+            if any((*row[:2],) != own for row in rows):
+                flags |= _DIFFER
+        if flags & _DIFFER:  # on some ranks, as all know by now
+            if len(self._levels) > 1:
+                rows = self._signatures(self._group, own, flags)
+            self.log.refuse_differing(channel, {rank: row[0] for rank, row in enumerate(rows)})
             refuse_differing_logs(self, self.log)
         self.log.clear()
-        return reduce(or_, of_ranks, 0)
+        return flags
+
+    def _signatures(self, group: Any, own: tuple[int, int], flags: int) -> list[list[int]]:
+        """The operation, the digest of the log and the flags of each rank of a group."""
+        # The device is named, as the user may have set another by torch.set_default_device.
+        sent = torch.tensor([*own, flags], device="cpu")
+        received = sent.new_empty(group.size() * len(sent))
+        given = getattr(group, self._to_gather), received, sent, _ALL_GATHER
+        self._launch(own[0], (sent, received), *given).wait()
+        return received.view(-1, len(sent)).tolist()
 
     def _broadcast_shards(self, full: Tensor, bounds: Sequence[int]) -> list[dist.Work | None]:
         shards = [full[low:high] for low, high in pairwise(bounds)]
@@ -620,20 +636,53 @@ def never_drop(group: object) -> None:
 
 LANES = 8
 """Most lanes of a group."""
+
+_OF_A_LEVEL = 8  # ranks
+_FEW = 1 << 12
+"""Bytes up to which a sum goes by levels, as what ranks count does: as many hops as a comparison, where Gloo's own goes
+around twice."""
 # Bytes from which an all-to-all goes to higher and to lower ranks on lanes of their own. The second one takes 0.05 ms
 # of CPU time; to take turns takes as long as half of this many bytes are on the wire, 1 ms at 1 Gbit/s.
 _LARGE = 1 << 18
 
 
+def levels(rank: int, world: int) -> list[list[int]]:
+    """Groups of ranks, each with `rank`, of at most _OF_A_LEVEL where the number of all can be divided so. What goes
+    around in one after another has reached all ranks. Gloo's all-gather is a ring, of a hop for each further rank: 14
+    hops at 64 ranks in place of 63, 22 at 1,024 in place of 1,023. Neighbours, as of a host, are in the first."""
+    sizes, left, factor = list[int](), world, 2
+    while left > 1:
+        if left % factor:
+            factor += 1
+            continue
+        left //= factor
+        if sizes and sizes[-1] * factor <= _OF_A_LEVEL:
+            sizes[-1] *= factor
+        else:
+            sizes.append(factor)
+    found, stride = [], 1
+    for size in sizes:
+        first = rank - rank // stride % size * stride
+        found.append([*range(first, first + size * stride, stride)])
+        stride *= size
+    return found
+
+
 class Gloo(ProcessGroupTransport):
     """lanes: makes groups of the same ranks, such as ProcessGroupGloo, each collectively. All but the first are made
-    when shards or large messages are first sent: ranks that only compare operations need none."""
+    when shards or large messages are first sent: ranks that only compare operations need none. level: makes a group of
+    some of the ranks, of those that pass the same."""
 
     name, overlaps = "gloo", False
 
-    def __init__(self, log: Log, lanes: Iterator[Any], rank: int, world: int) -> None:
+    def __init__(
+        self, log: Log, lanes: Iterator[Any], rank: int, world: int, level: Callable[[list[int]], Any] | None = None
+    ) -> None:
         self._made = made = [next(lanes)]
         super().__init__(log, made[0], rank, world, blocks=True)
+        if level is not None and len(of_ranks := levels(rank, world)) > 1:
+            self._levels = by_level = [*map(level, of_ranks)]
+            log.failure.at_failure.append(lambda _: never_drop(by_level))
         self._others = islice(lanes, min(world, LANES) - 1)
         # The list: it also has the lanes that are made later. Not `self`, which the log would keep.
         log.failure.at_failure.append(lambda _: never_drop(made))
@@ -665,6 +714,18 @@ class Gloo(ProcessGroupTransport):
             for lane, given in ((lanes[0], upwards), (lanes[-1], downwards)):
                 works.append(getattr(lane, self._to_reduce.all_to_all)(*given, ALL_TO_ALL))
         return works
+
+    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> Work:
+        if len(self._levels) == 1 or tensor.nbytes > _FEW:
+            return super().all_reduce(tensor, channel, times, maximum=maximum)
+        self.log.append(channel, tensor.nbytes, self.compare)
+        flat = real(tensor).view(-1)
+        for group in self._levels:
+            rows = flat.new_empty(group.size(), len(flat))
+            given = getattr(group, self._to_gather), rows.view(-1), flat, _ALL_GATHER
+            self._launch(channel, (rows, flat), *given).wait()
+            flat.copy_(rows.amax(0) if maximum else sum_in_rank_order([rows]))
+        return Work(tensor if times == 1 else tensor.mul_(times))
 
     def exchange(self, into: Tensor, sent: Message, counts_in: Sequence[int], channel: int) -> Work:
         # Not by `send` and `recv` of Gloo: it closes the connections of all ranks where a wait for these runs out, and
