@@ -59,6 +59,14 @@ FOUND = {
         units="blocks",
         prefetch="speed",
     ),
+    "a fused optimizer's state of a transposed parameter is loaded": Case(
+        (*[Node("linear", size=1)] * 3, Node("list", (Node("linear", size=1), Node("strided", size=2)))),
+        stage=2,
+        steps=(Step(), Step(before="reload optimizer")),
+        width=2,
+        rows=2,
+        optim="fused adam",
+    ),
     "a unit that stays is read by a checkpoint": Case(
         (Node("linear"), Node("reentrant", (Node("reads"),))), units="layers", strategy="SHARD_GRAD_OP"
     ),

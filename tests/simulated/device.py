@@ -2,12 +2,14 @@
 
 A stream has a vector clock: of every stream, how many of its operations come before what the stream runs next. The
 host is one more stream: what it launches comes after what it has done and waited for. Beside this each stream has a
-time, at which it has run all that it was given. The host takes none but for waiting, and for operators on its memory.
+time, at which it has run all that it was given. The host takes none but for waiting, for operators on its memory, and
+for launches if they are given any.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -174,7 +176,8 @@ class Stream:
 class Device:
     """In the place of torch.cuda.
 
-    waited: where the package did. removed: where nothing does, as if the line were not there.
+    launches: of kernels, by the names of their operators. launch: seconds that each of them, and of transfers, takes of
+    the host. waited: where the package did. removed: where nothing does, as if the line were not there.
     stalls: of the computing stream. transfers: in the order of their launches. groups, aborted: see Group.
     recording: whether a CUDA graph is, by the user. capture: what one records.
     """
@@ -183,6 +186,8 @@ class Device:
         self.streams: list[Stream] = []
         self.host = Stream(self, "host")
         self.computing = self._current = Stream(self, "computing")
+        self.launches: Counter[str] = Counter()
+        self.launch = 0.0
         self.waited: set[Site] = set()
         self.removed: Site | None = None
         self.stalls: list[Stall] = []
@@ -192,6 +197,10 @@ class Device:
         self.recording = False
         self.capture: Capture | None = None
         self._numbers = count(1)
+
+    def launches_one(self, name: str) -> None:
+        self.launches[name] += 1
+        self.host.time += self.launch
 
     def is_available(self) -> bool:
         """There is no memory to pin."""

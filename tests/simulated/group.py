@@ -56,6 +56,7 @@ class Group:
     def _run(
         self, what: str, reads: list[Tensor], writes: list[Tensor], how: Any, values: Callable[[], Any]
     ) -> Work | None:
+        self._device.host.time += self._device.launch
         beside = how.asyncOp or self._own_stream
         stream = self._own if beside else self._device.current_stream()
         if beside:

@@ -173,6 +173,8 @@ class Memory(TorchDispatchMode):
             block = self._block(tensor.untyped_storage())
             if host:
                 block.home = None
+        if name in READS_NOTHING and not all(map(self.is_in_host_memory, made)):
+            self._device.launches_one(name)
         if not free and made:
             self.access(name, [], made, self._moving(made), "")
         return result
@@ -187,6 +189,8 @@ class Memory(TorchDispatchMode):
                 reads = []
         overwritten = name in WRITES_ONLY or func._overloadname == "out"
         read = reads if overwritten else [*reads, *writes]
+        if not all(map(self.is_in_host_memory, [*reads, *writes])):
+            self._device.launches_one(name)
         self.access(name, read, writes, self._seconds(func, args) + self._moving([*read, *writes]), "")
         if waits:
             self._device.host_waits()

@@ -26,12 +26,36 @@ from zero._torch.process_groups import abort
 from zero.comm import Comm
 from zero.comm.link import Link, Transports
 from zero.comm.oplog import Log
-from zero.comm.transport import Local, Overlapping
+from zero.comm.transport import Local, Overlapping, Work, levels
 from zero.plan.rehearsal import Unsent as Rehearsal
 
 _make_wrapper_subclass, _frombuffer = Tensor._make_wrapper_subclass, torch.frombuffer
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda:0")
+
+
+class Hosts(Rehearsal):
+    """What hosts compare. Each time they wait for as many hops as Gloo's rings have. `compared`: how often they did."""
+
+    def __init__(self, device: Device, rank: int, world: int, hop: float) -> None:
+        super().__init__(rank, world, "gloo")
+        self._device, self._seconds, self.compared = device, hop * sum(len(level) - 1 for level in levels(0, world)), 0
+
+    def _meet(self) -> None:
+        self._device.host.time += self._seconds
+
+    def compare(self, channel: int, *, flags: int = 0) -> int:
+        self._meet()
+        self.compared += 1
+        return super().compare(channel, flags=flags)
+
+    def all_reduce(self, tensor: Tensor, channel: int, times: float, *, maximum: bool) -> Work:
+        self._meet()
+        return super().all_reduce(tensor, channel, times, maximum=maximum)
+
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        self._meet()
+        return super().all_gather_bytes(data)
 
 
 class SimulatedLink(Link):
@@ -40,7 +64,7 @@ class SimulatedLink(Link):
     def __init__(self, simulated: Simulated, rank: int, world: int, transfer: Cost, *, one_host: bool) -> None:
         self.transfer, self.one_host = transfer, one_host
         self.simulated, self.rank, self.world, self.log = simulated, rank, world, Log(rank, world)
-        checks = Rehearsal(rank, world, "gloo")
+        self.hosts = checks = Hosts(simulated.device, rank, world, simulated.hop)
         overlapping = Overlapping(
             *(self.log, simulated.group(rank, world, transfer), rank, world),
             blocks=False,
@@ -121,13 +145,14 @@ class Elsewhere(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class Simulated:
-    """transfer, wire, own_stream: as of Group."""
+    """transfer, wire, own_stream: as of Group. hop: as of `simulated`."""
 
     device: Device
     memory: Memory
     transfer: Cost
     wire: Wire | None
     own_stream: bool
+    hop: float
 
     def launched(self) -> list[str]:
         return [transfer.kind for transfer in self.device.transfers]
@@ -150,10 +175,12 @@ def simulated(
     bandwidth: float = inf,
     transfer: Cost = lambda *_: 0.0,
     wire: Wire | None = None,
+    hop: float = 0.0,
 ) -> Iterator[Simulated]:
     """In here tensors are taken to be on the device, but for what is offloaded to the CPU.
 
-    removed: the site at which nothing waits. compute, bandwidth: of Memory. transfer, wire: of Group.
+    removed: the site at which nothing waits. compute, bandwidth: of Memory. transfer, wire: of Group. hop: seconds that
+    a message from one host to the next takes.
     """
     device = Device()
     device.removed = removed
@@ -185,7 +212,7 @@ def simulated(
         memory.watching(),
         Elsewhere(memory),
     ):
-        yield Simulated(device, memory, transfer, wire, own_stream)
+        yield Simulated(device, memory, transfer, wire, own_stream, hop)
 
 
 @contextmanager

@@ -141,11 +141,14 @@ def _collected(
         if first is not owned and not is_cut:
             continue  # the same for all shards of this parameter: the first one counts
         if first is owned:
-            found[first] = _room(entry, owned, here, is_cut) if received else None
+            found[first] = _room(entry, owned, here) if received else None
         if "shape" in entry:
-            into = (owned.slot(found[first]) if is_cut else found[first].view(-1)) if received else None
+            of_elements = owned.shape == shape
+            into = (owned.slot(found[first]) if of_elements else found[first].view(-1)) if received else None
             if owned in own:
-                source = own[owned][key].detach().to(here).contiguous().view(-1)
+                source = own[owned][key].detach().to(here)
+                in_order = of_elements and not owned.cut  # else this rank's elements are flat, or there is no order
+                source = owned.slot(source) if in_order else source.contiguous().view(-1)
                 into = source if into is None else into.copy_(source)
             nbytes = math.prod(entry["shape"]) * leaves.dtype_of(entry).itemsize
             transfers.append((owned.owner, nbytes, into))
@@ -167,9 +170,10 @@ def _collected(
     return whole if receives(optimizer, to) else []
 
 
-def _room(entry: dict[str, Any], owned: ParamShard, device: torch.device, is_cut: bool) -> Any:
-    """The leaf itself if it is no tensor with dimensions, else an empty tensor that its shards are received in."""
-    if not is_cut:
+def _room(entry: dict[str, Any], owned: ParamShard, device: torch.device) -> Any:
+    """The leaf itself if it is no tensor with dimensions, else an empty tensor that its shards are received in. One of
+    the parameter's shape has its order in memory, by which alone fused optimizers of torch go."""
+    if "shape" not in entry or (*entry["shape"],) != owned.shape:
         return leaves.value_of(entry, device)
     strides = owned.group.shapes.strides[owned.index]
     return torch.empty_strided(owned.full_shape, strides, dtype=leaves.dtype_of(entry), device=device)

@@ -312,6 +312,8 @@ def hand_over(
     # Whether the optimizer holds the user's parameters themselves: before torch replaces the groups.
     writes_masters = optimizer.keeps_masters or optimizer.param_groups is optimizer.optim.param_groups
     options = [deepcopy(param_groups.options(group)) for group in groups]
+    with as_plain_tensors():
+        taken = {shard: _in_order_of(shard, state) for shard, state in taken.items()}
     # Not the empty states of frozen parameters, which torch's Adam takes for its own. `load_state_dict` converts device
     # and dtype of the entries.
     state_dict = numbered(optimizer.optim, {shard: state for shard, state in taken.items() if state}, options)
@@ -325,6 +327,17 @@ def hand_over(
     share(optimizer.optim, {optimizer.part(owned.param) for owned in stepped_here(optimizer) if owned.empty})
     mark_states(optimizer.optim)
     optimizer.loaded()
+
+
+def _in_order_of(shard: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """The state with tensors of the shard's shape in its order in memory: torch's fused optimizers read all tensors in
+    the order of the parameter's memory, whatever their strides."""
+    found = leaves.opened(state)
+    for key, leaf in found.items():
+        if type(leaf) is Tensor and leaf.shape == shard.shape and leaf.stride() != shard.stride():
+            found[key] = torch.empty_strided(shard.shape, shard.stride(), dtype=leaf.dtype, device=leaf.device)
+            found[key].copy_(leaf)
+    return leaves.closed(found)
 
 
 OWN = "own"
