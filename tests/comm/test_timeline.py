@@ -122,6 +122,30 @@ def test_the_last_reduction_and_the_gathers_of_the_optimizer_are_waited_for_at_s
     assert waits(stalls) == ["reduce", *["gather"] * BLOCKS]
 
 
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_bucket_that_a_rank_cannot_complete_holds_up_no_other_at_stage_2(unused):
+    """From the third step on, as an expert that gets no tokens any more. Its own reduction alone is waited for, too."""
+
+    class WithExpert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks, self.expert = blocks(), block()
+            self.asks = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.blocks(x)
+            return self.expert(x) if self.asks else x
+
+    with simulated(compute=seconds, transfer=transfer) as there:
+        net = WithExpert()
+        optimizer = zero.OSS(net.parameters(), SGD, there.comm(RANK, WORLD), lr=1e-3, foreach=True)
+        model = zero.ShardedDDP(net, optimizer, reduce_buffer_size=sum(p.numel() for p in net.expert.parameters()))
+        stalls_of_a_step(there, model, optimizer, steps=2)
+        net.asks = not unused
+        stalls = stalls_of_a_step(there, model, optimizer, steps=2)
+    assert waits(stalls).count("reduce") == 1 + unused
+
+
 def test_nearly_equal_shares_of_whole_parameters_are_gathered_and_reduced_at_once():
     layers = [nn.Linear(WIDTH, WIDTH, bias=number == 0) for number in range(8)]
     with simulated() as there:

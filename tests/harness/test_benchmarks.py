@@ -61,8 +61,8 @@ def simulate(rank: int, world: int) -> tuple[int, dict[str, tuple[float, float, 
     found = {}
     with mock.patch.object(simulate, "LAYERS", 1):
         for name in simulate.NAMES:
-            (seconds, sent), (alone, _) = (simulate.step_of(name, case, wires=wires) for wires in (True, False))
-            found[name] = seconds, alone, dict(sent)
+            step, alone = (simulate.step_of(name, case, wires=wires) for wires in (True, False))
+            found[name] = step.seconds, alone.seconds, dict(step.sent)
     model = simulate.GPT(1, simulate.WIDTH // simulate.SCALE, simulate.WORDS // simulate.SCALE, tied=False)
     return sum(param.numel() for param in model.parameters()) * simulate.SCALE**2, found
 

@@ -141,7 +141,7 @@ def smallest_leaves(limit: int | None, *, beside: bool) -> float | None:
     """How large modules without children become units; see `blocks`. limit: how many units are in flight.
     beside: transfers overlap computing. Else to gather an embedding twice costs more time than its memory is worth,
     unless the user asks for the least memory."""
-    return 0.25 if limit == 1 else 1.0 if beside else None
+    return 0.25 if limit == 1 else 0.5 if beside else None
 
 
 def only_holds(module: nn.Module) -> bool:
@@ -164,7 +164,7 @@ def _large_leaves(
     inside = {module for block in blocks for module in block.modules()}
     holders = Counter(param for module in root.modules() for param in parameters_of(module, recurse=False))
     largest = max((_nbytes(parameters_of(block), left_out) for block in blocks), default=0)
-    least = max(leaves_from * largest, _SMALL if leaves_from >= 1 else 0)
+    least = max(leaves_from * largest, _SMALL if leaves_from > 0.25 else 0)
     chosen = set()
     for module in root.modules():
         own = [*parameters_of(module, recurse=False)]

@@ -2,7 +2,7 @@
 
 Each backward launches the buckets in one order, which is the same on all ranks, and waits until one is sent before it
 sends another: more at once would take more memory. The first backward finds the order: that in which the first rank's
-buckets became complete.
+buckets became complete. Those that some rank could not complete are last in the next one.
 """
 
 from __future__ import annotations
@@ -329,6 +329,8 @@ class Reducer:
                 self._arrived = None if told else []  # as where all gradients were accumulated before
                 order = dict.fromkeys([*map(int, told), *range(len(self._buckets))])
                 self._buckets = [self._buckets[number] for number in order]
+            # As where experts get tokens in turn: what is launched behind such a bucket waits for the end, too.
+            self._buckets.sort(key=lambda bucket: bucket.late)
             self._unsent = not self._active
             # Last: if anything before raises, the next forward finds it set and drops what is left of this backward.
             self._in_backward = False

@@ -151,7 +151,8 @@ class GradBucket:
     `trained`: positions of the parameters that have gradients.
     `taken`: flat gradients that it has taken and not sent, by position.
     `used`: positions of the parameters that this rank sent gradients of since the last `add_unused`.
-    `missing`: whether this rank has sent zeros for some parameter since then.
+    `missing`: whether this rank has sent zeros for some parameter since then. `late`: whether any rank had to in the last
+        backward that has ended, at whose end alone such a bucket is complete there.
     `launched`: whether the running backward has launched it.
     `accumulated`: positions of the parameters whose gradients this rank has written since they were averaged last.
     `lost`: whether a backward that has failed has taken some of these.
@@ -176,7 +177,7 @@ class GradBucket:
             self._sent_as = torch.float32
         self.taken: dict[int, Tensor] = {}
         self.used: set[int] = set()
-        self.missing = self.launched = False
+        self.missing = self.launched = self.late = False
         self.reduced: set[int] = set()
         self.accumulated, self.lost = set[int](), False
         # Positions of the parameters that this rank sent gradients of in the reduce in flight.
@@ -603,7 +604,7 @@ class EndOfBackward:
     def synchronize(self, buckets: Sequence[GradBucket], *, reduces: bool = True) -> None:
         """Collective. Raises RuntimeError on every rank unless all ranks have done the same operations.
 
-        Adds the gradients of parameters that only other ranks have used. For this, ranks exchange one byte for each
+        Adds the gradients of parameters that only other ranks have used. For this, ranks exchange two bytes for each
         trained parameter, but only if some rank has sent zeros.
         """
         used_here = reduces and any(bucket.used for bucket in buckets)  # torch.autograd.grad writes into none
@@ -611,6 +612,8 @@ class EndOfBackward:
             self._has_warned = True
             warn_user(_FORWARD_ALONE)
         some_sent_zeros = self.together.agree(int(any(bucket.missing for bucket in buckets)))
+        for bucket in buckets:
+            bucket.late = False
         used = self._used_anywhere(buckets) if some_sent_zeros else [{} for _ in buckets]
         for bucket, anywhere in zip(buckets, used, strict=True):
             bucket.add_unused(anywhere)
@@ -618,8 +621,10 @@ class EndOfBackward:
     def _used_anywhere(self, buckets: Sequence[GradBucket]) -> list[dict[int, bool]]:
         """Collective. Returns for each bucket whether any rank has used a parameter, by position."""
         used_here = [i in bucket.used for bucket in buckets for i in bucket.trained]
-        anywhere = torch.tensor(used_here, dtype=torch.uint8, device="cpu")
+        anywhere = torch.tensor([used_here, [not used for used in used_here]], dtype=torch.uint8, device="cpu")
         for comm in self._comms:
             comm.all_reduce(anywhere, maximum=True)
-        found = iter(anywhere.bool().tolist())
-        return [{index: next(found) for index in bucket.trained} for bucket in buckets]
+        used, unused = map(iter, anywhere.bool().tolist())
+        for bucket in buckets:
+            bucket.late = any([next(unused) for _ in bucket.trained])  # a list: `any` would stop at the first
+        return [{index: next(used) for index in bucket.trained} for bucket in buckets]
