@@ -151,8 +151,8 @@ class GradBucket:
     `trained`: positions of the parameters that have gradients.
     `taken`: flat gradients that it has taken and not sent, by position.
     `used`: positions of the parameters that this rank sent gradients of since the last `add_unused`.
-    `missing`: whether this rank has sent zeros for some parameter since then. `late`: whether any rank had to in the last
-        backward that has ended, at whose end alone such a bucket is complete there.
+    `missing`: whether this rank has sent zeros for some parameter since then.
+    `late`: whether any rank had to in the last backward that has ended: at its end alone the bucket was complete there.
     `launched`: whether the running backward has launched it.
     `accumulated`: positions of the parameters whose gradients this rank has written since they were averaged last.
     `lost`: whether a backward that has failed has taken some of these.
@@ -626,5 +626,5 @@ class EndOfBackward:
             comm.all_reduce(anywhere, maximum=True)
         used, unused = map(iter, anywhere.bool().tolist())
         for bucket in buckets:
-            bucket.late = any([next(unused) for _ in bucket.trained])  # a list: `any` would stop at the first
+            bucket.late = True in [next(unused) for _ in bucket.trained]  # all of them are taken, also after the first
         return [{index: next(used) for index in bucket.trained} for bucket in buckets]
