@@ -152,7 +152,7 @@ def setup(
     optimizers: Sequence[Optimizer]
     try:
         if stage in (1, 2):
-            if stage == 1 and comm.group is None and policy.param_dtype is None:
+            if stage == 1 and comm.group is None and comm.world == 1 and policy.param_dtype is None:
                 optimizers = _oss(asked, comm, asked.options)
             else:  # 16 bits are averaged in float32, also alone
                 with nullcontext() if policy.param_dtype is None else alike([comm], "the policies given to zero.setup"):

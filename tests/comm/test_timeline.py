@@ -245,6 +245,46 @@ def test_whole_shares_that_begin_behind_padding_are_packed():
         model(torch.ones(2, 16 * WIDTH)).sum().backward()
 
 
+# What a settled step launches.
+
+
+LAUNCHED = {
+    (1, None): (2, {"all-reduce": 1, "gather": 1}),
+    (2, None): (3, {"reduce": 1, "gather": 1}),
+    (3, None): (23, {"reduce": 5, "gather": 8}),
+    (1, "bf16"): (21, {"reduce": 1, "gather": 2}),
+    (2, "bf16"): (8, {"reduce": 1, "gather": 1}),
+    (3, "bf16"): (24, {"reduce": 5, "gather": 8}),
+}
+"""By stage and precision: kernels beside those of the model and its optimizer alone, and transfers. A table: whoever adds
+one sees it."""
+
+
+@pytest.mark.parametrize(("stage", "precision"), LAUNCHED)
+def test_a_settled_step_launches_so_many_kernels_and_transfers_and_compares_twice(stage, precision):
+    def step(there: Simulated, model: nn.Module, optimizer: Any, dtype: torch.dtype = torch.float32) -> Counter[str]:
+        there.device.launches.clear()
+        there.device.transfers.clear()
+        optimizer.zero_grad()
+        model(torch.ones(2, WIDTH, dtype=dtype)).sum().backward()
+        optimizer.step()
+        return there.device.launches.copy()
+
+    optim = partial(SGD, lr=1e-3, momentum=0.9, foreach=True)
+    with simulated() as there:
+        dtype = torch.float32 if precision is None else torch.bfloat16
+        alone = WithRoot().to(dtype)
+        stepped, comm = optim(alone.parameters()), there.comm(RANK, 8)
+        model, optimizer = zero.setup(WithRoot(), optim, stage=stage, process_group=comm, precision=precision)
+        for _ in range(3):
+            plain = step(there, alone, stepped, dtype)
+            comm.link.hosts.compared = 0
+            ours = step(there, model, optimizer)
+        transfers, compared = Counter(there.launched()), comm.link.hosts.compared
+    kernels, expected = LAUNCHED[stage, precision]
+    assert (ours.total() - plain.total(), transfers, compared) == (kernels, Counter(expected), 2), ours - plain
+
+
 # What crosses the network between hosts in a settled step: never more than float32's ring sends, and no all-to-all.
 
 

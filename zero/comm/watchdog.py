@@ -192,6 +192,8 @@ class Hub:
         new, self._new = self._new & standing.keys(), set()
         for rank in new:
             for other in [one for one in longest[standing[rank].at[0]] if one != rank][:1]:
+                if (standing[rank].at, standing[rank].log) == (standing[other].at, standing[other].log):
+                    continue  # at once: thousands may stand in one place
                 histories = {one: (standing[one].at[1], standing[one].log or []) for one in (rank, other)}
                 channels = self._log.difference(histories)
                 if channels:
