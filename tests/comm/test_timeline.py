@@ -256,8 +256,8 @@ LAUNCHED = {
     (2, "bf16"): (8, {"reduce": 1, "gather": 1}),
     (3, "bf16"): (24, {"reduce": 5, "gather": 8}),
 }
-"""By stage and precision: kernels beside those of the model and its optimizer alone, and transfers. A table: whoever adds
-one sees it."""
+"""By stage and precision: kernels beside those of the model and its optimizer alone, and transfers. Whoever adds one
+sees it here."""
 
 
 @pytest.mark.parametrize(("stage", "precision"), LAUNCHED)
