@@ -27,22 +27,30 @@ EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 KILLS = "tests/faults/test_faults.py tests/comm/test_watchdog.py"
 ON_GPU = "tests/parity/test_gradient_rows.py tests/fsdp/test_{reentry,prefetch,mixed_precision}.py"
 
+HOSTS = "PYTHON benchmarks/graphs.py --hosts 2 --layers 4"
+
 ITEMS = f"""\
+90  memory of NCCL, as a model is made, trains and is saved: PYTHON benchmarks/nccl_memory.py --out OUT
 90  trains on another stream: {PYTEST} tests/fsdp/test_other_stream.py
-90  memory of saving: {PYTEST} tests/parity/test_memory_of_saving.py
+90  stage 2, and NO_SHARD: {PYTEST} tests/sdp tests/parity/test_parity.py -k "sdp or NO_SHARD"
 150 steps as CUDA graphs: PYTHON benchmarks/graphs.py --tokens 2048 --out OUT
+60  memory in expandable segments: {EXPANDABLE} {WIRES} --rounds 1 --steps 4 --out OUT/expandable
+150 offload beside FSDP2: {OFFLOAD} --contestants zero1 zero2 zero3 fsdp2 --out OUT/offload
+40  comparisons of ranks, by hops: PYTHON benchmarks/hops.py --rounds 1 --out OUT
+50  two hosts, one communicator: {HOSTS} --only zero3 fsdp2 --out OUT/one
+50  two hosts, two communicators: ZERO_SECOND_COMMUNICATOR=1 {HOSTS} --only zero3 --out OUT/two
 75  transfers of 24 CTAs, two communicators: {WIRES} --ctas 24 --rounds 2 --out OUT/ctas
 75  transfers of 24 CTAs, one communicator: {WIRES} --ctas 24 --one --rounds 2 --out OUT/ctas_one
-90  memory of NCCL: PYTHON benchmarks/nccl_memory.py --out OUT
-60  the CPU's step on 14 threads: PYTHON benchmarks/offload.py --threads 14 --turns 4 --out OUT
-150 offload beside FSDP2: {OFFLOAD} --contestants zero1 zero2 zero3 fsdp2 --out OUT/offload
-60  memory in expandable segments: {EXPANDABLE} {WIRES} --rounds 1 --steps 4 --out OUT/expandable
-75  64 ranks, one NIC a host: {WIRES} zero2 --world 64 --bandwidth 45 --tokens 2048 --rounds 1 --out OUT/one_nic
+60  stages 1 and 2, reserved over 4 and 60 steps: {WIRES} zero1 zero2 --rounds 1 --steps 60 --out OUT/long
 120 kills in backward: ZERO_FAULTS=1 {PYTEST} {KILLS} -k "backward or gpu"
+120 graphs over NCCL: {HOSTS} --width 1024 --out OUT/nccl
 120 a part of make gpu: {PYTEST} {ON_GPU}
 120 transfers that sleep, as on docs/measurements.md: {WIRES} zero2 alone --rounds 2 --out OUT
-120 graphs over NCCL: PYTHON benchmarks/graphs.py --hosts 2 --layers 4 --width 1024 --out OUT/nccl""".splitlines()
-"""Seconds that it may take, title, command with PYTHON and OUT in it."""
+75  64 ranks, one NIC a host: {WIRES} zero2 --world 64 --bandwidth 45 --tokens 2048 --rounds 1 --out OUT/one_nic
+60  the CPU's step on 14 threads: PYTHON benchmarks/offload.py --threads 14 --turns 4 --out OUT
+90  memory of saving: {PYTEST} tests/parity/test_memory_of_saving.py""".splitlines()
+"""Seconds that it may take, title, command with PYTHON and OUT in it. First what has changed since it ran on a GPU, next
+what a GPU alone decides, then the rest."""
 
 
 def run(command: str, seconds: float, out: Path, log: Path) -> str:

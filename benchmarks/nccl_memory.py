@@ -1,4 +1,5 @@
-"""What NCCL takes of a GPU's memory beside torch's allocator, as stage 3 is made, in its first forward and backward.
+"""What NCCL takes of a GPU's memory beside torch's allocator, as stage 3 is made, in its first forward and backward,
+and as its weights are saved on one rank.
 
 By the dtype in which gradients are sent (float32 by a reduce-scatter, bfloat16 by an all-to-all), and with and without
 a communicator of its own for reductions. Ranks pose as hosts on however few GPUs there are. Over sockets most buffers
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import zero
 from contestants import How, build
 from launch import Launch, Rank
 from loop import peak_of_process, wait_for
@@ -29,8 +31,8 @@ from report import MIB, Figures, failures, machine, parser_of, tabulate
 
 def measure(task: Task, dtype: str, second: bool, rank: Rank) -> list[tuple[int, int]]:
     """What the device, or the process, has given away, and what torch has of it for this rank: at the beginning, before
-    the first forward, before the first backward, and after it."""
-    os.environ["ZERO_SECOND_COMMUNICATOR"] = str(int(second))
+    the first forward, before the first backward, after it, and after all weights were saved on the first rank."""
+    os.environ["ZERO_SECOND_COMMUNICATOR"], os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] = str(int(second)), "1"
     meeting, batch, found = dist.new_group(backend="gloo"), task.batch(0, rank.rank, rank.device), []
     task.build(rank.device).bfloat16()(*batch).backward()
 
@@ -47,6 +49,8 @@ def measure(task: Task, dtype: str, second: bool, rank: Rank) -> list[tuple[int,
     loss = trained.loss(*batch)
     look()
     trained.backward(loss)
+    look()
+    zero.full_state_dict(trained.model, to=0)
     look()
     return found
 
@@ -68,9 +72,9 @@ def row(launch: Launch, work: Any) -> Figures:
         given, own = map(sum, zip(*of_ranks, strict=True))
         outside.append((given / sharing - own) / world / MIB)
         torchs.append(own / world / MIB)
-    points = ("made MiB", "forward MiB", "backward MiB")
+    points = ("made MiB", "forward MiB", "backward MiB", "saved MiB")
     figures = dict(zip(points, (after - before for before, after in pairwise(outside)), strict=True))
-    return {**figures, "torch's, backward MiB": torchs[-1] - torchs[-2]}
+    return {**figures, "torch's, backward MiB": torchs[-2] - torchs[-3]}
 
 
 def main() -> None:
