@@ -49,7 +49,7 @@ ITEMS = f"""\
 75  64 ranks, one NIC a host: {WIRES} zero2 --world 64 --bandwidth 45 --tokens 2048 --rounds 1 --out OUT/one_nic
 60  the CPU's step on 14 threads: PYTHON benchmarks/offload.py --threads 14 --turns 4 --out OUT
 90  memory of saving: {PYTEST} tests/parity/test_memory_of_saving.py""".splitlines()
-"""Seconds that it may take, title, command with PYTHON and OUT in it. First what has changed since it ran on a GPU, next
+"""Seconds that it may take, title, command with PYTHON and OUT in it. First what has changed since it last ran so, next
 what a GPU alone decides, then the rest."""
 
 
