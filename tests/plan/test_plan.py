@@ -27,6 +27,7 @@ from processes import ROOT, command
 from simulated.world import simulated
 from zero.plan import Cost, Plan
 from zero.plan.gpt import batch_of, gpt_of
+from zero.plan.result import COMMUNICATOR, PEER
 
 STAGES = ("0", "1", "2", "3 kept", "3")
 MIXED = zero.MixedPrecision(param_dtype=torch.bfloat16)
@@ -96,6 +97,18 @@ def test_states_of_an_optimizer_are_those_that_it_makes(optim, states):
     assert round(cost.optimizer / cost.parameters) == states
 
 
+def test_what_nccl_takes_beside_torch_is_planned_on_gpus_alone():
+    half = zero.MixedPrecision(reduce_dtype=torch.bfloat16)
+
+    def beside(stage: str = "3", world: int = 8, **how: Any) -> float:
+        model = nn.Sequential(nn.Linear(8, 8))
+        return zero.plan(model, world_size=world, stages=[stage], **how).cost(stage).beside / COMMUNICATOR
+
+    assert (beside(), beside(replicas=2), beside("2", replicas=2)) == (1, 2, 1)
+    assert (beside(world=1), beside(backend="gloo")) == (0, 0)
+    assert beside(precision=half) == pytest.approx(1 + 7 * PEER / COMMUNICATOR)
+
+
 def planned(*peaks: float, memory: float | None, **more: Any) -> Plan:
     """A plan with these peaks, in GiB, of the stages in their order."""
     sent = {"1": 3, "3": 3}
@@ -115,6 +128,7 @@ def test_the_lowest_stage_that_fits_is_taken_and_why():
         (replace(both, costs=(both.cost(1),)), "1", "stage 1"),
         (replace(plan, memory=8 * 2**30), "0", "everything fits"),
         (planned(2, 3, 3, 3, 3, memory=2.2), "0", "1, 2, 3 kept, 3 do not fit"),
+        (planned(3, 2, 1.5, 0.9, 0.8, memory=2, beside=2**29), "3 kept", r"in 1.3 GiB .*, and about 0.5 GiB for NCCL"),
         (planned(2, 1.9, 1.8, 1.7, 1.6, memory=2), "2", r"in 1.8 GiB \(2.0 GiB less 8% .* stage 1 would need 1.9"),
     ]:
         assert one.recommended(64).stage == stage
@@ -186,7 +200,7 @@ TINY = ("--parameters", "1e5", "--layers", "1")
 
 @pytest.mark.slow
 def test_the_table_has_a_line_for_every_stage_and_world(capsys):
-    lines = told(capsys, *TINY, "--world", "8,64", "--memory", "13MiB", "--precision", "bf16")
+    lines = told(capsys, *TINY, "--world", "8,64", "--memory", "739MiB", "--precision", "bf16")
     for word in ("parameters (a GPT of 1 blocks", "AdamW, bf16", "MiB a rank", "2,048 tokens a rank are assumed"):
         assert word in lines[0]
     assert [line.split()[:2] for line in lines[3:8]] == [["8", "0"], ["8", "1"], ["8", "2"], ["8", "3"], ["8", "3"]]

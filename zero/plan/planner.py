@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from zero._torch.modules import parameters_of
 from zero.comm.comm import traffic
-from zero.comm.transport import batches
+from zero.comm.transport import SIXTEEN_BITS, batches
 from zero.fsdp import FSDP, MixedPrecision
 from zero.fsdp.choice import Policy, smallest_leaves, unit_modules
 from zero.fsdp.fsdp import running_model
@@ -28,7 +28,7 @@ from zero.oss import OSS
 from zero.oss.optimizer import set_bucket_size
 from zero.plan.meter import nbytes
 from zero.plan.rehearsal import BesideComputing, Offloaded, Rehearsed, faked, on_host, rehearsed, rehearsing, run, walk
-from zero.plan.result import Cost, Plan
+from zero.plan.result import COMMUNICATOR, PEER, Cost, Plan
 from zero.sdp import AveragingDDP, ShardedDDP
 from zero.shards.partition import Partition, cut_for, refuse_optimizer, refuse_partition
 from zero.shards.shard_group import ShardGroup
@@ -180,7 +180,7 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[int]]:
         if stage == "0":  # DistributedDataParallel sends gradients by all ranks, buffers by the first
             buffers = sum(buffer.nbytes for batch in batches([*module.buffers()]) for buffer in batch)
             sent += (job.world - 1) * buffers + 2 * (job.world - 1) * held["gradients"] // job.world
-        cost = Cost(stage, job.world, **held, peak=rehearsal.peak(), sent=sent)
+        cost = Cost(stage, job.world, **held, peak=rehearsal.peak(), sent=sent, beside=_beside(job, stage))
         # Two ranks are both rehearsed if they differ, as in the buffers that add up 16-bit gradients.
         owned = [np.diff(group.layout.bounds) * group.shard.itemsize for group in groups]
         dtypes = [job.precision.reduce_dtype, *(group.full.dtype for group in groups)]
@@ -190,6 +190,15 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[int]]:
         if len(owned[0]) <= 2:
             return cost, [*range(len(owned[0]))]
         return cost, [int(np.argmax(sum(owned))), int(np.argmax(np.max(owned, axis=0)))]
+
+
+def _beside(job: Job, stage: str) -> int:
+    """What NCCL takes, where all ranks that shard are of one host."""
+    if job.like != "nccl" or job.world == 1:
+        return 0
+    replicas = job.replicas if stage.startswith("3") else 1
+    to_each = stage != "0" and job.precision.reduce_dtype in SIXTEEN_BITS
+    return COMMUNICATOR * (1 + (1 < replicas < job.world)) + PEER * (job.world // replicas - 1) * to_each
 
 
 def _built(job: Job, stage: str, rank: int) -> tuple[nn.Module, Optimizer]:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Of a rank's memory, for what a plan does not count: CUDA's context, NCCL's buffers, fragmentation.
+# Of a rank's memory, for what a plan does not count: CUDA's context, fragmentation.
 HELD_BACK = 0.08
+
+COMMUNICATOR, PEER = 700_000_000, 470_000_000
+"""Bytes that NCCL takes of a GPU beside torch's allocator: for a communicator that sends by rings, and for each rank to
+which a rank of the same host sends by itself. As others have measured them (NVIDIA/nccl, issues 964 and 1685)."""
 
 _BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
@@ -28,6 +32,7 @@ class Cost:
     sent: the bytes that the rank sends. Buffers are counted as the first rank sends them, before each forward.
     host: what offload keeps in the host's memory, or in files: shards, their gradients (at stage 1 only during a step)
         and the optimizer's state. The other figures do not include it.
+    beside: what NCCL takes of a GPU, about; no other figure includes it.
     """
 
     stage: str
@@ -38,6 +43,7 @@ class Cost:
     peak: int
     sent: int
     host: int = 0
+    beside: int = 0
 
     @property
     def resident(self) -> int:
@@ -75,7 +81,7 @@ class Plan:
         return list(dict.fromkeys(cost.world for cost in self.costs))
 
     def fits(self, cost: Cost) -> bool:
-        return self.memory is None or cost.peak <= (1 - HELD_BACK) * self.memory
+        return self.memory is None or cost.peak + cost.beside <= (1 - HELD_BACK) * self.memory
 
     def recommended(self, world: int) -> Cost | None:
         """The lowest stage that fits, but 2 where 1 and 2 do; None if nothing fits."""
@@ -95,9 +101,12 @@ class Plan:
         ranks = "1 rank" if world == 1 else f"{world} ranks"
         if self.memory is None:
             return f"{ranks}: with memory= (--memory 80GiB) of a rank the plan says which stage to take"
-        usable, chosen = (1 - HELD_BACK) * self.memory, self.recommended(world)
-        costs = [cost for cost in self.costs if cost.world == world]
-        available = f"{self._said(usable)} ({self._said(self.memory)} less {HELD_BACK:.0%} for what is not counted)"
+        chosen, costs = self.recommended(world), [cost for cost in self.costs if cost.world == world]
+        beside = max(cost.beside for cost in costs) if chosen is None else chosen.beside
+        usable = (1 - HELD_BACK) * self.memory - beside
+        nccl = f", and about {beside / 2**30:.1f} GiB for NCCL" if beside else ""
+        less = f"less {HELD_BACK:.0%} for what is not counted{nccl}"
+        available = f"{self._said(usable)} ({self._said(self.memory)} {less})"
         without = "" if self.activations else ", activations not counted"
         if chosen is None:
             least = min(costs, key=lambda cost: cost.peak)
