@@ -34,6 +34,7 @@ from runs import sgd, take_step
 from transports import between_hosts, overlapping
 from zero.comm import waiting, watchdog
 from zero.comm.forked import held
+from zero.comm.oplog import Log
 from zoo import WIDTH, Stack, loss_on
 
 VICTIM = 1
@@ -273,3 +274,19 @@ def test_a_forked_process_holds_no_connection_open(rank, world):
             os._exit(int(any(one != os.devnull for one in there)))
         assert os.waitpid(child, 0)[1] == 0
         Comm().agree(0)
+
+
+@pytest.mark.parametrize("elsewhere", [None, 700])
+def test_of_many_ranks_that_stand_the_hub_compares_the_logs_that_differ_alone(elsewhere):
+    """Where they all stand in one place, as while they load data, it has nothing to find, and takes no time for it."""
+    world = 1024
+    log = Log(0, world)
+    one, other = log.channels.add("a gather", ""), log.channels.add("a reduction", "")
+    hub = watchdog.Hub(log, 600.0, range(world))
+    for rank in range(world):
+        hub.hear(rank, {"at": [5, 200], "log": [one] * 199 + [other if rank == elsewhere else one]})
+    with mock.patch.object(Log, "difference", autospec=True, side_effect=Log.difference) as compared:
+        verdict = hub.verdict()
+    assert compared.call_count <= 2 and compared.called == (elsewhere is not None)
+    if elsewhere is not None:
+        assert "rank 700 in a reduction" in verdict["failed"]
