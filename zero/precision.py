@@ -67,6 +67,14 @@ class Rounding:
     def wrap(self, kind: type[ShardedDDP] | None, optimizers: Sequence[OSS], **options: Any) -> nn.Module:
         """Collective. The model in a wrapper of stage 1 or 2, whose optimizers were given `dtypes`. kind: None for the
         model without a wrapper."""
+        trained = [
+            name for name, param in self._model.named_parameters() if param.requires_grad and param in self.dtypes
+        ]
+        if kind is not None and trained and not optimizers:
+            raise ValueError(
+                f"a model was prepared in 16 bits without its optimizer: the float32 masters of {trained[0]!r} would "
+                "start from rounded weights. Prepare both in one call; or freeze what is not trained."
+            )
         # Frozen parameters that the optimizers do not have, with their dtypes before.
         rest = {param: param.dtype for param in self.dtypes if not any(param in one.shards for one in optimizers)}
         for param in rest:

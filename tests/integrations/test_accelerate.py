@@ -682,6 +682,7 @@ def test_what_cannot_be_is_refused_on_every_rank(rank, world):
         "Prepare both in one call": lambda: build(2).prepare(GPT()),
         "Build the optimizer": lambda: build(2).prepare(GPT(), DummyOptim([])),
         "an optimizer was prepared before its model": optimizer_first,
+        "in 16 bits without its optimizer": lambda: build(1, zero_plugin=in_sixteen_bits(1)).prepare(GPT()),
         "no stage to shard at was given": lambda: build(2, zero_plugin=None),
         "parallelism_config is not available": lambda: build(2, parallelism_config=object()),
         "mixed_precision='bf16' was passed": lambda: build(2, mixed_precision="bf16", zero_plugin=without),

@@ -392,7 +392,7 @@ class ZeroFabricStrategy(ShardedStrategy, FabricsDDPStrategy):
         model, optimizer = fabric.setup(model, optimizer)
 
     Arguments as in ZeroStrategy; sync_each_batch=False lets `no_backward_sync` at stages 2 and 3 leave gradients full.
-    Set up model and optimizers together; `setup_module` alone works at stages 1 and 3. A directory, with
+    Set up model and optimizers together; `setup_module` alone works at stage 3, and at 1 in float32. A directory, with
     checkpoint="sharded", is of one model.
     """
 
