@@ -170,7 +170,7 @@ def masters(model: nn.Module, optimizer: Optimizer, names: Sequence[str] = ()) -
     names = names or [name for name, _ in Net().named_parameters()]
     weights = zero.full_state_dict(model, to=None)
     state = zero.full_optimizer_state_dict(model, optimizer, to=None)["state"]
-    return {name: state.get(number, {}).get("master", weights[name]) for number, name in enumerate(names)}
+    return {name: state.get(number, {}).get("zero_master", weights[name]) for number, name in enumerate(names)}
 
 
 def parameters(net: nn.Module) -> dict[str, Tensor]:

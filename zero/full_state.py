@@ -103,8 +103,11 @@ def full_optimizer_state_dict(
     stepped, to, takes_part = stepped_for(inner, wrappers, optimizer, to)
     receives = takes_part and gathered_states.receives(stepped, to)
     if not stepped.shard_groups:
-        own = leaves.opened(optimizer.state_dict()) if receives else {}
-        return leaves.closed({key: leaves.copied(leaf, device) for key, leaf in own.items()})
+        own = optimizer.state_dict() if receives else {}
+        for number, of_one in own.get("state", {}).items():
+            if states.MASTER in of_one:  # torch's own load_state_dict has taken it, and keeps it as it was
+                own["state"][number] = {key: value for key, value in of_one.items() if key != states.MASTER}
+        return leaves.closed({key: leaves.copied(leaf, device) for key, leaf in leaves.opened(own).items()})
     with Together([optimizer.comm] if isinstance(optimizer, OSS) else comms_of(wrappers), AGREEMENT) as together:
 
         def consolidated() -> dict[str, Any]:
@@ -392,13 +395,18 @@ def load_full_optimizer_state_dict(
             states.refuse_other_options(stepped, given["param_groups"])
         with Together(comms, AGREEMENT) as together:
             given = dict(given)
-            has_masters = any("master" in of_one for of_one in given.get("state", {}).values())
-            if not isinstance(optimizer, OSS) and (stepped.shard_groups or has_masters):
+            has_masters = any(states.MASTER in of_one for of_one in given.get("state", {}).values())
+            if isinstance(optimizer, OSS):
+                optimizer.load_state_dict(given)
+            elif stepped.shard_groups or has_masters:
                 states.load(stepped, given)
             else:
+                keys = (key for group in given["param_groups"] for key in group["params"])
+                of = dict(zip(keys, params_of(optimizer), strict=False))  # torch refuses another number of them
+                ordered = {key: states.in_order_of(of[key], one) for key, one in given["state"].items() if key in of}
+                given["state"] = {**given["state"], **ordered}
                 optimizer.load_state_dict(given)
-                if not isinstance(optimizer, OSS):
-                    states.keep_dtypes(optimizer, given)
+                states.keep_dtypes(optimizer, given)
             together.agree()
         return
     groups: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]

@@ -83,7 +83,7 @@ def whole(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     found: dict[str, Any] = {f"model/{name}": value for name, value in zero.full_state_dict(model, to=None).items()}
     for number, state in zero.full_optimizer_state_dict(model, optimizer, to=None)["state"].items():
         for key, value in state.items():
-            path = f"model/{names[params[number]]}" if key == "master" else f"{names[params[number]]}/{key}"
+            path = f"model/{names[params[number]]}" if key == "zero_master" else f"{names[params[number]]}/{key}"
             found[path] = value.clone() if isinstance(value, Tensor) else value
     for name, value in inner.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and value in names:  # tied

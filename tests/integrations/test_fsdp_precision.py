@@ -97,4 +97,4 @@ def test_trained_parameters_of_16_bits_keep_their_values_as_masters(rank, world,
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
     state = zero.full_optimizer_state_dict(model, optimizer, to=None)["state"]
     for number, param in enumerate(start.parameters()):
-        assert torch.equal(state[number]["master"], param.float())
+        assert torch.equal(state[number]["zero_master"], param.float())

@@ -63,7 +63,11 @@ def stand(model, optimizer):
 def whole_masters(optimizer):
     """By the number of the parameter, on every rank."""
     optimizer.consolidate_state_dict(to=None)
-    return {number: state["master"] for number, state in optimizer.state_dict()["state"].items() if "master" in state}
+    return {
+        number: state["zero_master"]
+        for number, state in optimizer.state_dict()["state"].items()
+        if "zero_master" in state
+    }
 
 
 WAYS = {
@@ -205,7 +209,7 @@ def test_what_is_offloaded_is_stepped_as_float32(rank, world, tmp_path, where):
             take_step(optimizer, model(inputs.bfloat16()).float().square().mean())
         same_where_the_cpu_steps(*(zero.full_state_dict(model, to=None) for model, _ in pairs), f"step {number}")
     states = [zero.full_optimizer_state_dict(*pair, to=None)["state"] for pair in pairs]
-    assert states[0][0]["master"].dtype is torch.float32
+    assert states[0][0]["zero_master"].dtype is torch.float32
     same_where_the_cpu_steps(*states, "the full state")
     assert not list(tmp_path.iterdir()), "files have no names, and are gone with the processes"
 
@@ -235,3 +239,51 @@ def test_a_checkpoint_without_the_optimizer_has_the_masters(rank, world, stage, 
     weights = zero.full_state_dict(model, to=None)
     same(zero.full_state_dict(again, to=None), weights, "the weights")
     same(plain.state_dict(), weights, "the weights without zero")
+
+
+def in_steps(stage, **options):
+    net = Stack()
+    return zero.setup(net, torch.optim.AdamW(net.parameters(), lr=1e-2), stage=stage, **options)
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "full state"])
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@ranks.on(2)
+def test_masters_that_torchs_own_load_has_put_into_a_state_are_not_saved_from_there(rank, world, stage, way, tmp_path):
+    """They are of before: training goes on, and a load would take the weights back to them."""
+    before = in_steps(2, precision="bf16")
+    take_step(before[1], loss_on(rank, 0)(before[0]))
+    weights = zero.full_state_dict(before[0], to=None)
+    model, optimizer = in_steps(stage)
+    zero.load_full_state_dict(model, weights)
+    optimizer.load_state_dict(zero.full_optimizer_state_dict(*before, to=None))
+    take_step(optimizer, loss_on(rank, 1)(model))
+    trained = zero.full_state_dict(model, to=None)
+    assert any(not torch.equal(trained[name], weights[name]) for name in trained)
+    again = in_steps(stage)
+    if way == "checkpoint":
+        zero.checkpoint.save(tmp_path / "run", model, optimizer)
+        zero.checkpoint.load(tmp_path / "run", *again)
+    else:
+        zero.load_full_state_dict(again[0], trained)
+        zero.load_full_optimizer_state_dict(*again, zero.full_optimizer_state_dict(model, optimizer, to=None))
+    same(zero.full_state_dict(again[0], to=None), trained, "the weights")
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@ranks.on(2)
+def test_full_state_of_masters_loads_where_torch_expects_its_own(rank, world, steps):
+    """Of a frozen parameter, and before the first step, there is no state but the master."""
+    net = Stack()
+    next(net.parameters()).requires_grad_(False)
+    adamw = partial(torch.optim.AdamW, lr=1e-2)
+    model, optimizer = zero.setup(net, adamw(net.parameters()), stage=2, precision="bf16")
+    for number in range(steps):
+        take_step(optimizer, loss_on(rank, number)(model))
+    state = zero.full_optimizer_state_dict(model, optimizer, to=None)
+    adamw(Stack().parameters()).load_state_dict(state)
+    fresh, pairs = Stack(), [*zero.full_tensors(model, optimizer, to=None)]
+    zero.setup(fresh, stepped := adamw(fresh.parameters()), stage=3)[1].load_state_dict(state)
+    assert not any("zero_master" in of_one for of_one in stepped.state.values())
+    zero.load_full_optimizer_state_dict(model, optimizer, iter(pair for pair in pairs if "/" in pair[0]))
+    same(zero.full_optimizer_state_dict(model, optimizer, to=None), state, "the state")

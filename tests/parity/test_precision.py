@@ -317,7 +317,7 @@ def test_masters_are_the_weights_where_no_masters_are_kept(rank, world, stage, o
         zero.load_full_optimizer_state_dict(again, fresh, given[1])
         found = zero.full_state_dict(again, to=None)
         same({name: found[name] for name in expected}, expected, f"at stage {to}")
-        assert not any("master" in of_one for of_one in fresh.state.values())
+        assert not any("zero_master" in of_one for of_one in fresh.state.values())
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -328,7 +328,7 @@ def test_masters_change_no_parameters_that_other_ranks_have_as_well(rank, world,
     again, fresh = zero.setup(Net(), OPTIMIZERS["adam"], stage=stage)
     zero.load_full_state_dict(again, weights)
     zero.load_full_optimizer_state_dict(again, fresh, state)
-    assert not any("master" in of_one for of_one in fresh.state.values())
+    assert not any("zero_master" in of_one for of_one in fresh.state.values())
     for name, value in zero.full_state_dict(again, to=None).items():
         assert torch.equal(value, weights[name].to(value.dtype)), name
 

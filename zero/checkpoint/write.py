@@ -54,7 +54,7 @@ from zero.checkpoint.shards import Held, Ranks, Training, described, whole
 from zero.checkpoint.storage import Place, place
 from zero.comm.waiting import calling
 from zero.measure.param_groups import options
-from zero.shards.sharded_parameter import plain_state
+from zero.state.optimizer_state import refuse_ownerless, state_held
 
 # What a rank writes; beside it, with ".json" at the end, is its part of the index.
 _FILE = "rank-{:05d}.safetensors"
@@ -423,13 +423,9 @@ def plan_save(training: Training, *, frozen: bool = True) -> tuple[Index, list[H
             given = options(group).items()
             encoded = {key: encode(value, f"option {key!r} of group {position}") for key, value in given}
             groups.append({"params": [training.names[param] for param in group["params"]], "options": encoded})
-        state = shards.optim.state
-        if unknown := [key for key in state if not isinstance(key, Tensor)]:
-            raise ValueError(
-                f"the {shards.kind} keeps state under {unknown[0]!r}, which is no parameter and has no owner."
-            )
+        refuse_ownerless(shards.optim)
         for one in training.stepped(shards):
-            for key, value in {} if training.repeats(one.name) else plain_state(state.get(one.tensor, {})).items():
+            for key, value in {} if training.repeats(one.name) else state_held(shards.optim, one.tensor).items():
                 path = f"optimizer/{number}/{one.name}/{key}"
                 if not isinstance(key, str) or "/" in key:
                     raise ValueError(f"{path}: names of state must be strings without a slash.")

@@ -91,7 +91,12 @@ def register(model: Model, optimizer: Optimizer) -> None:
         if given.get(SHARD_MARK) == state.OWN:
             return None
         if not _marked_as_own(stepped, given["param_groups"]):
-            given = state.numbered(optimizer, *state.own_shard(stepped, given))
+            own, groups = state.own_shard(stepped, given)
+            with as_plain_tensors():
+                own = {of: state.in_order_of(of, held) for of, held in own.items()}
+            for held in own.values():
+                held.pop(state.MASTER, None)  # weights are loaded by the model
+            given = state.numbered(optimizer, own, groups)
         taken[:] = [given]
         return given
 
@@ -118,6 +123,7 @@ def cut_full(model: Model, optimizer: Optimizer) -> None:
             for value in held.get(param, {}).values()
         )
     if is_full:
+        state.refuse_ownerless(optimizer)
         states = {number: held[param] for number, param in enumerate(params_of(optimizer)) if held.get(param)}
         own_states = state.cut(_shards(model, optimizer), state.leaves_of(states))
         held.clear()

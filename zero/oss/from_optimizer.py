@@ -50,6 +50,7 @@ def from_optimizer(
     """
     with alike([Comm(group)], "the optimizers given to OSS.from_optimizer") as lines:
         refuse_unfit(optimizer, sharded, rebuilds=optim is None)
+        state.refuse_ownerless(optimizer)
         states = states_of(optimizer)
         lines.append(f"optimizer {type(optimizer).__name__} with state of {len(states)} parameters")
     kept = arguments(optimizer)[0] if optim is None else {}

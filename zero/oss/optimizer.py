@@ -146,6 +146,8 @@ class OwnedGradients:
         shards = self._shards
         for param, shard in shards.items():
             shard.grad = self.of_shard(param) if self.are_sharded else None
+            if shard.requires_grad is not param.requires_grad:  # unfrozen since: optimizers may ask the shard
+                shard.requires_grad_(param.requires_grad)
             if not self.are_sharded and param.grad is not None and shard in shards.empty:
                 shard.grad = shard.data
         if self.are_sharded:

@@ -21,7 +21,15 @@ from zero.comm.together import alike
 from zero.measure.param_groups import params_of
 from zero.shards.layout import runs
 from zero.state import leaves
-from zero.state.optimizer_state import Leaf, numbered_groups, shards_of, state_of, unsharded
+from zero.state.optimizer_state import (
+    Leaf,
+    numbered_groups,
+    refuse_ownerless,
+    shards_of,
+    state_held,
+    state_of,
+    unsharded,
+)
 from zero.state.stepped import ParamShard, SteppedShards
 from zero.tensor_parallel import parts
 
@@ -76,9 +84,10 @@ def gathered(
     own = {owned: leaves.opened(state_of(optimizer, owned, settle)) for owned in shards_of(optimizer, comm.rank)}
     others, nbytes = [], []
     for number, param in unsharded(optimizer):
-        others.append((number, leaves.opened(dict(optimizer.optim.state.get(param, {})))))
+        others.append((number, leaves.opened(state_held(optimizer.optim, param))))
         nbytes.append(param.nbytes)
     with alike([comm], "the states to consolidate", COLLECTION):
+        refuse_ownerless(optimizer.optim)
         try:
             mine = {owned.number: leaves.all_described(state, owned.name) for owned, state in own.items()}
             for number, state in others:

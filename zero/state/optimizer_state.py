@@ -1,7 +1,8 @@
 """Optimizer state: this rank's shards of it, and how full state becomes them.
 
 The state tensors of a cut parameter are cut with it (`ParamShard`), their lists and tuples item by item (`leaves`).
-Master weights are an entry of the state, "master", with the values for the next step (`settled`).
+Master weights are an entry of the state, MASTER, with the values for the next step (`settled`). Only optimizers that
+keep masters have it: others leave out what torch's own load_state_dict has put into their state.
 
     full   {"state": {number of the parameter: {key: tensor or value}}, "param_groups": [... "params": [numbers]]}
     shard  the same with this rank's shards for tensors; "zero_shard" in each group says which (shard_mark.py)
@@ -23,7 +24,7 @@ from torch.optim import Optimizer
 from zero._torch.tensors import as_plain_tensors
 from zero.measure import param_groups
 from zero.measure.built import state_made_by
-from zero.measure.kinds import ELEMENTWISE, SINGLE, known
+from zero.measure.kinds import ELEMENTWISE, SINGLE
 from zero.measure.param_groups import params_of
 from zero.shards.layout import Span
 from zero.shards.masters import settled
@@ -120,15 +121,20 @@ def keep_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
 # ---------------------------------------------------------------------------------------------------------------- state
 
 
+MASTER = "zero_master"
+"""The key of a master in a state: no optimizer's own."""
+
 Leaf = tuple[int, str, Any]
 """Of a state: the number of the parameter, the key of the leaf (leaves.py), and the leaf."""
 
 
 def shard_of(optimizer: SteppedShards) -> dict[str, Any]:
-    """This rank's shard of the state, without communication. If there is one rank, it is full and has no mark."""
+    """This rank's shard of the state, without communication. If there is one rank, it is full and has no mark. Raises
+    ValueError as `refuse_ownerless`."""
+    refuse_ownerless(optimizer.optim)
     comm = optimizer.comm
     states = {owned.number: state_of(optimizer, owned) for owned in stepped_here(optimizer)}
-    states |= {number: dict(optimizer.optim.state.get(param, {})) for number, param in unsharded(optimizer)}
+    states |= {number: state_held(optimizer.optim, param) for number, param in unsharded(optimizer)}
     state = {number: state for number, state in sorted(states.items()) if state}
     found = {"state": state, "param_groups": numbered_groups(optimizer)}
     if comm.world > 1 and optimizer.shard_groups:
@@ -139,11 +145,29 @@ def shard_of(optimizer: SteppedShards) -> dict[str, Any]:
 def state_of(optimizer: SteppedShards, owned: ParamShard, settle: bool = True) -> dict[str, Any]:
     """The state of one of this rank's shards. settle: master weights have the values for the next step."""
     shard = optimizer.part(owned.param)
-    state = plain_state(optimizer.optim.state.get(shard, {}))
-    if optimizer.keeps_masters and owned.group.master is not None and not owned.empty:
+    state = state_held(optimizer.optim, shard)
+    masters = optimizer.keeps_masters and owned.group.master is not None and not owned.empty
+    # Else a plain optimizer would take it for one that has made its state. Full weights are the masters, too.
+    if masters and (state or not settle or not optimizer.makes_state):
         held = owned.group.shard_views[owned.index]
-        state["master"] = settled(shard.detach(), held) if settle else shard.detach()
+        state[MASTER] = settled(shard.detach(), held) if settle else shard.detach()
     return state
+
+
+def state_held(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
+    """What the optimizer itself has made of a parameter's state; tensors are plain."""
+    state = plain_state(optimizer.state.get(param, {}))
+    state.pop(MASTER, None)
+    return state
+
+
+def refuse_ownerless(optimizer: Optimizer) -> None:
+    """Raises ValueError for state that is of no parameter: of one that is cut nobody knows whose it is."""
+    if unknown := [key for key in optimizer.state if not isinstance(key, Tensor)]:
+        raise ValueError(
+            f"the {type(optimizer).__name__} keeps state under {unknown[0]!r}, which is no parameter and has no owner. "
+            "Have it keep such state in its groups, or as an attribute."
+        )
 
 
 def shards_of(optimizer: SteppedShards, rank: int | None = None) -> Iterator[ParamShard]:
@@ -304,16 +328,14 @@ def hand_over(
     """Loads this rank's shards of a state, by `part(param)`, and the options of the groups.
 
     Master weights are what is stepped. Where none are kept they become the parameters at stages 0 and 3; at 1 and 2
-    they are dropped, as the other ranks would not hear of them. Optimizers that are not torch's may have an entry of
-    that name of their own.
+    they are dropped, as the other ranks would not hear of them.
     """
-    takes_masters = optimizer.keeps_masters or known(type(optimizer.optim)) is not None
-    masters = {shard: state.pop("master") for shard, state in taken.items() if takes_masters and "master" in state}
+    masters = {shard: state.pop(MASTER) for shard, state in taken.items() if MASTER in state}
     # Whether the optimizer holds the user's parameters themselves: before torch replaces the groups.
     writes_masters = optimizer.keeps_masters or optimizer.param_groups is optimizer.optim.param_groups
     options = [deepcopy(param_groups.options(group)) for group in groups]
     with as_plain_tensors():
-        taken = {shard: _in_order_of(shard, state) for shard, state in taken.items()}
+        taken = {shard: in_order_of(shard, state) for shard, state in taken.items()}
     # Not the empty states of frozen parameters, which torch's Adam takes for its own. `load_state_dict` converts device
     # and dtype of the entries.
     state_dict = numbered(optimizer.optim, {shard: state for shard, state in taken.items() if state}, options)
@@ -329,9 +351,9 @@ def hand_over(
     optimizer.loaded()
 
 
-def _in_order_of(shard: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+def in_order_of(shard: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """The state with tensors of the shard's shape in its order in memory: torch's fused optimizers read all tensors in
-    the order of the parameter's memory, whatever their strides."""
+    the order of the parameter's memory, whatever their strides. Called where tensors are plain."""
     found = leaves.opened(state)
     for key, leaf in found.items():
         if type(leaf) is Tensor and leaf.shape == shard.shape and leaf.stride() != shard.stride():

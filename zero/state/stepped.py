@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zero.comm import Comm
+from zero.measure.built import state_made_by
 from zero.measure.shapes import shard_shape
 from zero.shards.layout import Span
 from zero.shards.shard_group import ShardGroup
@@ -37,6 +39,11 @@ class SteppedShards:
     @property
     def kind(self) -> str:
         return type(self.optim).__name__
+
+    @cached_property
+    def makes_state(self) -> bool:
+        """Whether its steps make state of parameters."""
+        return any(state_made_by(self.optim, group, torch.float32, of_torchs=True) for group in self.param_groups)
 
 
 def of_user(optimizer: Optimizer, shard_groups: list[ShardGroup], comm: Comm) -> SteppedShards:
