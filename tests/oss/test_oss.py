@@ -603,3 +603,83 @@ def test_the_model_of_stage_1_is_pickled_as_that_of_stage_0(rank, world):
         with torch.no_grad():
             assert torch.equal(copy(x), model.module(x))
         assert "averages no gradients" in ranks.refusal(lambda: copy(x))
+
+
+class AsksFirst(torch.optim.Optimizer):
+    """Steps what requires a gradient. Keeps a count of its steps under no parameter, if it is told so."""
+
+    def __init__(self, params, lr=0.1, counts=False):
+        super().__init__(params, {"lr": lr, "counts": counts})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            if group["counts"]:
+                self.state["all"] = {"steps": 1}
+            for param in group["params"]:
+                if param.grad is not None and param.requires_grad:
+                    self.state[param].setdefault("sums", torch.zeros_like(param)).add_(param.grad)
+                    param.sub_(self.state[param]["sums"], alpha=group["lr"])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_a_parameter_that_is_unfrozen_is_stepped_by_who_asks_whether_it_is_trained(rank, world, stage):
+    net = Stack()
+    frozen = next(net.parameters()).requires_grad_(False)
+    model, optimizer = zero.setup(net, AsksFirst(net.parameters()), stage=stage)
+    before = zero.full_state_dict(model, to=None)
+    take_step(optimizer, loss_on(rank, 0)(model))
+    frozen.requires_grad_(True)
+    take_step(optimizer, loss_on(rank, 1)(model))
+    after = zero.full_state_dict(model, to=None)
+    assert not any(torch.equal(after[name], before[name]) for name in after)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_state_of_no_parameter_is_refused_where_it_would_be_lost(rank, world, stage):
+    net = Stack()
+    model, optimizer = zero.setup(net, AsksFirst(net.parameters(), counts=True), stage=stage)
+    take_step(optimizer, loss_on(rank, 0)(model))
+    text = refusal(lambda: zero.full_optimizer_state_dict(model, optimizer, to=None))
+    assert "keeps state under 'all', which is no parameter" in text
+    plain = Stack()
+    built = AsksFirst(plain.parameters(), counts=True)
+    take_step(built, loss_on(0, 0)(plain))
+    if stage < 3:  # at stage 3 it stays where it is
+        assert "keeps state under 'all'" in refusal(lambda: zero.setup(plain, built, stage=stage))
+
+
+@pytest.mark.parametrize("way", ["zero", "torch"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@ranks.on(2)
+def test_state_of_another_order_in_memory_is_loaded_for_fused_steps(rank, world, stage, way):
+    """Of a contiguous weight into one of channels_last. torch's own load of a plain optimizer leaves it as it is."""
+    if (stage, way) == (0, "torch"):
+        return
+    adam = partial(Adam, lr=0.1, fused=True)
+
+    def net(memory_format):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(2, 3, 3), nn.Flatten()).to(memory_format=memory_format)
+
+    def step(model, optimizer, number):
+        take_step(optimizer, model(data(2, 2, 4, 4, rank=rank, step=number)).square().mean())
+
+    found = {}
+    for order in (torch.contiguous_format, torch.channels_last):
+        first = net(torch.contiguous_format)
+        one = zero.setup(first, adam(first.parameters()), stage=2, partition="whole")
+        step(*one, 0)
+        weights, state = zero.full_state_dict(one[0], to=None), zero.full_optimizer_state_dict(*one, to=None)
+        second = net(order)
+        cut = {"partition": "whole"} if stage else {}
+        model, optimizer = zero.setup(second, adam(second.parameters()), stage=stage, **cut)
+        zero.load_full_state_dict(model, weights)
+        load = partial(zero.load_full_optimizer_state_dict, model, optimizer)
+        (load if way == "zero" else optimizer.load_state_dict)(state)
+        step(model, optimizer, 1)
+        found[order] = zero.full_state_dict(model, to=None)
+    for name, expected in found[torch.contiguous_format].items():
+        torch.testing.assert_close(found[torch.channels_last][name], expected, rtol=0, atol=1e-6)
