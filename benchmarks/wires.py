@@ -12,7 +12,8 @@ Losses mean nothing. On the CPU the host sleeps, so that nothing overlaps.
 
 The kernel of a transfer is of one thread. With --ctas N it is of N programs that copy what arrives, and take their part
 of the GPU from the computing, as NCCL's do (ctas.py). Transfers on different streams have the whole bandwidth each;
-with --one they follow one another in the order of their launches, as in one communicator.
+with --one they follow one another in the order of their launches, as in one communicator. What ranks compare between
+hosts takes no time. All send gradients in --reduce-dtype: FSDP2's own default is what it computes in, zero's float32.
 
 Every contestant runs in fresh processes, in turn, over and over; its steps run with and without the wires, in turn.
 Prints a table of medians, and writes wires.json. "host" is the time until a step is launched, "exposed" that of a step
