@@ -59,7 +59,7 @@ ZERO_3 = (1 / W, 1 / W, 2 / W)
 HYBRID = (1 / 2, 1 / 2, 2 / 2)
 FORMULAS = {
     "stage 0": Formula("0", (1, 1, 2), (5, 1), 0),
-    "stage 1": Formula("1", (1, 1, 2 / W), (2 + 2 / W, 1), 3 / W),
+    "stage 1": Formula("1", (1, 1, 2 / W), (2 + 2 / W, 1), 9 / W),
     "stage 2": Formula("2", (1, 1 / W, 2 / W), (1 + 3 / W, 3), 6 / W, hosts=2),
     # The bucket of all biases waits for the last one, with the matrices that it has beside them.
     "stage 2, groups of parameters": Formula(

@@ -444,8 +444,9 @@ class ProcessGroupTransport(Transport):
         own, rows = (channel, self.log.digest), []
         for group in self._levels:
             rows = self._signatures(group, own, flags)
-            flags = reduce(or_, (row[2] for row in rows), flags)
-            if any((*row[:2],) != own for row in rows):
+            # Lists and sets: a generator is entered once for each rank.
+            flags = reduce(or_, [row[2] for row in rows], flags)
+            if {(channel, digest) for channel, digest, _ in rows} != {own}:
                 flags |= _DIFFER
         if flags & _DIFFER:  # on some ranks, as all know by now
             if len(self._levels) > 1:
