@@ -105,7 +105,8 @@ def full_optimizer_state_dict(
     if not stepped.shard_groups:
         own = optimizer.state_dict() if receives else {}
         for number, of_one in own.get("state", {}).items():
-            if states.MASTER in of_one:  # torch's own load_state_dict has taken it, and keeps it as it was
+            # torch's own load_state_dict has taken it, and keeps it as it was.
+            if isinstance(of_one, dict) and states.MASTER in of_one:
                 own["state"][number] = {key: value for key, value in of_one.items() if key != states.MASTER}
         return leaves.closed({key: leaves.copied(leaf, device) for key, leaf in leaves.opened(own).items()})
     with Together([optimizer.comm] if isinstance(optimizer, OSS) else comms_of(wrappers), AGREEMENT) as together:
