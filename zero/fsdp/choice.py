@@ -27,6 +27,8 @@ Policy = Any
 
 # Bytes below which a layer, or a block inside a block, is not worth an all-gather of its own.
 _SMALL = 1 << 20
+# Of the largest block, from which a layer is a unit where the user asks for the least memory, however small it is.
+_FOR_LEAST_MEMORY = 0.25
 
 
 def unit_modules(
@@ -141,7 +143,7 @@ def smallest_leaves(limit: int | None, *, beside: bool) -> float | None:
     """How large modules without children become units; see `blocks`. limit: how many units are in flight.
     beside: transfers overlap computing. Else to gather an embedding twice costs more time than its memory is worth,
     unless the user asks for the least memory."""
-    return 0.25 if limit == 1 else 0.5 if beside else None
+    return _FOR_LEAST_MEMORY if limit == 1 else 0.5 if beside else None
 
 
 def only_holds(module: nn.Module) -> bool:
@@ -164,7 +166,7 @@ def _large_leaves(
     inside = {module for block in blocks for module in block.modules()}
     holders = Counter(param for module in root.modules() for param in parameters_of(module, recurse=False))
     largest = max((_nbytes(parameters_of(block), left_out) for block in blocks), default=0)
-    least = max(leaves_from * largest, _SMALL if leaves_from > 0.25 else 0)
+    least = max(leaves_from * largest, 0 if leaves_from == _FOR_LEAST_MEMORY else _SMALL)
     chosen = set()
     for module in root.modules():
         own = [*parameters_of(module, recurse=False)]
