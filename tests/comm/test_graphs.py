@@ -306,6 +306,16 @@ def test_a_unit_that_runs_on_another_stream_than_the_model_is_refused(there):
     block.forward = forward
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_memory_of_the_stream_that_a_model_was_built_on_is_not_given_back_before_it_was_used(there, stage):
+    loop = Loop(there, stage)
+    other = there.device.Stream()
+    other.wait_stream(there.device.current_stream())
+    with there.device.stream(other):
+        loop.step(loop.inputs())
+    torch.zeros(100)  # on the stream of the building, which goes on by itself
+
+
 def test_gradients_that_arrive_on_another_stream_are_refused(there):
     module = net()
     optimizer = zero.OSS(module.parameters(), sgd, there.comm(RANK, WORLD))

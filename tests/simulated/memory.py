@@ -3,7 +3,8 @@
 An operator runs on the current stream. What it reads must have been written before, by the clocks of the streams, and
 what it writes must have been read before by whoever reads it. Freed memory goes to the stream that it was allocated on,
 as in torch's caching allocator, and may be what that stream allocates next: all that was done with it must come before,
-but for what streams do that the memory was recorded on (`record_stream`): the allocator waits for these.
+but for what comes before the free on streams that the memory was recorded on (`record_stream`): the allocator waits for
+these.
 A storage that was shrunk to nothing cannot be read or written, and once it has room again, not be read until written.
 
 In the memory of the CPU, torch's allocator waits for copies before it uses memory again. Pages that the process has
@@ -278,7 +279,11 @@ class Memory(TorchDispatchMode):
         if block.home is not None:
             freed = Block(block.name, block.home, 0, 0)
             freed.reads, freed.writes = (
-                {stream: tick for stream, tick in accesses.items() if stream not in block.recorded}
+                {
+                    stream: tick
+                    for stream, tick in accesses.items()
+                    if not any(recorded.knows(stream, tick) for recorded in block.recorded)
+                }
                 for accesses in (block.reads, block.writes)
             )
             self._freed.setdefault(block.home, []).append(freed)

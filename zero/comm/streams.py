@@ -15,8 +15,9 @@ Memory belongs to the stream that allocated it. That stream may use it again as 
     messages      computing    they are kept until the computing stream waits for the transfer
     sums          reductions   this stream waits, before it allocates them, for all computing so far
 
-So only gradients that are copied to the memory of the CPU need `record_stream`, as whoever computed them may drop them.
-It frees memory only once the host has found that the device no longer uses it.
+So only gradients that are copied to the memory of the CPU need `record_stream`, as whoever computed them may drop them,
+and shards that were allocated on another stream than that of the step. It frees memory only once the host has found
+that the device no longer uses it.
 
 The CPU has no streams: there everything runs where it is launched.
 """
@@ -197,6 +198,10 @@ class HostStreams:
     def release(self) -> None:
         """Orders later all-gathers after the computing so far, which was the last use of a full buffer."""
 
+    def drops(self, tensor: Tensor) -> None:
+        """Called before memory is freed that may have been allocated on another stream, as a shard was that the user
+        has wrapped there: no other tensor has that memory before the computing so far is done."""
+
     def synchronize(self) -> None:
         """Waits on the host until no stream reads or writes the memory of the CPU any more."""
 
@@ -350,6 +355,9 @@ class Streams(HostStreams):
 
     def release(self) -> None:
         self._gathers.wait_stream(self.current)
+
+    def drops(self, tensor: Tensor) -> None:
+        tensor.record_stream(self.current)  # does nothing where this stream has allocated it, as from the next step on
 
     def synchronize(self) -> None:
         for stream in self._at_host:

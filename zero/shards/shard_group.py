@@ -396,6 +396,7 @@ class ShardGroup:
         if self.streams is not HOST:
             self._leaves = []  # a node accumulates on the stream on which it was made, which may be another than now
         if self.shard_in_full:
+            self.streams.drops(self.shard)
             self.shard.untyped_storage().resize_(0)
         if self.frees:
             self._written = writes_so_far(self.params)
