@@ -24,7 +24,7 @@ from zero.fsdp.full_weights import Recipient, full_weights, gathered, loading, n
 from zero.fsdp.model import models_of
 from zero.measure.built import state_made_by
 from zero.measure.kinds import ELEMENTWISE
-from zero.measure.param_groups import options, params_of
+from zero.measure.param_groups import numbers_of, options, params_of
 from zero.oss import OSS
 from zero.sdp import ShardedDDP
 from zero.shards.owned_shards import LoadsMasters
@@ -363,7 +363,8 @@ def load_full_optimizer_state_dict(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], state_dict: Given | Sequence[Mapping[str, Any]]
 ) -> None:
     """Collective. Loads full optimizer state at any stage: what `full_optimizer_state_dict` returns, the state of the
-    plain optimizer, or pairs of name and tensor as `full_tensors` yields them.
+    plain optimizer, that of PyTorch's FSDP, which has the names of parameters, or pairs of name and tensor as
+    `full_tensors` yields them.
 
     model, optimizer: those that train. Several optimizers, as a list, take a list of states, or the pairs of all, and
         load one after another.
@@ -392,6 +393,7 @@ def load_full_optimizer_state_dict(
         unit.reshard()  # a forward without backward may have left it unsharded
     if not alone and isinstance(given, Mapping):
         with alike(comms, what):
+            given = _by_numbers(inner, stepped, given)
             states.refuse_other_shard(stepped, marks_of(given), "Load what zero.full_optimizer_state_dict returns.")
             states.refuse_other_options(stepped, given["param_groups"])
         with Together(comms, AGREEMENT) as together:
@@ -412,7 +414,7 @@ def load_full_optimizer_state_dict(
         return
     groups: list[dict[str, Any]] = [{} for _ in optimizer.param_groups]
     with Together(comms, AGREEMENT) as together:
-        items = _items(stepped, names_of(inner, stepped), given)
+        items = _items(inner, stepped, given)
         if alone:
             device = next((group.full.device for group in stepped.shard_groups), torch.device("cpu"))
             items = FromFirst(comms, device).passed_on(items)
@@ -474,10 +476,33 @@ def load_shards(
     with_load_hooks(optimizer, state_dict, load)
 
 
-def _items(stepped: SteppedShards, names: Mapping[int, str], given: Given) -> Iterator[tuple[Label, Any]]:
+def _by_numbers(inner: nn.Module, stepped: SteppedShards, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The state with numbers for the names of parameters, under which PyTorch's FSDP has it."""
+    groups = given.get("param_groups", ())
+    if not any(isinstance(key, str) for group in groups for key in group["params"]):
+        return dict(given)
+    numbers = numbers_of(stepped)
+    number_of = {
+        name_without_compile(name): numbers[one] for name, one in named_tensors(inner).items() if one in numbers
+    }
+    found: dict[str, Any] = {"state": {number_of.get(key, key): one for key, one in given["state"].items()}}
+    found["param_groups"] = []
+    for group, own in zip(groups, stepped.param_groups, strict=False):
+        expected, saved = [numbers[param] for param in own["params"]], {*group["params"]}
+        if {number_of.get(name) for name in saved} != {*expected}:
+            own_names = {name for name, number in number_of.items() if number in expected}
+            raise ValueError(
+                "a group of the optimizer has other parameters than it was saved with, such as "
+                f"{min(saved ^ own_names)}. Build model and optimizer as before."
+            )
+        found["param_groups"].append({**group, "params": expected})
+    return found
+
+
+def _items(inner: nn.Module, stepped: SteppedShards, given: Given) -> Iterator[tuple[Label, Any]]:
     """Yields leaves of state, and options of groups."""
     if isinstance(given, Mapping):
-        given = dict(given)
+        given = _by_numbers(inner, stepped, given)
         if marks_of(given):
             raise ValueError("the state is one rank's shard. Save what zero.full_optimizer_state_dict() returns.")
         fitting = states.fitting(stepped, given)
@@ -485,6 +510,7 @@ def _items(stepped: SteppedShards, names: Mapping[int, str], given: Given) -> It
             yield from (((OPTION, number, key), leaf) for key, leaf in leaves.opened(options(group)).items())
         yield from (((STATE, number, key), leaf) for number, key, leaf in states.leaves_of(fitting))
         return
+    names = names_of(inner, stepped)
     numbers = {name: number for number, name in names.items()}
     made = [state_made_by(stepped.optim, group, group["params"][0].dtype) for group in stepped.param_groups]
     by_number = [of_group for of_group, group in zip(made, stepped.param_groups, strict=True) for _ in group["params"]]

@@ -138,11 +138,6 @@ def by_safetensors(path):
     return path
 
 
-def by_dcp(path):
-    torch.distributed.checkpoint.save({"model": tiny().state_dict()}, checkpoint_id=path, no_dist=True)
-    return path
-
-
 def folder_of(*files):
     def make(path):
         for name in files:
@@ -169,7 +164,6 @@ STRANGERS = {
     "a file inside": (in_a_run("00000001/index.json"), r"is a file of a checkpoint.* pass .*/run/00000001"),
     "weights.pt": (by_torch, LOADS_WEIGHTS + r"torch\.load\(.*weights\.pt', weights_only=True\)\)"),
     "model.safetensors": (by_safetensors, LOADS_WEIGHTS + r"safetensors\.torch\.load_file\(.*model\.safetensors"),
-    "dcp": (by_dcp, r"torch\.distributed\.checkpoint: .*dcp_to_torch_save\(.*dcp', .*zero\.load_full_state_dict"),
     "transformers": (folder_of("config.json", "model-00001-of-00002.safetensors"), r"transformers: .*from_pretrained"),
     "older": (folder_of("config.json", "pytorch_model.bin"), r"transformers: .*from_pretrained"),
     "deepspeed": (folder_of("latest", "global_step7/mp_rank_00_model_states.pt"), r"DeepSpeed.*zero_to_fp32\.py"),

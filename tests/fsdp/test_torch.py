@@ -10,12 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -256,21 +254,6 @@ def test_a_state_that_was_consolidated_is_given(rank, world, stage):
     optimizer.consolidate_state_dict(to=None)
     for _ in range(2):  # torch puts names into what it gets
         same(get_optimizer_state_dict(model, optimizer), get_optimizer_state_dict(*plain))
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-@pytest.mark.parametrize("to", [1, 2, 3])
-@ranks.on(2)
-def test_a_checkpoint_of_torch_comes_in_by_its_conversion(rank, world, to, tmp_path):
-    plain, again = trained_at(0, "adam", rank), trained_at(to, "adam", rank, 0)
-    weights, state = get_state_dict(*plain)
-    dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path)
-    file = tmp_path / f"converted by {rank}.pt"
-    dcp_to_torch_save(tmp_path, file)
-    saved = torch.load(file, weights_only=True)
-    zero.load_full_state_dict(again[0], saved["model"])
-    zero.load_full_optimizer_state_dict(*again, saved["optim"])
-    assert train(*again, rank, range(2, 4)) == train(*plain, rank, range(2, 4))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")

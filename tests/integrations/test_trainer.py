@@ -302,7 +302,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "of FSDP": (of_fsdp, CONTINUES),
     "of FSDP, in shards": (of_fsdp_in_shards, "accelerate merge-weights .*pytorch_model_fsdp_0"),
     "of FSDP, optimizer in shards": (of_fsdp_but_weights, "FULL_STATE_DICT.*remove it and scheduler.pt"),
-    "of FSDP, of another model": (of_another_model, "optimizer.bin.*another.weight"),
+    "of FSDP, of another model": (of_another_model, "than it was saved with, such as another.weight"),
     "no optimizer": (lacks("optimizer.pt"), "scheduler.pt has no optimizer.pt beside it.*or remove it"),
     "no schedule": (lacks("scheduler.pt"), "optimizer.pt has no scheduler.pt beside it.*or remove it"),
     "neither": (lacks("optimizer.pt", "scheduler.pt"), AS_ALONE),

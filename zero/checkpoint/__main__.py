@@ -21,10 +21,12 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m zero.checkpoint")
     commands = parser.add_subparsers(dest="command", required=True)
-    out = commands.add_parser("export", help="write the weights for Hugging Face's libraries")
+    out = commands.add_parser("export", help="write it for other libraries")
     out.add_argument("path", metavar="DIR", help="a run's directory (its latest checkpoint), or one checkpoint's")
     out.add_argument("out", metavar="OUT", help="directory to write to")
     size = "such as 5GB, the default"
+    libraries = "files of Hugging Face's libraries, or of torch.distributed.checkpoint with the optimizers' state"
+    out.add_argument("--to", choices=("hf", "dcp"), default="hf", help=libraries)
     out.add_argument("--max-shard-size", type=_size, default=SHARD_SIZE, metavar="SIZE", help=size)
     out.add_argument("--dtype", choices=_DTYPES, help="as stored by default")
     show = commands.add_parser("inspect", help="print what is inside")
@@ -37,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
             _inspect(place(options.path), tensors=options.tensors, check=options.check)
         else:
             size, dtype = options.max_shard_size, _DTYPES.get(options.dtype)
-            for file in export(options.path, options.out, max_shard_size=size, dtype=dtype):
+            for file in export(options.path, options.out, to=options.to, max_shard_size=size, dtype=dtype):
                 print(file)
     except (ValueError, OSError, ImportError) as error:  # ImportError: the URL's driver is not installed
         print(f"{options.command}: {error}", file=sys.stderr)

@@ -1,4 +1,5 @@
-"""A checkpoint's weights for other libraries, in Hugging Face's files.
+"""A checkpoint for other libraries: its weights in Hugging Face's files, or all of it in those of
+torch.distributed.checkpoint (dcp.py).
 
 Weights are streamed, BUFFER bytes at a time, so a model larger than any memory can be exported. A tensor that several
 names share is written once for each, because `load_state_dict(strict=True)` requires all names, and safetensors has no
@@ -13,7 +14,7 @@ import tempfile
 from collections import Counter
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,14 +33,17 @@ def export(
     path: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
+    to: Literal["hf", "dcp"] = "hf",
     max_shard_size: int = SHARD_SIZE,
     dtype: torch.dtype | None = None,
 ) -> list[Path]:
     """Writes the weights as `model.safetensors`, or as shards with `model.safetensors.index.json`, and the
     configuration of a model of transformers, so that `from_pretrained(out)` loads it. Returns the files.
 
+    to: "dcp" writes a checkpoint of torch.distributed.checkpoint in their place, such as FSDP2 loads, with the state of
+        the optimizers and `extra`, under the names of its `get_state_dict`: {"model": ..., "optimizer": ..., ...}.
     path: a run's directory, or one checkpoint's, or its URL. out: a mounted directory without files of these names.
-    max_shard_size: bytes; a larger tensor gets a file of its own.
+    max_shard_size: bytes, for "hf"; a larger tensor gets a file of its own.
     dtype: of floating-point tensors, by default as they are stored. Another than the parameter's takes the master, if
         one was stored.
 
@@ -58,6 +62,7 @@ def export(
                 "zero.checkpoint.load, and write what zero.full_tensors(model, to=0) yields, or save once with all."
             )
         patterns = ("model*.safetensors*", *(name for name in CONFIGS if name in index.configs))
+        patterns = patterns if to == "hf" else (storage.METADATA, "*.distcp")
         if present := [one.name for pattern in patterns for one in Path(target.path).glob(pattern)]:
             raise ValueError(f"{target} has {present[0]} already. Choose another directory, or remove what it has.")
 
@@ -67,7 +72,15 @@ def export(
             stored = index.tensors[f"model/{stored_as}"].geometry.dtype
             wanted = dtype if dtype is not None and stored.is_floating_point else stored
             weights[name] = index.weight(stored_as, wanted), wanted
-        source.check(((entry, all_of(entry.geometry)) for entry, _ in weights.values()), shown=True)
+        read = [entry for entry, _ in weights.values()]
+        if to == "dcp":
+            read += under("optimizer/", index.tensors).values()
+        source.check(((entry, all_of(entry.geometry)) for entry in read), shown=True)
+        if to == "dcp":
+            from zero.checkpoint import dcp  # only who needs it waits a second for torch's part
+
+            dcp.write(source, target, weights)
+            return [Path(target.path, one.name) for one in target.inside()]
         chunks = {
             name: Chunk(name, dtype, entry.geometry.shape, partial(source.stream, entry, dtype))
             for name, (entry, dtype) in weights.items()

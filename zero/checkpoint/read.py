@@ -124,7 +124,14 @@ def _load(
     found: str | None = ""
     with ranks.together():
         try:  # by one rank: network file systems do not show all of them the same at once
-            if ranks.first and (checkpoint := storage.resolve(given)) != given:
+            if ranks.first and (given / storage.METADATA).exists():
+                found = storage.METADATA
+                if to_resume:
+                    raise ValueError(
+                        f"{given} was saved by torch.distributed.checkpoint, without resume=. Load it without, and "
+                        "give schedules and generators what it has in extra"
+                    )
+            elif ranks.first and (checkpoint := storage.resolve(given)) != given:
                 found = checkpoint.name
         except storage.NothingSaved as error:
             if not missing_ok:
@@ -133,6 +140,10 @@ def _load(
             found = None
     if (found := ranks.gather(found)[0]) is None:
         return None
+    if found == storage.METADATA:
+        from zero.checkpoint import dcp  # only who needs it waits a second for torch's part
+
+        return dcp.load(given, training, weights=weights)
     with ranks.together("the checkpoints found") as lines:
         source = Source(given / found if found else given)
         lines.append(source.digest)

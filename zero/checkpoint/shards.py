@@ -158,7 +158,7 @@ def whole(name: str, tensor: Tensor, kept: bool) -> Held:
 class Training:
     """A model and its optimizers, seen from this rank.
 
-    module: the user's own, inside of the wrappers around it; it may contain others.
+    model: as it was given. module: the user's own, inside of the wrappers around it; it may contain others.
 
     Raises CheckpointError within forward, backward and summon_full_params() of stage 3, on every rank.
 
@@ -187,6 +187,7 @@ class Training:
                 f"write {call}(path, model, optimizer). Values of your own are saved by extra={{...}}."
             )
         given = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or ()
+        self.model = model
         self.optimizers = [prepared(one) for one in given]
         self._sharding = [one for one in self.optimizers if isinstance(one, OSS)]
         self.module, self._wrappers = module, wrappers = unwrapped(model)

@@ -165,6 +165,8 @@ def reading(place: Place) -> Iterator[None]:
 
 
 LATEST = "latest"
+METADATA = ".metadata"
+"""The file that makes a directory a checkpoint of torch.distributed.checkpoint."""
 _NAME = re.compile(r"\d{8}")
 _PART = re.compile(r"rank-\d+\.safetensors\.json")
 # What other libraries save, and what is in a checkpoint itself; not what a script logs before its first save.
@@ -251,11 +253,8 @@ def _description(path: Place) -> str:
     if names := [one.name for one in checkpoints(path)]:
         return f"has the checkpoints {', '.join(names)}: choose one of these by its full path"
     names = [one.name for one in path.inside()]
-    if ".metadata" in names:
-        return (
-            "is a checkpoint of torch.distributed.checkpoint: convert it by torch.distributed.checkpoint.format_utils."
-            f"dcp_to_torch_save({at}, file), if you trust the pickles in it, and {_PLAIN}"
-        )
+    if METADATA in names:
+        return f"is a checkpoint of torch.distributed.checkpoint: zero.checkpoint.load({at}, model, optimizer) loads it"
     weights = [name for name in names if re.fullmatch(r".*\.safetensors|pytorch_model.*\.bin", name)]
     if "config.json" in names and weights:
         return f"is a model of transformers: build it by from_pretrained({at}), and wrap that"

@@ -53,6 +53,9 @@ class Later(WithoutMemory):
 
     receive: Callable[[], Tensor]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.receive().clone()
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None

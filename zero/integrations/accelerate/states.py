@@ -38,7 +38,7 @@ from zero.full_state import (
     load_full_optimizer_state_dict,
     load_full_state_dict,
 )
-from zero.measure.param_groups import numbers_of, steps
+from zero.measure.param_groups import steps
 from zero.wrappers import unwrapped, wrapper_of
 
 T = TypeVar("T")
@@ -125,24 +125,10 @@ def load_optimizer(optimizer: Any, file: Any, models: Sequence[nn.Module], **opt
             raise ValueError(
                 f"{file} has no full state of an optimizer, and there is no {SHARDED} with shards beside it."
             )
-        groups = state["param_groups"]
-        if not any(isinstance(name, str) for group in groups for name in group["params"]):
-            return state
-        # That of PyTorch's FSDP has the names of parameters for their numbers.
-        numbers = numbers_of(optimizer)
-        named = [one for model in models for one in named_tensors(unwrapped(model)[0]).items()]
-        number_of = {name_without_compile(name): numbers[value] for name, value in named if value in numbers}
-        for group, own in zip(groups, optimizer.param_groups, strict=False):
-            given, group["params"] = {*group["params"]}, [numbers[param] for param in own["params"]]
-            own_names = {name for name, number in number_of.items() if number in group["params"]}
-            if {number_of.get(name) for name in given} != {*group["params"]}:
-                raise ValueError(
-                    f"{file}: a group of the optimizer has other parameters than it was saved with, such as "
-                    f"{min(given ^ own_names)}. Build model and optimizer as before."
-                )
-        return {"state": {number_of[name]: value for name, value in state["state"].items()}, "param_groups": groups}
+        return state
 
-    optimizer.load_state_dict(on_first(read))
+    stepped = optimizer.optimizer
+    load_full_optimizer_state_dict(wrapper_of(stepped, models), stepped, on_first(read))
 
 
 def _mapped(file: Path, **options: Any) -> Any:
