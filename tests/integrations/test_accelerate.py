@@ -16,9 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate.state import PartialState
 from accelerate.utils import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     TorchDynamoPlugin,
 )
@@ -48,13 +51,15 @@ def build(stage: int, **options: Any) -> Any:
 
 
 class Script:
-    """A training script: each rank draws other weights and takes its share of the batches."""
+    """A training script: each rank draws other weights (but if `alike`) and takes its share of the batches."""
 
-    def __init__(self, accelerator: Any, *, model: Callable[[], nn.Module] = GPT, optim: Any = AdamW) -> None:
+    def __init__(
+        self, accelerator: Any, *, model: Callable[[], nn.Module] = GPT, optim: Any = AdamW, alike: bool = False
+    ) -> None:
         self.accelerator = accelerator
         torch.manual_seed(1)
         tokens = torch.randint(VOCABULARY, (16, CONTEXT + 1))
-        torch.manual_seed(accelerator.process_index)
+        torch.manual_seed(0 if alike else accelerator.process_index)
         plain = model()
         optimizer = optim([param for param in plain.parameters() if param.requires_grad], lr=1e-2)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -628,18 +633,29 @@ def test_a_state_that_rank_0_cannot_read_is_refused_on_every_rank(rank, world, s
             assert "No such file" in told and (rank == 0 or "rank 0" in told), told
 
 
-@ranks.on(2)
-def test_state_that_fsdp_has_saved_by_names_is_read(rank, world, tmp_path):
-    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+def of_fsdp(version: int, kind: str) -> Any:
+    """Accelerate's own, which takes ranks on CPUs for no users of FSDP, unless told that they have GPUs."""
+    PartialState(cpu=True)
+    PartialState._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+    options = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["DecoderBlock"]}
+    if version == 1:
+        options |= {"sync_module_states": False, "use_orig_params": True}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=kind, **options)
+    return accelerate.Accelerator(fsdp_plugin=plugin)
 
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("version", "kind"),
+    # On CPUs FSDP1 crashes while it collects full weights (torch 2.13).
+    [(1, "SHARDED_STATE_DICT"), (2, "SHARDED_STATE_DICT"), (2, "FULL_STATE_DICT")],
+)
+@ranks.on(2, timeout=100)
+def test_a_state_of_accelerates_fsdp_goes_on_at_any_stage(rank, world, tmp_path, version, kind):
     with launched(rank, world):
-        script = Script(build(0)).train(stop=2)
+        script = Script(of_fsdp(version, kind), alike=True).train(stop=2)
         script.accelerator.save_state(str(tmp_path))
-        plain = script.accelerator.unwrap_model(script.model)
-        state = get_optimizer_state_dict(plain, script.optimizer.optimizer, options=StateDictOptions(True, True))
-        if rank == 0:
-            torch.save(state, tmp_path / "optimizer.bin")  # as Accelerate does with FSDP
-        dist.barrier()
         expected = script.train(start=2).losses[2:]
     for stage in (0, *STAGES):
         with launched(rank, world):

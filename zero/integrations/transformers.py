@@ -26,6 +26,8 @@ from transformers.trainer import FSDP_MODEL_NAME, OPTIMIZER_NAME, SCHEDULER_NAME
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
 
 from zero._torch.telling import warn_user
+from zero.checkpoint import load as load_checkpoint
+from zero.checkpoint.read import load_state
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.full_weights import loading, naming
@@ -152,12 +154,16 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
         """Collective. Loads what rank 0 reads. load: the Trainer's method, which every rank calls in place of that for
         adapters of peft, and where it is not transformers' own: it may read files by other names."""
         adapts = hasattr(self.model, "peft_config")
-        if is_own and not adapts:
-            self._issue_warnings_after_load(states.load_weights(self.model, _files(folder), strict=False))
-            return
-        with states.together() as step, loading([one for one, _ in models_of(self.model)], frozen=not adapts):
-            load(folder)
-            step.agree()
+        names = SAFE_WEIGHTS_NAME, WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME
+        file, in_shards = states.stored([Path(folder, name) for name in names], Path(folder, f"{FSDP_MODEL_NAME}_0"))
+        if in_shards:
+            load_checkpoint(file, self.model)
+        elif is_own and not adapts:
+            self._issue_warnings_after_load(states.load_weights(self.model, _files(file), strict=False))
+        else:
+            with states.together() as step, loading([one for one, _ in models_of(self.model)], frozen=not adapts):
+                load(folder)
+                step.agree()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Collective."""
@@ -186,18 +192,12 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
             if Comm.default().rank == 0:  # also as transformers' FSDP Trainer saves it in full
                 folder = Path(checkpoint)
                 own, scheduled = folder / OPTIMIZER_NAME, folder / SCHEDULER_NAME
-                in_shards = [one for one in folder.glob(f"{own.stem}_*") if one.is_dir()]
-                file = next((one for one in (own, own.with_suffix(".bin"), *in_shards) if one.exists()), None)
-                problem, remove = None, "it"
-                if file in in_shards:
-                    problem = "is of PyTorch's FSDP, in shards. Save it by FULL_STATE_DICT"
-                    remove = f"it and {scheduled.name}"
-                elif (file is not None) != scheduled.is_file():  # the run would begin anew in part
-                    problem = f"has no {scheduled.name if file else own.name} beside it. Copy that there"
-                if problem is not None:
+                kinds = own, own.with_suffix(".bin"), folder / f"{own.stem}_0"
+                file = next((one for one in kinds if one.exists()), None)
+                if (file is not None) != scheduled.is_file():  # the run would begin anew in part
                     raise FileNotFoundError(
-                        f"{file or scheduled} {problem}; or remove {remove}, to go on with a new optimizer and a new "
-                        "schedule."
+                        f"{file or scheduled} has no {scheduled.name if file else own.name} beside it. Copy that "
+                        "there; or remove it, to go on with a new optimizer and a new schedule."
                     )
             if not step.agree(int(file is not None)):
                 warn_user(
@@ -206,8 +206,12 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
                 )
                 return
             schedule = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
-            step.agree()
-            if Path(checkpoint, states.SHARDED).is_dir():
+            in_shards = step.agree(int(file is not None and file.is_dir()))
+            if in_shards:
+                load_state(
+                    f"{checkpoint}/{Path(OPTIMIZER_NAME).stem}_0", self.model_wrapped, [self.optimizer.optimizer]
+                )
+            elif Path(checkpoint, states.SHARDED).is_dir():
                 states.load_sharded(checkpoint, [self.model_wrapped], [self.optimizer], [self.model_wrapped])
             else:
                 states.load_optimizer(self.optimizer, file, [self.model_wrapped])
@@ -219,18 +223,15 @@ def _is_own(method: Any) -> bool:
     return method.__func__ is getattr(transformers.Trainer, method.__name__)
 
 
-def _files(folder: str) -> Iterator[Path]:
-    """Yields the files with full weights in a checkpoint. Raises FileNotFoundError if there are none."""
-    for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME):
-        if (file := Path(folder, name)).is_file():
-            parts = {name} if file.suffix != ".json" else {*json.loads(file.read_text())["weight_map"].values()}
-            yield from (Path(folder, one) for one in sorted(parts))
-            return
-    of_fsdp = next((one for one in Path(folder).glob(f"{FSDP_MODEL_NAME}*") if one.is_dir()), None)
-    raise FileNotFoundError(
-        f"{folder} has no {SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME} or an index of several such files."
-        + (f" Run: accelerate merge-weights {of_fsdp} {folder}" if of_fsdp is not None else "")
-    )
+def _files(file: Path) -> Iterator[Path]:
+    """Yields the files with full weights. Raises FileNotFoundError if there are none. file: one with all of them, or
+    the index of several."""
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"{file.parent} has no {SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME} or an index of several such."
+        )
+    parts = {file.name} if file.suffix != ".json" else {*json.loads(file.read_text())["weight_map"].values()}
+    yield from (file.parent / one for one in sorted(parts))
 
 
 class Trainer(ZeroTrainerMixin, transformers.Trainer):  # type: ignore[misc]

@@ -3,7 +3,8 @@
 Full: `model.safetensors` (or `pytorch_model.bin`) and `optimizer.bin`, as Accelerate without zero writes them. They are
 gathered to the CPU of the ranks that write them, and read by rank 0. No rank holds more than what it writes, and the
 tensors of one shard group. What is read is mapped from its file, so that a rank holds one tensor of it at a time;
-others receive that tensor, take their elements, and forget it.
+others receive that tensor, take their elements, and forget it. What Accelerate saves with PyTorch's FSDP, full or in
+shards, is loaded, too.
 SHARDED_STATE_DICT: a zero.checkpoint of each model with its optimizers, in `zero`, `zero_1` and so on.
 """
 
@@ -20,6 +21,7 @@ import accelerate
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -106,14 +108,18 @@ def together() -> Together:
 def on_first(read: Callable[[], T], *, here: bool | None = None) -> T | None:
     """Collective. What rank 0 reads, or each rank that passes here=True; None on other ranks."""
     with together() as step:
-        found = read() if (Comm.default().rank == 0 if here is None else here) else None
+        found = read() if (_first() if here is None else here) else None
         step.agree()
     return found
 
 
+def _first() -> bool:
+    return Comm.default().rank == 0
+
+
 def load_weights(model: nn.Module, files: Iterable[Path], *, strict: bool = True) -> Any:
     """Collective. Loads full weights. files: iterated on rank 0. Returns what load_state_dict() does."""
-    return load_full_state_dict(model, _stored(files) if Comm.default().rank == 0 else None, strict)
+    return load_full_state_dict(model, _stored(files) if _first() else None, strict)
 
 
 def load_optimizer(optimizer: Any, file: Any, models: Sequence[nn.Module], **options: Any) -> None:
@@ -182,10 +188,30 @@ def load(models: Sequence[nn.Module], optimizers: Any, hooks: Hooks, strict: boo
         load_sharded(folder, models, optimizers, left)
         return
     for number, model in enumerate(left):
-        safe = _numbered(folder, SAFE_WEIGHTS_NAME, number)
-        load_weights(model, [safe if safe.exists() else _numbered(folder, WEIGHTS_NAME, number)], strict=strict)
+        names = SAFE_WEIGHTS_NAME, f"{FSDP_MODEL_NAME}.bin", WEIGHTS_NAME
+        files = [_numbered(folder, name, number) for name in names]
+        file, in_shards = stored(files, Path(folder, f"{FSDP_MODEL_NAME}_{number}"))
+        if in_shards:
+            checkpoint.load(file, model)
+        else:
+            load_weights(model, [file], strict=strict)
     for number, optimizer in enumerate(optimizers):
-        load_optimizer(optimizer, _numbered(folder, _OPTIMIZER, number), models, **options)
+        shards = Path(folder, f"{OPTIMIZER_NAME}_{number}")
+        file, in_shards = stored([_numbered(folder, _OPTIMIZER, number)], shards)
+        if in_shards:
+            load_state(file, wrapper_of(optimizer.optimizer, models), [optimizer.optimizer])
+        else:
+            load_optimizer(optimizer, file, models, **options)
+
+
+def stored(files: Sequence[Path], of_fsdp: Path) -> tuple[Path, bool]:
+    """Collective. The first of these files that rank 0 has; or the folder in which PyTorch's FSDP has saved shards, if
+    there is that alone. Returns its path, which counts on rank 0, and whether it is the folder."""
+    with together() as step:
+        found = next((file for file in files if file.is_file()), None)
+        if step.agree(int(_first() and found is None and of_fsdp.is_dir())):
+            return of_fsdp, True
+        return found or files[-1], False
 
 
 def save_sharded(folder: str, models: Sequence[nn.Module], optimizers: Any) -> None:
