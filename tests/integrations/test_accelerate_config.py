@@ -6,6 +6,7 @@ import inspect
 import json
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -22,7 +23,7 @@ from zero import CPUOffload, DiskOffload
 from zero.integrations.accelerate import ZeroPlugin
 from zero.integrations.accelerate import plugin as plugins
 from zero.integrations.accelerate.plugin import chosen
-from zero.integrations.oldest import OLDEST
+from zero.integrations.versions import TESTED, refuse_older
 
 FSDP: dict[str, tuple[Any, dict[str, Any]]] = {
     "fsdp_version": ("2", {"stage": 3}),
@@ -250,22 +251,35 @@ def test_what_cannot_be_is_refused_by_name(build, given, told, tmp_path):
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("library", OLDEST)
+@pytest.mark.parametrize("library", TESTED)
 @pytest.mark.parametrize(("found", "told"), [("0.9.1", "0.9.1"), (PackageNotFoundError, "none")])
 def test_importing_an_integration_says_which_version_it_needs(library, found, told):
     name = f"zero.integrations.{library}"
-    with mock.patch.dict(sys.modules), mock.patch("zero.integrations.oldest.version", side_effect=[found]):
+    with mock.patch.dict(sys.modules), mock.patch("zero.integrations.versions.version", side_effect=[found]):
         for module in [module for module in sys.modules if module.startswith(name)]:
             del sys.modules[module]
-        with pytest.raises(ImportError, match=f"needs {library} {OLDEST[library]} or newer, and {told} is installed"):
+        with pytest.raises(
+            ImportError, match=f"needs {library} {TESTED[library][0]} or newer, and {told} is installed"
+        ):
             importlib.import_module(name)
+
+
+def test_a_library_that_is_newer_than_what_was_tested_is_named():
+    for found, told in [("2.6.99", False), ("2.7.0", True), ("10.0", True)]:
+        with (
+            mock.patch("zero.integrations.versions.version", return_value=found),
+            warnings.catch_warnings(record=True) as w,
+        ):
+            warnings.simplefilter("always")
+            refuse_older("lightning")
+        assert [f"lightning {found} is newer than 2.6" in str(one.message) for one in w] == [True] * told
 
 
 def test_the_extras_ask_for_the_same_versions():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     extras = config["options.extras_require"]
-    asked = {line for name in OLDEST for line in extras[name].split() if line != "safetensors"}
-    assert asked == {f"{library}>={version}" for library, version in OLDEST.items()}
+    asked = {line for name in TESTED for line in extras[name].split() if line != "safetensors"}
+    assert asked == {f"{library}>={oldest}" for library, (oldest, _) in TESTED.items()}
     page = " ".join((ROOT / "docs" / "integrations.md").read_text().lower().split())
-    assert all(f"{library} {version}" in page for library, version in OLDEST.items())
+    assert all(f"{library} {oldest}" in page for library, (oldest, _) in TESTED.items())

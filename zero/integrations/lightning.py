@@ -13,7 +13,7 @@ element depends on that element alone, so the averages of the shards are the sha
 
 from __future__ import annotations
 
-from zero.integrations.oldest import refuse_older
+from zero.integrations.versions import refuse_older
 
 refuse_older("lightning")
 

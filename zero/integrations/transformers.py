@@ -7,7 +7,7 @@ The Trainer does not know of FSDP: it builds its optimizer from the plain model,
 # ruff: noqa: E402 (the imports below are what fails with an older version)
 from __future__ import annotations
 
-from zero.integrations.oldest import refuse_older
+from zero.integrations.versions import refuse_older
 
 refuse_older("transformers")
 

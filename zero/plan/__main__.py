@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
 from functools import partial
 from pkgutil import resolve_name
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from zero.offload import CPUOffload
 from zero.plan.gpt import GPT, LENGTH, batch_of, gpt_of
 from zero.plan.planner import plan
 from zero.plan.rehearsal import refuse_misfit
+from zero.plan.result import UNITS, number_in
 
 PRECISIONS: dict[str, tuple[torch.dtype, Literal["bf16"] | None]] = {
     "fp32": (torch.float32, None),
@@ -24,7 +26,6 @@ PRECISIONS: dict[str, tuple[torch.dtype, Literal["bf16"] | None]] = {
     "pure-bf16": (torch.bfloat16, None),
 }
 COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-UNITS = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def main() -> None:
@@ -95,8 +96,8 @@ def main() -> None:
         sys.exit(f"zero.plan: {error}")
     shape = f" ({model.shape})" if isinstance(model, GPT) else ""
     title = f"{result.parameters:,} parameters{shape}, {given.optimizer}, {given.precision}"
-    print(f"{title}; {result.unit} a rank and step{counted}\n")
-    print(result.table() + "\n", *map(result.why, result.worlds), sep="\n")
+    print(f"{title}\n{result.unit} a rank and step{counted}\n")
+    print(result.table() + "\n", *(textwrap.fill(result.why(world), 100) for world in result.worlds), sep="\n")
 
 
 def _named(text: str) -> Any:
@@ -107,11 +108,10 @@ def _named(text: str) -> Any:
 
 
 def _in(units: dict[str, float], text: str) -> float:
-    match = re.fullmatch(r"([0-9.]+(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)", text)
-    if match is None or match[2] not in units:
-        known = ", ".join(filter(None, units))
-        raise argparse.ArgumentTypeError(f"{text!r} is no {'size' if units is UNITS else 'number'} in one of {known}")
-    return float(match[1]) * units[match[2]]
+    try:
+        return number_in(units, text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _batch(text: str) -> list[Tensor]:

@@ -46,7 +46,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
         self.norm = nn.LayerNorm(width, bias=False)
 
-        self.shape = f"a GPT of {layers} blocks, {width:,} numbers a token, {words:,} words"
+        self.shape = f"a GPT of {layers} blocks, {width:,} numbers a token"
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The mean cross entropy. tokens: int64 of shape (sequences, length), which stand for the targets, too."""

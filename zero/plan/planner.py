@@ -25,10 +25,9 @@ from zero.measure.kinds import Finding, assumed, finding_of, title
 from zero.measure.param_groups import params_of
 from zero.offload import CPUOffload, DiskOffload, offload_of
 from zero.oss import OSS
-from zero.oss.optimizer import set_bucket_size
 from zero.plan.meter import nbytes
 from zero.plan.rehearsal import BesideComputing, Offloaded, Rehearsed, faked, on_host, rehearsed, rehearsing, run, walk
-from zero.plan.result import COMMUNICATOR, PEER, Cost, Plan
+from zero.plan.result import COMMUNICATOR, PEER, UNITS, WITH_OFFLOAD, Cost, Plan, number_in
 from zero.sdp import AveragingDDP, ShardedDDP
 from zero.shards.partition import Partition, cut_for, refuse_optimizer, refuse_partition
 from zero.shards.shard_group import ShardGroup
@@ -50,33 +49,31 @@ def plan(
     model: nn.Module,
     *,
     world_size: int | Iterable[int],
-    optimizer: Callable[..., Optimizer] = torch.optim.Adam,
+    optimizer: Callable[..., Optimizer] | Optimizer = torch.optim.Adam,
     precision: GivenPrecision = None,
     auto_wrap_policy: Policy = None,
-    memory: int | None = None,
+    memory: int | str | None = None,
     batch: Sequence[Any] | None = None,
     stages: Sequence[str | int] | None = None,
     prefetch: int | None = None,
     partition: Partition = "auto",
-    bucket_bytes: int | None = None,
     offload: CPUOffload | DiskOffload | None = None,
-    replicas: int = 1,
     backend: Literal["gloo", "nccl"] = "nccl",
     one_host: bool = False,
 ) -> Plan:
     """What every stage would cost a rank. Two steps of each are rehearsed on tensors without values; nothing is sent.
 
-        print(zero.plan(torch.nn.Transformer(device="meta"), world_size=[8, 64], memory=80 * 2**30).table())
+        print(zero.plan(torch.nn.Transformer(device="meta"), world_size=[8, 64], memory="80GiB").table())
 
     model: a module, also on the meta device; it stays as it is. world_size: number of ranks, or several.
-    optimizer: its class, or a partial of it with options that matter. It reads 0 where it reads a tensor's value.
+    optimizer: its class, a partial of it with options that matter, or one that exists, of which class and defaults are
+        taken. It reads 0 where it reads a tensor's value.
     precision: as in zero.setup.
-    memory: bytes that a rank has, to say which stages fit; 8% of it are held back for what is not counted.
+    memory: what a rank has, in bytes or as text such as "80GiB", to say which stages fit; 8% of it are held back for
+        what is not counted. Where none fits, one with `offload` is planned, too.
     batch: positional arguments of a rank's forward, to measure its activations, but not what kernels hold for a while.
     stages: those to plan, such as [3] or ["2", "3 kept"]; by default all, or with offload those from 1 on.
     auto_wrap_policy, prefetch, partition, offload: as in FSDP and OSS.
-    bucket_bytes: what stages 1 and 2 send at once.
-    replicas: how often stage 3 replicates the sharded model (HYBRID_SHARD).
     backend, one_host: by default GPUs over NCCL are planned; "gloo" is of CPUs, which may be of one host.
 
     Raises ValueError for what the stages refuse or forward does not take, RuntimeError for a forward without values.
@@ -96,28 +93,41 @@ def plan(
         raise ValueError(f"stages has {unknown[0]!r}. Choose of {', '.join(map(repr, STAGES))}.")
     if offloaded and not {*wanted} <= {*_OFFLOADED}:
         raise ValueError(f"stages={wanted} with offload: only stages {', '.join(_OFFLOADED)} take it. Pass these.")
+    if isinstance(memory, str):
+        memory = round(number_in(UNITS, memory))
     if not isinstance(memory, (int, float, type(None))):
-        raise ValueError(f"memory={memory!r}: pass a number of bytes, such as 24 * 2**30.")
+        raise ValueError(f"memory={memory!r}: pass a number of bytes, or text such as '24GiB'.")
     if not worlds or min(worlds) < 1:
         raise ValueError(f"world_size={worlds}: pass a number of ranks, at least 1, or several.")
-    if odd := [world for world in worlds if world % replicas]:
-        raise ValueError(f"{odd[0]} ranks cannot be divided into {replicas} replicas. Choose a divisor of {odd[0]}.")
+    if isinstance(optimizer, Optimizer):
+        taken = inspect.signature(type(optimizer)).parameters
+        defaults = {name: value for name, value in optimizer.defaults.items() if name in taken}
+        optimizer = partial(type(optimizer), **defaults)
     finding = finding_of(optimizer)
     refuse_optimizer(title(optimizer), finding, partition)
 
     leaves_from = smallest_leaves(ahead, beside=like == "nccl" and max(worlds) > 1)
     units = [*unit_modules(model, auto_wrap_policy, leaves_from=leaves_from)]
     device = "cuda" if like == "nccl" and torch.cuda.is_available() else "cpu"
-    what = model, units, optimizer, finding, computed, ahead, batch, partition, bucket_bytes
-    costs = []
-    for world in worlds:
-        job = Job(*what, offloaded, replicas, like, device, world)
-        for stage in (one for one in STAGES if one in wanted):
+    what = model, units, optimizer, finding, computed, ahead, batch, partition
+
+    def planned(world: int, stages: Sequence[str], offloaded: Offloaded | None) -> Plan:
+        costs, job = [], Job(*what, offloaded, like, device, world)
+        for stage in (one for one in STAGES if one in stages):
             first, fullest = _rehearsed(job, stage, 0)
             each = [first, *(_rehearsed(job, stage, rank)[0] for rank in dict.fromkeys(fullest) if rank)]
             sent = max(cost.sent for cost in each)  # the first rank sends most, because it sends the buffers
             costs.append(replace(max(each, key=lambda cost: cost.peak), sent=sent))
-    return Plan(sum(param.numel() for param in model.parameters()), tuple(costs), memory, batch is not None)
+        return Plan(sum(param.numel() for param in model.parameters()), tuple(costs), memory, batch is not None)
+
+    costs = list[Cost]()
+    for world in worlds:
+        costs += (found := planned(world, wanted, offloaded)).costs
+        if offload is None and stages is None and found.recommended(world) is None:
+            tried = planned(world, ("2", "3"), Offloaded(CPUOffload()))
+            best = tried.recommended(world) or min(tried.costs, key=lambda cost: cost.peak)
+            costs.append(replace(best, stage=f"{best.stage}{WITH_OFFLOAD}"))
+    return replace(found, costs=tuple(costs))
 
 
 @dataclass(frozen=True)
@@ -132,9 +142,7 @@ class Job:
     prefetch: int | None
     batch: Sequence[Any] | None
     partition: Partition
-    bucket_bytes: int | None
     offload: Offloaded | None
-    replicas: int
     like: Rehearsed
     device: str
     world: int
@@ -196,9 +204,8 @@ def _beside(job: Job, stage: str) -> int:
     """What NCCL takes, where all ranks that shard are of one host."""
     if job.like != "nccl" or job.world == 1:
         return 0
-    replicas = job.replicas if stage.startswith("3") else 1
     to_each = stage != "0" and job.precision.reduce_dtype in SIXTEEN_BITS
-    return COMMUNICATOR * (1 + (1 < replicas < job.world)) + PEER * (job.world // replicas - 1) * to_each
+    return COMMUNICATOR + PEER * (job.world - 1) * to_each
 
 
 def _built(job: Job, stage: str, rank: int) -> tuple[nn.Module, Optimizer]:
@@ -208,16 +215,13 @@ def _built(job: Job, stage: str, rank: int) -> tuple[nn.Module, Optimizer]:
     if job.like == "nccl" and "foreach" in parameters and not fused:  # on CUDA torch's step all parameters at once
         optim = partial(job.optim, foreach=True)
     if stage.startswith("3"):
-        hybrid = job.replicas > 1
-        comms = rehearsed(rank, job.world // job.replicas, job.like), rehearsed(0, job.replicas, job.like)
-        strategies = ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2") if hybrid else ("FULL_SHARD", "SHARD_GRAD_OP")
         units = {job.module.get_submodule(name) for name in job.units}
         model = FSDP(
             job.module,
-            process_group=comms if hybrid else comms[0],
+            process_group=rehearsed(rank, job.world, job.like),
             auto_wrap_policy=lambda module, recurse, nonwrapped_numel: recurse or module in units,
             partition=cut_for(job.partition, job.finding),
-            sharding_strategy=strategies[stage == "3 kept"],
+            sharding_strategy="SHARD_GRAD_OP" if stage == "3 kept" else "FULL_SHARD",
             precision=job.precision,
             prefetch=job.prefetch,
             offload=job.offload,
@@ -248,8 +252,6 @@ def _built(job: Job, stage: str, rank: int) -> tuple[nn.Module, Optimizer]:
         rounded={},  # the model is cast already
         offload=job.offload,
     )
-    if job.bucket_bytes is not None:
-        set_bucket_size(optimizer, job.bucket_bytes // max(param.itemsize for param in job.module.parameters()))
     if stage == "0":
         return job.module, optimizer
     kind = ShardedDDP if stage == "2" else AveragingDDP

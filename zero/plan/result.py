@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 # Of a rank's memory, for what a plan does not count: CUDA's context, fragmentation.
@@ -12,6 +13,20 @@ COMMUNICATOR, PEER = 700_000_000, 470_000_000
 which a rank of the same host sends by itself. As others have measured them (NVIDIA/nccl, issues 964 and 1685)."""
 
 _BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+
+UNITS = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+WITH_OFFLOAD = " offload"
+"""What follows the name of a stage that was planned with offload because without none fits."""
+
+
+def number_in(units: dict[str, float], text: str) -> float:
+    """A number that is followed by one of these units. Raises ValueError for other text."""
+    match = re.fullmatch(r"([0-9.]+(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)", text)
+    if match is None or match[2] not in units:
+        known = ", ".join(filter(None, units))
+        raise ValueError(f"{text!r} is no {'size' if units is UNITS else 'number'} in one of {known}")
+    return float(match[1]) * units[match[2]]
+
 
 TITLES = {
     "0": "DDP",
@@ -110,13 +125,16 @@ class Plan:
         without = "" if self.activations else ", activations not counted"
         if chosen is None:
             least = min(costs, key=lambda cost: cost.peak)
-            offload = "" if any(cost.host for cost in costs) else "offload=zero.CPUOffload() (--offload), "
+            offload = "" if least.host else "offload=zero.CPUOffload() (--offload), "
             return (
                 f"{ranks}: nothing fits in {available}; stage {least.stage} comes closest with "
                 f"{self._said(least.peak)}{without}. Take more ranks, {offload}activation checkpointing, smaller "
                 "units, or less precision"
             )
+        stage, with_offload, _ = chosen.stage.partition(WITH_OFFLOAD)
+        title = TITLES[stage] + ", offload=zero.CPUOffload()" * bool(with_offload)
         below = costs[: costs.index(chosen)]
+        host = f", and {self._said(chosen.host)} of the host" if chosen.host else ""
         larger = [cost.stage for cost in costs if not self.fits(cost)]
         lowest, reason = "the lowest that", "everything fits"
         if below:
@@ -128,8 +146,8 @@ class Plan:
         elif larger:
             reason = f"of the others {', '.join(larger)} do not fit"
         return (
-            f"{ranks}: stage {chosen.stage} ({TITLES[chosen.stage]}), {lowest} fits in {available}: it needs "
-            f"{self._said(chosen.peak)}{without}; {reason}"
+            f"{ranks}: stage {stage} ({title}), {lowest} fits in {available}: it needs "
+            f"{self._said(chosen.peak)}{without}{host}; {reason}"
         )
 
     def table(self) -> str:

@@ -1,7 +1,7 @@
 """Accelerate: its Accelerator, at any stage."""
 
 # ruff: noqa: E402 (the imports below are what fails with an older version)
-from zero.integrations.oldest import refuse_older
+from zero.integrations.versions import refuse_older
 
 refuse_older("accelerate")
 
