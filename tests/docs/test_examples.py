@@ -30,6 +30,7 @@ with_peft = pytest.mark.skipif(not all(map(find_spec, ("transformers", "peft")))
 with_accelerate = pytest.mark.skipif(
     not all(map(find_spec, ("transformers", "accelerate"))), reason="needs transformers and accelerate"
 )
+with_tensorboard = pytest.mark.skipif(find_spec("tensorboard") is None, reason="needs tensorboard")
 
 
 def script(rank: int, world: int, folder: Path, name: str, written: str = "", instead: str = "") -> str:
@@ -109,6 +110,45 @@ def test_the_whole_script_prints_the_same_numbers_at_every_stage(arguments, tmp_
 def test_a_script_trains(name, below, world, tmp_path):
     for told in run(world, tmp_path, name):
         assert float(told.split()[1]) < below
+
+
+def logged(folder: Path) -> dict[str, list[tuple[int, Any]]]:
+    """What TensorBoard's files have, by its name: steps, and numbers or histograms."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0, "histograms": 0}).Reload()  # 0: all
+    names = events.Tags()
+    found = {name: [(one.step, one.value) for one in events.Scalars(name)] for name in names["scalars"]}
+    return found | {
+        name: [(one.step, one.histogram_value) for one in events.Histograms(name)] for name in names["histograms"]
+    }
+
+
+@pytest.mark.slow
+@with_tensorboard
+@pytest.mark.parametrize("world", [1, 2])
+def test_numbers_and_histograms_are_logged_alike_at_every_stage(world, tmp_path):
+    found = []
+    for stage in range(4):
+        told = run(world, tmp_path, "log_to_tensorboard", "3, 200, 10", f"{stage}, 41, 20")
+        assert [*map(bool, told)] == [True, False][:world]
+        assert len([*(tmp_path / "runs" / f"stage {stage}").iterdir()]) == 1
+        found.append(logged(tmp_path / "runs" / f"stage {stage}"))
+    plain, *others = found
+    for one in others:
+        assert one.keys() == plain.keys()
+        for name in plain:
+            if name == "gradient norm":
+                assert one[name] == [(step, pytest.approx(norm, rel=1e-6)) for step, norm in plain[name]]
+            elif not name.startswith("zero/"):
+                assert one[name] == plain[name], name
+    losses, kept = dict(plain["loss"]), [dict(one["zero/resident_bytes"])[40] for one in found]
+    assert sorted(losses) == [0, 20, 40] and losses[40] < 0.7 * losses[0]
+    assert kept == sorted(kept, reverse=True) and (kept[3] < 0.51 * kept[0] or world == 1)
+    histograms = {name: [one.num for _, one in plain[name]] for name in plain if ".weight" in name}
+    numels = {"0": 32 * 128, "2": 128 * 128, "4": 128 * 32}
+    kinds = ("weights", "gradients")
+    assert histograms == {f"{kind}/{layer}.weight": [numel] * 3 for kind in kinds for layer, numel in numels.items()}
 
 
 @pytest.mark.slow
