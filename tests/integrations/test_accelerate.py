@@ -573,6 +573,26 @@ def test_one_optimizer_over_two_models_goes_on_from_a_state_or_is_refused_as_the
 
 
 @ranks.on(2)
+def test_a_gradient_that_no_prepared_model_averages_is_refused_at_stage_1(rank, world):
+    with launched(rank, world):
+        accelerator, inputs = build(1), torch.full((2, 8), rank + 1.0)
+        model, head = nn.Linear(8, 8), nn.Linear(8, 3)  # that of a loss with weights of its own
+        optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=1.0)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        model(inputs).sum().backward()
+        optimizer.step()
+        head(model(inputs)).sum().backward()
+        error = ranks.refusal(optimizer.step)
+        assert "is in no model that was wrapped" in error, error
+        optimizer.zero_grad()
+        head = accelerator.prepare(head)
+        before = head.module.weight.detach().clone()
+        head(inputs).sum().backward()
+        optimizer.step()
+        torch.testing.assert_close(head.module.weight.detach(), before - 3.0)  # the mean of 2 and 4
+
+
+@ranks.on(2)
 def test_a_folder_that_is_saved_into_again_has_no_other_state(rank, world, tmp_path):
     full = ZeroPlugin(stage=2)
     kinds = [(in_shards(full), True), (full, True), (full, False), (in_shards(full), True), (full, False), (full, True)]

@@ -98,7 +98,8 @@ class OwnedGradients:
     def refuse(self) -> None:
         """Raises RuntimeError for a gradient that cannot be stepped: that was not reduced, was assigned, or is another
         parameter's. The other ranks find the same, or wait for this one in vain."""
-        for bucket in (bucket for buckets in self.filled_by.values() for bucket in buckets):
+        filling = [bucket for buckets in self.filled_by.values() for bucket in buckets]
+        for bucket in filling:
             for index in bucket.accumulated:
                 if bucket.params[index].grad is not None:
                     raise RuntimeError(
@@ -106,6 +107,17 @@ class OwnedGradients:
                         "last backward ran under no_sync(), or failed. Run the last backward before step() outside "
                         "no_sync(), or call reduce(). To average gradients by hand build zero.OSS without zero.setup."
                     )
+        every = self._shards.shard_groups
+        if filling and sum(len(one.own) for one in filling) < sum(len(group.params) for group in every):
+            averaged = {bucket.params[index] for bucket in filling for index in bucket.own}
+            for group in every if every[0].comm.world > 1 else ():
+                for name, param in zip(group.names, group.params, strict=True):
+                    if param not in averaged and param.grad is not None:
+                        raise RuntimeError(
+                            f"{name} has a gradient that is not averaged over the ranks: this parameter is in no model "
+                            "that was wrapped. Make its module, such as a loss with weights, a part of the model, or "
+                            "wrap (prepare) it, too."
+                        )
         groups = self._shards.shard_groups if self.are_sharded else ()
         for group, index in [(one, index) for one in groups for index in range(len(one.params))]:
             name, param = group.names[index], group.params[index]
