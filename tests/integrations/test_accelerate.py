@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -651,6 +652,34 @@ def test_a_state_that_rank_0_cannot_read_is_refused_on_every_rank(rank, world, s
                 Path(tmp_path, name).unlink()
             told = ranks.refusal(partial(script.accelerator.load_state, str(tmp_path)))
             assert "No such file" in told and (rank == 0 or "rank 0" in told), told
+
+
+def half_frozen() -> nn.Module:
+    model = GPT()
+    for param in model.blocks.parameters():
+        param.requires_grad_(False)
+    return model
+
+
+@pytest.mark.slow
+@ranks.on(2, timeout=100)
+def test_a_state_without_frozen_parameters_goes_on_and_holds_none(rank, world, tmp_path):
+    frozen = {name for name, param in half_frozen().named_parameters() if not param.requires_grad}
+    for stage, plugin in itertools.product(STAGES, (ZeroPlugin, lambda stage: in_shards(ZeroPlugin(stage=stage)))):
+        place = shared_folder(tmp_path, f"{stage}{plugin is ZeroPlugin}")
+        with launched(rank, world):
+            script = Script(build(stage, zero_plugin=plugin(stage)), model=half_frozen).train(stop=2)
+            script.accelerator.save_state(str(place), exclude_frozen_parameters=True)
+            expected = script.train(start=2).losses[2:]
+        if plugin is ZeroPlugin:
+            assert {*load_file(place / "model.safetensors")}.isdisjoint(frozen)
+        else:
+            (index,) = place.glob("zero/*/index.json")
+            assert {*json.loads(index.read_text())["left_out"]} == frozen
+        with launched(rank, world):
+            again = Script(build(stage, zero_plugin=plugin(stage)), model=half_frozen)
+            again.accelerator.load_state(str(place), strict=plugin is not ZeroPlugin)
+            assert again.train(start=2).losses == expected, stage
 
 
 def of_fsdp(version: int, kind: str) -> Any:

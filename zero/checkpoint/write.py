@@ -127,10 +127,15 @@ def save(
 
 @calling("zero.checkpoint.save")
 def save_in_place(
-    path: str | os.PathLike[str], model: nn.Module, optimizer: Sequence[Optimizer], keep: int | None = None
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Sequence[Optimizer],
+    keep: int | None = None,
+    *,
+    frozen: bool = True,
 ) -> Saving:
     """Collective. As `save`, for libraries to which a path is that of one checkpoint, which the next replaces."""
-    return _save(path, Training(model, optimizer, None), None, None, keep, in_place=True)
+    return _save(path, Training(model, optimizer, None), None, None, keep, frozen=frozen, in_place=True)
 
 
 def _save(

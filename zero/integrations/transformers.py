@@ -172,7 +172,8 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
             return
         state: Any = {"in": "zero"}
         if self.accelerator.saves_shards:
-            states.save_sharded(output_dir, [self.model_wrapped], [self.optimizer])
+            adapts = hasattr(self.model, "peft_config")  # the base stays where it came from
+            states.save_sharded(output_dir, [self.model_wrapped], [self.optimizer], frozen=not adapts)
         else:
             state = states.for_writers(
                 self.args.should_save, partial(full_optimizer_state_dict, self.model_wrapped, self.optimizer)

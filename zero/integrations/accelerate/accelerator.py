@@ -409,12 +409,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         each_node = self.project_configuration.save_on_each_node
         return bool(self.is_local_main_process if each_node else self.is_main_process)
 
-    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+    def save_state(
+        self,
+        output_dir: Any = None,
+        safe_serialization: bool = True,
+        *,
+        exclude_frozen_parameters: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """Collective. As Accelerate's; the ZeroPlugin's state_dict_type chooses the format. Where a rank cannot write,
-        every rank raises."""
-        models, optimizers, hooks = self._models, self._optimizers, [*self._save_model_state_pre_hook.values()]
-        save = partial(states.save, self, models, optimizers, hooks, safe_serialization)
-        with states.together() as step, self._emptied("_save_model_state_pre_hook", lambda _, __, folder: save(folder)):
+        every rank raises. exclude_frozen_parameters: DeepSpeed's word; full weights then load by strict=False."""
+        save = partial(states.save, self, self._models, self._optimizers, [*self._save_model_state_pre_hook.values()])
+        how = {"safe": safe_serialization, "frozen": not exclude_frozen_parameters}
+        saves: Callable[..., None] = lambda _, __, folder: save(folder, **how)  # noqa: E731
+        with states.together() as step, self._emptied("_save_model_state_pre_hook", saves):
             location = super().save_state(output_dir, safe_serialization, **kwargs)
             step.agree()
         return location

@@ -155,20 +155,34 @@ def _stored(files: Iterable[Path]) -> Iterator[tuple[str, Tensor]]:
 # ----------------------------------------------------------------------------------------- a whole Accelerator
 
 
-def save(accelerator: Any, models: Sequence[nn.Module], optimizers: Any, hooks: Hooks, safe: bool, folder: str) -> None:
-    """Collective, in the context `together`. hooks: the user's, which may take weights away that they save."""
+def save(
+    accelerator: Any,
+    models: Sequence[nn.Module],
+    optimizers: Any,
+    hooks: Hooks,
+    folder: str,
+    *,
+    safe: bool,
+    frozen: bool,
+) -> None:
+    """Collective, in the context `together`. hooks: the user's, which may take weights away that they save. frozen:
+    whether frozen parameters are saved."""
     agree = together().agree  # between what some ranks write, and what all do
     writes, file = accelerator.writes, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME
     if writes:
         names = (SHARDED,) if accelerator.saves_shards else (file, _OPTIMIZER)
         remove_others(folder, names, len(models) + len(optimizers))
     agree()
-    weights = [] if accelerator.saves_shards else [full_weights(model, writes) for model in models]
+    weights = []
+    for model in () if accelerator.saves_shards else models:
+        tensors = named_tensors(unwrapped(model)[0]).items()
+        only = [name for name, one in tensors if one.requires_grad or not isinstance(one, nn.Parameter)]
+        weights.append(full_weights(model, writes, only=None if frozen else only))
     for hook in hooks:
         hook(models, weights, folder)
     agree()
     if accelerator.saves_shards:
-        save_sharded(folder, models, optimizers)
+        save_sharded(folder, models, optimizers, frozen=frozen)
         return
     for number in range(len(weights)):  # nothing stays while the next ones are saved, and the state is gathered
         accelerator.save(OrderedDict(weights.pop(0)), _numbered(folder, file, number), safe_serialization=safe)
@@ -214,11 +228,11 @@ def stored(files: Sequence[Path], of_fsdp: Path) -> tuple[Path, bool]:
         return found or files[-1], False
 
 
-def save_sharded(folder: str, models: Sequence[nn.Module], optimizers: Any) -> None:
+def save_sharded(folder: str, models: Sequence[nn.Module], optimizers: Any, *, frozen: bool) -> None:
     """Collective. Saves a checkpoint of each model and its optimizers, which replaces an existing one."""
     for number, model in enumerate(models):
         own = [one.optimizer for one in optimizers if steps(one, model)]
-        save_in_place(_numbered(folder, SHARDED, number), model, own, keep=1)
+        save_in_place(_numbered(folder, SHARDED, number), model, own, keep=1, frozen=frozen)
 
 
 def load_sharded(folder: str, models: Sequence[nn.Module], optimizers: Any, left: Sequence[nn.Module]) -> None:
