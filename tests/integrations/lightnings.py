@@ -342,27 +342,33 @@ def resumed_in_phases(rank: int, world: int, stage: int, kind: str, folder: str)
     return record(module, [count.seen, module.scale])
 
 
-class Unfreezes(pl.callbacks.BaseFinetuning):
-    def freeze_before_training(self, module: pl.LightningModule) -> None:
-        self.freeze(module.blocks)
-
-    def finetune_function(self, module: pl.LightningModule, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(module.blocks, optimizer, lr=0.001)
-
-
 class Finetuned(Module):
+    """Its blocks are frozen until the second epoch, by a callback."""
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.blocks
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([param for param in self.parameters() if param.requires_grad], lr=0.01, momentum=0.9)
 
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(super().train_dataloader().dataset, batch_size=8 // self.trainer.world_size)
 
-def finetuned(rank: int, world: int, stage: int, kind: str, folder: str) -> Any:
-    """On one rank: DistributedDataParallel averages no gradients of parameters that were frozen at first."""
-    for epochs, path in [(3, None), (4, f"{folder}/{stage} {kind}")]:
-        run = trainer(rank, world, strategy(stage, checkpoint=kind), max_epochs=epochs, callbacks=[Unfreezes()])
-        run.fit(module := Finetuned(), ckpt_path=path)
-        run.save_checkpoint(f"{folder}/{stage} {kind}")
-    return record(module, [len(run.optimizers[0].param_groups)])
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [pl.callbacks.BackboneFinetuning(1, backbone_initial_lr=1e-3)]
+
+
+def finetuned(rank: int, world: int, stage: int, folder: str) -> list[Any]:
+    """Two epochs that follow on a checkpoint from before the blocks are trained, or from after."""
+    found = []
+    for middle, kind in [(1, "sharded"), (2, "full"), (2, "sharded")]:
+        for epochs, path in [(middle, None), (middle + 2, f"{folder}/{stage} {middle} {kind}")]:
+            run = trainer(rank, world, strategy(stage, checkpoint=kind), max_epochs=epochs)
+            run.fit(module := Finetuned(), ckpt_path=path)
+            run.save_checkpoint(f"{folder}/{stage} {middle} {kind}")
+        found.append(record(module, [group["lr"] for group in run.optimizers[0].param_groups]))
+    return found
 
 
 def saved_by_plugin(rank: int, world: int, folder: str) -> None:

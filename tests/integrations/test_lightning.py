@@ -136,19 +136,24 @@ def test_saved_files_have_all_weights(tmp_path):
     on_ranks("lightnings", "saved_by_callback", str(tmp_path))
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(("name", "world"), [("resumed_in_phases", 2), ("finetuned", 1)])
-def test_what_a_checkpoint_brings_back_is_there_before_the_fit_starts(name, world, stage, tmp_path):
-    """As under DDP; at stage 3 it comes later, as the model must be sharded before."""
-
-    def last(stage: int, kind: str) -> Any:
-        return ranks.run(call, world, ("lightnings", name, (stage, kind, str(tmp_path))), 110)[0]
-
-    losses, weights, values = last(0, "full")
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_a_checkpoint_brings_back_is_there_before_the_fit_starts(stage, tmp_path):
+    losses, weights, values = on_ranks("lightnings", "resumed_in_phases", 0, "full", str(tmp_path))[0]
     for kind in ("full", "sharded"):
-        own_losses, own_weights, own_values = last(stage, kind)
+        own_losses, own_weights, own_values = on_ranks("lightnings", "resumed_in_phases", stage, kind, str(tmp_path))[0]
         assert (own_losses, own_values) == (losses, values)
         assert all(torch.equal(own_weights[weight], value) for weight, value in weights.items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_are_trained_from_a_later_epoch_on_as_by_one_process(stage, tmp_path):
+    """DistributedDataParallel averages no gradients of parameters that were frozen at first."""
+    (alone,) = ranks.run(call, 1, ("lightnings", "finetuned", (0, str(tmp_path))), 110)
+    for expected, *found in zip(alone, *on_ranks("lightnings", "finetuned", stage, str(tmp_path)), strict=True):
+        mean = [sum(of_ranks) / len(found) for of_ranks in zip(*(losses for losses, _, _ in found), strict=True)]
+        assert mean == pytest.approx(expected[0], rel=1e-5)
+        assert all(close(found[0][1][name], value, 1e-5) for name, value in expected[1].items())
+        assert found[0][2] == expected[2] and len(expected[2]) == 2
 
 
 def test_a_plugin_of_the_users_reads_and_writes_checkpoints(tmp_path):

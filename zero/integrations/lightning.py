@@ -194,9 +194,6 @@ def rest_of(path: Any) -> str | None:
     return None
 
 
-_CURRENT = "current_model_state"  # WeightAveraging's, of weights in a checkpoint whose "state_dict" has averages
-
-
 class ShardedAverage(FSDP):
     """An average of a model's weights. Its `state_dict` is full on rank 0, and empty elsewhere, as the model's is."""
 
@@ -231,6 +228,7 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
     cluster_environment: Any
     lightning_module: pl.LightningModule
     _wrapper: FSDP | None = None  # of stage 3, while `model` is the plain module
+    _awaited: tuple[Mapping[str, Any], bool] | None = None  # a checkpoint, and whether its names must be the model's
 
     def setup_environment(self) -> None:
         """Collective where the model is sharded from the run before, and callbacks will copy it: it becomes plain."""
@@ -241,6 +239,7 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         """Collective. Shards the model and its optimizers, for the run that begins."""
         self.accelerator.setup(trainer)
+        awaited, self._awaited = self._awaited, None
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._take_precision(self.precision_plugin)
         for callback in _averaging(trainer) if fitting and self._in_shards else ():
@@ -256,6 +255,8 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
             self.model = self.precision_plugin.convert_module(self.lightning_module)
         if self._stage == 3:
             self.model = self._wrapper = before or self._wrap(self.lightning_module, ())  # type: ignore[assignment]
+            if awaited is not None:
+                self.load_model_state_dict(*awaited)
             for callback in _averaging(trainer) if fitting else ():  # which hold full copies of the plain module
                 of_weights, root = isinstance(callback, WeightAveraging), self.root_device
                 holder, name = (callback._average_model, "module") if of_weights else (callback, "_average_model")
@@ -315,12 +316,6 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         for one in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             one.teardown()
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """At stage 3: each rank loads its shards, so the model must be sharded first. Below, `configure_optimizers` and
-        `on_fit_start` find the checkpoint loaded, as with DDP. Optimizers load later at every stage."""
-        return self._stage == 3
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Collective. Full weights on rank 0's CPU, {} elsewhere; {} where they are saved in shards."""
         return {} if self._in_shards else full_state_dict(self._whole(), to=0)
@@ -350,18 +345,14 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Collective. Takes full weights, or shards."""
-        if SHARDS in checkpoint:
+        """Collective. Takes full weights, or shards. `configure_optimizers` and `on_fit_start` find them loaded."""
+        before = sharded_before(self.lightning_module)
+        if self._stage == 3 and before is None and not _averaging(self.lightning_module.trainer):
+            self._awaited = checkpoint, strict  # `setup` loads it, so that each rank reads its shards alone
+        elif SHARDS in checkpoint:
             checkpoints_of_zero.load(checkpoint[SHARDS], self._whole())
         else:
-            weights: Mapping[str, Any] = checkpoint["state_dict"]
-            callbacks = _averaging(self.lightning_module.trainer) if isinstance(self.model, FSDP) else []
-            if _CURRENT in checkpoint and any(one._average_model is not None for one in callbacks):
-                # WeightAveraging has put averages in the place of the model's weights, which it would later load into
-                # the plain module, which holds shards: that is given its own tensors instead.
-                weights = checkpoint[_CURRENT]
-                checkpoint[_CURRENT] = self.lightning_module.state_dict(keep_vars=True)  # type: ignore[index]
-            load_full_state_dict(self._whole(), weights, strict)
+            load_full_state_dict(self._whole(), checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Collective. Takes full state, of any strategy, or shards."""
