@@ -36,8 +36,9 @@ def fabric_at(rank: int, world: int, stage: int, precision: Any = None, **option
     return fabric
 
 
-def set_up(fabric: Any) -> tuple[Any, Any, Any]:
-    module = Module()
+def set_up(fabric: Any, empty_init: bool = False) -> tuple[Any, Any, Any]:
+    with fabric.init_module(empty_init):
+        module = Module()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     model, optimizer = fabric.setup(module, optimizer)
@@ -174,6 +175,19 @@ def resumed(rank: int, world: int, pairs: list[tuple[int, int]], folder: str, ki
         fabric.load(f"{folder}/{first}", state)
         assert state["step"] == 2
         assert train(fabric, parts, range(1, 3)) == expected, (first, second)
+
+
+def built_empty(rank: int, world: int, stage: int, folder: str) -> Any:
+    parts = model, optimizer, _ = set_up(fabric := fabric_at(rank, world, 0))
+    train(fabric, parts, range(1))
+    fabric.save(f"{folder}/{stage}", {"model": model, "optimizer": optimizer})
+    fabric = fabric_at(rank, world, stage)
+    with fabric.init_module(empty_init=True):
+        assert torch.nn.Linear(1, 1).weight.device.type == ("meta" if stage == 3 else "cpu")
+    parts = model, optimizer, _ = set_up(fabric, empty_init=True)
+    fabric.load(f"{folder}/{stage}", {"model": model, "optimizer": optimizer})
+    losses = train(fabric, parts, range(1, 3))
+    return losses, zero.full_state_dict(model._forward_module, to=None), []
 
 
 def saved_in_turn(rank: int, world: int, path: str) -> None:

@@ -292,6 +292,21 @@ def saved_in_turn(rank: int, world: int, path: str) -> None:
         assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in module.state_dict().items()), kind
 
 
+def built_empty(rank: int, world: int, stage: int, folder: str) -> Any:
+    """A model without values goes on where another was saved. At stage 3 its modules can also initialise themselves."""
+    run = trainer(rank, world, strategy(0))
+    run.fit(Module())
+    run.save_checkpoint(f"{folder}/{stage}")
+    for epochs, path in [(1, None), (2, f"{folder}/{stage}")][stage < 3 :]:
+        run = trainer(rank, world, strategy(stage), max_epochs=epochs)
+        with run.init_module(empty_init=True):
+            module = Module()
+        assert {param.device.type for param in module.parameters()} == {"meta" if stage == 3 else "cpu"}
+        run.fit(module, ckpt_path=path)
+        assert path or all(0 < value.abs().max() < 1 for value in record(module, [])[1].values())
+    return record(module, [])
+
+
 class Phased(Module):
     """What it saves decides, before it is trained again, by which schedule and on which scale of the loss."""
 

@@ -136,6 +136,15 @@ def test_saved_files_have_all_weights(tmp_path):
     on_ranks("lightnings", "saved_by_callback", str(tmp_path))
 
 
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_that_is_built_without_values_takes_those_of_a_checkpoint(stage, module, tmp_path):
+    expected, found = (on_ranks(module, "built_empty", one, str(tmp_path)) for one in (0, stage))
+    for (losses, weights, _), (own_losses, own_weights, _) in zip(expected, found, strict=True):
+        assert own_losses == losses
+        assert all(torch.equal(own_weights[weight], value) for weight, value in weights.items())
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_a_checkpoint_brings_back_is_there_before_the_fit_starts(stage, tmp_path):
     losses, weights, values = on_ranks("lightnings", "resumed_in_phases", 0, "full", str(tmp_path))[0]

@@ -20,7 +20,7 @@ refuse_older("lightning")
 import inspect
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,10 @@ class ShardedStrategy:
             refuse_precision(self._policy, module, self._stage)
             rounding = self._roundings[module] = Rounding(self._policy, module, None, Comm())
             rounding.start_alike()
+
+    def _device(self, empty_init: bool | None) -> AbstractContextManager[Any]:
+        """Where `init_module` builds: at stage 3 as Lightning's FSDPStrategy, also what no device can hold in full."""
+        return torch.device("meta" if empty_init else "cpu") if self._stage == 3 else nullcontext()
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Collective. At stages 1 and 2 the OSS that replaces the optimizer; at stage 3 the optimizer itself."""
@@ -235,6 +239,12 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         super().setup_environment()
         if _averaging(self.lightning_module.trainer) and (before := sharded_before(self.lightning_module)) is not None:
             unwrap(before)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """The context of `trainer.init_module`."""
+        with super().tensor_init_context(empty_init), self._device(empty_init):
+            yield
 
     def setup(self, trainer: pl.Trainer) -> None:
         """Collective. Shards the model and its optimizers, for the run that begins."""
@@ -407,6 +417,13 @@ class ZeroFabricStrategy(ShardedStrategy, FabricsDDPStrategy):
                 "fabric.setup_module() at stage 2: the optimizer is needed. fabric.setup(model, optimizer)"
             )
         return self.setup_module_and_optimizers(module, [])[0]
+
+    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+        """The context of `fabric.init_module`."""
+        stack = ExitStack()
+        stack.enter_context(super().module_init_context(empty_init))
+        stack.enter_context(self._device(empty_init))
+        return stack
 
     def module_to_device(self, module: nn.Module) -> None:
         """Moves the module at stages 1 and 2. At stage 3 FSDP moves it, and initialises meta parameters."""
