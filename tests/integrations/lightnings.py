@@ -1,6 +1,7 @@
 """What ranks do in test_lightning: a model, data and a Trainer, on ranks that there are already."""
 
 import contextlib
+import json
 import logging
 import runpy
 import sys
@@ -60,8 +61,9 @@ class Module(pl.LightningModule):
         return self(batch[0])
 
     def configure_optimizers(self) -> Any:
-        decayed = [param for param in self.parameters() if param.dim() > 1]
-        others = [param for param in self.parameters() if param.dim() <= 1]
+        trained = [param for param in self.parameters() if param.requires_grad]
+        decayed = [param for param in trained if param.dim() > 1]
+        others = [param for param in trained if param.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, **self.options)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -386,6 +388,82 @@ def finetuned(rank: int, world: int, stage: int, folder: str) -> list[Any]:
     return found
 
 
+class Normed(Module):
+    """Has buffers, which averages have, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class Added(Normed):
+    """What a Module lacks, parameters and buffers, no optimizer steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.requires_grad_(False)
+
+
+def loaded_in_part(rank: int, world: int, stage: int, kind: str, folder: str) -> list[Any]:
+    """By strict_loading=False: what only the model has, and what only the checkpoint has."""
+    found = []
+    for saved, loaded in [(Module, Added), (Added, Module)]:
+        path = f"{folder}/{stage} {kind} {saved.__name__}"
+        run = trainer(rank, world, strategy(stage, checkpoint=kind))
+        run.fit(saved())
+        run.save_checkpoint(path)
+        run, module = trainer(rank, world, strategy(stage, checkpoint=kind), max_epochs=2), loaded()
+        told = ranks.refusal(lambda: run.fit(module, ckpt_path=path))  # noqa: B023 (called at once)
+        assert "norm.weight" in told and "norm.running_mean" in told, told
+        run, module = trainer(rank, world, strategy(stage, checkpoint=kind), max_epochs=2), loaded()
+        module.strict_loading = False
+        run.fit(module, ckpt_path=path)
+        found.append(record(module, []))
+    return found
+
+
+class Adapted(Module):
+    """Trains its head, which is a base with an adapter to `exclude_frozen_parameters`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.requires_grad_(False)
+
+
+def without_frozen(rank: int, world: int, stage: int, kind: str, folder: str) -> Any:
+    """A bias that is frozen after it was trained is saved, the blocks are not."""
+    path, options = f"{folder}/{stage} {kind}", {"checkpoint": kind, "exclude_frozen_parameters": True}
+    run = trainer(rank, world, strategy(stage, **options))
+    run.fit(module := Adapted())
+    module.head.bias.requires_grad_(False)
+    run.save_checkpoint(path)
+    if stage:
+        assert saved_names(path) == ["head.bias", "head.weight"]
+        with torch.no_grad():
+            for param in (other := Adapted()).parameters():
+                param.fill_(0.5)
+        run = trainer(rank, world, strategy(stage, **options))
+        run.validate(other, ckpt_path=path, verbose=False)
+        weights, expected = record(other, [])[1], zero.full_state_dict(module, to=None)
+        assert all(torch.equal(weights[name], expected[name]) for name in saved_names(path))
+        assert all(bool((value == 0.5).all()) for name, value in weights.items() if name.startswith("blocks"))
+    run = trainer(rank, world, strategy(stage, **options), max_epochs=2)
+    run.fit(module := Adapted(), ckpt_path=path)
+    return record(module, [])
+
+
+def saved_names(path: str) -> list[str]:
+    """Of the weights in a checkpoint of either kind."""
+    if Path(path).is_dir():
+        (index,) = Path(path).glob("0*/index.json")
+        stored = json.loads(index.read_text())["tensors"]
+        return sorted(name.removeprefix("model/") for name in stored if name.startswith("model/"))
+    return sorted(torch.load(path, weights_only=True)["state_dict"])
+
+
 def saved_by_plugin(rank: int, world: int, folder: str) -> None:
     """One of Lightning's, which writes on a thread; one that is given to the strategy; and the default."""
     from zero.integrations.lightning import MappedCheckpointIO
@@ -436,17 +514,6 @@ def example(rank: int, world: int, folder: str) -> None:
     assert type(made["trainer"].strategy.model) is zero.FSDP and made["trainer"].world_size == world
 
 
-class Normed(Module):
-    """Has buffers, which averages have, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.norm(x))
-
-
 AVERAGES: dict[str, Callable[[], Any]] = {
     "EMA": lambda: pl.callbacks.EMAWeightAveraging(decay=0.5),
     "SWA": lambda: pl.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=2, device=None),
@@ -477,9 +544,12 @@ def by_value(rank: int, world: int, stage: int) -> dict[str, Tensor]:
 def refusals(rank: int, world: int) -> None:
     averages = {"callbacks": [pl.callbacks.EMAWeightAveraging()]}
     sharded, bf16 = strategy(2, checkpoint="sharded"), MixedPrecision("bf16-mixed", "cpu")
+    part, of_fabric = strategy(1, exclude_frozen_parameters=True), zero.integrations.lightning.ZeroFabricStrategy(3)
     for call, words in [
         (lambda: strategy(4), ["stage=4"]),
         (lambda: trainer(rank, world, sharded, **averages).fit(Module()), ["EMAWeightAveraging", "checkpoint='full'"]),
+        (lambda: trainer(rank, world, part, **averages).fit(Module()), ["EMAWeightAveraging", "_parameters=False"]),
+        (lambda: trainer(rank, world, of_fabric), ["ZeroFabricStrategy(stage=3", "a Trainer takes ZeroStrategy"]),
         (lambda: strategy(2, precision="fp16")._take_precision(bf16), ["precision='bf16-mixed' of Li", "float16"]),
     ]:
         told = ranks.refusal(call)

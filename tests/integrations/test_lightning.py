@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import itertools
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,15 @@ def same(one: Any, other: Any, tolerance: float) -> bool:
     return one == (pytest.approx(other, rel=tolerance) if tolerance else other)
 
 
+def flat(found: Any) -> Iterator[Any]:
+    """The values in a nest of lists, tuples and dictionaries, in order."""
+    if isinstance(found, (list, tuple, dict)):
+        for one in found.values() if isinstance(found, dict) else found:
+            yield from flat(one)
+    else:
+        yield found
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize(("kind", "stages"), [("full", [0, 1, 2, 3]), ("sharded", [1, 2, 3])])
@@ -143,6 +153,16 @@ def test_a_model_that_is_built_without_values_takes_those_of_a_checkpoint(stage,
     for (losses, weights, _), (own_losses, own_weights, _) in zip(expected, found, strict=True):
         assert own_losses == losses
         assert all(torch.equal(own_weights[weight], value) for weight, value in weights.items())
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["loaded_in_part", "without_frozen"])
+def test_a_checkpoint_with_a_part_of_the_weights_is_loaded_as_by_ddp(name, stage, kind, module, tmp_path):
+    expected, found = (on_ranks(module, name, one, kind, str(tmp_path)) for one in (0, stage))
+    for one, own in zip(expected, found, strict=True):
+        assert same([*flat(own)], [*flat(one)], 0.0)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -20,7 +20,7 @@ refuse_older("lightning")
 import inspect
 import zipfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -39,9 +39,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero import checkpoint as checkpoints_of_zero
+from zero._torch.compiling import name_without_compile
 from zero._torch.optimizers import follow
-from zero.checkpoint.read import load_state
+from zero.checkpoint.read import load_part
+from zero.checkpoint.shards import Training
 from zero.checkpoint.storage import checkpoints, place
 from zero.checkpoint.write import save_in_place
 from zero.comm import Comm
@@ -59,7 +60,7 @@ from zero.oss import OSS
 from zero.precision import Rounding, refuse_precision
 from zero.sdp import AveragingDDP, ShardedDDP
 from zero.wrap.precision import MixedPrecision, as_precision
-from zero.wrappers import no_sync, unwrap, wrapper_of
+from zero.wrappers import no_sync, unwrap, unwrapped, wrapper_of
 
 # In the directory of a sharded checkpoint: the file with what Lightning saves besides weights and optimizer state, and
 # its entry that names the zero.checkpoint there. Whenever a save ends, both are of one step.
@@ -89,12 +90,20 @@ class ShardedStrategy:
     is_global_zero: bool
 
     def __init__(
-        self, stage: int, *, oss: Any = None, checkpoint: str = "full", sync_each_batch: bool = True, **options: Any
+        self,
+        stage: int,
+        *,
+        oss: Any = None,
+        checkpoint: str = "full",
+        exclude_frozen_parameters: bool = False,
+        sync_each_batch: bool = True,
+        **options: Any,
     ) -> None:
         self._policy, self._roundings = as_precision(options.pop("precision", None)), dict[nn.Module, Rounding]()
         if stage not in (1, 2, 3) or checkpoint not in ("full", "sharded"):
             raise ValueError(f"{stage=}, {checkpoint=}. Choose 1, 2 or 3, and 'full' or 'sharded'.")
         self._stage, self._in_shards, self._oss = stage, checkpoint == "sharded", dict(oss or {})
+        self._without_frozen = exclude_frozen_parameters
         self._syncs_each_batch, self._averaging = sync_each_batch and stage > 1, WeakSet[AveragingDDP]()
         known = inspect.signature(super().__init__).parameters
         theirs = {name: options.pop(name) for name in [*options] if name in known}
@@ -106,6 +115,11 @@ class ShardedStrategy:
         super().setup_environment()  # type: ignore[misc]
         if type(self.checkpoint_io) is TorchCheckpointIO:
             self.checkpoint_io: Any = MappedCheckpointIO()
+
+    def __repr__(self) -> str:  # Lightning shows it where the other class is needed
+        of_fabric = isinstance(self, FabricsDDPStrategy)
+        whose = "Fabric; a Trainer takes ZeroStrategy" if of_fabric else "a Trainer; Fabric takes ZeroFabricStrategy"
+        return f"{type(self).__name__}(stage={self._stage}, for {whose})"
 
     def _take_precision(self, plugin: Any) -> None:
         """Has the plugin of "bf16-mixed" and "16-mixed" mean `precision`, as at every stage: its autocast ends."""
@@ -157,12 +171,32 @@ class ShardedStrategy:
             self._averaging.add(model)
         return model
 
+    def _saved_weights(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Collective. The full weights that are saved, on rank 0's CPU; {} elsewhere."""
+        found = full_state_dict(model, to=0)
+        if not self._without_frozen:
+            return found
+        training = Training(model, optimizers, None)
+        with training.ranks.together():
+            training.look()
+        left_out = set[str].intersection(*map(set, training.ranks.gather([*training.left_out()])))
+        stored_as = {name: training.tied.get(plain := name_without_compile(name), plain) for name in found}
+        return {name: value for name, value in found.items() if stored_as[name] not in left_out}
+
+    def _load_weights(self, model: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
+        """Collective. Frozen parameters that were left out keep their values."""
+        named = unwrapped(model)[0].named_parameters(remove_duplicate=False) if self._without_frozen else ()
+        frozen = {name for name, param in named if not param.requires_grad}
+        missing, unexpected = load_full_state_dict(model, weights, strict and not frozen)
+        if strict and frozen and (differing := [*({*missing} - frozen), *unexpected]):
+            raise RuntimeError(f"of another model: only it, or only the model, has {differing}, which are not frozen.")
+
     def _save_shards(self, path: Any, model: nn.Module, optimizers: Any, save: Callable[[Any, str], None]) -> None:
         """Collective. Saves a directory; what was there before is removed. save: writes this entry and all else."""
         directory = place(path)
         if self.is_global_zero and directory.exists() and not directory.inside():
             directory.remove()  # a full checkpoint, which is a file
-        shards = place(save_in_place(path, model, optimizers).path).name
+        shards = place(save_in_place(path, model, optimizers, frozen=not self._without_frozen).path).name
         save({SHARDS: shards}, (directory / _REST).url)
         for old in checkpoints(directory) if self.is_global_zero else ():
             if old.name != shards:
@@ -222,6 +256,9 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
     oss: options of OSS at stages 1 and 2, such as partition.
     checkpoint: "full" writes one file from rank 0, which every strategy loads. "sharded" writes a directory by
         zero.checkpoint, in which each rank writes its shards. Every stage reads both kinds, on any number of ranks.
+    exclude_frozen_parameters: leaves out of checkpoints what is frozen (requires_grad=False) and has no state in an
+        optimizer, such as the base of adapters. The model keeps its own values of them when it loads; strategies
+        without this option load a full one with `strict_loading=False`.
     sync_each_batch: at stages 2 and 3, whether accumulate_grad_batches reduces the gradients of each batch, so that a
         rank holds its share of them. False sends them once, and holds them in full until then.
     options: of the stage's wrapper: DistributedDataParallel, ShardedDDP or FSDP. Other arguments are DDPStrategy's.
@@ -252,9 +289,12 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         awaited, self._awaited = self._awaited, None
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._take_precision(self.precision_plugin)
-        for callback in _averaging(trainer) if fitting and self._in_shards else ():
+        for callback in _averaging(trainer) if fitting and (self._in_shards or self._without_frozen) else ():
             if isinstance(callback, WeightAveraging):  # checkpoints are directories, which hold the weights once
-                raise ValueError(f"{type(callback).__name__} saves two sets of weights. Use checkpoint='full'.")
+                raise ValueError(
+                    f"{type(callback).__name__} saves two sets of weights, and loads them in full. Use "
+                    "checkpoint='full' and exclude_frozen_parameters=False."
+                )
         before = sharded_before(self.lightning_module)
         if self._stage < 3 and before is not None:
             unwrap(before)
@@ -328,7 +368,7 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Collective. Full weights on rank 0's CPU, {} elsewhere; {} where they are saved in shards."""
-        return {} if self._in_shards else full_state_dict(self._whole(), to=0)
+        return {} if self._in_shards else self._saved_weights(self._whole(), self.optimizers)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Collective. The full state in the plain optimizer's format, as the weights."""
@@ -360,9 +400,9 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         if self._stage == 3 and before is None and not _averaging(self.lightning_module.trainer):
             self._awaited = checkpoint, strict  # `setup` loads it, so that each rank reads its shards alone
         elif SHARDS in checkpoint:
-            checkpoints_of_zero.load(checkpoint[SHARDS], self._whole())
+            load_part(checkpoint[SHARDS], self._whole(), strict=strict)
         else:
-            load_full_state_dict(self._whole(), checkpoint["state_dict"], strict)
+            self._load_weights(self._whole(), checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Collective. Takes full state, of any strategy, or shards."""
@@ -373,7 +413,8 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
                 for group in added:
                     one.add_param_group(group)
         if SHARDS in checkpoint:
-            load_state(checkpoint[SHARDS], self._whole(), self.optimizers)
+            strict = self.lightning_module.strict_loading
+            load_part(checkpoint[SHARDS], self._whole(), self.optimizers, weights=False, strict=strict)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             load_full_optimizer_state_dict(self._whole(), optimizer, state)
@@ -418,12 +459,11 @@ class ZeroFabricStrategy(ShardedStrategy, FabricsDDPStrategy):
             )
         return self.setup_module_and_optimizers(module, [])[0]
 
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """The context of `fabric.init_module`."""
-        stack = ExitStack()
-        stack.enter_context(super().module_init_context(empty_init))
-        stack.enter_context(self._device(empty_init))
-        return stack
+        with super().module_init_context(empty_init), self._device(empty_init):
+            yield
 
     def module_to_device(self, module: nn.Module) -> None:
         """Moves the module at stages 1 and 2. At stage 3 FSDP moves it, and initialises meta parameters."""
@@ -440,7 +480,7 @@ class ZeroFabricStrategy(ShardedStrategy, FabricsDDPStrategy):
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Collective."""
-        load_full_state_dict(sharded_before(module) or module, state_dict, strict)
+        self._load_weights(sharded_before(module) or module, state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Collective. The full state in the plain optimizer's format, as the weights."""
@@ -454,6 +494,10 @@ class ZeroFabricStrategy(ShardedStrategy, FabricsDDPStrategy):
         if not self._in_shards:
             if self.is_global_zero and rest_of(path) is not None:  # a full checkpoint would be put inside
                 self.checkpoint_io.remove_checkpoint(path)
+            if self._without_frozen:
+                model, optimizers, _ = _divided(state)
+                weights = self._saved_weights(model, optimizers or [])
+                state = {name: weights if isinstance(one, nn.Module) else one for name, one in state.items()}
             write(path, state, storage_options, filter)
             return
         if filter:
@@ -473,7 +517,7 @@ class ZeroFabricStrategy(ShardedStrategy, FabricsDDPStrategy):
             return super().load_checkpoint(path, state, strict, weights_only)
         model, optimizers, rest = _divided(given)
         remainder = super().load_checkpoint(of_lightning, rest, strict, weights_only)
-        checkpoints_of_zero.load((place(path) / remainder.pop(SHARDS)).url, model, optimizers)
+        load_part((place(path) / remainder.pop(SHARDS)).url, model, optimizers, strict=strict)
         given.update(rest)
         return remainder
 
@@ -482,7 +526,10 @@ def _divided(state: dict[str, Any]) -> tuple[nn.Module, list[Optimizer] | None, 
     """The model, the optimizers, and all other values. Raises ValueError unless there is one model."""
     models = [sharded_before(value) or value for value in state.values() if isinstance(value, nn.Module)]
     if len(models) != 1:
-        raise ValueError(f"a sharded checkpoint holds one model, but there are {len(models)}. Use checkpoint='full'.")
+        raise ValueError(
+            f"a checkpoint in shards, or without frozen parameters, holds one model, but there are {len(models)}. Use "
+            "checkpoint='full' and exclude_frozen_parameters=False."
+        )
     optimizers = [value for value in state.values() if isinstance(value, Optimizer)] or None
     return models[0], optimizers, {name: value for name, value in state.items() if not isinstance(value, _KINDS)}
 
