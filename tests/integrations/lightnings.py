@@ -1,8 +1,10 @@
 """What ranks do in test_lightning: a model, data and a Trainer, on ranks that there are already."""
 
 import contextlib
+import io
 import json
 import logging
+import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -191,7 +193,7 @@ CASES: dict[str, tuple[type[Module], dict[str, Any]]] = {
 def logger(rows: list[list[float]]) -> Any:
     """Adds what it is handed to these."""
     log = lambda metrics, step: rows.append([*metrics.values()])  # noqa: E731
-    return mock.Mock(spec=pl.loggers.Logger, save_dir=None, log_metrics=log)
+    return mock.Mock(spec=pl.loggers.Logger, save_dir=None, group_separator="/", log_metrics=log)
 
 
 def all_cases(rank: int, world: int, stage: int) -> dict[str, Any]:
@@ -535,6 +537,68 @@ def averaged(rank: int, world: int, stage: int, folder: str) -> list[Any]:
     return found
 
 
+class Raises(pl.Callback):
+    """In the second epoch."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            raise RuntimeError("on purpose")
+
+
+class Found(Module):
+    """Its learning rate can be found, by a batch of each sample, and callbacks write to its list."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.lr, self.batch_size, self.seen = 0.01, batch_size, list[Any]()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(super().train_dataloader().dataset, self.batch_size)
+
+
+# By what a run has beside its Trainer's defaults, given a folder.
+CALLBACKS: dict[str, Callable[[str], list[pl.Callback]]] = {
+    "ModelCheckpoint": lambda folder: [
+        pl.callbacks.ModelCheckpoint(folder, "{epoch}", monitor="val_loss", save_top_k=1, save_last=True)
+    ],
+    "EarlyStopping": lambda _: [pl.callbacks.EarlyStopping("val_loss", stopping_threshold=1e9)],
+    "GradientAccumulationScheduler": lambda _: [pl.callbacks.GradientAccumulationScheduler({1: 2})],
+    "StochasticWeightAveraging": lambda _: [AVERAGES["SWA"]()],
+    "WeightAveraging": lambda _: [pl.callbacks.WeightAveraging()],
+    "EMAWeightAveraging": lambda _: [AVERAGES["EMA"]()],
+    "DeviceStatsMonitor": lambda _: [pl.callbacks.DeviceStatsMonitor(cpu_stats=True)],
+    "ThroughputMonitor": lambda _: [pl.callbacks.ThroughputMonitor(len)],
+    "ModelSummary": lambda _: [pl.callbacks.ModelSummary(2)],
+    "Timer": lambda _: [pl.callbacks.Timer(interval="step")],
+    "LearningRateFinder": lambda _: [
+        AVERAGES["EMA"](),
+        pl.callbacks.LearningRateFinder(1e-5, 1e-3, num_training_steps=16, early_stop_threshold=None),
+    ],
+    "LambdaCallback": lambda _: [
+        pl.callbacks.LambdaCallback(on_train_epoch_end=lambda trainer, module: module.seen.append(trainer.global_step))
+    ],
+    "OnExceptionCheckpoint": lambda folder: [pl.callbacks.OnExceptionCheckpoint(folder, "raised"), Raises()],
+}
+
+
+def with_callback(rank: int, world: int, name: str, stage: int, folder: str) -> Any:
+    module, callbacks = Found(1 if name == "LearningRateFinder" else 4), CALLBACKS[name](folder)
+    logs = {"logger": logger([])} if name.endswith("Monitor") else {}
+    options = {"max_epochs": 2, "enable_checkpointing": True, "log_every_n_steps": 1, "default_root_dir": folder}
+    run = trainer(rank, world, strategy(stage), callbacks=callbacks, **options, **logs)
+    if name == "OnExceptionCheckpoint":
+        assert "on purpose" in ranks.refusal(lambda: run.fit(Found()))
+        run = trainer(rank, world, strategy(stage), max_epochs=2)
+    with contextlib.redirect_stderr(io.StringIO()):  # the finder's progress
+        run.fit(module, ckpt_path=f"{folder}/raised.ckpt" if name == "OnExceptionCheckpoint" else None)
+    assert (module.lr != 0.01) == (name == "LearningRateFinder")
+    saved = sorted(os.listdir(folder)) if name == "ModelCheckpoint" else []
+    return record(module, [module.lr, module.seen, run.global_step, saved])
+
+
 def by_value(rank: int, world: int, stage: int) -> dict[str, Tensor]:
     clipping = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
     trainer(rank, world, strategy(stage), **clipping).fit(module := Module())
@@ -544,11 +608,13 @@ def by_value(rank: int, world: int, stage: int) -> dict[str, Tensor]:
 def refusals(rank: int, world: int) -> None:
     averages = {"callbacks": [pl.callbacks.EMAWeightAveraging()]}
     sharded, bf16 = strategy(2, checkpoint="sharded"), MixedPrecision("bf16-mixed", "cpu")
+    pruned = {"callbacks": [pl.callbacks.ModelPruning("l1_unstructured")]}
     part, of_fabric = strategy(1, exclude_frozen_parameters=True), zero.integrations.lightning.ZeroFabricStrategy(3)
     for call, words in [
         (lambda: strategy(4), ["stage=4"]),
         (lambda: trainer(rank, world, sharded, **averages).fit(Module()), ["EMAWeightAveraging", "checkpoint='full'"]),
         (lambda: trainer(rank, world, part, **averages).fit(Module()), ["EMAWeightAveraging", "_parameters=False"]),
+        (lambda: trainer(rank, world, strategy(1), **pruned).fit(Module()), ["ModelPruning", "strategy='ddp'"]),
         (lambda: trainer(rank, world, of_fabric), ["ZeroFabricStrategy(stage=3", "a Trainer takes ZeroStrategy"]),
         (lambda: strategy(2, precision="fp16")._take_precision(bf16), ["precision='bf16-mixed' of Li", "float16"]),
     ]:

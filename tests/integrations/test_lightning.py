@@ -29,6 +29,11 @@ pytestmark = [
 ]  # of Lightning: too few workers, short epochs, no GPU
 STAGES = [1, 2, 3]
 MODULES = ["lightnings", "fabrics"]
+CALLBACKS = [
+    *("ModelCheckpoint", "EarlyStopping", "GradientAccumulationScheduler", "DeviceStatsMonitor", "ThroughputMonitor"),
+    *("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "LearningRateFinder", "LambdaCallback"),
+    *("OnExceptionCheckpoint", "ModelSummary", "Timer"),
+]
 TOLERANCES = {"clipped": 1e-5, "two optimizers": 1e-5, "by hand": 1e-5, "accumulated": 1e-5}
 """By hand and where batches accumulate each backward reduces: averages are added up, not gradients."""
 
@@ -207,6 +212,20 @@ def test_averages_of_weights_are_those_of_ddp(tmp_path):
         for (losses, weights, values), (own_losses, own_weights, own_values) in zip(expected, found, strict=True):
             assert (own_losses, own_values) == (losses, values)
             assert all(torch.equal(own_weights[weight], value) for weight, value in weights.items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_a_callback_finds_what_it_finds_under_ddp(name, stage, tmp_path):
+    (tmp_path / "ddp").mkdir()
+    expected = on_ranks("lightnings", "with_callback", name, 0, str(tmp_path / "ddp"))
+    (tmp_path / "own").mkdir()
+    found = on_ranks("lightnings", "with_callback", name, stage, str(tmp_path / "own"))
+    tolerance = 1e-5 if name == "GradientAccumulationScheduler" else 0.0
+    for (losses, weights, values), (own_losses, own_weights, own_values) in zip(expected, found, strict=True):
+        assert own_values == values
+        assert own_losses == pytest.approx(losses, rel=tolerance, abs=0)
+        assert all(close(own_weights[weight], value, tolerance) for weight, value in weights.items())
 
 
 def test_the_example_runs(tmp_path):

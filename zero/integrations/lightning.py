@@ -32,7 +32,7 @@ from lightning.fabric.plugins import precision as fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricsDDPStrategy
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import precision as pytorch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -189,7 +189,10 @@ class ShardedStrategy:
         frozen = {name for name, param in named if not param.requires_grad}
         missing, unexpected = load_full_state_dict(model, weights, strict and not frozen)
         if strict and frozen and (differing := [*({*missing} - frozen), *unexpected]):
-            raise RuntimeError(f"of another model: only it, or only the model, has {differing}, which are not frozen.")
+            raise RuntimeError(
+                f"only the checkpoint, or only the model, has {differing}, which are no frozen parameters. Build the "
+                "model that was saved, or load with strict=False (strict_loading of a LightningModule)."
+            )
 
     def _save_shards(self, path: Any, model: nn.Module, optimizers: Any, save: Callable[[Any, str], None]) -> None:
         """Collective. Saves a directory; what was there before is removed. save: writes this entry and all else."""
@@ -289,6 +292,9 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         awaited, self._awaited = self._awaited, None
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._take_precision(self.precision_plugin)
+        pruned = any(isinstance(one, ModelPruning) for one in trainer.callbacks)  # type: ignore[attr-defined]
+        if fitting and pruned:
+            raise ValueError("ModelPruning gives parameters other data, which are sharded here. Use strategy='ddp'.")
         for callback in _averaging(trainer) if fitting and (self._in_shards or self._without_frozen) else ():
             if isinstance(callback, WeightAveraging):  # checkpoints are directories, which hold the weights once
                 raise ValueError(
