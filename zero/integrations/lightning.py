@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import lightning.pytorch as pl
 import torch
@@ -104,7 +104,8 @@ class ShardedStrategy:
             raise ValueError(f"{stage=}, {checkpoint=}. Choose 1, 2 or 3, and 'full' or 'sharded'.")
         self._stage, self._in_shards, self._oss = stage, checkpoint == "sharded", dict(oss or {})
         self._without_frozen = exclude_frozen_parameters
-        self._syncs_each_batch, self._averaging = sync_each_batch and stage > 1, WeakSet[AveragingDDP]()
+        self._syncs_each_batch = sync_each_batch and stage > 1
+        self._averaging: list[ReferenceType[nn.Module]] = []  # no WeakSet, which launchers that spawn cannot pickle
         known = inspect.signature(super().__init__).parameters
         theirs = {name: options.pop(name) for name in [*options] if name in known}
         self._options = options
@@ -151,8 +152,8 @@ class ShardedStrategy:
             return optimizer
         rounded = {param: dtype for one in self._roundings.values() for param, dtype in one.dtypes.items()}
         sharded = OSS.from_optimizer(optimizer, precision=self._policy, rounded=rounded, **self._oss)
-        for model in self._averaging:  # set up before, without its optimizer
-            if steps(sharded, model):
+        for known in self._averaging:  # set up before, without its optimizer
+            if isinstance(model := known(), AveragingDDP) and steps(sharded, model):
                 model.adopt(sharded)
         return sharded
 
@@ -168,7 +169,7 @@ class ShardedStrategy:
         kind = ShardedDDP if self._stage == 2 else AveragingDDP
         model = self._roundings.pop(module).wrap(kind, own, **self._options)
         if isinstance(model, AveragingDDP) and not own:
-            self._averaging.add(model)
+            self._averaging.append(ref(model))
         return model
 
     def _saved_weights(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
