@@ -10,12 +10,12 @@ from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.fabric.strategies import Strategy
 from lightning.fabric.strategies.ddp import DDPStrategy
-from lightnings import WIDTH, Module
+from lightnings import WIDTH, Adapted, Added, Module, saved_names
 from torch import Tensor
 
 import ranks
 import zero
-from zero.integrations.lightning import ZeroFabricStrategy
+from zero.integrations.lightning import ZeroFabricStrategy, ZeroStrategy
 from zoo import data
 
 SCALE = {"init_scale": 1024.0}
@@ -36,9 +36,10 @@ def fabric_at(rank: int, world: int, stage: int, precision: Any = None, **option
     return fabric
 
 
-def set_up(fabric: Any) -> tuple[Any, Any, Any]:
-    module = Module()
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.02)
+def set_up(fabric: Any, kind: type[Module] = Module, empty_init: bool = False) -> tuple[Any, Any, Any]:
+    with fabric.init_module(empty_init):
+        module = kind()
+    optimizer = torch.optim.AdamW([param for param in module.parameters() if param.requires_grad], lr=0.02)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     model, optimizer = fabric.setup(module, optimizer)
     return model, optimizer, scheduler
@@ -176,6 +177,52 @@ def resumed(rank: int, world: int, pairs: list[tuple[int, int]], folder: str, ki
         assert train(fabric, parts, range(1, 3)) == expected, (first, second)
 
 
+def built_empty(rank: int, world: int, stage: int, folder: str) -> Any:
+    parts = model, optimizer, _ = set_up(fabric := fabric_at(rank, world, 0))
+    train(fabric, parts, range(1))
+    fabric.save(f"{folder}/{stage}", {"model": model, "optimizer": optimizer})
+    fabric = fabric_at(rank, world, stage)
+    with fabric.init_module(empty_init=True):
+        assert torch.nn.Linear(1, 1).weight.device.type == ("meta" if stage == 3 else "cpu")
+    parts = model, optimizer, _ = set_up(fabric, empty_init=True)
+    fabric.load(f"{folder}/{stage}", {"model": model, "optimizer": optimizer})
+    losses = train(fabric, parts, range(1, 3))
+    return losses, zero.full_state_dict(model._forward_module, to=None), []
+
+
+def loaded_in_part(rank: int, world: int, stage: int, kind: str, folder: str) -> list[Any]:
+    """By fabric.load(strict=False)."""
+    found = []
+    for saved, loaded in [(Module, Added), (Added, Module)]:
+        path = f"{folder}/{stage} {kind} {saved.__name__}"
+        parts = model, optimizer, _ = set_up(fabric := fabric_at(rank, world, stage, checkpoint=kind), saved)
+        train(fabric, parts, range(1))
+        fabric.save(path, {"model": model, "optimizer": optimizer})
+        fabric.barrier()
+        parts = model, optimizer, _ = set_up(fabric, loaded)
+        told = ranks.refusal(lambda: fabric.load(path, {"model": model, "optimizer": optimizer}))  # noqa: B023
+        assert "norm.weight" in told and "norm.running_mean" in told, told
+        fabric.load(path, {"model": model, "optimizer": optimizer}, strict=False)
+        losses = train(fabric, parts, range(1, 3))
+        found.append((losses, zero.full_state_dict(model._forward_module, to=None), []))
+    return found
+
+
+def without_frozen(rank: int, world: int, stage: int, kind: str, folder: str) -> Any:
+    options = {"checkpoint": kind, "exclude_frozen_parameters": True}
+    parts = model, optimizer, _ = set_up(fabric := fabric_at(rank, world, stage, **options), Adapted)
+    path, state = f"{folder}/{stage} {kind}", {"state_dict": model, "optimizer": optimizer}
+    train(fabric, parts, range(1))
+    model.module.head.bias.requires_grad_(False)
+    fabric.save(path, state)
+    fabric.barrier()
+    assert not stage or saved_names(path) == ["head.bias", "head.weight"]
+    parts = model, optimizer, _ = set_up(fabric, Adapted)
+    fabric.load(path, {"state_dict": model, "optimizer": optimizer})
+    losses = train(fabric, parts, range(1, 3))
+    return losses, zero.full_state_dict(model._forward_module, to=None), []
+
+
 def saved_in_turn(rank: int, world: int, path: str) -> None:
     for step, kind in enumerate(["sharded", "full", "sharded"]):
         fabric = fabric_at(rank, world, 2, checkpoint=kind)
@@ -214,7 +261,9 @@ def by_value(rank: int, world: int, stage: int) -> dict[str, Tensor]:
 
 
 def refusals(rank: int, world: int) -> None:
-    """A module without its optimizer, and a step all of whose backwards are under no_backward_sync."""
+    """A module without its optimizer, the Trainer's strategy, and a step without a backward that synchronises."""
+    told = ranks.refusal(lambda: lightning.Fabric(accelerator="cpu", strategy=ZeroStrategy(2)))
+    assert "ZeroStrategy(stage=2" in told and "Fabric takes ZeroFabricStrategy" in told, told
     told = ranks.refusal(lambda: fabric_at(rank, world, 2).setup_module(Module()))
     assert told.startswith("RuntimeError") and "fabric.setup(model, optimizer)" in told, told
     model, optimizer, _ = set_up(fabric := fabric_at(rank, world, 1))

@@ -1,7 +1,10 @@
 """What ranks do in test_lightning: a model, data and a Trainer, on ranks that there are already."""
 
 import contextlib
+import io
+import json
 import logging
+import os
 import runpy
 import sys
 from collections.abc import Callable
@@ -60,8 +63,9 @@ class Module(pl.LightningModule):
         return self(batch[0])
 
     def configure_optimizers(self) -> Any:
-        decayed = [param for param in self.parameters() if param.dim() > 1]
-        others = [param for param in self.parameters() if param.dim() <= 1]
+        trained = [param for param in self.parameters() if param.requires_grad]
+        decayed = [param for param in trained if param.dim() > 1]
+        others = [param for param in trained if param.dim() <= 1]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, **self.options)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -189,7 +193,7 @@ CASES: dict[str, tuple[type[Module], dict[str, Any]]] = {
 def logger(rows: list[list[float]]) -> Any:
     """Adds what it is handed to these."""
     log = lambda metrics, step: rows.append([*metrics.values()])  # noqa: E731
-    return mock.Mock(spec=pl.loggers.Logger, save_dir=None, log_metrics=log)
+    return mock.Mock(spec=pl.loggers.Logger, save_dir=None, group_separator="/", log_metrics=log)
 
 
 def all_cases(rank: int, world: int, stage: int) -> dict[str, Any]:
@@ -292,6 +296,21 @@ def saved_in_turn(rank: int, world: int, path: str) -> None:
         assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in module.state_dict().items()), kind
 
 
+def built_empty(rank: int, world: int, stage: int, folder: str) -> Any:
+    """A model without values goes on where another was saved. At stage 3 its modules can also initialise themselves."""
+    run = trainer(rank, world, strategy(0))
+    run.fit(Module())
+    run.save_checkpoint(f"{folder}/{stage}")
+    for epochs, path in [(1, None), (2, f"{folder}/{stage}")][stage < 3 :]:
+        run = trainer(rank, world, strategy(stage), max_epochs=epochs)
+        with run.init_module(empty_init=True):
+            module = Module()
+        assert {param.device.type for param in module.parameters()} == {"meta" if stage == 3 else "cpu"}
+        run.fit(module, ckpt_path=path)
+        assert path or all(0 < value.abs().max() < 1 for value in record(module, [])[1].values())
+    return record(module, [])
+
+
 class Phased(Module):
     """What it saves decides, before it is trained again, by which schedule and on which scale of the loss."""
 
@@ -342,27 +361,109 @@ def resumed_in_phases(rank: int, world: int, stage: int, kind: str, folder: str)
     return record(module, [count.seen, module.scale])
 
 
-class Unfreezes(pl.callbacks.BaseFinetuning):
-    def freeze_before_training(self, module: pl.LightningModule) -> None:
-        self.freeze(module.blocks)
-
-    def finetune_function(self, module: pl.LightningModule, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(module.blocks, optimizer, lr=0.001)
-
-
 class Finetuned(Module):
+    """Its blocks are frozen until the second epoch, by a callback."""
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.blocks
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([param for param in self.parameters() if param.requires_grad], lr=0.01, momentum=0.9)
 
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(super().train_dataloader().dataset, batch_size=8 // self.trainer.world_size)
 
-def finetuned(rank: int, world: int, stage: int, kind: str, folder: str) -> Any:
-    """On one rank: DistributedDataParallel averages no gradients of parameters that were frozen at first."""
-    for epochs, path in [(3, None), (4, f"{folder}/{stage} {kind}")]:
-        run = trainer(rank, world, strategy(stage, checkpoint=kind), max_epochs=epochs, callbacks=[Unfreezes()])
-        run.fit(module := Finetuned(), ckpt_path=path)
-        run.save_checkpoint(f"{folder}/{stage} {kind}")
-    return record(module, [len(run.optimizers[0].param_groups)])
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return [pl.callbacks.BackboneFinetuning(1, backbone_initial_lr=1e-3)]
+
+
+def finetuned(rank: int, world: int, stage: int, folder: str) -> list[Any]:
+    """Two epochs that follow on a checkpoint from before the blocks are trained, or from after."""
+    found = []
+    for middle, kind in [(1, "sharded"), (2, "full"), (2, "sharded")]:
+        for epochs, path in [(middle, None), (middle + 2, f"{folder}/{stage} {middle} {kind}")]:
+            run = trainer(rank, world, strategy(stage, checkpoint=kind), max_epochs=epochs)
+            run.fit(module := Finetuned(), ckpt_path=path)
+            run.save_checkpoint(f"{folder}/{stage} {middle} {kind}")
+        found.append(record(module, [group["lr"] for group in run.optimizers[0].param_groups]))
+    return found
+
+
+class Normed(Module):
+    """Has buffers, which averages have, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class Added(Normed):
+    """What a Module lacks, parameters and buffers, no optimizer steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm.requires_grad_(False)
+
+
+def loaded_in_part(rank: int, world: int, stage: int, kind: str, folder: str) -> list[Any]:
+    """By strict_loading=False: what only the model has, and what only the checkpoint has."""
+    found = []
+    for saved, loaded in [(Module, Added), (Added, Module)]:
+        path = f"{folder}/{stage} {kind} {saved.__name__}"
+        run = trainer(rank, world, strategy(stage, checkpoint=kind))
+        run.fit(saved())
+        run.save_checkpoint(path)
+        run, module = trainer(rank, world, strategy(stage, checkpoint=kind), max_epochs=2), loaded()
+        told = ranks.refusal(lambda: run.fit(module, ckpt_path=path))  # noqa: B023 (called at once)
+        assert "norm.weight" in told and "norm.running_mean" in told, told
+        run, module = trainer(rank, world, strategy(stage, checkpoint=kind), max_epochs=2), loaded()
+        module.strict_loading = False
+        run.fit(module, ckpt_path=path)
+        found.append(record(module, []))
+    return found
+
+
+class Adapted(Module):
+    """Trains its head, which is a base with an adapter to `exclude_frozen_parameters`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.requires_grad_(False)
+
+
+def without_frozen(rank: int, world: int, stage: int, kind: str, folder: str) -> Any:
+    """A bias that is frozen after it was trained is saved, the blocks are not."""
+    path, options = f"{folder}/{stage} {kind}", {"checkpoint": kind, "exclude_frozen_parameters": True}
+    run = trainer(rank, world, strategy(stage, **options))
+    run.fit(module := Adapted())
+    module.head.bias.requires_grad_(False)
+    run.save_checkpoint(path)
+    if stage:
+        assert saved_names(path) == ["head.bias", "head.weight"]
+        with torch.no_grad():
+            for param in (other := Adapted()).parameters():
+                param.fill_(0.5)
+        run = trainer(rank, world, strategy(stage, **options))
+        run.validate(other, ckpt_path=path, verbose=False)
+        weights, expected = record(other, [])[1], zero.full_state_dict(module, to=None)
+        assert all(torch.equal(weights[name], expected[name]) for name in saved_names(path))
+        assert all(bool((value == 0.5).all()) for name, value in weights.items() if name.startswith("blocks"))
+    run = trainer(rank, world, strategy(stage, **options), max_epochs=2)
+    run.fit(module := Adapted(), ckpt_path=path)
+    return record(module, [])
+
+
+def saved_names(path: str) -> list[str]:
+    """Of the weights in a checkpoint of either kind."""
+    if Path(path).is_dir():
+        (index,) = Path(path).glob("0*/index.json")
+        stored = json.loads(index.read_text())["tensors"]
+        return sorted(name.removeprefix("model/") for name in stored if name.startswith("model/"))
+    return sorted(torch.load(path, weights_only=True)["state_dict"])
 
 
 def saved_by_plugin(rank: int, world: int, folder: str) -> None:
@@ -415,17 +516,6 @@ def example(rank: int, world: int, folder: str) -> None:
     assert type(made["trainer"].strategy.model) is zero.FSDP and made["trainer"].world_size == world
 
 
-class Normed(Module):
-    """Has buffers, which averages have, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.norm(x))
-
-
 AVERAGES: dict[str, Callable[[], Any]] = {
     "EMA": lambda: pl.callbacks.EMAWeightAveraging(decay=0.5),
     "SWA": lambda: pl.callbacks.StochasticWeightAveraging(0.05, swa_epoch_start=1, annealing_epochs=2, device=None),
@@ -447,6 +537,68 @@ def averaged(rank: int, world: int, stage: int, folder: str) -> list[Any]:
     return found
 
 
+class Raises(pl.Callback):
+    """In the second epoch."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            raise RuntimeError("on purpose")
+
+
+class Found(Module):
+    """Its learning rate can be found, by a batch of each sample, and callbacks write to its list."""
+
+    def __init__(self, batch_size: int = 4) -> None:
+        super().__init__()
+        self.lr, self.batch_size, self.seen = 0.01, batch_size, list[Any]()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(super().train_dataloader().dataset, self.batch_size)
+
+
+# By what a run has beside its Trainer's defaults, given a folder.
+CALLBACKS: dict[str, Callable[[str], list[pl.Callback]]] = {
+    "ModelCheckpoint": lambda folder: [
+        pl.callbacks.ModelCheckpoint(folder, "{epoch}", monitor="val_loss", save_top_k=1, save_last=True)
+    ],
+    "EarlyStopping": lambda _: [pl.callbacks.EarlyStopping("val_loss", stopping_threshold=1e9)],
+    "GradientAccumulationScheduler": lambda _: [pl.callbacks.GradientAccumulationScheduler({1: 2})],
+    "StochasticWeightAveraging": lambda _: [AVERAGES["SWA"]()],
+    "WeightAveraging": lambda _: [pl.callbacks.WeightAveraging()],
+    "EMAWeightAveraging": lambda _: [AVERAGES["EMA"]()],
+    "DeviceStatsMonitor": lambda _: [pl.callbacks.DeviceStatsMonitor(cpu_stats=True)],
+    "ThroughputMonitor": lambda _: [pl.callbacks.ThroughputMonitor(len)],
+    "ModelSummary": lambda _: [pl.callbacks.ModelSummary(2)],
+    "Timer": lambda _: [pl.callbacks.Timer(interval="step")],
+    "LearningRateFinder": lambda _: [
+        AVERAGES["EMA"](),
+        pl.callbacks.LearningRateFinder(1e-5, 1e-3, num_training_steps=16, early_stop_threshold=None),
+    ],
+    "LambdaCallback": lambda _: [
+        pl.callbacks.LambdaCallback(on_train_epoch_end=lambda trainer, module: module.seen.append(trainer.global_step))
+    ],
+    "OnExceptionCheckpoint": lambda folder: [pl.callbacks.OnExceptionCheckpoint(folder, "raised"), Raises()],
+}
+
+
+def with_callback(rank: int, world: int, name: str, stage: int, folder: str) -> Any:
+    module, callbacks = Found(1 if name == "LearningRateFinder" else 4), CALLBACKS[name](folder)
+    logs = {"logger": logger([])} if name.endswith("Monitor") else {}
+    options = {"max_epochs": 2, "enable_checkpointing": True, "log_every_n_steps": 1, "default_root_dir": folder}
+    run = trainer(rank, world, strategy(stage), callbacks=callbacks, **options, **logs)
+    if name == "OnExceptionCheckpoint":
+        assert "on purpose" in ranks.refusal(lambda: run.fit(Found()))
+        run = trainer(rank, world, strategy(stage), max_epochs=2)
+    with contextlib.redirect_stderr(io.StringIO()):  # the finder's progress
+        run.fit(module, ckpt_path=f"{folder}/raised.ckpt" if name == "OnExceptionCheckpoint" else None)
+    assert (module.lr != 0.01) == (name == "LearningRateFinder")
+    saved = sorted(os.listdir(folder)) if name == "ModelCheckpoint" else []
+    return record(module, [module.lr, module.seen, run.global_step, saved])
+
+
 def by_value(rank: int, world: int, stage: int) -> dict[str, Tensor]:
     clipping = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
     trainer(rank, world, strategy(stage), **clipping).fit(module := Module())
@@ -456,9 +608,14 @@ def by_value(rank: int, world: int, stage: int) -> dict[str, Tensor]:
 def refusals(rank: int, world: int) -> None:
     averages = {"callbacks": [pl.callbacks.EMAWeightAveraging()]}
     sharded, bf16 = strategy(2, checkpoint="sharded"), MixedPrecision("bf16-mixed", "cpu")
+    pruned = {"callbacks": [pl.callbacks.ModelPruning("l1_unstructured")]}
+    part, of_fabric = strategy(1, exclude_frozen_parameters=True), zero.integrations.lightning.ZeroFabricStrategy(3)
     for call, words in [
         (lambda: strategy(4), ["stage=4"]),
         (lambda: trainer(rank, world, sharded, **averages).fit(Module()), ["EMAWeightAveraging", "checkpoint='full'"]),
+        (lambda: trainer(rank, world, part, **averages).fit(Module()), ["EMAWeightAveraging", "_parameters=False"]),
+        (lambda: trainer(rank, world, strategy(1), **pruned).fit(Module()), ["ModelPruning", "strategy='ddp'"]),
+        (lambda: trainer(rank, world, of_fabric), ["ZeroFabricStrategy(stage=3", "a Trainer takes ZeroStrategy"]),
         (lambda: strategy(2, precision="fp16")._take_precision(bf16), ["precision='bf16-mixed' of Li", "float16"]),
     ]:
         told = ranks.refusal(call)

@@ -7,6 +7,7 @@ import contextlib
 import importlib
 import itertools
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,11 @@ pytestmark = [
 ]  # of Lightning: too few workers, short epochs, no GPU
 STAGES = [1, 2, 3]
 MODULES = ["lightnings", "fabrics"]
+CALLBACKS = [
+    *("ModelCheckpoint", "EarlyStopping", "GradientAccumulationScheduler", "DeviceStatsMonitor", "ThroughputMonitor"),
+    *("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging", "LearningRateFinder", "LambdaCallback"),
+    *("OnExceptionCheckpoint", "ModelSummary", "Timer"),
+]
 TOLERANCES = {"clipped": 1e-5, "two optimizers": 1e-5, "by hand": 1e-5, "accumulated": 1e-5}
 """By hand and where batches accumulate each backward reduces: averages are added up, not gradients."""
 
@@ -100,6 +106,15 @@ def same(one: Any, other: Any, tolerance: float) -> bool:
     return one == (pytest.approx(other, rel=tolerance) if tolerance else other)
 
 
+def flat(found: Any) -> Iterator[Any]:
+    """The values in a nest of lists, tuples and dictionaries, in order."""
+    if isinstance(found, (list, tuple, dict)):
+        for one in found.values() if isinstance(found, dict) else found:
+            yield from flat(one)
+    else:
+        yield found
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize("module", MODULES)
 @pytest.mark.parametrize(("kind", "stages"), [("full", [0, 1, 2, 3]), ("sharded", [1, 2, 3])])
@@ -136,19 +151,43 @@ def test_saved_files_have_all_weights(tmp_path):
     on_ranks("lightnings", "saved_by_callback", str(tmp_path))
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(("name", "world"), [("resumed_in_phases", 2), ("finetuned", 1)])
-def test_what_a_checkpoint_brings_back_is_there_before_the_fit_starts(name, world, stage, tmp_path):
-    """As under DDP; at stage 3 it comes later, as the model must be sharded before."""
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_model_that_is_built_without_values_takes_those_of_a_checkpoint(stage, module, tmp_path):
+    expected, found = (on_ranks(module, "built_empty", one, str(tmp_path)) for one in (0, stage))
+    for (losses, weights, _), (own_losses, own_weights, _) in zip(expected, found, strict=True):
+        assert own_losses == losses
+        assert all(torch.equal(own_weights[weight], value) for weight, value in weights.items())
 
-    def last(stage: int, kind: str) -> Any:
-        return ranks.run(call, world, ("lightnings", name, (stage, kind, str(tmp_path))), 110)[0]
 
-    losses, weights, values = last(0, "full")
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("kind", ["full", "sharded"])
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["loaded_in_part", "without_frozen"])
+def test_a_checkpoint_with_a_part_of_the_weights_is_loaded_as_by_ddp(name, stage, kind, module, tmp_path):
+    expected, found = (on_ranks(module, name, one, kind, str(tmp_path)) for one in (0, stage))
+    for one, own in zip(expected, found, strict=True):
+        assert same([*flat(own)], [*flat(one)], 0.0)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_what_a_checkpoint_brings_back_is_there_before_the_fit_starts(stage, tmp_path):
+    losses, weights, values = on_ranks("lightnings", "resumed_in_phases", 0, "full", str(tmp_path))[0]
     for kind in ("full", "sharded"):
-        own_losses, own_weights, own_values = last(stage, kind)
+        own_losses, own_weights, own_values = on_ranks("lightnings", "resumed_in_phases", stage, kind, str(tmp_path))[0]
         assert (own_losses, own_values) == (losses, values)
         assert all(torch.equal(own_weights[weight], value) for weight, value in weights.items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_parameters_are_trained_from_a_later_epoch_on_as_by_one_process(stage, tmp_path):
+    """DistributedDataParallel averages no gradients of parameters that were frozen at first."""
+    (alone,) = ranks.run(call, 1, ("lightnings", "finetuned", (0, str(tmp_path))), 110)
+    for expected, *found in zip(alone, *on_ranks("lightnings", "finetuned", stage, str(tmp_path)), strict=True):
+        mean = [sum(of_ranks) / len(found) for of_ranks in zip(*(losses for losses, _, _ in found), strict=True)]
+        assert mean == pytest.approx(expected[0], rel=1e-5)
+        assert all(close(found[0][1][name], value, 1e-5) for name, value in expected[1].items())
+        assert found[0][2] == expected[2] and len(expected[2]) == 2
 
 
 def test_a_plugin_of_the_users_reads_and_writes_checkpoints(tmp_path):
@@ -173,6 +212,20 @@ def test_averages_of_weights_are_those_of_ddp(tmp_path):
         for (losses, weights, values), (own_losses, own_weights, own_values) in zip(expected, found, strict=True):
             assert (own_losses, own_values) == (losses, values)
             assert all(torch.equal(own_weights[weight], value) for weight, value in weights.items())
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_a_callback_finds_what_it_finds_under_ddp(name, stage, tmp_path):
+    (tmp_path / "ddp").mkdir()
+    expected = on_ranks("lightnings", "with_callback", name, 0, str(tmp_path / "ddp"))
+    (tmp_path / "own").mkdir()
+    found = on_ranks("lightnings", "with_callback", name, stage, str(tmp_path / "own"))
+    tolerance = 1e-5 if name == "GradientAccumulationScheduler" else 0.0
+    for (losses, weights, values), (own_losses, own_weights, own_values) in zip(expected, found, strict=True):
+        assert own_values == values
+        assert own_losses == pytest.approx(losses, rel=tolerance, abs=0)
+        assert all(close(own_weights[weight], value, tolerance) for weight, value in weights.items())
 
 
 def test_the_example_runs(tmp_path):

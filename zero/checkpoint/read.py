@@ -107,13 +107,30 @@ def load(
 
 
 @calling("zero.checkpoint.load")
-def load_state(path: str | os.PathLike[str], model: nn.Module, optimizer: Sequence[Optimizer]) -> None:
-    """Collective. As `load`, but parameters and buffers stay as they are."""
-    _load(path, Training(model, optimizer, None), None, weights=False)
+def load_part(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Sequence[Optimizer] | None = None,
+    *,
+    weights: bool = True,
+    strict: bool = True,
+) -> None:
+    """Collective. As `load`, for libraries that load weights and state one after the other.
+
+    weights: False leaves parameters and buffers as they are. strict: False leaves those as they are that the checkpoint
+        lacks, and in the checkpoint those that the model lacks, as `load_state_dict` does.
+    """
+    _load(path, Training(model, optimizer, None), None, weights=weights, strict=strict)
 
 
 def _load(
-    path: str | os.PathLike[str], training: Training, resume: Any, *, missing_ok: bool = False, weights: bool = True
+    path: str | os.PathLike[str],
+    training: Training,
+    resume: Any,
+    *,
+    missing_ok: bool = False,
+    weights: bool = True,
+    strict: bool = True,
 ) -> dict[str, Any] | None:
     ranks = training.ranks
     with ranks.together("the arguments of zero.checkpoint.load") as lines:
@@ -150,7 +167,7 @@ def _load(
     index = source.index
     with source:
         with ranks.together(before=f"{source.directory} does not fit: "):
-            tensors, loads = _plan(training, index, weights)
+            tensors, loads = _plan(training, index, weights=weights, strict=strict)
             encoded, by_rank = index.extra, index.extra_by_rank
             own = {key for one in by_rank for key in one}
             if to_resume:
@@ -177,7 +194,8 @@ def _load(
         try:
             with ranks.together():
                 for name, value in under("model/", index.values).items():
-                    training.holders[name].set_extra_state(decode(value))
+                    if name in training.holders:
+                        training.holders[name].set_extra_state(decode(value))
         except CheckpointError:
             for name, value in training.values.items():
                 with suppress(Exception):  # a module may refuse even its own state
@@ -213,19 +231,20 @@ def _load(
 
 
 def _plan(
-    training: Training, index: Index, weights: bool
+    training: Training, index: Index, *, weights: bool, strict: bool
 ) -> tuple[list[tuple[Entry, Held]], list[Callable[[], object]]]:
     """The tensors that this rank reads, with where they are read to, and what hands the optimizers their state then."""
-    stored_as = training.names_in(index)
+    stored_as = training.names_in(index, strict=strict)
     left_out = [name for name, stored in stored_as.items() if stored in index.left_out]
-    if weights and (trained := [name for name in left_out if name not in training.frozen]):
+    if weights and strict and (trained := [name for name in left_out if name not in training.frozen]):
         raise ValueError(
             f"it was saved by frozen=False, without parameters that were frozen then and are trained here: "
             f"{listed(trained)}. Freeze them while you load, and they keep the values that they have"
         )
     tensors: list[tuple[Entry, Held]] = []
     for held in [*map(training.held, training.tensors if weights else ()), *training.masters()]:
-        if held is not None and (stored := stored_as[held.name.partition("/")[2]]) not in index.left_out:
+        stored = None if held is None else stored_as.get(held.name.partition("/")[2])
+        if held is not None and stored is not None and stored not in index.left_out:
             tensors.append((index.weight(stored, held.full.dtype), replace(held, written=None)))
 
     loads: list[Callable[[], object]] = [one.note_versions for one in training.rounded]
@@ -237,6 +256,9 @@ def _plan(
         kind, groups = index.optimizers[number]["kind"], index.optimizers[number]["groups"]
         if kind != shards.kind:
             raise ValueError(f"it holds the state of {kind}, but the optimizer is {shards.kind}")
+        names = [training.names[param] for group in shards.param_groups for param in group["params"]]
+        if lacking := [name for name in names if name not in stored_as]:
+            raise ValueError(f"it has nothing for {listed(lacking)}, which the {kind} here steps")
         here = [[stored_as[training.names[param]] for param in group["params"]] for group in shards.param_groups]
         if len(here) != len(groups):
             raise ValueError(f"its {kind} has {len(groups)} parameter groups, the optimizer here has {len(here)}")

@@ -306,8 +306,9 @@ class Training:
             slice_of = parts.slice_of(group.params[position])
             self.parts[name] = all_of(full) if slice_of is None else full.part(*slice_of)
 
-    def names_in(self, index: Index) -> dict[str, str]:
-        """For each of the model's tensors, the name that it is stored under in a checkpoint."""
+    def names_in(self, index: Index, *, strict: bool = True) -> dict[str, str]:
+        """For each of the model's tensors, the name that it is stored under in a checkpoint. strict: whether each has
+        one, and the checkpoint no others."""
         here, there = {name: name for name in self.tensors} | self.tied, index.stored_as()
         found: dict[str, str] = {}
         for alias, name in here.items():
@@ -321,8 +322,8 @@ class Training:
             if stored.shape != full.shape or not (convertible or stored.dtype == full.dtype):
                 differing.append(f"{name} (saved {stored}, here {full})")
         names = [
-            ("it has nothing for", [name for name in self.tensors if name not in found]),
-            ("the model has no", [name for name in there if name not in here]),
+            ("it has nothing for", [name for name in self.tensors if strict and name not in found]),
+            ("the model has no", [name for name in there if strict and name not in here]),
             ("these differ", differing),
         ]
         problems = [f"{what}: {listed(some)}" for what, some in names if some]
@@ -330,13 +331,20 @@ class Training:
             problems += [
                 f"{name} and {other} were {'two' if tied_here else 'one tensor'} when it was saved, and are not here"
                 for name, other in [*index.tied.items(), *self.tied.items()]
-                if (tied_here := here[name] == here[other]) != (there.get(name) == there.get(other))
+                if (strict or {name, other} <= here.keys() & there.keys())
+                and (tied_here := here[name] == here[other]) != (there.get(name) == there.get(other))
             ]
-        if self.values.keys() != under("model/", index.values).keys() and not problems:
+        if strict and self.values.keys() != under("model/", index.values).keys() and not problems:
             problems.append("other modules had extra state (get_extra_state) when it was saved")
         if problems:
             raise ValueError(f"it is of another model: {'; '.join(problems)}")
         return found
+
+    def left_out(self) -> set[str]:
+        """The names of frozen parameters of which this rank has no state: what has state was trained before it was
+        frozen, and its values are nowhere else. Only the owners of a parameter's shards know of its state."""
+        stepped = ((shards, one) for shards in self.shards for one in self.stepped(shards))
+        return self.frozen - {one.name for shards, one in stepped if shards.optim.state.get(one.tensor)}
 
     def repeats(self, name: str) -> bool:
         """Whether it is the same on all ranks that have parts of other tensors, and this is not the first of these."""

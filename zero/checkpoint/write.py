@@ -405,10 +405,9 @@ def plan_save(training: Training, *, frozen: bool = True) -> tuple[Index, list[H
                 )
     if "config.json" in index.configs:
         index.configs["config.json"]["architectures"] = [type(module).__name__]  # as save_pretrained does
-    left_out = set[str]() if frozen else set(training.frozen)
-    for shards in training.shards:  # what has state was trained before it was frozen, and its values are nowhere else
-        left_out -= {one.name for one in training.stepped(shards) if shards.optim.state.get(one.tensor)}
-    # Only the owners of a parameter's shards know of its state: `_publish` takes from these what they have written.
+    left_out = (
+        set[str]() if frozen else training.left_out()
+    )  # from which `_publish` takes what other ranks have written
     index.left_out = {name: training.parts[name].full for name in sorted(left_out)}
     for name, tensor in training.tensors.items():
         if name in left_out or (held := training.held(name, owned=True)) is None or training.repeats(name):

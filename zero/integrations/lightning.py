@@ -24,7 +24,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
-from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import lightning.pytorch as pl
 import torch
@@ -32,16 +32,17 @@ from lightning.fabric.plugins import precision as fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricsDDPStrategy
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import precision as pytorch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zero import checkpoint as checkpoints_of_zero
+from zero._torch.compiling import name_without_compile
 from zero._torch.optimizers import follow
-from zero.checkpoint.read import load_state
+from zero.checkpoint.read import load_part
+from zero.checkpoint.shards import Training
 from zero.checkpoint.storage import checkpoints, place
 from zero.checkpoint.write import save_in_place
 from zero.comm import Comm
@@ -59,7 +60,7 @@ from zero.oss import OSS
 from zero.precision import Rounding, refuse_precision
 from zero.sdp import AveragingDDP, ShardedDDP
 from zero.wrap.precision import MixedPrecision, as_precision
-from zero.wrappers import no_sync, unwrap, wrapper_of
+from zero.wrappers import no_sync, unwrap, unwrapped, wrapper_of
 
 # In the directory of a sharded checkpoint: the file with what Lightning saves besides weights and optimizer state, and
 # its entry that names the zero.checkpoint there. Whenever a save ends, both are of one step.
@@ -89,13 +90,22 @@ class ShardedStrategy:
     is_global_zero: bool
 
     def __init__(
-        self, stage: int, *, oss: Any = None, checkpoint: str = "full", sync_each_batch: bool = True, **options: Any
+        self,
+        stage: int,
+        *,
+        oss: Any = None,
+        checkpoint: str = "full",
+        exclude_frozen_parameters: bool = False,
+        sync_each_batch: bool = True,
+        **options: Any,
     ) -> None:
         self._policy, self._roundings = as_precision(options.pop("precision", None)), dict[nn.Module, Rounding]()
         if stage not in (1, 2, 3) or checkpoint not in ("full", "sharded"):
             raise ValueError(f"{stage=}, {checkpoint=}. Choose 1, 2 or 3, and 'full' or 'sharded'.")
         self._stage, self._in_shards, self._oss = stage, checkpoint == "sharded", dict(oss or {})
-        self._syncs_each_batch, self._averaging = sync_each_batch and stage > 1, WeakSet[AveragingDDP]()
+        self._without_frozen = exclude_frozen_parameters
+        self._syncs_each_batch = sync_each_batch and stage > 1
+        self._averaging: list[ReferenceType[nn.Module]] = []  # no WeakSet, which launchers that spawn cannot pickle
         known = inspect.signature(super().__init__).parameters
         theirs = {name: options.pop(name) for name in [*options] if name in known}
         self._options = options
@@ -106,6 +116,11 @@ class ShardedStrategy:
         super().setup_environment()  # type: ignore[misc]
         if type(self.checkpoint_io) is TorchCheckpointIO:
             self.checkpoint_io: Any = MappedCheckpointIO()
+
+    def __repr__(self) -> str:  # Lightning shows it where the other class is needed
+        of_fabric = isinstance(self, FabricsDDPStrategy)
+        whose = "Fabric; a Trainer takes ZeroStrategy" if of_fabric else "a Trainer; Fabric takes ZeroFabricStrategy"
+        return f"{type(self).__name__}(stage={self._stage}, for {whose})"
 
     def _take_precision(self, plugin: Any) -> None:
         """Has the plugin of "bf16-mixed" and "16-mixed" mean `precision`, as at every stage: its autocast ends."""
@@ -127,14 +142,18 @@ class ShardedStrategy:
             rounding = self._roundings[module] = Rounding(self._policy, module, None, Comm())
             rounding.start_alike()
 
+    def _device(self, empty_init: bool | None) -> AbstractContextManager[Any]:
+        """Where `init_module` builds: at stage 3 as Lightning's FSDPStrategy, also what no device can hold in full."""
+        return torch.device("meta" if empty_init else "cpu") if self._stage == 3 else nullcontext()
+
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Collective. At stages 1 and 2 the OSS that replaces the optimizer; at stage 3 the optimizer itself."""
         if self._stage == 3 or isinstance(optimizer, OSS):
             return optimizer
         rounded = {param: dtype for one in self._roundings.values() for param, dtype in one.dtypes.items()}
         sharded = OSS.from_optimizer(optimizer, precision=self._policy, rounded=rounded, **self._oss)
-        for model in self._averaging:  # set up before, without its optimizer
-            if steps(sharded, model):
+        for known in self._averaging:  # set up before, without its optimizer
+            if isinstance(model := known(), AveragingDDP) and steps(sharded, model):
                 model.adopt(sharded)
         return sharded
 
@@ -150,15 +169,38 @@ class ShardedStrategy:
         kind = ShardedDDP if self._stage == 2 else AveragingDDP
         model = self._roundings.pop(module).wrap(kind, own, **self._options)
         if isinstance(model, AveragingDDP) and not own:
-            self._averaging.add(model)
+            self._averaging.append(ref(model))
         return model
+
+    def _saved_weights(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+        """Collective. The full weights that are saved, on rank 0's CPU; {} elsewhere."""
+        found = full_state_dict(model, to=0)
+        if not self._without_frozen:
+            return found
+        training = Training(model, optimizers, None)
+        with training.ranks.together():
+            training.look()
+        left_out = set[str].intersection(*map(set, training.ranks.gather([*training.left_out()])))
+        stored_as = {name: training.tied.get(plain := name_without_compile(name), plain) for name in found}
+        return {name: value for name, value in found.items() if stored_as[name] not in left_out}
+
+    def _load_weights(self, model: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
+        """Collective. Frozen parameters that were left out keep their values."""
+        named = unwrapped(model)[0].named_parameters(remove_duplicate=False) if self._without_frozen else ()
+        frozen = {name for name, param in named if not param.requires_grad}
+        missing, unexpected = load_full_state_dict(model, weights, strict and not frozen)
+        if strict and frozen and (differing := [*({*missing} - frozen), *unexpected]):
+            raise RuntimeError(
+                f"only the checkpoint, or only the model, has {differing}, which are no frozen parameters. Build the "
+                "model that was saved, or load with strict=False (strict_loading of a LightningModule)."
+            )
 
     def _save_shards(self, path: Any, model: nn.Module, optimizers: Any, save: Callable[[Any, str], None]) -> None:
         """Collective. Saves a directory; what was there before is removed. save: writes this entry and all else."""
         directory = place(path)
         if self.is_global_zero and directory.exists() and not directory.inside():
             directory.remove()  # a full checkpoint, which is a file
-        shards = place(save_in_place(path, model, optimizers).path).name
+        shards = place(save_in_place(path, model, optimizers, frozen=not self._without_frozen).path).name
         save({SHARDS: shards}, (directory / _REST).url)
         for old in checkpoints(directory) if self.is_global_zero else ():
             if old.name != shards:
@@ -194,9 +236,6 @@ def rest_of(path: Any) -> str | None:
     return None
 
 
-_CURRENT = "current_model_state"  # WeightAveraging's, of weights in a checkpoint whose "state_dict" has averages
-
-
 class ShardedAverage(FSDP):
     """An average of a model's weights. Its `state_dict` is full on rank 0, and empty elsewhere, as the model's is."""
 
@@ -221,6 +260,9 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
     oss: options of OSS at stages 1 and 2, such as partition.
     checkpoint: "full" writes one file from rank 0, which every strategy loads. "sharded" writes a directory by
         zero.checkpoint, in which each rank writes its shards. Every stage reads both kinds, on any number of ranks.
+    exclude_frozen_parameters: leaves out of checkpoints what is frozen (requires_grad=False) and has no state in an
+        optimizer, such as the base of adapters. The model keeps its own values of them when it loads; strategies
+        without this option load a full one with `strict_loading=False`.
     sync_each_batch: at stages 2 and 3, whether accumulate_grad_batches reduces the gradients of each batch, so that a
         rank holds its share of them. False sends them once, and holds them in full until then.
     options: of the stage's wrapper: DistributedDataParallel, ShardedDDP or FSDP. Other arguments are DDPStrategy's.
@@ -231,6 +273,7 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
     cluster_environment: Any
     lightning_module: pl.LightningModule
     _wrapper: FSDP | None = None  # of stage 3, while `model` is the plain module
+    _awaited: tuple[Mapping[str, Any], bool] | None = None  # a checkpoint, and whether its names must be the model's
 
     def setup_environment(self) -> None:
         """Collective where the model is sharded from the run before, and callbacks will copy it: it becomes plain."""
@@ -238,14 +281,27 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         if _averaging(self.lightning_module.trainer) and (before := sharded_before(self.lightning_module)) is not None:
             unwrap(before)
 
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """The context of `trainer.init_module`."""
+        with super().tensor_init_context(empty_init), self._device(empty_init):
+            yield
+
     def setup(self, trainer: pl.Trainer) -> None:
         """Collective. Shards the model and its optimizers, for the run that begins."""
         self.accelerator.setup(trainer)
+        awaited, self._awaited = self._awaited, None
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._take_precision(self.precision_plugin)
-        for callback in _averaging(trainer) if fitting and self._in_shards else ():
+        pruned = any(isinstance(one, ModelPruning) for one in trainer.callbacks)  # type: ignore[attr-defined]
+        if fitting and pruned:
+            raise ValueError("ModelPruning gives parameters other data, which are sharded here. Use strategy='ddp'.")
+        for callback in _averaging(trainer) if fitting and (self._in_shards or self._without_frozen) else ():
             if isinstance(callback, WeightAveraging):  # checkpoints are directories, which hold the weights once
-                raise ValueError(f"{type(callback).__name__} saves two sets of weights. Use checkpoint='full'.")
+                raise ValueError(
+                    f"{type(callback).__name__} saves two sets of weights, and loads them in full. Use "
+                    "checkpoint='full' and exclude_frozen_parameters=False."
+                )
         before = sharded_before(self.lightning_module)
         if self._stage < 3 and before is not None:
             unwrap(before)
@@ -256,6 +312,8 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
             self.model = self.precision_plugin.convert_module(self.lightning_module)
         if self._stage == 3:
             self.model = self._wrapper = before or self._wrap(self.lightning_module, ())  # type: ignore[assignment]
+            if awaited is not None:
+                self.load_model_state_dict(*awaited)
             for callback in _averaging(trainer) if fitting else ():  # which hold full copies of the plain module
                 of_weights, root = isinstance(callback, WeightAveraging), self.root_device
                 holder, name = (callback._average_model, "module") if of_weights else (callback, "_average_model")
@@ -315,15 +373,9 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         for one in (self.cluster_environment, self.precision_plugin, self.accelerator, self.checkpoint_io):
             one.teardown()
 
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """At stage 3: each rank loads its shards, so the model must be sharded first. Below, `configure_optimizers` and
-        `on_fit_start` find the checkpoint loaded, as with DDP. Optimizers load later at every stage."""
-        return self._stage == 3
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Collective. Full weights on rank 0's CPU, {} elsewhere; {} where they are saved in shards."""
-        return {} if self._in_shards else full_state_dict(self._whole(), to=0)
+        return {} if self._in_shards else self._saved_weights(self._whole(), self.optimizers)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Collective. The full state in the plain optimizer's format, as the weights."""
@@ -350,18 +402,14 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Collective. Takes full weights, or shards."""
-        if SHARDS in checkpoint:
-            checkpoints_of_zero.load(checkpoint[SHARDS], self._whole())
+        """Collective. Takes full weights, or shards. `configure_optimizers` and `on_fit_start` find them loaded."""
+        before = sharded_before(self.lightning_module)
+        if self._stage == 3 and before is None and not _averaging(self.lightning_module.trainer):
+            self._awaited = checkpoint, strict  # `setup` loads it, so that each rank reads its shards alone
+        elif SHARDS in checkpoint:
+            load_part(checkpoint[SHARDS], self._whole(), strict=strict)
         else:
-            weights: Mapping[str, Any] = checkpoint["state_dict"]
-            callbacks = _averaging(self.lightning_module.trainer) if isinstance(self.model, FSDP) else []
-            if _CURRENT in checkpoint and any(one._average_model is not None for one in callbacks):
-                # WeightAveraging has put averages in the place of the model's weights, which it would later load into
-                # the plain module, which holds shards: that is given its own tensors instead.
-                weights = checkpoint[_CURRENT]
-                checkpoint[_CURRENT] = self.lightning_module.state_dict(keep_vars=True)  # type: ignore[index]
-            load_full_state_dict(self._whole(), weights, strict)
+            self._load_weights(self._whole(), checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Collective. Takes full state, of any strategy, or shards."""
@@ -372,7 +420,8 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
                 for group in added:
                     one.add_param_group(group)
         if SHARDS in checkpoint:
-            load_state(checkpoint[SHARDS], self._whole(), self.optimizers)
+            strict = self.lightning_module.strict_loading
+            load_part(checkpoint[SHARDS], self._whole(), self.optimizers, weights=False, strict=strict)
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             load_full_optimizer_state_dict(self._whole(), optimizer, state)
@@ -417,6 +466,12 @@ class ZeroFabricStrategy(ShardedStrategy, FabricsDDPStrategy):
             )
         return self.setup_module_and_optimizers(module, [])[0]
 
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """The context of `fabric.init_module`."""
+        with super().module_init_context(empty_init), self._device(empty_init):
+            yield
+
     def module_to_device(self, module: nn.Module) -> None:
         """Moves the module at stages 1 and 2. At stage 3 FSDP moves it, and initialises meta parameters."""
         if self._stage < 3:
@@ -432,7 +487,7 @@ class ZeroFabricStrategy(ShardedStrategy, FabricsDDPStrategy):
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Collective."""
-        load_full_state_dict(sharded_before(module) or module, state_dict, strict)
+        self._load_weights(sharded_before(module) or module, state_dict, strict)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Collective. The full state in the plain optimizer's format, as the weights."""
@@ -446,6 +501,10 @@ class ZeroFabricStrategy(ShardedStrategy, FabricsDDPStrategy):
         if not self._in_shards:
             if self.is_global_zero and rest_of(path) is not None:  # a full checkpoint would be put inside
                 self.checkpoint_io.remove_checkpoint(path)
+            if self._without_frozen:
+                model, optimizers, _ = _divided(state)
+                weights = self._saved_weights(model, optimizers or [])
+                state = {name: weights if isinstance(one, nn.Module) else one for name, one in state.items()}
             write(path, state, storage_options, filter)
             return
         if filter:
@@ -465,7 +524,7 @@ class ZeroFabricStrategy(ShardedStrategy, FabricsDDPStrategy):
             return super().load_checkpoint(path, state, strict, weights_only)
         model, optimizers, rest = _divided(given)
         remainder = super().load_checkpoint(of_lightning, rest, strict, weights_only)
-        checkpoints_of_zero.load((place(path) / remainder.pop(SHARDS)).url, model, optimizers)
+        load_part((place(path) / remainder.pop(SHARDS)).url, model, optimizers, strict=strict)
         given.update(rest)
         return remainder
 
@@ -474,7 +533,10 @@ def _divided(state: dict[str, Any]) -> tuple[nn.Module, list[Optimizer] | None, 
     """The model, the optimizers, and all other values. Raises ValueError unless there is one model."""
     models = [sharded_before(value) or value for value in state.values() if isinstance(value, nn.Module)]
     if len(models) != 1:
-        raise ValueError(f"a sharded checkpoint holds one model, but there are {len(models)}. Use checkpoint='full'.")
+        raise ValueError(
+            f"a checkpoint in shards, or without frozen parameters, holds one model, but there are {len(models)}. Use "
+            "checkpoint='full' and exclude_frozen_parameters=False."
+        )
     optimizers = [value for value in state.values() if isinstance(value, Optimizer)] or None
     return models[0], optimizers, {name: value for name, value in state.items() if not isinstance(value, _KINDS)}
 

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from zero import checkpoint
 from zero._torch.compiling import name_without_compile
-from zero.checkpoint.read import load_state
+from zero.checkpoint.read import load_part
 from zero.checkpoint.write import save_in_place
 from zero.comm import AGREEMENT, Comm
 from zero.comm.together import Together
@@ -242,7 +242,7 @@ def load_sharded(folder: str, models: Sequence[nn.Module], optimizers: Any, left
         if model in left:
             checkpoint.load(path, model, own)
         elif own:
-            load_state(path, model, own)
+            load_part(path, model, own, weights=False)
 
 
 def remove_others(folder: str, names: Sequence[str], numbers: int = 1) -> None:
