@@ -18,6 +18,7 @@ import torch
 from lightning.fabric.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.plugins import AsyncCheckpointIO, MixedPrecision, TorchCheckpointIO
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import ranks
@@ -620,3 +621,33 @@ def refusals(rank: int, world: int) -> None:
     ]:
         told = ranks.refusal(call)
         assert told.startswith("ValueError") and all(word in told for word in words), (told, words)
+
+
+class Sharded(Module):
+    """By PyTorch's FSDP2, as Lightning's users shard it."""
+
+    def configure_model(self) -> None:
+        for part in (*self.blocks, self.head):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+
+class ModelParallel(pl.strategies.ModelParallelStrategy):
+    """On CPUs, as Lightning has not expected it."""
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def by_fsdp2(rank: int, world: int, path: str) -> Any:
+    """The losses of its second epoch, and of runs that go on from its first one at each stage."""
+    module = Sharded()
+    keep = pl.callbacks.ModelCheckpoint(dirpath=path, filename="{epoch}", save_top_k=-1)
+    by = ModelParallel(data_parallel_size=world, tensor_parallel_size=1)
+    trainer(rank, world, by, enable_checkpointing=True, callbacks=[keep], max_epochs=2).fit(module)
+    found = []
+    for stage in (1, 2, 3):
+        again = Module()
+        trainer(rank, world, strategy(stage), max_epochs=2).fit(again, ckpt_path=f"{path}/epoch=0.ckpt")
+        found.append(again.losses)
+    return module.losses[BATCHES:], found

@@ -147,6 +147,11 @@ def test_a_save_that_was_interrupted_leaves_the_one_before(module, tmp_path):
     on_ranks(module, "interrupted", str(tmp_path))
 
 
+def test_a_checkpoint_of_lightnings_fsdp2_goes_on_at_each_stage(tmp_path):
+    for expected, found in on_ranks("lightnings", "by_fsdp2", str(tmp_path)):
+        assert found == [expected] * len(STAGES) and expected
+
+
 def test_saved_files_have_all_weights(tmp_path):
     on_ranks("lightnings", "saved_by_callback", str(tmp_path))
 

@@ -130,8 +130,9 @@ class Stored:
         self._reader.read_data(planner.create_local_plan(), planner).wait()
         return planner.state_dict[entry]
 
-    def weights(self) -> list[tuple[str, str]]:
-        """The names of the weights, and their entries. Raises ValueError if they are not the model's."""
+    def weights(self, *, strict: bool) -> list[tuple[str, str]]:
+        """The names of the weights, and their entries. Raises ValueError if they are not the model's. strict: whether
+        all have to be there, and no others."""
         parts, prefix = self._training.parts, self._weights
         if prefix is None:
             raise ValueError(f"it has none of the model's parameters, but {listed([*self._entries])}")
@@ -144,7 +145,8 @@ class Stored:
             full, size = parts[self._names[name]].full.shape, [*getattr(self._entries[entry], "size", ())]
             if [*full] != size:
                 differing.append(f"{name} (saved {size}, here {[*full]})")
-        named = [("it has nothing for", missing), ("the model has no", others), ("these differ", differing)]
+        named = [("these differ", differing)]
+        named += [("it has nothing for", missing), ("the model has no", others)] if strict else []
         if problems := [f"{what}: {listed(some)}" for what, some in named if some]:
             raise ValueError(f"it is of another model: {'; '.join(problems)}")
         return [*found.items()]
@@ -242,20 +244,20 @@ def _with_lists(value: Any) -> Any:
     return [*inner.values()] if inner and [*inner] == [*range(len(inner))] else inner
 
 
-def load(directory: Place, training: Training, *, weights: bool) -> dict[str, Any]:
+def load(directory: Place, training: Training, *, weights: bool, strict: bool) -> dict[str, Any]:
     """Collective. As zero.checkpoint.load: the first rank reads, and all get tensor after tensor. Returns `extra`."""
     ranks, stored, told = training.ranks, None, dict[str, Any]()
     of_weights, states = list[tuple[str, str]](), list[dict[str, Any] | None]([None] * len(training.optimizers))
     with ranks.together(before=f"{directory} does not fit: "):
         if ranks.first:
             stored = Stored(directory, training)
-            of_weights = stored.weights() if weights else []
+            of_weights = stored.weights(strict=strict) if weights else []
             states = [stored.state(number) for number in range(len(states))]
             told = stored.extra()
     told = ranks.gather(told)[0]
     with ranks.together(after=" Model and optimizer are partly as before and partly as saved. Load again before use."):
         if weights:
-            load_full_state_dict(training.model, stored.stream(of_weights) if stored else None)
+            load_full_state_dict(training.model, stored.stream(of_weights) if stored else None, strict)
         for optimizer, state in zip(training.optimizers, states, strict=True):
             load_full_optimizer_state_dict(training.model, optimizer, state)
     return {key: decode(value) for key, value in told.items()}

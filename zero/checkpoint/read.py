@@ -160,7 +160,7 @@ def _load(
     if found == storage.METADATA:
         from zero.checkpoint import dcp  # only who needs it waits a second for torch's part
 
-        return dcp.load(given, training, weights=weights)
+        return dcp.load(given, training, weights=weights, strict=strict)
     with ranks.together("the checkpoints found") as lines:
         source = Source(given / found if found else given)
         lines.append(source.digest)

@@ -32,6 +32,7 @@ from lightning.fabric.plugins import precision as fabric
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.fabric.strategies.ddp import DDPStrategy as FabricsDDPStrategy
+from lightning.fabric.utilities.load import _METADATA_FILENAME
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import precision as pytorch
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
@@ -229,11 +230,18 @@ def full_state(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def rest_of(path: Any) -> str | None:
-    """What Lightning has saved in a directory that zero.checkpoint has written; None for other checkpoints."""
+    """What Lightning has saved in a directory that zero.checkpoint, or torch's, has written; None for others."""
     with suppress(ValueError, ImportError):  # an address that only the user's CheckpointIO knows
-        if (rest := place(path) / _REST).exists():
-            return rest.url
+        for name in (_REST, _METADATA_FILENAME):
+            if (rest := place(path) / name).exists():
+                return rest.url
     return None
+
+
+def _shards_in(path: Any, rest: dict[str, Any]) -> str:
+    """Where the shards are, in such a directory."""
+    own = rest.pop(SHARDS, None)
+    return place(path).url if own is None else (place(path) / own).url
 
 
 class ShardedAverage(FSDP):
@@ -394,11 +402,13 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         self._save_shards(self.broadcast(filepath), self._whole(), optimizers or None, save)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Of a directory, which this strategy has written at any stage: where the rest is, to be loaded when asked."""
+        """Of a directory, which this strategy has written at any stage, or Lightning's FSDPStrategy and
+        ModelParallelStrategy: where the rest is, to be loaded when asked."""
         rest = rest_of(checkpoint_path)
         found = super().load_checkpoint(rest or checkpoint_path, weights_only)
         if rest is not None:
-            found[SHARDS] = (place(checkpoint_path) / found[SHARDS]).url
+            found[SHARDS] = _shards_in(checkpoint_path, found)
+            found.setdefault("optimizer_states", [])  # Lightning asks whether there are any
         return found
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -524,7 +534,7 @@ class ZeroFabricStrategy(ShardedStrategy, FabricsDDPStrategy):
             return super().load_checkpoint(path, state, strict, weights_only)
         model, optimizers, rest = _divided(given)
         remainder = super().load_checkpoint(of_lightning, rest, strict, weights_only)
-        load_part((place(path) / remainder.pop(SHARDS)).url, model, optimizers, strict=strict)
+        load_part(_shards_in(path, remainder), model, optimizers, strict=strict)
         given.update(rest)
         return remainder
 

@@ -27,7 +27,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGH
 
 from zero._torch.telling import warn_user
 from zero.checkpoint import load as load_checkpoint
-from zero.checkpoint.read import load_state
+from zero.checkpoint.read import load_part
 from zero.comm import Comm
 from zero.fsdp import FSDP
 from zero.fsdp.full_weights import loading, naming
@@ -209,9 +209,8 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
             schedule = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
             in_shards = step.agree(int(file is not None and file.is_dir()))
             if in_shards:
-                load_state(
-                    f"{checkpoint}/{Path(OPTIMIZER_NAME).stem}_0", self.model_wrapped, [self.optimizer.optimizer]
-                )
+                shards = f"{checkpoint}/{Path(OPTIMIZER_NAME).stem}_0"
+                load_part(shards, self.model_wrapped, [self.optimizer.optimizer], weights=False)
             elif Path(checkpoint, states.SHARDED).is_dir():
                 states.load_sharded(checkpoint, [self.model_wrapped], [self.optimizer], [self.model_wrapped])
             else:

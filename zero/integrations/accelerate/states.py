@@ -213,7 +213,7 @@ def load(models: Sequence[nn.Module], optimizers: Any, hooks: Hooks, strict: boo
         shards = Path(folder, f"{OPTIMIZER_NAME}_{number}")
         file, in_shards = stored([_numbered(folder, _OPTIMIZER, number)], shards)
         if in_shards:
-            load_state(file, wrapper_of(optimizer.optimizer, models), [optimizer.optimizer])
+            load_part(file, wrapper_of(optimizer.optimizer, models), [optimizer.optimizer], weights=False)
         else:
             load_optimizer(optimizer, file, models, **options)
 
