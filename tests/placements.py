@@ -244,7 +244,6 @@ def planned(case: Case) -> Cost:
         stages=[case.stage],
         partition=case.partition,
         precision=precision(case),
-        replicas=case.replicas,
         backend="gloo",
         one_host=case.one_host,
     )

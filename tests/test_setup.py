@@ -4,6 +4,7 @@ import os
 import re
 import socket
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -57,9 +58,9 @@ LAUNCHERS = {
 }
 
 
-def by_the_line_that_the_message_tells(rank: int, world: int, port: int) -> list[int]:
+def by_the_line_that_the_message_tells(rank: int, world: int, ports: list[int]) -> list[int]:
     found = []
-    for size, own in LAUNCHERS.items():
+    for (size, own), port in zip(LAUNCHERS.items(), ports, strict=True):
         dist.destroy_process_group()
         with mock.patch.dict(os.environ, {size: "2", own: f"{rank}"}):
             told = ranks.refusal(of_setup(3))
@@ -68,16 +69,17 @@ def by_the_line_that_the_message_tells(rank: int, world: int, port: int) -> list
             exec(call.replace("HOST:29500", f"127.0.0.1:{port}"), {"torch": torch, "os": os})
             of_setup(3)()
             found.append(dist.get_rank())
-        port += 1
     return found
 
 
 def test_ranks_that_other_launchers_have_started_are_refused_with_the_line_to_write(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    found = ranks.run(by_the_line_that_the_message_tells, args=(port,), fresh=True)
+    with ExitStack() as held:
+        free = [held.enter_context(socket.socket()) for _ in LAUNCHERS]
+        for one in free:
+            one.bind(("127.0.0.1", 0))
+        ports = [one.getsockname()[1] for one in free]
+    found = ranks.run(by_the_line_that_the_message_tells, args=(ports,), fresh=True)
     assert found == [[0] * len(LAUNCHERS), [1] * len(LAUNCHERS)]
 
 

@@ -180,6 +180,7 @@ OTHERS: dict[str, tuple[Callable[[], tuple[nn.Module, Optimizer]], str]] = {
     "less": (lambda: of(TiedBlocks(WIDTH).blocks), r"has none of the model's parameters, but model\."),
     "more": (lambda: of(WithMore()), r"it has nothing for: more"),
     "another model": (lambda: of(nn.Linear(3, 3)), r"has none of the model's parameters, but model\."),
+    "another optimizer": (lambda: by_sgd(TiedBlocks(WIDTH)), "is of another optimizer than SGD"),
     "one group": (lambda: of(TiedBlocks(WIDTH)), r"group of the AdamW here has parameters of several groups"),
 }
 
@@ -192,6 +193,10 @@ class WithMore(TiedBlocks):
 
 def of(model: nn.Module) -> tuple[nn.Module, Optimizer]:
     return model, AdamW(model.parameters())
+
+
+def by_sgd(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    return model, SGD([{"params": [param]} for param in model.parameters()], 0.1, momentum=0.9)
 
 
 @ranks.on(2)

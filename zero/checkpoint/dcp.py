@@ -39,6 +39,7 @@ from zero.full_state import load_full_optimizer_state_dict, load_full_state_dict
 from zero.measure.param_groups import options as options_of
 from zero.measure.param_groups import params_of
 from zero.state.given import Later
+from zero.state.optimizer_state import refuse_other_options
 
 _STATE, _GROUPS = ".state.", ".param_groups"
 
@@ -201,10 +202,11 @@ class Stored:
                 raise ValueError(
                     f"a group of the {shards.kind} here has parameters of several groups, as of {names[0]}"
                 )
-            given = {key: value for key, value in (saved[0] if saved else {}).items() if key != "params"}
+            given = options_of(saved[0] if saved else group)
             numbers = [*range(at, at + len(group["params"]))]
-            found["param_groups"].append({**options_of(group), **given, "params": numbers})
+            found["param_groups"].append({**given, "params": numbers})
             at += len(numbers)
+        refuse_other_options(shards, found["param_groups"])
         return found
 
     def extra(self) -> dict[str, Any]:

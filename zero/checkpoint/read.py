@@ -141,7 +141,9 @@ def _load(
     found: str | None = ""
     with ranks.together():
         try:  # by one rank: network file systems do not show all of them the same at once
-            if ranks.first and (given / storage.METADATA).exists():
+            with storage.reading(given):
+                of_torch = ranks.first and (given / storage.METADATA).exists()
+            if of_torch:
                 found = storage.METADATA
                 if to_resume:
                     raise ValueError(
