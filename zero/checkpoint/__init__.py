@@ -10,12 +10,13 @@ is nothing to convert between stages, numbers of ranks or partitions: a reader a
     write       save: what one rank writes, its file, and the index made of all files
     read        load: what one rank reads of it, and what does not fit
     export      the weights as Hugging Face's libraries read them
+    dcp         checkpoints of torch.distributed.checkpoint, read and written
     __main__    the command line
 """
 
-# No pickle is loaded. A checkpoint of torch.distributed.checkpoint (2.13) holds options and step counts as pickles,
-# which run code as they are loaded, and has no checksums: an altered byte is loaded without an error. Its asynchronous
-# save sends, and needs a second process group; here the thread sends nothing.
+# Checkpoints hold no pickle. One of torch.distributed.checkpoint (2.13) holds options and step counts as pickles, which
+# run code where they are loaded without the restrictions of dcp.py, and has no checksums: an altered byte is loaded
+# without an error. Its asynchronous save sends, and needs a second process group; here the thread sends nothing.
 
 from zero.checkpoint.format import CheckpointError
 from zero.checkpoint.read import load

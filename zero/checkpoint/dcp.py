@@ -43,23 +43,25 @@ from zero.state.optimizer_state import refuse_other_options
 
 _STATE, _GROUPS = ".state.", ".param_groups"
 
-_MODULES = ("torch.distributed.checkpoint.metadata", "pathlib", "pathlib._local")
-_NEEDED = (
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-)
+# What `.metadata` names, by module. None of these runs anything that it is given.
+_RECORDS = {
+    "torch": ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
+    ),
+    **dict.fromkeys(("pathlib", "pathlib._local"), ("PosixPath", "PurePosixPath")),
+}
 
 
 class _Records(pickle.Unpickler):
     """Reads what `.metadata` is made of, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if "." not in name:  # else an attribute of what a module has imported, such as subprocess.Popen
-            if (module, name) in _NEEDED or module in _MODULES:
-                return super().find_class(module, name)
-            if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-                return getattr(torch, name)
+        if name in _RECORDS.get(module, ()):
+            return super().find_class(module, name)
         raise ValueError(f"it names {module}.{name}, which no such checkpoint needs, and which may be harmful")
 
 
