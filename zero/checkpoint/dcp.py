@@ -99,19 +99,32 @@ class Stored:
             if not (directory / name).exists() or directory.system.size((directory / name).path) < nbytes:
                 raise ValueError(f"{directory / name} is missing or truncated")
         # Each name that a tensor of the model has, also where it was wrapped to checkpoint activations or to compile.
-        of_model, self._state_of = Counter[str](), dict[str, set[str]]()  # whose state there is, by what precedes it
         self._names = {**{name: name for name in training.tensors}, **training.tied}
         self._own = dict[str, str]()  # by entry the name of the parameter or buffer
+        self._steps = dict[str, set[str]]()  # whose parameters an optimizer steps, by what precedes its entries
+        self._groups = dict[str, dict[str, dict[str, Any]]]()  # the options of a group, by number or parameter
+        of_model = Counter[str]()
         for entry in self._entries:
             before, state, after = entry.partition(_STATE)
-            name = _plain(after.rpartition(".")[0]) if state else ""
-            if name in self._names:
-                self._state_of.setdefault(before, set()).add(name)
+            if state and (name := _plain(after.rpartition(".")[0])) in self._names:
+                self._steps.setdefault(before, set()).add(name)
+                continue
+            before, groups, after = entry.partition(_GROUPS)
+            if groups:
+                owner, _, option = after.removeprefix(".").rpartition(".")
+                value, of_all = self.read(entry), self._groups.setdefault(before, {})
+                if after:
+                    of_all.setdefault(_plain(owner), {})[option] = value
+                else:  # all groups in one value
+                    of_all |= {str(number): group for number, group in enumerate(value)}
                 continue
             last = str(self._paths.get(entry, (entry,))[-1])  # of the keys of nested dictionaries
             if (name := _plain(last)) in self._names:
                 self._own[entry] = name
                 of_model[entry.removesuffix(last)] += 1
+        for before, of_all in self._groups.items():
+            named = {_plain(name) for group in of_all.values() for name in group.get("params", ())}
+            self._steps.setdefault(before, set()).update((named | of_all.keys()) & self._names.keys())
         self._weights = self._only(of_model)
 
     def _only(self, found: Counter[str]) -> str | None:
@@ -160,21 +173,16 @@ class Stored:
     def state(self, number: int) -> dict[str, Any]:
         """The full state of an optimizer, whose tensors are read once they are used. Raises ValueError if there is
         none, or its groups have other parameters."""
-        shards, training = self._training.shards[number], self._training
-        own_names = {name for name, of in self._names.items() if training.tensors[of] in {*params_of(shards)}}
-        before = self._only(Counter({one: len(names & own_names) for one, names in self._state_of.items()}))
+        shards, training, aliases = self._training.shards[number], self._training, dict[str, list[str]]()
+        for name, stored_as in self._names.items():
+            aliases.setdefault(stored_as, []).append(name)
+        own_names = {name for param in params_of(shards) for name in aliases[training.names[param]]}
+        before = self._only(Counter({one: len(names & own_names) for one, names in self._steps.items()}))
         if before is None:
             raise ValueError("it was saved with no optimizer, or without one of these parameters")
-        prefix, groups_at = f"{before}{_STATE}", f"{before}{_GROUPS}"
-        by_owner: dict[str, dict[str, Any]] = {}  # the options that a group has by its number, or a parameter by name
-        for entry in self._entries:
-            if entry == groups_at:  # all of them, in one value
-                by_owner |= {str(at): group for at, group in enumerate(self.read(entry))}
-            elif entry.startswith(f"{groups_at}."):
-                owner, _, option = entry.removeprefix(f"{groups_at}.").rpartition(".")
-                by_owner.setdefault(_plain(owner), {})[option] = self.read(entry)
-        of_name = {_plain(name): group for group in by_owner.values() for name in group.get("params", ())}
-        of_name |= {owner: group for owner, group in by_owner.items() if "params" not in group}
+        prefix, of_all = f"{before}{_STATE}", self._groups.get(before, {})
+        of_name = {_plain(name): group for group in of_all.values() for name in group.get("params", ())}
+        of_name |= {owner: group for owner, group in of_all.items() if "params" not in group}
         state_of: dict[str, dict[str, Any]] = {}
         for entry, kind in self._entries.items():
             if entry.startswith(prefix):
@@ -191,30 +199,27 @@ class Stored:
         found: dict[str, Any] = {"state": {}, "param_groups": []}
         at = 0
         for group in shards.param_groups:
-            saved = list[dict[str, Any]]()
-            for position, param in enumerate(group["params"], at):
-                own = training.names[param]
-                names = [name for name, of in self._names.items() if of == own]
-                saved += [of_name[name] for name in names if name in of_name]
-                if having := [name for name in names if name in state_of]:
-                    found["state"][position] = state_of[having[0]]
-                elif param.requires_grad:
-                    raise ValueError(f"it has no state of {own}, which the {shards.kind} here trains")
-            if any(one is not saved[0] and one != saved[0] for one in saved):
+            names = [aliases[training.names[param]] for param in group["params"]]
+            saved = [of_name[name] for every in names for name in every if name in of_name]
+            if of_all and names and (not saved or any(one is not saved[0] and one != saved[0] for one in saved)):
                 raise ValueError(
-                    f"a group of the {shards.kind} here has parameters of several groups, as of {names[0]}"
+                    f"the {shards.kind} here has a group of other parameters than it was saved with, as of "
+                    f"{names[0][0]}"
                 )
+            for position, every in enumerate(names, at):
+                if having := [name for name in every if name in state_of]:
+                    found["state"][position] = state_of[having[0]]
             given = options_of(saved[0] if saved else group)
-            numbers = [*range(at, at + len(group["params"]))]
+            numbers = [*range(at, at + len(names))]
             found["param_groups"].append({**given, "params": numbers})
-            at += len(numbers)
+            at += len(names)
         refuse_other_options(shards, found["param_groups"])
         return found
 
     def extra(self) -> dict[str, Any]:
         """What is no tensor, and belongs neither to the model nor to an optimizer, as JSON by the user's own names."""
         found, left = dict[Any, Any](), list[str]()
-        prefixes = tuple(f"{one}{kind}" for one in self._state_of for kind in (_STATE, _GROUPS))
+        prefixes = tuple(f"{one}{kind}" for one in self._steps for kind in (_STATE, _GROUPS))
         prefixes += (self._weights,) if self._weights else ()
         for entry, kind in self._entries.items():
             if entry in self._own or entry.startswith(prefixes):
