@@ -35,6 +35,7 @@ from zero.checkpoint.files import Source
 from zero.checkpoint.format import RESUMED, Entry, decode, encode, listed, under
 from zero.checkpoint.shards import Training
 from zero.checkpoint.storage import METADATA, Place
+from zero.comm import Comm
 from zero.full_state import load_full_optimizer_state_dict, load_full_state_dict
 from zero.measure.param_groups import options as options_of
 from zero.measure.param_groups import params_of
@@ -258,6 +259,8 @@ def load(directory: Place, training: Training, *, weights: bool, strict: bool) -
     ranks, stored, told = training.ranks, None, dict[str, Any]()
     of_weights, states = list[tuple[str, str]](), list[dict[str, Any] | None]([None] * len(training.optimizers))
     with ranks.together(before=f"{directory} does not fit: "):
+        if not training.wrappers and ranks.all != Comm.default().world:
+            raise ValueError("a plain model takes it in the default group. Wrap the model for this one, by zero.setup")
         if ranks.first:
             stored = Stored(directory, training)
             of_weights = stored.weights(strict=strict) if weights else []

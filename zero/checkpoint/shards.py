@@ -158,7 +158,7 @@ def whole(name: str, tensor: Tensor, kept: bool) -> Held:
 class Training:
     """A model and its optimizers, seen from this rank.
 
-    model: as it was given. module: the user's own, inside of the wrappers around it; it may contain others.
+    model: as it was given. module: the user's own, inside of `wrappers`, which are around or in it.
 
     Raises CheckpointError within forward, backward and summon_full_params() of stage 3, on every rank.
 
@@ -190,7 +190,7 @@ class Training:
         self.model = model
         self.optimizers = [prepared(one) for one in given]
         self._sharding = [one for one in self.optimizers if isinstance(one, OSS)]
-        self.module, self._wrappers = module, wrappers = unwrapped(model)
+        self.module, self.wrappers = module, wrappers = unwrapped(model)
         kinds: list[tuple[type, int]] = [(FSDP, 3), (ShardedDDP, 2), (OSS, 1)]
         found = [stage for kind, stage in kinds if any(isinstance(one, kind) for one in [*wrappers, *self._sharding])]
         self.stage = found[0] if found else 0
@@ -252,7 +252,7 @@ class Training:
         params = {name: one for name, one in self.tensors.items() if isinstance(one, nn.Parameter)}
         self.frozen = {name for name, one in params.items() if not one.requires_grad}
 
-        synchronising = [one for one in self._wrappers if isinstance(one, DistributedDataParallel | ShardedDDP)]
+        synchronising = [one for one in self.wrappers if isinstance(one, DistributedDataParallel | ShardedDDP)]
         kept_by = [module] if self.ranks.all == 1 else synchronising
         self._kept = {param for one in kept_by for param in parameters_of(one)}
         sharded = [stepped for one in self.optimizers if (stepped := getattr(one, "stepped_shards", None)) is not None]
@@ -263,7 +263,7 @@ class Training:
         self.rounded = [one for one in steppers.values() if one.rounded and not any(one is other for other in passed)]
         groups += [group for one in self.rounded for group in one.rounded]
         self._in_shards = set[Any]()
-        for one in self._wrappers:
+        for one in self.wrappers:
             if isinstance(one, FSDP):
                 for unit in running_model(one).units:  # not by its method, in which ranks would wait for one another
                     unit.reshard()
@@ -293,7 +293,7 @@ class Training:
                 raise ValueError(f"{group.names[0]} is being gathered. Save and load between steps")
             if (moved := group.moved()) is not None:
                 raise ValueError(f"{moved} was moved, cast or given other data after it was sharded: do that before")
-        self.shards = [stepped_by(module, self._wrappers, one) for one in self.optimizers]
+        self.shards = [stepped_by(module, self.wrappers, one) for one in self.optimizers]
 
         self.parts, dtypes = dict[str, Part](), original_dtypes(module)
         for name, tensor in self.tensors.items():
