@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
+import matrix
 import ranks
 import zero
 from processes import command
@@ -111,8 +112,7 @@ KINDS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("optim", OPTIMIZERS)
-@pytest.mark.parametrize("kind", KINDS)
+@matrix.combined("kind, optim", KINDS, OPTIMIZERS)
 @ranks.on(2)
 def test_what_pytorch_has_saved_in_shards_goes_on_at_any_stage(rank, world, kind, optim, tmp_path):
     with quiet():
@@ -147,8 +147,7 @@ def train_and_save(rank, world, path, optim, stage):
     return one.losses(3, 4, 5)
 
 
-@pytest.mark.parametrize("optim", OPTIMIZERS)
-@pytest.mark.parametrize("stage", range(4))
+@matrix.combined("stage, optim", range(4), OPTIMIZERS)
 def test_an_export_goes_on_by_fsdp2(stage, optim, tmp_path):
     run, out = tmp_path / "run", tmp_path / "out"
     expected = ranks.run(train_and_save, 2, (run, optim, stage))

@@ -165,10 +165,9 @@ def test_a_model_that_is_built_without_values_takes_those_of_a_checkpoint(stage,
         assert all(torch.equal(own_weights[weight], value) for weight, value in weights.items())
 
 
-@pytest.mark.parametrize("module", MODULES)
-@pytest.mark.parametrize("kind", ["full", "sharded"])
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", ["loaded_in_part", "without_frozen"])
+@matrix.combined(
+    "module, kind, name, stage", MODULES, ["full", "sharded"], ["loaded_in_part", "without_frozen"], STAGES
+)
 def test_a_checkpoint_with_a_part_of_the_weights_is_loaded_as_by_ddp(name, stage, kind, module, tmp_path):
     expected, found = (on_ranks(module, name, one, kind, str(tmp_path)) for one in (0, stage))
     for one, own in zip(expected, found, strict=True):
@@ -219,8 +218,7 @@ def test_averages_of_weights_are_those_of_ddp(tmp_path):
             assert all(torch.equal(own_weights[weight], value) for weight, value in weights.items())
 
 
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("name", CALLBACKS)
+@matrix.combined("name, stage", CALLBACKS, STAGES)
 def test_a_callback_finds_what_it_finds_under_ddp(name, stage, tmp_path):
     (tmp_path / "ddp").mkdir()
     expected = on_ranks("lightnings", "with_callback", name, 0, str(tmp_path / "ddp"))

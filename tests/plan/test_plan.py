@@ -206,11 +206,12 @@ def test_the_table_has_a_line_for_every_stage_and_world(capsys):
     assert re.search("64 ranks: stage 2 .* less 8% for what is not counted", " ".join(lines))
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_a_stage_with_offload_is_planned_too():
     adam = partial(torch.optim.AdamW, amsgrad=True)
     optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), amsgrad=True)  # of which class and defaults are taken
     for stage, numel in ((2, 10**6), (3, 10**7)):  # of a small model stage 3 keeps all in flight
-        model = blocks(numel, 16)
+        model = blocks(numel, 6)
         needed = zero.plan(model, world_size=2, optimizer=adam, stages=[2, 3], offload=zero.CPUOffload())
         memory = f"{(needed.cost(stage).peak + COMMUNICATOR) / 0.92 + 2} B"
         plan = zero.plan(model, world_size=2, memory=memory, optimizer=optimizer)

@@ -297,7 +297,8 @@ def full_of(own: Tensor, cut: Cut) -> Tensor:
             if len(_gathered) == OFTEN:
                 warn_user(
                     f"Sharded tensors were gathered {OFTEN} times between steps, {sum(_gathered)} bytes in all, each "
-                    "for one function. Where many are read at stage 3, gather all: with model.summon_full_params()."
+                    "for one function. Norms and sums gather nothing; weights at stage 3 are gathered at once by "
+                    "`with model.summon_full_params():`."
                 )
         return flat.as_strided(shape, group.shapes.strides[index]).to(own.device)
 
