@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -154,6 +156,15 @@ def test_an_export_goes_on_by_fsdp2(stage, optim, tmp_path):
     assert command("zero.checkpoint", "export", run, out, "--to", "dcp") == 0
     assert command("zero.checkpoint", "export", run, out, "--to", "dcp") == 1  # something is there
     assert ranks.run(go_on_by_fsdp2, 2, (out, optim)) == expected
+
+
+def test_an_export_that_fails_says_so_and_leaves_nothing(tmp_path, capsys):
+    run, out = tmp_path / "run", tmp_path / "out"
+    zero.checkpoint.save(run, nn.Linear(2, 2))
+    with mock.patch.object(FileSystemWriter, "write_data", side_effect=OSError(28, "No space left on device")):
+        assert command("zero.checkpoint", "export", run, out, "--to", "dcp") == 1
+    assert "could not be written: OSError(28, 'No space left on device')" in capsys.readouterr().err
+    assert not [*out.iterdir()]
 
 
 class Harmful:

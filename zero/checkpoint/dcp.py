@@ -17,14 +17,14 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
@@ -104,7 +104,7 @@ class Stored:
         self._own = dict[str, str]()  # by entry the name of the parameter or buffer
         self._steps = dict[str, set[str]]()  # whose parameters an optimizer steps, by what precedes its entries
         self._groups = dict[str, dict[str, dict[str, Any]]]()  # the options of a group, by number or parameter
-        of_model = Counter[str]()
+        of_model, options = Counter[str](), dict[str, tuple[str, str]]()
         for entry in self._entries:
             before, state, after = entry.partition(_STATE)
             if state and (name := _plain(after.rpartition(".")[0])) in self._names:
@@ -112,17 +112,20 @@ class Stored:
                 continue
             before, groups, after = entry.partition(_GROUPS)
             if groups:
-                owner, _, option = after.removeprefix(".").rpartition(".")
-                value, of_all = self.read(entry), self._groups.setdefault(before, {})
-                if after:
-                    of_all.setdefault(_plain(owner), {})[option] = value
-                else:  # all groups in one value
-                    of_all |= {str(number): group for number, group in enumerate(value)}
+                options[entry] = before, after.removeprefix(".")
                 continue
             last = str(self._paths.get(entry, (entry,))[-1])  # of the keys of nested dictionaries
             if (name := _plain(last)) in self._names:
                 self._own[entry] = name
                 of_model[entry.removesuffix(last)] += 1
+        # A flat one has them for each parameter: they are read at once, and for optimizers alone.
+        values = self._read(options) if training.optimizers else {}
+        for entry, (before, after) in options.items():
+            of_all, (owner, _, option) = self._groups.setdefault(before, {}), after.rpartition(".")
+            if entry in values and after:
+                of_all.setdefault(_plain(owner), {})[option] = values[entry]
+            elif entry in values:  # all groups in one value
+                of_all |= {str(number): group for number, group in enumerate(values[entry])}
         for before, of_all in self._groups.items():
             named = {_plain(name) for group in of_all.values() for name in group.get("params", ())}
             self._steps.setdefault(before, set()).update((named | of_all.keys()) & self._names.keys())
@@ -139,13 +142,17 @@ class Stored:
 
     def read(self, entry: str) -> Any:
         """A tensor in full, on the CPU, or another value."""
-        kind, room = self._entries[entry], dict[str, Any]({entry: None})
-        if isinstance(kind, TensorStorageMetadata):
-            room[entry] = torch.empty(kind.size, dtype=kind.properties.dtype, device="cpu")
+        return self._read([entry])[entry]
+
+    def _read(self, entries: Iterable[str]) -> dict[str, Any]:
+        room = dict[str, Any].fromkeys(entries)
+        for entry in room:
+            if isinstance(kind := self._entries[entry], TensorStorageMetadata):
+                room[entry] = torch.empty(kind.size, dtype=kind.properties.dtype, device="cpu")
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(room, self._metadata, is_coordinator=True)
         self._reader.read_data(planner.create_local_plan(), planner).wait()
-        return planner.state_dict[entry]
+        return planner.state_dict
 
     def weights(self, *, strict: bool) -> list[tuple[str, str]]:
         """The names of the weights, and their entries. Raises ValueError if they are not the model's. strict: whether
@@ -328,4 +335,8 @@ def write(source: Source, out: Place, weights: Mapping[str, tuple[Entry, torch.d
             whole.setdefault(key, decode(value))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is")  # disabled: one process is meant
-        dcp.save(whole, storage_writer=FileSystemWriter(out.path), planner=_FromZero(read), no_dist=True)
+        try:
+            dcp.save(whole, storage_writer=FileSystemWriter(out.path), planner=_FromZero(read), no_dist=True)
+        except CheckpointException as error:  # torch's is no Exception, which nobody would catch
+            causes = [cause for cause, _ in error.failures.values()]
+            raise ValueError(f"{out} could not be written: {causes[0]!r}") from causes[0]

@@ -76,11 +76,6 @@ def export(
         if to == "dcp":
             read += under("optimizer/", index.tensors).values()
         source.check(((entry, all_of(entry.geometry)) for entry in read), shown=True)
-        if to == "dcp":
-            from zero.checkpoint import dcp  # only who needs it waits a second for torch's part
-
-            dcp.write(source, target, weights)
-            return [Path(target.path, one.name) for one in target.inside()]
         chunks = {
             name: Chunk(name, dtype, entry.geometry.shape, partial(source.stream, entry, dtype))
             for name, (entry, dtype) in weights.items()
@@ -92,7 +87,7 @@ def export(
                 chunks.setdefault(name, Chunk(name, value.dtype, tuple(value.shape), values))
             else:
                 others.append(name)
-        if others:
+        if others and to == "hf":
             warn_user(
                 f"safetensors files hold tensors only, and {listed(sorted(others))} of get_extra_state() is none: left "
                 "out. Load these weights with strict=False."
@@ -125,6 +120,11 @@ def export(
             jsons["config.json"] = {**config, key: most}
         target.make()
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=target.path) as folder:
+            if to == "dcp":
+                from zero.checkpoint import dcp  # only who needs it waits a second for torch's part
+
+                dcp.write(source, place(folder), weights)
+                files, jsons = {}, {}
             with progress("exporting", total) as tick:
                 for name, shard in files.items():
                     write(place(folder) / name, shard, tick)

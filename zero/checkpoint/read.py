@@ -77,7 +77,9 @@ def load(
         extra = zero.checkpoint.load("run", model, optimizer, resume=schedule)
 
     path: a run's directory, for its latest checkpoint, or one checkpoint's directory; or an fsspec URL of either. A
-        save of the run that is still being written (wait=False) is waited for first.
+        save of the run that is still being written (wait=False) is waited for first. Or a mounted directory of
+        torch.distributed.checkpoint, which the first rank reads, tensor by tensor: it has no checksums, and what else
+        is in it comes back as `extra`, under the names that it has there, but for further tensors.
     model, optimizer: built as for training, at any stage. Without an optimizer only parameters and buffers are loaded.
     resume: the objects that were saved, in the same order. They, and the random generators, go on as they were then.
         Without it all of them stay as they are.

@@ -389,3 +389,12 @@ class Training:
                 yield whole(self.names[param], param, param in self._kept)
             elif place.span is not None:
                 yield replace(self._shard("", place, place.group.shard), tensor=shards.part(param))
+
+
+def names_left_out(model: nn.Module, optimizers: Sequence[Optimizer]) -> set[str]:
+    """Collective. Each name of the parameters that are left out where frozen ones are."""
+    training = Training(model, optimizers, None)
+    with training.ranks.together():
+        training.look()
+    found = set[str].intersection(*map(set, training.ranks.gather([*training.left_out()])))
+    return found | {alias for alias, name in training.tied.items() if name in found}

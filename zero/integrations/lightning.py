@@ -43,7 +43,7 @@ from torch.optim import Optimizer
 from zero._torch.compiling import name_without_compile
 from zero._torch.optimizers import follow
 from zero.checkpoint.read import load_part
-from zero.checkpoint.shards import Training
+from zero.checkpoint.shards import names_left_out
 from zero.checkpoint.storage import checkpoints, place
 from zero.checkpoint.write import save_in_place
 from zero.comm import Comm
@@ -178,12 +178,8 @@ class ShardedStrategy:
         found = full_state_dict(model, to=0)
         if not self._without_frozen:
             return found
-        training = Training(model, optimizers, None)
-        with training.ranks.together():
-            training.look()
-        left_out = set[str].intersection(*map(set, training.ranks.gather([*training.left_out()])))
-        stored_as = {name: training.tied.get(plain := name_without_compile(name), plain) for name in found}
-        return {name: value for name, value in found.items() if stored_as[name] not in left_out}
+        left_out = names_left_out(model, optimizers)
+        return {name: value for name, value in found.items() if name_without_compile(name) not in left_out}
 
     def _load_weights(self, model: nn.Module, weights: Mapping[str, Any], strict: bool) -> None:
         """Collective. Frozen parameters that were left out keep their values."""

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from zero import checkpoint
 from zero._torch.compiling import name_without_compile
 from zero.checkpoint.read import load_part
+from zero.checkpoint.shards import names_left_out
 from zero.checkpoint.write import save_in_place
 from zero.comm import AGREEMENT, Comm
 from zero.comm.together import Together
@@ -166,7 +167,7 @@ def save(
     frozen: bool,
 ) -> None:
     """Collective, in the context `together`. hooks: the user's, which may take weights away that they save. frozen:
-    whether frozen parameters are saved."""
+    whether frozen parameters are saved that have no state in an optimizer."""
     agree = together().agree  # between what some ranks write, and what all do
     writes, file = accelerator.writes, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME
     if writes:
@@ -175,9 +176,12 @@ def save(
     agree()
     weights = []
     for model in () if accelerator.saves_shards else models:
-        tensors = named_tensors(unwrapped(model)[0]).items()
-        only = [name for name, one in tensors if one.requires_grad or not isinstance(one, nn.Parameter)]
-        weights.append(full_weights(model, writes, only=None if frozen else only))
+        only = None
+        if not frozen:
+            left_out = names_left_out(model, [one.optimizer for one in optimizers if steps(one, model)])
+            own = map(name_without_compile, named_tensors(unwrapped(model)[0]))
+            only = [name for name in own if name not in left_out]
+        weights.append(full_weights(model, writes, only=only))
     for hook in hooks:
         hook(models, weights, folder)
     agree()
