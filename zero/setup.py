@@ -65,43 +65,43 @@ class SetupOptions(TypedDict, total=False):
 
 @overload
 def setup(
-    model: nn.Module, optim: Optimizer, stage: Literal[3, "3 kept"], **options: Unpack[SetupOptions]
+    model: nn.Module, optimizer: Optimizer, stage: Literal[3, "3 kept"], **options: Unpack[SetupOptions]
 ) -> tuple[FSDP, Optimizer]: ...
 @overload
 def setup(
-    model: nn.Module, optim: Optimizer, stage: Literal[2], **options: Unpack[SetupOptions]
+    model: nn.Module, optimizer: Optimizer, stage: Literal[2], **options: Unpack[SetupOptions]
 ) -> tuple[ShardedDDP, OSS]: ...
 @overload
 def setup(
-    model: nn.Module, optim: Optimizer, stage: Literal[1], **options: Unpack[SetupOptions]
+    model: nn.Module, optimizer: Optimizer, stage: Literal[1], **options: Unpack[SetupOptions]
 ) -> tuple[nn.Module, OSS]: ...
 @overload
 def setup(
-    model: nn.Module, optim: Optimizer, stage: Stage, **options: Unpack[SetupOptions]
+    model: nn.Module, optimizer: Optimizer, stage: Stage, **options: Unpack[SetupOptions]
 ) -> tuple[nn.Module, Optimizer]: ...
 @overload
 def setup(
-    model: nn.Module, optim: Sequence[Optimizer], stage: Stage, **options: Unpack[SetupOptions]
+    model: nn.Module, optimizer: Sequence[Optimizer], stage: Stage, **options: Unpack[SetupOptions]
 ) -> tuple[nn.Module, list[Optimizer]]: ...
 @overload  # a class, with its own options among these
 def setup(
-    model: nn.Module, optim: Callable[..., Optimizer], stage: Literal[3, "3 kept"], **options: Any
+    model: nn.Module, optimizer: Callable[..., Optimizer], stage: Literal[3, "3 kept"], **options: Any
 ) -> tuple[FSDP, Optimizer]: ...
 @overload
 def setup(
-    model: nn.Module, optim: Callable[..., Optimizer], stage: Literal[2], **options: Any
+    model: nn.Module, optimizer: Callable[..., Optimizer], stage: Literal[2], **options: Any
 ) -> tuple[ShardedDDP, OSS]: ...
 @overload
 def setup(
-    model: nn.Module, optim: Callable[..., Optimizer], stage: Literal[1], **options: Any
+    model: nn.Module, optimizer: Callable[..., Optimizer], stage: Literal[1], **options: Any
 ) -> tuple[nn.Module, OSS]: ...
 @overload
 def setup(
-    model: nn.Module, optim: Callable[..., Optimizer], stage: Stage, **options: Any
+    model: nn.Module, optimizer: Callable[..., Optimizer], stage: Stage, **options: Any
 ) -> tuple[nn.Module, Optimizer]: ...
 def setup(
     model: nn.Module,
-    optim: Optim,
+    optimizer: Optim,
     stage: Stage,
     *,
     params: Iterable[Any] | None = None,
@@ -117,10 +117,10 @@ def setup(
     """Collective. The wrapped model and its optimizer at a stage. Every stage trains to the same numbers.
 
     stage: what is sharded: 0 nothing (DistributedDataParallel), 1 optimizer state, 2 also gradients, 3 also parameters.
-    optim: the optimizer that was built of model.parameters(), or its class, with its arguments as `defaults`. A built
-        one goes on with its groups, hooks and state, which must be the same on every rank. Stages 0 and 3 return it;
-        stages 1 and 2 return an OSS made of it, and its schedulers set the rates of that: see OSS.from_optimizer.
-        Or several built ones, such as [Muon(matrices), AdamW(rest)]: a list is returned, in the same order.
+    optimizer: built of model.parameters(), or its class, with its arguments as `defaults`. A built one goes on with its
+        groups, hooks and state, which must be the same on every rank. Stages 0 and 3 return it; stages 1 and 2 return
+        an OSS made of it, and its schedulers set the rates of that: see OSS.from_optimizer. Or several built ones, such
+        as [Muon(matrices), AdamW(rest)]: a list is returned, in the same order.
     params: with a class, parameters of the model, or groups of them with options of their own; by default all.
     process_group, partition, auto_wrap_policy: as in OSS and FSDP. device_mesh: the group, as a mesh of one dimension.
     offload: at stages 1 to 3, where shards and optimizer state are stored (zero.CPUOffload, zero.DiskOffload).
@@ -145,7 +145,7 @@ def setup(
     one_mesh = device_mesh is not None and device_mesh.ndim == 1
     comm = Comm(device_mesh.get_group() if one_mesh and device_mesh is not None else process_group)
     ranks = process_group, device_mesh
-    asked = Arguments(model, optim, stage, params, partition, precision, *ranks, given, defaults)
+    asked = Arguments(model, optimizer, stage, params, partition, precision, *ranks, given, defaults)
     asked.agree(comm)
     policy = asked.policy
     wrapped: nn.Module = model
@@ -194,7 +194,7 @@ def setup(
 def _oss(asked: Arguments, comm: Comm, options: dict[str, Any]) -> list[OSS]:
     """One of each optimizer. Those of whole parameters come first: the others then make memory equal."""
     named = {parts.of(param): name for name, param in asked.model.named_parameters()}
-    how: Any = {"group": comm, "partition": asked.partition, **options}
+    how: Any = {"process_group": comm, "partition": asked.partition, **options}
     optim = asked.optims[0]
     if not isinstance(optim, Optimizer):
         pairs = [(name, param) for param, name in named.items()]

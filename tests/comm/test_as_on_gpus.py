@@ -130,7 +130,7 @@ def test_trained_parameters_on_two_devices_are_refused_on_every_rank_and_frozen_
     if rank == 0:
         model[1].bias.__class__ = Elsewhere
     if stage == 2:
-        told = ranks.refusal(lambda: zero.ShardedDDP(model, sharded, sync_models_at_startup=False))
+        told = ranks.refusal(lambda: zero.ShardedDDP(model, sharded, sync_module_states=False))
     else:
         told = ranks.refusal(lambda: zero.FSDP(model))
     assert ("'0.weight' is on cpu, but '1.bias' on cuda:0" in told) == trained, told

@@ -83,9 +83,9 @@ def ranks_start_from_own_values_at_stage_3(init, self, module, *given, sync_modu
 
 
 @mutant("ShardedDDP.__init__")
-def ranks_start_from_own_values_at_stage_2(init, self, module, *given, sync_models_at_startup=True, **more):
+def ranks_start_from_own_values_at_stage_2(init, self, module, *given, sync_module_states=True, **more):
     """A ShardedDDP does not start from the values of rank 0."""
-    init(self, module, *given, sync_models_at_startup=False, **more)
+    init(self, module, *given, sync_module_states=False, **more)
 
 
 @mutant("Comm.broadcast")

@@ -33,12 +33,12 @@ Build = Callable[[nn.Module, Case, Callable[..., Optimizer], dist.ProcessGroup |
 
 
 def stage_1(model: nn.Module, case: Case, optim: Any, group: Any, **options: Any) -> Pair:
-    optimizer = zero.OSS(model.parameters(), optim, group, **options)
+    optimizer = zero.OSS(model.parameters(), optim, group=group, **options)
     return DistributedDataParallel(model, process_group=group, **case.ddp), optimizer
 
 
 def stage_2_in_small_buckets(model: nn.Module, case: Case, optim: Any, group: Any) -> Pair:
-    optimizer = zero.OSS(model.parameters(), optim, group)
+    optimizer = zero.OSS(model.parameters(), optim, process_group=group)
     return zero.ShardedDDP(model, optimizer, reduce_buffer_size=150), optimizer
 
 

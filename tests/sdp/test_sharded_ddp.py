@@ -577,10 +577,10 @@ def test_modules_of_torchscript_are_refused(rank, world, stage):
 @ranks.on(2)
 def test_models_start_as_the_first_ranks_or_as_they_are(rank, world):
     sent = []
-    for sync in (False, True):
+    for name, sync in [("sync_models_at_startup", False), ("sync_module_states", False), ("sync_module_states", True)]:
         model, before = Normed(rank), zero.traffic()
-        with_buffers(model, sync_models_at_startup=sync)
+        with_buffers(model, **{name: sync})
         sent.append((zero.traffic() - before).total)
         expected = Normed(0 if sync else rank).state_dict()
         assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
-    assert rank or sent[1] >= sent[0] + sum(param.nbytes for param in model.parameters())
+    assert rank or sent[-1] >= sent[0] + sum(param.nbytes for param in model.parameters())

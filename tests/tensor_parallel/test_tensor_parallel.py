@@ -369,7 +369,7 @@ def on_meta(mesh: DeviceMesh) -> Model:
 
 def averaged(mesh: DeviceMesh, made: Model) -> object:
     model = DistributedDataParallel(made, device_mesh=mesh["dp"])
-    return zero.OSS(model.parameters(), group=mesh["dp"].get_group())
+    return zero.OSS(model.parameters(), process_group=mesh["dp"].get_group())
 
 
 def setup(made: Model, stage: int, **how: Any) -> object:
@@ -412,7 +412,7 @@ def test_steps_that_would_be_wrong_are_refused_on_every_rank(rank, world):
     dp, (tokens, targets) = mesh["dp"], batches(0)[0]
 
     alone = parallel(Model(), mesh["tp"])
-    oss = zero.OSS(alone.parameters(), group=dp.get_group(), lr=0.1)
+    oss = zero.OSS(alone.parameters(), process_group=dp.get_group(), lr=0.1)
     loss_of(alone(tokens), targets).backward()
     assert "ShardedDDP" in ranks.refusal(oss.step)
 

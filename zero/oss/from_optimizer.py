@@ -27,7 +27,7 @@ _given: WeakSet[Optimizer] = WeakSet()
 def from_optimizer(
     sharded: Any,
     optimizer: Optimizer,
-    group: torch.distributed.ProcessGroup | None,
+    process_group: torch.distributed.ProcessGroup | None,
     *,
     optim: Callable[..., Optimizer] | None = None,
     **options: Any,
@@ -41,20 +41,20 @@ def from_optimizer(
 
     sharded: OSS, or a class made of it.
     optimizer: built of full parameters, before or after ShardedDDP or DistributedDataParallel wraps the model.
-    group, options: see OSS.
+    process_group, options: see OSS.
     optim: builds the optimizer again, for classes that do not store their arguments: the class, or a functools.partial
         of it with the arguments that differ from its defaults.
 
     Raises ValueError on every rank for anything but a torch optimizer, for an OSS, for arguments that the optimizer
     does not store, and for state that does not fit; TypeError for unknown options.
     """
-    with alike([Comm(group)], "the optimizers given to OSS.from_optimizer") as lines:
+    with alike([Comm(process_group)], "the optimizers given to OSS.from_optimizer") as lines:
         refuse_unfit(optimizer, sharded, rebuilds=optim is None)
         state.refuse_ownerless(optimizer)
         states = states_of(optimizer)
         lines.append(f"optimizer {type(optimizer).__name__} with state of {len(states)} parameters")
     kept = arguments(optimizer)[0] if optim is None else {}
-    built = sharded(optimizer.param_groups, optim or type(optimizer), group, **options, **kept)
+    built = sharded(optimizer.param_groups, optim or type(optimizer), process_group, **options, **kept)
     if states:
         state.load(built.stepped_shards, {"state": states, "param_groups": state.numbered_groups(built.stepped_shards)})
     for before, now in zip(optimizer.param_groups, built.param_groups, strict=True):

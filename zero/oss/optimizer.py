@@ -270,7 +270,7 @@ class OSS(Optimizer):
     params: parameters, (name, parameter) pairs, or dicts of groups with options of their own. The optimizer gets names
         as `param_names` of its groups.
     optim: class of the optimizer to shard; `defaults` are its arguments.
-    group: process group, by default all ranks. Without torch.distributed, this process alone.
+    process_group: by default all ranks; without torch.distributed, this process alone. group: FairScale's name for it.
     partition: "even" cuts inside parameters into shards of equal size, for optimizers that treat each element by
         itself. "whole" gives each parameter to one rank, for optimizers that need matrices or norms of parameters.
         "auto" chooses for the optimizer: torch's are known, others are measured in a few steps on small tensors.
@@ -295,15 +295,16 @@ class OSS(Optimizer):
         self,
         params: Iterable[Any],
         optim: Callable[..., Optimizer] = torch.optim.SGD,
-        group: torch.distributed.ProcessGroup | None = None,
+        process_group: torch.distributed.ProcessGroup | None = None,
         *,
+        group: torch.distributed.ProcessGroup | None = None,
         partition: Partition = "auto",
         precision: GivenPrecision = None,
         rounded: Mapping[nn.Parameter, torch.dtype] | None = None,
         shares: Shares | None = None,
         **defaults: Any,
     ) -> None:
-        self.comm = Comm(group)
+        self.comm = Comm(process_group if group is None else group)
         how = self._arguments = Arguments(
             self.comm,
             params,
@@ -350,10 +351,10 @@ class OSS(Optimizer):
 
     @classmethod
     def from_optimizer(
-        cls, optimizer: Optimizer, group: torch.distributed.ProcessGroup | None = None, **options: Any
+        cls, optimizer: Optimizer, process_group: torch.distributed.ProcessGroup | None = None, **options: Any
     ) -> OSS:
         """Collective. Builds an OSS from an existing optimizer of full parameters; see zero.oss.from_optimizer."""
-        built: OSS = from_optimizer(cls, optimizer, group, **options)
+        built: OSS = from_optimizer(cls, optimizer, process_group, **options)
         # Before `refuse_use`, whose hooks would move along and refuse each step of the OSS.
         move_hooks(optimizer, built)
         refuse_use(optimizer)

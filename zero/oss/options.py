@@ -76,7 +76,7 @@ class Arguments:
                     f"OSS was given a {type(optim).__name__} as its optimizer. Pass the class, and its arguments by "
                     "name: zero.OSS(params, torch.optim.AdamW, lr=1e-3); of one that is built OSS.from_optimizer."
                 )
-            own = ["partition", "precision", "rounded", "shares", "group", *OFFLOAD]
+            own = ["partition", "precision", "rounded", "shares", "process_group", *OFFLOAD]
             refuse_arguments(optim, defaults.keys() - {*OFFLOAD}, own)
             self.groups = as_groups(params)
             refuse_sharded(named_params(self.groups))

@@ -63,8 +63,8 @@ class ShardedDDP(Wrapper):
     sharded_optimizer: the OSS, or several OSS that together hold every trained parameter of the module.
     process_group: the process group that OSS was given; by default that of the (first) OSS.
     broadcast_buffers: broadcasts the buffers from rank 0 before a forward, as DistributedDataParallel does.
-    sync_models_at_startup: broadcasts parameters and buffers from rank 0 in the constructor, except for tensors that
-        wrap other tensors (quantised ones).
+    sync_module_states: broadcasts parameters and buffers from rank 0 in the constructor, except for tensors that wrap
+        other tensors (quantised ones). sync_models_at_startup: FairScale's name for it.
     reduce_buffer_size: number of elements of a bucket, which has at least one parameter; 0 reduces each parameter by
         itself. By default a sixteenth of the model, between 1 and 32 MiB;
         on GPUs an eighth, or up to a twentieth of a large model or 256 MiB.
@@ -87,6 +87,7 @@ class ShardedDDP(Wrapper):
         process_group: torch.distributed.ProcessGroup | None = None,
         *,
         broadcast_buffers: bool = True,
+        sync_module_states: bool = True,
         sync_models_at_startup: bool = True,
         reduce_buffer_size: int | None = None,
         precision: GivenPrecision = None,
@@ -108,7 +109,7 @@ class ShardedDDP(Wrapper):
         held = {param for optimizer in self._optimizers for param in optimizer.shards.places}
         put_into(module, {param for param in parameters_of(module) if parts.of(param) not in held})
         show_everywhere(module)
-        if sync_models_at_startup:
+        if sync_module_states and sync_models_at_startup:
             self._comm.broadcast([*parameters_of(module), *module.buffers()])
         self.broadcast_buffers = broadcast_buffers
         self._buffer_sync = BufferSync(module, [self._comm]) if broadcast_buffers else None

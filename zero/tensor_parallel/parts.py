@@ -29,7 +29,7 @@ def refuse_unfit(named: Iterable[tuple[str, Any]], comms: Sequence[Comm]) -> Non
         if is_of_ddp(given):
             raise ValueError(
                 f"{name!r} is the local tensor of a DTensor, as DistributedDataParallel(device_mesh=) makes it. "
-                "Call zero.setup(model, optim, stage=1, device_mesh=mesh['dp']) with the model as it was."
+                "Call zero.setup(model, optimizer, stage=1, device_mesh=mesh['dp']) with the model as it was."
             )
         param: Any = given if takes(given) else table.dtensor_of(given)
         if param is None:
@@ -49,7 +49,7 @@ def refuse_unfit(named: Iterable[tuple[str, Any]], comms: Sequence[Comm]) -> Non
             raise ValueError(
                 f"{at}, over ranks that are to shard the model as well: another library (FSDP2) has sharded it "
                 "already. Undo that, or give zero another dimension of the mesh than the model is parallelised over, "
-                "by FSDP(device_mesh=mesh['dp']) or OSS(group=mesh['dp'].get_group())."
+                "by FSDP(device_mesh=mesh['dp']) or OSS(process_group=mesh['dp'].get_group())."
             )
         if param.is_meta:
             raise ValueError(

@@ -177,7 +177,7 @@ class Sharding:
             if not oss and self.stage == 2:
                 raise ValueError(f"a model was prepared at stage 2 without its optimizer, {_TOGETHER}")
             rounding = self._roundings.pop(model, None) or Rounding(self._precision, model, None, Comm())
-            how: dict[str, Any] = {"broadcast_buffers": synced, "sync_models_at_startup": self._synced}
+            how: dict[str, Any] = {"broadcast_buffers": synced, "sync_module_states": self._synced}
             cap_mb = options.get("bucket_cap_mb")
             how["reduce_buffer_size"] = int(cap_mb * 2**20 / 4) if cap_mb else None
             wrapped = rounding.wrap(ShardedDDP if self.stage == 2 else AveragingDDP, oss, **how)
