@@ -29,6 +29,7 @@ nitpick_ignore_regex = [("py:class", r"(?!zero\.\w+$).*")]
 myst_heading_anchors = 4
 default_role = "code"
 highlight_language = "text"  # of blocks that name none, such as tables that a command prints
+pygments_style = "default"  # lines of a diff are red and green, as in the dark one
 pygments_dark_style = "github-dark"
 autodoc_inherit_docstrings = False  # what overrides torch's without a word of its own is no entry
 autodoc_member_order = "bysource"
@@ -39,6 +40,11 @@ toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
 html_title = "zero"
+html_favicon = "_static/favicon.svg"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+# As wide as the lines that the plan prints.
+html_theme_options = {f"{theme}_css_variables": {"code-font-size": "0.75rem"} for theme in ("light", "dark")}
 html_copy_source = False
 html_show_copyright = False
 templates_path = ["_templates"]

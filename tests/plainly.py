@@ -1,4 +1,4 @@
-"""Reads a checkpoint by `json` and `safetensors` alone, as docs/checkpoints.md says."""
+"""Reads a checkpoint by `json` and `safetensors` alone, as docs/checkpoint_format.md says."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -16,12 +16,12 @@ from zero.plan.gpt import LENGTH, batch_of, gpt_of
 from zero.plan.result import Plan
 
 NAMES = {0: "stage 0\nDDP", 1: "stage 1", 2: "stage 2", 3: "stage 3"}
-COLOURS = {"parameters": "#2f5d8c", "gradients": "#7fb2d9", "optimizer": "#e3ab5f", "transient": "#d9d9d9"}
+COLOURS = {"parameters": "#2f5d8c", "gradients": "#7fb2d9", "optimizer": "#e3ab5f", "transient": "#bdbdbd"}
 LABELS = {"optimizer": "optimizer state, masters", "transient": "activations, buffers, temporaries"}
 
 
 def draw(plan: Plan, file: Path) -> None:
-    figure = Figure(figsize=(8, 3.6), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(5.4, 3.4), layout="constrained", facecolor="white")
     axes = figure.subplots()
     costs = [plan.cost(stage) for stage in NAMES]
     left = [0.0] * len(costs)
@@ -36,7 +36,7 @@ def draw(plan: Plan, file: Path) -> None:
     axes.set(xlim=(0, 1.12 * max(left)), ylim=(3.5, -0.8), xlabel="GiB on each of 8 GPUs, at the peak of a step")
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    figure.legend(loc="outside upper left", ncols=4, frameon=False, fontsize=9)
+    figure.legend(loc="outside upper left", ncols=2, frameon=False, fontsize=9)
     with rc_context({"svg.hashsalt": "zero"}):  # the same bytes each time
         figure.savefig(file, metadata={"Date": None})
 

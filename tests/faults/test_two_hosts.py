@@ -25,7 +25,7 @@ from assertions import same
 ROOT = Path(__file__).parents[2]
 FAILING = ["1", "2", "3"]
 
-PAGE = (ROOT / "docs" / "when_it_fails.md").read_text()
+PAGE = (ROOT / "docs" / "several_machines.md").read_text()
 (SCRIPT,) = re.findall(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", PAGE, re.DOTALL)  # for Slurm
 
 
