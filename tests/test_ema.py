@@ -89,7 +89,8 @@ def by_zero(rank: int, stage: int, optim: Any, how: str = "plain", folder: Any =
         step(model, optimizer, rank, number)
         if number == 1:
             evaluated(model, rank)
-        ema.update()
+        with torch.inference_mode(number == 0):
+            ema.update()
         if number > 1:
             with ema.swapped():
                 found += evaluated(model, rank)
@@ -200,6 +201,19 @@ def test_full_averages_load_at_another_stage_and_one_ranks_shard_on_that_rank(ra
     adam = zero.full_optimizer_state_dict(model, optimizer, to=None)
     told = ranks.refusal(lambda: zero.load_full_optimizer_state_dict(again, of_again, adam))
     assert told.startswith("ValueError") and "of another optimizer than EMA" in told
+
+
+@ranks.on(4)
+def test_averages_of_an_oss_over_fewer_ranks_than_train(rank, world):
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    net = nn.Linear(5, 3)
+    optimizer = zero.OSS(net.parameters(), torch.optim.Adam, process_group=groups[rank // 2])
+    ema = zero.EMA(model := nn.parallel.DistributedDataParallel(net), 0.5)
+    ema.update()
+    expected = [param.detach().clone() for param in net.parameters()]
+    assert ema.state_dict()["state"] and zero.full_optimizer_state_dict(model, optimizer, to=None)
+    full = zero.full_optimizer_state_dict(model, ema, to=None)["state"]
+    same([full[number]["average"] for number in range(2)], expected)
 
 
 # --------------------------------------------------------------------------------------------------------- errors

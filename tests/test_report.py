@@ -5,6 +5,7 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.profiler import ProfilerActivity, profile
@@ -125,6 +126,10 @@ def test_a_report_tells_the_peak_of_the_plan(rank, world):
     told = zero.report(*zero.setup(nn.Linear(64, 64), torch.optim.Adam, stage=2), plan=plan)
     assert told.planned == told.numbers()["zero/planned_bytes"] == plan.cost(2, 2).peak
     assert f"planned {told.planned / 2**20:.1f} MiB" in str(told)
+    alone = [dist.new_group([one]) for one in range(world)][rank]
+    plan_alone = zero.plan(nn.Linear(64, 64), world_size=1, stages=[2], backend="gloo")
+    told = zero.report(*zero.setup(nn.Linear(64, 64), torch.optim.Adam, stage=2, process_group=alone), plan=plan_alone)
+    assert (told.rank, told.world, told.planned) == (0, 1, plan_alone.cost(2, 1).peak)
     with pytest.raises(KeyError, match="stage 3 on 2 ranks is not in this plan"):
         zero.report(*zero.setup(nn.Linear(64, 64), torch.optim.Adam, stage=3), plan=plan)
 

@@ -97,6 +97,7 @@ class EMA(Optimizer):
         finally:
             self._visit(exchange=True, gathers=in_step)
 
+    @torch.inference_mode(False)  # averages that are made within it could never be written again
     @torch.no_grad()
     def _visit(self, *, exchange: bool, gathers: bool = True) -> None:
         """Takes this rank's weights into their averages; or, collectively with `gathers`, exchanges both."""
@@ -131,7 +132,8 @@ class EMA(Optimizer):
         """The averages, for what saves and loads the state of optimizers."""
         self._begin("the saving or loading of a zero.EMA")
         groups = [{**group, "params": [*self._parts]} for group in self.param_groups]
-        return SteppedShards(self, self._groups, self._comms[0], groups, part=self._parts.__getitem__)
+        comm = self._groups[0].comm if self._groups else self._comms[0]  # an OSS may shard over fewer ranks than train
+        return SteppedShards(self, self._groups, comm, groups, part=self._parts.__getitem__)
 
     def state_dict(self) -> dict[str, Any]:
         """The averages; at stages 1 to 3 this rank's shards, which load on this rank alone."""

@@ -24,13 +24,14 @@ from zero.fsdp import FSDP
 from zero.fsdp.choice import Policy
 from zero.measure.built import finding_of_built, refuse_arguments, refuse_unbuilt
 from zero.measure.kinds import Finding, finding_of, known, title
-from zero.measure.param_groups import called, described_options, nearest, options, params_of
+from zero.measure.param_groups import alike_options, called, nearest, options, params_of
 from zero.oss import OSS
 from zero.oss.from_optimizer import refuse_uncut, refuse_unfit, states_of
 from zero.precision import Rounding, compute_under_autocast, refuse_precision
 from zero.sdp import AveragingDDP, ShardedDDP
 from zero.shards.announce import without_announcing
 from zero.shards.arguments import as_groups, named_params, parts_of, refuse_two_devices
+from zero.shards.arguments import describe as describe_groups
 from zero.shards.partition import Partition, Shares, cut_for, refuse_optimizer, refuse_partition, whole_among
 from zero.shards.shapes import refuse_shared, refuse_unsendable
 from zero.state.shard_mark import refuse_shards
@@ -195,11 +196,14 @@ def _oss(asked: Arguments, comm: Comm, options: dict[str, Any]) -> list[OSS]:
     """One of each optimizer. Those of whole parameters come first: the others then make memory equal."""
     named = {parts.of(param): name for name, param in asked.model.named_parameters()}
     how: Any = {"process_group": comm, "partition": asked.partition, **options}
-    optim = asked.optims[0]
+    optim, asks = asked.optims[0], asked.partition
     if not isinstance(optim, Optimizer):
-        pairs = [(name, param) for param, name in named.items()]
-        return [OSS(asked.groups or pairs, optim, **how, **asked.defaults)]
-    if callable(asked.partition):  # the optimizers' groups have no names to ask it by
+        if callable(asks):
+            how["partition"] = lambda _, param: asks(named[parts.of(param)], param)
+        oss = OSS(asked.groups or [*named], optim, **how, **asked.defaults)  # without names, as at stages 0 and 3
+        oss.shards.rename(oss.param_groups, named)
+        return [oss]
+    if callable(asks):  # the optimizers' groups have no names to ask it by
         how["partition"] = lambda _, param: "whole" if param in asked.whole else "even"
     cut = {one: sum(param.nbytes for param in params_of(one) if param not in asked.whole) for one in asked.optims}
     in_order = sorted(asked.optims, key=cut.__getitem__)
@@ -262,12 +266,9 @@ class Arguments:
             built = [one for one in self.optims if isinstance(one, Optimizer)]
             of_each = (f"a built {called(one)} with state of {len(states_of(one))} parameters" for one in built)
             lines += of_each if built else ["a class"]
-            groups = [group for one in built for group in one.param_groups] or self.groups
-            for what, given in (("optimizer", self.defaults), *(("group", options(one)) for one in groups)):
-                # Those that are the same text in every process: others may have an address in theirs.
-                kinds = bool, int, float, str, type(None), tuple
-                plain = {name: value for name, value in given.items() if isinstance(value, kinds)}
-                lines.append(f"{what} options {described_options(plain)}")
+            names = {param: name for name, param in self.model.named_parameters()}
+            groups = [group for one in built for group in one.param_groups] or self.groups or [{"params": [*names]}]
+            lines += [f"optimizer options {alike_options(self.defaults)}", *describe_groups(groups, names)]
             lines.append(f"whole {[*self.whole.values()] if self.found else []}")
             if self.policy.param_dtype is not None:  # before stages 1 and 2 are built, values are sent
                 lines += describe(self.model)

@@ -150,6 +150,47 @@ of_options("OSS", "rate of a group", "lr", params=in_groups(0.2), differs=True)
 of_options("OSS", "grouping", "group 1", params=[{"params": [*good(), ONE], "lr": 0.1}], differs=True)
 
 
+def optimizer_of(stage: Any, groups: Callable[[nn.Sequential], list[dict[str, Any]]]) -> None:
+    """By zero.setup of a built optimizer or a class; "FSDP" is that of a user, who steps it."""
+    model = net()
+    if stage == "FSDP":
+        model = zero.FSDP(model)
+        optimizer = SGD(groups(model.module), lr=0.1)
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    else:
+        zero.setup(model, SGD(groups(model), lr=0.1), stage=stage)
+
+
+def halves(model: nn.Sequential) -> list[dict[str, Any]]:
+    return [{"params": [*model[0].parameters()]}, {"params": [*model[1:].parameters()], "lr": torch.tensor(0.2)}]
+
+
+def in_order(model: nn.Sequential, order: int = 1) -> list[dict[str, Any]]:
+    return [{"params": [*model.parameters()][::order]}]
+
+
+def listed(model: nn.Sequential, beta: float = 0.9) -> list[dict[str, Any]]:
+    return [{"params": [*model.parameters()], "betas": [beta, 0.5]}]
+
+
+OTHER_GROUPS: dict[str, tuple[Any, Any, str]] = {
+    "parameters in another order": (in_order, lambda model: in_order(model, -1), r"0\.weight"),
+    "fewer parameters": (halves, lambda model: halves(model[:2]), r"2\.weight"),
+    "another rate in a tensor": (halves, lambda model: [*halves(model)[:1], {**halves(model)[1], "lr": 0.3}], "lr=0.3"),
+    "other options in a list": (listed, lambda model: listed(model, 0.8), r"\[0\.8, 0\.5\]"),
+}
+for name, (same, other, fact) in OTHER_GROUPS.items():
+    for stage in (0, 1, 2, 3, "FSDP"):
+        if stage == "FSDP" or name != "fewer parameters":  # which zero.setup refuses before
+            row(
+                f"stage {stage} with {name}",
+                lambda bad, at=stage, of=(same, other): optimizer_of(at, of[bad]),
+                fact,
+                differs=True,
+            )
+
+
 def of_pair(name: str, wrong: Callable[[Any, Any], tuple[Any, ...]], *facts: str, **how: bool) -> None:
     """wrong: of a model and its optimizer makes arguments of ShardedDDP."""
 

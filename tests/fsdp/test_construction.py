@@ -3,6 +3,7 @@ the model is what it was, and can be wrapped later."""
 
 import errno
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,9 +132,9 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @contextmanager
-def full_disk(rank: int, path: Path) -> Iterator[dict[str, Any]]:
+def full_disk(rank: int, path: Path, files: int = 2) -> Iterator[dict[str, Any]]:
     """The second rank has room for some shards."""
-    room = 2 if rank == 1 else 1000
+    room = files if rank == 1 else 1000
     allocate = os.posix_fallocate
 
     def allocate_while_there_is_room(*args: Any) -> None:
@@ -177,6 +178,27 @@ def test_after_a_late_failure_the_model_is_plain_and_can_be_wrapped(rank, world,
     both = SideBySide(Net(), lambda _, optim: stage_3(model, optim, **options), AdamW if options else sgd)
     both.compare()
     steps(both, rank, 2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@ranks.on(2)
+def test_a_disk_without_room_for_state_is_refused_before_anything_is_stepped(rank, world, stage, tmp_path):
+    found = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 1))
+        model, optimizer = zero.setup(net, AdamW, stage=stage, lr=0.1, offload=zero.DiskOffload(tmp_path))
+        model(torch.full((2, 4), 1.0 + rank)).sum().backward()
+        before = zero.full_state_dict(model, to=None)
+        if fails:
+            with full_disk(rank, tmp_path, files=1):
+                told = ranks.refusal(optimizer.step)
+            assert re.search("ValueError: .*no room for the state of AdamW.*No space left.*Nothing was", told), told
+            same(zero.full_state_dict(model, to=None), before)
+        optimizer.step()
+        state = zero.full_optimizer_state_dict(model, optimizer, to=None)["state"]
+        found.append((zero.full_state_dict(model, to=None), state))
+    same(*found)
 
 
 @ranks.raises(2, ValueError, "an error ended an earlier FSDP", "Build the model again")

@@ -173,6 +173,9 @@ def test_the_table_of_formulas_is_what_is_planned(precision):
     ("options", "message"),
     [
         ({"world_size": 0}, r"world_size=\[0\]"),
+        ({"world_size": 2.0}, r"world_size=\[2.0\]: pass a number of ranks"),
+        ({"stages": []}, "stages has 'none'. Choose of '0'"),
+        ({"memory": "1.2.3GiB"}, "'1.2.3GiB' is no size"),
         ({"optimizer": torch.optim.LBFGS}, "LBFGS cannot be sharded"),
         ({"stages": ["2", 4]}, "stages has '4'"),
         ({"model": nn.GELU()}, "has no parameters"),
@@ -271,6 +274,9 @@ def test_what_the_command_line_cannot_plan_is_one_line(arguments, message):
     [
         ([], "either a model, as module:factory, or --parameters"),
         (["placements:Model", "--tokens", "64"], "--batch"),
+        (["placements:Model", "--layers", "3"], "--layers are of --parameters"),
+        (["--parameters", "1M", "--layers", "0"], "'0' is no number from 1 up"),
+        (["--parameters", "1M", "--tokens", "-1"], "'-1' is no number from 1 up"),
         (["--parameters", "1M", "--memory", "80 apples"], "'80 apples' is no size"),
         (["--parameters", "1M", "--memory", "24"], "'24' is no size in one of B, KB, MB, GB, KiB"),
     ],

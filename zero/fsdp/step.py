@@ -36,7 +36,7 @@ from zero.fsdp.model import Model
 from zero.fsdp.unit import Need, Unit
 from zero.measure.built import around, finding_of_built
 from zero.measure.kinds import ELEMENTWISE, Finding, Kind, title
-from zero.measure.param_groups import SHARD_MARK, params_of
+from zero.measure.param_groups import SHARD_MARK, alike_options, options, params_of
 from zero.shards.cut import Cut
 from zero.shards.offload import Offload
 from zero.shards.partition import refuse_optimizer
@@ -201,6 +201,7 @@ class Steps:
                 self.take_back(optimizer, [param for param in params if param in self._stepping])
             found = self._needs_whole.get(optimizer)
             if found is None or found[0] != len(optimizer.param_groups):
+                self._compare(optimizer)
                 found = self._needs_whole[optimizer] = len(optimizer.param_groups), self._measured(optimizer)
             units = [unit for unit in self._index.units if Need.SUMMONED not in unit.needed_by]
             refuse_moved(group for unit in units for group in unit.groups)
@@ -214,9 +215,22 @@ class Steps:
             self._refuse_gradients(optimizer, params, found[1])
             for unit in self._units_of(params):  # here, where what it raises is raised on every rank
                 unit.reshard()
+            for offload, own in self._by_offload(params):
+                offload.make_room(optimizer, own)
             self.together.agree()
         for group in optimizer.param_groups:
             group.pop(SHARD_MARK, None)  # load_state_dict() leaves the mark of this rank's shard here
+
+    def _compare(self, optimizer: Optimizer) -> None:
+        """Collective. Raises ValueError if the groups have other parameters or options on another rank."""
+        names, lines = {param: name for name, param in self.model.module.named_parameters()}, list[str]()
+        for group in optimizer.param_groups:
+            lines += [
+                alike_options(options(group)),
+                *(names.get(param, "of another model") for param in group["params"]),
+            ]
+        for comm in self.model.comms:
+            comm.compare(f"the parameters of the {type(optimizer).__name__} that steps an FSDP", lines)
 
     def _measured(self, optimizer: Optimizer) -> dict[nn.Parameter, tuple[str, Finding]]:
         """Measures the optimizer, and optimizers around it that step by it (SAM). Returns the parameters that must not

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any, Protocol
@@ -56,12 +57,21 @@ def options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def described_options(given: dict[str, Any]) -> str:
-    """Options as text that is the same in every process."""
-    described = {
-        key: value.tolist() if isinstance(value, Tensor) else called(value) if callable(value) else value
-        for key, value in given.items()
-    }
-    return ", ".join(f"{key}={value}" for key, value in sorted(described.items())) or "no options of its own"
+    """Options as text."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.tolist()
+        if type(value) in (list, tuple):
+            return type(value)(map(plain, value))
+        return called(value) if callable(value) else value
+
+    return ", ".join(f"{key}={plain(given[key])}" for key in sorted(given)) or "no options of its own"
+
+
+def alike_options(given: dict[str, Any]) -> str:
+    """Options as text that is the same in every process, without addresses."""
+    return re.sub(r" at 0x\w+", "", described_options(given))
 
 
 def called(optim: object) -> str:

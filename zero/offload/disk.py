@@ -6,7 +6,7 @@ import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zero.measure.built import state_made_by
 from zero.measure.kinds import ELEMENTWISE
 from zero.measure.param_groups import params_of
 from zero.offload.on_host import OnHost
@@ -28,6 +29,8 @@ class Disk(OnHost):
     def __init__(self, path: Path, offload: object = None) -> None:
         self._path, self._offload = path, offload
         self._full: str | None = None
+        # By bytes, files for what a step is to make.
+        self._room: dict[int, list[mmap.mmap]] = {}
         # By address of the mapping, so that views of a tensor are found, too. The tensor keeps it.
         self._mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
         # Gradients of what was stepped by group, until the optimizer's own step has returned.
@@ -46,22 +49,43 @@ class Disk(OnHost):
                 f"there is no room for {what} in {self._offload}: {self._full}. Free some, or choose another directory."
             )
 
+    def make_room(self, optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
+        held = {param for param in params if param.grad is not None and not optimizer.state.get(param)}
+        for group in optimizer.param_groups if held and type(optimizer) in ELEMENTWISE else ():
+            made = state_made_by(optimizer, group, torch.float32, of_torchs=True).values()
+            of_shape = sum(isinstance(one, Tensor) and one.dim() > 0 for one in made)
+            try:
+                for param in group["params"] if of_shape else ():
+                    if param in held and param.nbytes:
+                        files = self._room.setdefault(param.nbytes, [])
+                        files += [self._file(param.nbytes) for _ in range(of_shape)]
+            except OSError as error:
+                self._room.clear()
+                raise ValueError(
+                    f"there is no room for the state of {type(optimizer).__name__} in {self._offload}: {error}. "
+                    "Nothing was stepped. Free some, or choose another directory."
+                ) from error
+
     def map(self, shard: Tensor) -> Tensor:
         """Copies a tensor into a file. Raises OSError where the disk is full."""
         if not shard.numel():
             return shard.cpu()
-        self._path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=self._path) as file:
-            if hasattr(os, "posix_fallocate"):  # a full disk is an error here, not a signal later
-                os.posix_fallocate(file.fileno(), 0, shard.nbytes)
-            else:
-                file.truncate(shard.nbytes)
-            pages = mmap.mmap(file.fileno(), shard.nbytes)
+        room = self._room.get(shard.nbytes)
+        pages = room.pop() if room else self._file(shard.nbytes)
         there = torch.frombuffer(pages, dtype=shard.dtype).as_strided(shard.shape, shard.stride())
         there.copy_(shard)
         self._mapped[there.untyped_storage().data_ptr()] = pages
         self.used(there)
         return there
+
+    def _file(self, nbytes: int) -> mmap.mmap:
+        self._path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=self._path) as file:
+            if hasattr(os, "posix_fallocate"):  # a full disk is an error here, not a signal later
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            else:
+                file.truncate(nbytes)
+            return mmap.mmap(file.fileno(), nbytes)
 
     def has(self, shard: Tensor) -> bool:
         return shard.untyped_storage().data_ptr() in self._mapped
@@ -117,6 +141,7 @@ class Disk(OnHost):
             param.grad = gradient
         for param in params:
             self._rest(optimizer, param)
+        self._room.clear()  # where a step was skipped
 
     def _rest(self, optimizer: Optimizer, param: nn.Parameter) -> None:
         """Moves the state of a parameter into files, and releases the memory of both."""

@@ -463,6 +463,7 @@ class OSS(Optimizer):
                     loss = closure()
             self.refuse_changes()
             self._collect()
+            self.shards.offload.make_room(inner, self.shards.values())
             groups = self._agreed_groups()  # before any rank steps: what was raised on one so far, all raise
             share_options(self.param_groups, inner.param_groups)
             # So that gradients and stepped parameters of other groups are on their way while one is stepped.

@@ -14,7 +14,7 @@ from zero.comm import Comm
 from zero.comm.together import alike
 from zero.measure.built import refuse_arguments
 from zero.measure.kinds import Finding, Kind, finding_of, known, narrow_among, title
-from zero.measure.param_groups import called, described_options, options
+from zero.measure.param_groups import alike_options, called, options
 from zero.offload import NAMES as OFFLOAD
 from zero.offload import take_offload
 from zero.shards.arguments import (
@@ -98,7 +98,7 @@ class Arguments:
                 f"partition {described(partition)}",
                 f"{policy}, {self.offload.alike}",
                 f"rounded {[*map(str, (rounded or {}).values())]}",
-                f"defaults {described_options(defaults)}",
+                f"defaults {alike_options(defaults)}",
                 f"cut {self._note_whole(self.groups)}, as the optimizer was found to need it",
                 f"parameters without gradients written by steps: {self.writes_frozen}",
                 *describe(self.groups),

@@ -36,8 +36,8 @@ def main() -> None:
     add("model", nargs="?", metavar="MODULE:FACTORY", help="a function that builds it, called on the meta device")
     a_gpt = "instead of a model: a GPT of so many parameters, such as 350M, 7B or 7e9 ..."
     add("--parameters", type=partial(_in, COUNTS), metavar="N", help=a_gpt)
-    add("--layers", type=int, metavar="N", help="... of so many blocks (default: by its size)")
-    add("--tokens", type=int, metavar="N", help=f"... whose step has so many tokens a rank (default: {LENGTH})")
+    add("--layers", type=_count, metavar="N", help="... of so many blocks (default: by its size)")
+    add("--tokens", type=_count, metavar="N", help=f"... whose step has so many tokens a rank (default: {LENGTH})")
     arguments = "the forward's arguments, to measure activations, such as 2x1024:int64,2x1024:int64"
     add("--batch", type=_batch, metavar="SHAPE:DTYPE,...", help=arguments)
     ranks = "numbers of ranks (default: 8)"
@@ -54,13 +54,13 @@ def main() -> None:
         parser.error("give either a model, as module:factory, or --parameters")
     if given.tokens if given.model else given.batch:
         parser.error("--tokens are of --parameters, and --batch is of a model: its forward's arguments")
-    if given.tokens is not None and given.tokens < 1:
-        parser.error("--tokens is a number from 1 up")
+    if given.model and given.layers:
+        parser.error("--layers are of --parameters: a model has its own")
     dtype, precision = PRECISIONS[given.precision]
     if given.model:
         counted = "" if given.batch else "; activations not counted (--batch)"
     elif given.tokens:
-        counted = f"; {given.tokens:,} tokens a rank"
+        counted = f"; {batch_of(given.tokens)[0].numel():,} tokens a rank"
     else:
         counted = f"; {LENGTH:,} tokens a rank are assumed (--tokens)"
     try:
@@ -112,6 +112,12 @@ def _in(units: dict[str, float], text: str) -> float:
         return number_in(units, text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 up")
+    return int(text)
 
 
 def _batch(text: str) -> list[Tensor]:

@@ -74,6 +74,6 @@ def gpt_of(parameters: float, layers: int | None, dtype: torch.dtype) -> GPT:
 
 
 def batch_of(tokens: int) -> list[Tensor]:
-    """Arguments of a forward with so many tokens, in sequences of at most LENGTH, all of one length."""
+    """Arguments of a forward with so many tokens, or a few more, in sequences of one length, LENGTH at most."""
     sequences = -(-tokens // LENGTH)
-    return [torch.empty(sequences, tokens // sequences, dtype=torch.int64, device="meta")]
+    return [torch.empty(sequences, -(-tokens // sequences), dtype=torch.int64, device="meta")]

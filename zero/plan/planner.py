@@ -81,15 +81,15 @@ def plan(
     computed, ahead = as_precision(precision), as_prefetch(prefetch)
     like: Rehearsed = "host memory" if one_host and backend == "gloo" else backend
     offloaded = None if offload is None else Offloaded(offload_of(offload))
-    worlds = [world_size] if isinstance(world_size, int) else list(world_size)
+    worlds = [*world_size] if isinstance(world_size, Iterable) else [world_size]
     default = _OFFLOADED if offloaded else STAGES
-    wanted = [str(stage) for stage in (default if stages is None else stages)]
+    wanted = [str(stage) for stage in (default if stages is None else [stages] if isinstance(stages, int) else stages)]
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model is a {type(model).__name__}. Pass a torch.nn.Module.")
     if next(model.parameters(), None) is None:
         raise ValueError("the model has no parameters: there is nothing to plan.")
     refuse_partition(partition)
-    if unknown := [stage for stage in wanted if stage not in STAGES]:
+    if unknown := [stage for stage in wanted or ["none"] if stage not in STAGES]:
         raise ValueError(f"stages has {unknown[0]!r}. Choose of {', '.join(map(repr, STAGES))}.")
     if offloaded and not {*wanted} <= {*_OFFLOADED}:
         raise ValueError(f"stages={wanted} with offload: only stages {', '.join(_OFFLOADED)} take it. Pass these.")
@@ -97,7 +97,7 @@ def plan(
         memory = round(number_in(UNITS, memory))
     if not isinstance(memory, (int, float, type(None))):
         raise ValueError(f"memory={memory!r}: pass a number of bytes, or text such as '24GiB'.")
-    if not worlds or min(worlds) < 1:
+    if not worlds or not all(isinstance(world, int) and world > 0 for world in worlds):
         raise ValueError(f"world_size={worlds}: pass a number of ranks, at least 1, or several.")
     if isinstance(optimizer, Optimizer):
         taken = inspect.signature(type(optimizer)).parameters

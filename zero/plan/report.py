@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -15,7 +14,7 @@ from zero.fsdp.model import models_of
 from zero.oss import OSS
 from zero.plan.planner import resident
 from zero.plan.result import TITLES, Plan
-from zero.wrappers import each, unwrapped
+from zero.wrappers import comms_of, each, unwrapped
 
 
 @dataclass(frozen=True)
@@ -75,13 +74,14 @@ def report(
         KeyError if it has none for this stage and number of ranks.
     """
     optimizers = each(optimizer)
-    inner = unwrapped(model)[0]
+    inner, wrappers = unwrapped(model)
     units = [unit for _, of_one in models_of(inner) for unit in of_one]
     sharding = [one for one in optimizers if isinstance(one, OSS)]
     device = next((param.device for param in inner.parameters()), torch.device("cpu"))
     found = resident(inner, optimizers)
     del found["host"]  # plans alone tell it apart
-    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    comms = [*comms_of(wrappers), *(one.comm for one in sharding)]
+    comm = max(comms, key=lambda one: one.world)
     if units:
         stage = "3" if units[0].reshard_after_forward else "3 kept"
     elif any(one.gradients.are_sharded for one in sharding):
@@ -90,9 +90,10 @@ def report(
         stage = "1" if sharding else "0"
     return Report(
         stage,
-        *ranks,
+        comm.rank,
+        comm.world,
         **found,
         peak=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        planned=None if plan is None else plan.cost(stage, ranks[1]).peak,
+        planned=None if plan is None else plan.cost(stage, comm.world).peak,
         sent=(traffic() - (since or Traffic())).total,
     )

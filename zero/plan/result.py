@@ -21,7 +21,7 @@ WITH_OFFLOAD = " offload"
 
 def number_in(units: dict[str, float], text: str) -> float:
     """A number that is followed by one of these units. Raises ValueError for other text."""
-    match = re.fullmatch(r"([0-9.]+(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)", text)
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?(?:[eE]\+?[0-9]+)?)\s*([A-Za-z]*)", text)
     if match is None or match[2] not in units:
         known = ", ".join(filter(None, units))
         raise ValueError(f"{text!r} is no {'size' if units is UNITS else 'number'} in one of {known}")

@@ -3,13 +3,13 @@ for comparing ranks; and options."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zero.measure.param_groups import described_options, options
+from zero.measure.param_groups import alike_options, options
 from zero.shards.shapes import refuse_shared, refuse_unusable
 from zero.tensor_parallel import parts
 
@@ -71,11 +71,16 @@ def _refuse_unordered(given_to: str, params: object, *, one: bool = True) -> Non
         )
 
 
-def describe(groups: list[dict[str, Any]]) -> list[str]:
-    """The signature of the groups: what must be the same on every rank."""
+def describe(groups: Sequence[dict[str, Any]], names: Mapping[Any, str] | None = None) -> list[str]:
+    """The signature of the groups: what must be the same on every rank. names: of parameters, in place of their own."""
     lines = []
+    if names is not None:
+        named = [
+            [(names.get(param, "a parameter of no model"), param) for param in parameters_in(group)] for group in groups
+        ]
+        groups = [{**group, "params": params} for group, params in zip(groups, named, strict=True)]
     for position, group in enumerate(groups):
-        lines.append(f"group {position} with {described_options(options(group))}")
+        lines.append(f"group {position} with {alike_options(options(group))}")
         for name, param in _named(group, position):
             if isinstance(param, Tensor):
                 kind = "trained" if param.requires_grad else "frozen"
@@ -103,9 +108,13 @@ def parts_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**group, "params": [*map(part, group["params"])]} for group in groups]
 
 
+def parameters_in(group: dict[str, Any]) -> list[Any]:
+    return [entry[1] if isinstance(entry, tuple) else entry for entry in group["params"]]
+
+
 def devices_of(groups: list[dict[str, Any]]) -> list[torch.device]:
     """The devices of the parameters, each once."""
-    params = [entry[1] if isinstance(entry, tuple) else entry for group in groups for entry in group["params"]]
+    params = [param for group in groups for param in parameters_in(group)]
     return [*{param.device: None for param in params if isinstance(param, Tensor)}]
 
 

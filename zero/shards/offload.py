@@ -70,6 +70,9 @@ class Offload:
     def refuse_full(self, what: str) -> None:
         """Raises ValueError if there was no room for a tensor. what: the shards in the message."""
 
+    def make_room(self, optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
+        """Called before any rank steps these parameters. Raises ValueError without room for the state that they get."""
+
     def step_group(
         self,
         group: SteppedGroup,
