@@ -6,6 +6,7 @@ TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --
 
 import signal
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,10 @@ import zero
 signals: list[int] = []
 for number in (signal.SIGUSR1, signal.SIGTERM):  # what clusters send
     signal.signal(number, lambda received, frame: signals.append(received))
-dist.init_process_group("gloo")
+timeout = timedelta(minutes=5)  # after which a host that is lost ends the others; longer than a save takes
+dist.init_process_group("gloo", timeout=timeout)
 rank, world = dist.get_rank(), dist.get_world_size()
-of_cpus = dist.new_group(backend="gloo")  # NCCL's answer would wait for the GPU
+of_cpus = dist.new_group(backend="gloo", timeout=timeout)  # NCCL's answer would wait for the GPU
 
 
 def summed(*numbers: float) -> list[float]:

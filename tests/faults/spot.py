@@ -14,6 +14,8 @@ from pathlib import Path
 from examples import EXAMPLES
 from processes import ROOT
 
+# Namespaces of networks do not keep processes from reading one another's memory.
+APART = {"ZERO_HOST_MEMORY": "0"}
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(ROOT),
@@ -22,9 +24,9 @@ ENVIRONMENT = {
 }
 
 
-def script(folder: Path, seconds: float = 0.0, timeout: int | None = None) -> Path:
-    """The example as it is; or one that takes longer for a step, until `folder` has a file `fast`, or whose group has
-    another time-out."""
+def script(folder: Path, seconds: float = 0.0, timeout: int | None = None, once: int = 0) -> Path:
+    """The example as it is; or one that takes longer for a step, until `folder` has a file `fast`, whose group has
+    another time-out, or of which rank 1 takes so many seconds more for one step."""
     path = EXAMPLES / "resume.py"
     text = path.read_text()
     if seconds:
@@ -35,9 +37,11 @@ def script(folder: Path, seconds: float = 0.0, timeout: int | None = None) -> Pa
             f"    step += 1\n    os.path.exists({str(folder / 'fast')!r}) or time.sleep({seconds})\n",
         )
     if timeout:
-        text = changed(text, "import sys\n", "import sys\nfrom datetime import timedelta\n")
-        text = changed(text, '("gloo")', f'("gloo", timeout=timedelta(seconds={timeout}))')
-    if seconds or timeout:
+        text = changed(text, "timedelta(minutes=5)", f"timedelta(seconds={timeout})")
+    if once:
+        text = changed(text, "import sys\n", "import sys\nimport time\n")
+        text = changed(text, "    loss = ", f"    time.sleep({once} if rank == 1 and step == 5 else 0)\n    loss = ")
+    if seconds or timeout or once:
         path = folder / "resume.py"
         path.write_text(text)
     return path

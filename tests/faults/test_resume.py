@@ -10,7 +10,6 @@ import io
 import os
 import random
 import signal
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,8 @@ from unittest import mock
 
 import pytest
 import torch
-from spot import Agent, losses_of, said, script, wait_for, wait_for_steps
+import torch.distributed as dist
+from spot import APART, Agent, losses_of, said, script, wait_for, wait_for_steps
 from torch import nn
 
 import matrix
@@ -187,28 +187,28 @@ def test_under_torchrun_a_rank_and_then_the_agent_are_told_to_end_and_no_step_is
     assert losses_of(agent, again) == losses_of(undisturbed)
 
 
-def listens(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("localhost", port)):
-        return True
-    return False
-
-
 @under_torchrun
 @pytest.mark.timeout(400)
-def test_one_of_two_agents_is_killed_with_its_rank_and_comes_back(tmp_path):
+@pytest.mark.parametrize("way", ["killed", "told"])
+def test_one_of_two_agents_leaves_with_its_rank_and_comes_back(way, tmp_path):
     """The other goes on alone, and both go on once it is back: the losses are those of an undisturbed run, before it
-    was killed bit for bit, later within rounding."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = f"--nnodes 1:2 --nproc-per-node 1 --max-restarts 9 --rdzv-backend c10d --rdzv-endpoint localhost:{port}"
-    launch += " --rdzv-conf last_call_timeout=3"
+    left bit for bit, later within rounding. Told by SIGTERM, it saves: no step is made twice."""
+    kept = dist.TCPStore(
+        "localhost", 0, is_master=True, wait_for_workers=False
+    )  # by neither, so that both start at once
+    launch = (
+        f"--nnodes 1:2 --nproc-per-node 1 --max-restarts 9 --rdzv-backend c10d --rdzv-endpoint localhost:{kept.port}"
+    )
+    launch += " --rdzv-conf last_call_timeout=10"
     given = [script(tmp_path, seconds=0.1), tmp_path / "run", 3, 1000, 20]
     with Agent(launch, *given) as first:
-        wait_for(lambda: listens(port), first)  # it keeps the rendezvous, and has to stay
         with Agent(launch, *given) as second:
             wait_for_steps(30, first, second)
-            second.kill()
+            if way == "killed":
+                second.kill()
+            else:
+                second.process.terminate()
+                second.process.wait(60)
         before = losses_of(first, second)
         wait_for_steps(20, first)
         with Agent(launch, *given) as back:
@@ -221,5 +221,19 @@ def test_one_of_two_agents_is_killed_with_its_rank_and_comes_back(tmp_path):
     expected, found = losses_of(undisturbed), losses_of(first, second, back)
     assert sorted(world for one in (first, second, back) for world in one.worlds()) == [1, 2, 2]
     assert before.items() <= expected.items()
+    assert way == "killed" or len(said(first.log, second.log, back.log)) == len(found)
     assert found.keys() == expected.keys()
     torch.testing.assert_close(found, {step: expected[step] for step in found}, rtol=1e-3, atol=0)
+
+
+@under_torchrun
+@pytest.mark.timeout(400)
+def test_others_say_once_that_they_wait_for_a_slow_rank_and_go_on(tmp_path):
+    given = [3, 20, 1000]
+    with Agent(TWO, script(tmp_path, once=33), tmp_path / "slow", *given, **APART) as slow:
+        assert slow.process.wait(200) == 0
+    with Agent(TWO, script(tmp_path), tmp_path / "whole", *given, **APART) as undisturbed:
+        assert undisturbed.process.wait(100) == 0
+    (line,) = [line for line in slow.log.read_text().splitlines() if "has waited" in line]
+    assert line.startswith("zero: rank 0 has waited 30 s for rank 1 in "), line
+    assert losses_of(slow) == losses_of(undisturbed)
