@@ -59,8 +59,10 @@ def slurm(folder: Path, hosts: Hosts, script: str) -> subprocess.Popen[bytes]:
     """Runs a batch script as Slurm would on the two hosts: `srun` starts its command on each."""
     tools = folder / "tools"
     tools.mkdir(parents=True)
-    each = "\n".join(f'{hosts.command(name)} "$@" & echo $! >> {folder}/steps' for name in HOSTS)
-    executable(tools / "srun", f"{each}\nwait")
+    each = "\n".join(f'{hosts.command(name)} "$@" & steps="$steps $!"' for name in HOSTS)
+    wait = "for step in $steps; do wait $step || code=$?; done"
+    keep = f"echo $steps > {folder}/steps; {wait}; echo ${{code:-0}} > {folder}/srun"
+    executable(tools / "srun", f"{each}\n{keep}")
     names = f"printf '%s\\n' {' '.join(HOSTS)}"
     executable(tools / "scontrol", f'case $1 in show) {names} ;; requeue) echo "$2" > {folder}/requeued ;; esac')
     executable(tools / "scancel", SCANCEL.format(folder=folder))
@@ -138,6 +140,7 @@ def job_ends(hosts: Hosts, folder: Path, batch: str, told_after: int | None = No
             wait_for(lambda: len(said(log)) > told_after or job.poll() is not None)
             job.send_signal(signal.SIGUSR1)
         job.wait(100)
+        assert (folder / "srun").read_text() == "0\n", log.read_text()  # no torchrun has ended by the signal
     finally:
         with suppress(ProcessLookupError):
             os.killpg(job.pid, signal.SIGTERM)
