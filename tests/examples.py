@@ -17,18 +17,16 @@ def run_example(name: str, *arguments: object, written: str = "", instead: str =
 
     written, instead: replaced in its text.
     """
-    started, met = {}, []
+    started = {}
     if dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
-        started = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "TORCHELASTIC_RESTART_COUNT": 0}
-        met = [(dist.HashStore(), rank, world)]
+        started = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world}
     source = (EXAMPLES / f"{name}.py").read_text()
     assert written in source
     names: dict[str, Any] = {"__name__": "__main__"}
     with (
         mock.patch.dict(os.environ, {key: str(value) for key, value in started.items()}),
         mock.patch.object(sys, "argv", [name, *map(str, arguments)]),
-        mock.patch.object(dist, "rendezvous", return_value=iter(met)),
         mock.patch.object(dist, "init_process_group"),
         mock.patch.object(dist, "destroy_process_group"),
     ):

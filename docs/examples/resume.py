@@ -1,10 +1,12 @@
-"""Goes on from its latest checkpoint whenever it is started, on any number of ranks.
+"""Saves every few steps, and once a signal reaches any one rank. Started again, on any number of ranks, it goes on.
 
-torchrun --nproc-per-node 2 --max-restarts 100 docs/examples/resume.py run
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --max-restarts 100 \
+    docs/examples/resume.py run
 """
 
-import os
+import signal
 import sys
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -12,10 +14,21 @@ from torch import nn
 
 import zero
 
-# torchrun's starts share a store: keep this one from the addresses of the last.
-store, rank, world = next(dist.rendezvous("env://"))
-store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+signals: list[int] = []
+for number in (signal.SIGUSR1, signal.SIGTERM):  # what clusters send
+    signal.signal(number, lambda received, frame: signals.append(received))
+timeout = timedelta(minutes=5)  # after which a host that is lost ends the others; longer than a save takes
+dist.init_process_group("gloo", timeout=timeout)
+rank, world = dist.get_rank(), dist.get_world_size()
+of_cpus = dist.new_group(backend="gloo", timeout=timeout)  # NCCL's answer would wait for the GPU
+
+
+def summed(*numbers: float) -> list[float]:
+    """Over all ranks."""
+    sums = torch.tensor(numbers)
+    dist.all_reduce(sums, group=of_cpus)
+    return [*map(float, sums)]
+
 
 run, stage, steps, save_every = sys.argv[1], *map(int, sys.argv[2:] or (3, 1000, 10))
 torch.manual_seed(0)
@@ -25,16 +38,22 @@ schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps)
 data = torch.Generator().manual_seed(1)  # alike everywhere: ranks share a batch
 resume = [schedule, data]
 saved = zero.checkpoint.load(run, model, optimizer, resume=resume, missing_ok=True)
-step = saved["step"] if saved else 0
-while step < steps:
+step, told = saved["step"] if saved else 0, 0.0
+while step < steps and not told:
     inputs = torch.randn(12, 32, generator=data)[rank::world]
-    (model(inputs) - inputs.sin()).square().mean().backward()
+    loss = (model(inputs) - inputs.sin()).square().mean()
+    loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
     optimizer.step()
     optimizer.zero_grad()
     schedule.step()
     step += 1
-    if step % save_every == 0:
+    told, total = summed(len(signals), loss.item())  # all stop after the same step
+    if rank == 0:
+        print(f"step {step} loss {total / world}", flush=True)
+    if step % save_every == 0 or told:
         extra = {"step": step}
         zero.checkpoint.save(run, model, optimizer, resume=resume, extra=extra, keep=2)
 dist.destroy_process_group()
+if told and not signals:  # torchrun is to start anew, without the machine that leaves
+    sys.exit("another rank was told to end")

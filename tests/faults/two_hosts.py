@@ -28,8 +28,6 @@ from inner import Comm
 from runs import on_mesh, sgd, stage_3, take_step
 from zoo import Stack, loss_on
 
-# Namespaces of networks do not keep processes from reading one another's memory.
-APART = {"ZERO_HOST_MEMORY": "0"}
 HOSTS = {"first-host": "10.213.7.1", "second-host": "10.213.7.2"}
 TIMEOUT = 2.0
 """Seconds for which the ranks' process groups wait in training that the link's failure ends."""

@@ -105,6 +105,8 @@ Position = tuple[int, int]
 APART = 10.0
 """Seconds for which ranks stand where they can never meet before all are told. A barrier that is met takes less."""
 
+_SILENT = "has not answered for {:.0f} s: its process stands still, or its host or the link to it is lost"
+
 
 @dataclass
 class State:
@@ -169,7 +171,7 @@ class Hub:
         for rank, state in self._states.items():
             how = state.gone
             if how is None and now - state.heard > self._limit:
-                how = f"has not answered for {self._limit:.0f} s: its process was stopped, or is stuck"
+                how = _SILENT.format(self._limit)
             elif how is None and rank in standing and now - state.since > self._limit and state.at < long:
                 how = f"has not reached the next operation for {self._limit:.0f} s, in which other ranks wait"
             elif how == "" and state.at < furthest:
@@ -482,7 +484,7 @@ class Watchdog:
         if self._hub_at is not None and self._hub_at < self._log.position:
             self._break(self._log.missing(0, "has ended before it reached this operation"))
         elif self._hub is None and self._hub_at is None and self._peers and now - self._heard > self._limit:
-            self._break(self._log.missing(0, f"has not answered for {self._limit:.0f} s"))
+            self._break(self._log.missing(0, _SILENT.format(self._limit)))
 
 
 class Peer:
