@@ -47,7 +47,7 @@ def cluster() -> Iterator[tuple[str, int]]:
             yield f"127.0.0.1:{port}", process.pid
         finally:
             process.terminate()
-            process.wait(30)
+            process.wait(100)
 
 
 @contextmanager
@@ -70,7 +70,7 @@ def started(cluster: tuple[str, int], folder: Path, stage: int, steps: int = STE
         yield process
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(100)
 
 
 def losses(folder: Path, process: subprocess.Popen[str]) -> list[float]:
