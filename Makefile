@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # process, they would wait for one another.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help check test test-quick mutants oldest nightly faults hosts gpu lent fuzz axes matrix soak stages bench peers docs dist clean
+.PHONY: help check test test-quick mutants oldest nightly faults hosts clusters gpu lent fuzz axes matrix soak stages bench peers docs dist clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -36,7 +36,7 @@ test-quick: $(READY)  ## One test in five, none that takes a third of a second; 
 oldest:  ## The quick tests by the oldest Python that setup.cfg names, where it is at hand
 	@! python3.10 -c "" 2>/dev/null || $(MAKE) --no-print-directory test-quick PYTHON=python3.10
 
-nightly: $(READY)  ## All that the suite has no time for: mutants, matrix, axes, faults, hosts, fuzz, soak, the oldest Python; ends with a table
+nightly: $(READY)  ## All that the suite has no time for: mutants, matrix, axes, faults, hosts, clusters, fuzz, soak, the oldest Python; ends with a table
 	@$(BIN)/python tests/nightly.py
 
 mutants: $(READY)  ## Put errors into zero one by one: which test catches each; ARGS="old-master late-gather" chooses
@@ -59,6 +59,9 @@ hosts: $(READY)  ## All that sends as between hosts: no rank reads another's mem
 	@ZERO_HOST_MEMORY=0 $(BIN)/pytest -q -n 2 --dist worksteal \
 		$(patsubst %,--ignore tests/%,docs harness integrations measure plan comm/test_host_memory.py) \
 		tests $(ARGS)
+
+clusters: $(VENV)-clusters/.ready  ## The examples of Ray Train, Kubernetes and a notebook, as these run them
+	@ZERO_CLUSTERS=1 $(VENV)-clusters/bin/python -m pytest -q -p no:xdist tests/clusters $(ARGS)
 
 # What a GPU may tell something about that the CPU does not, about 1,000 tests. READY= BIN=/usr/bin takes an installed
 # Python with torch and pytest-xdist instead of .venv.
@@ -120,6 +123,16 @@ $(READY): $(CORE)
 
 $(VENV)/.docs $(VENV)/.dist: $(VENV)/.%: $(CORE)
 	@$(BIN)/pip install -c $(VENV)/constraints.txt --group $*
+	@touch $@
+
+# An environment over that of the tests, in which others would find what Ray brings, such as pandas.
+$(VENV)-clusters/.ready: $(READY)
+	@echo "Preparing $(VENV)-clusters (once)"
+	@$(or $(PYTHON),python3) -m venv $(VENV)-clusters
+	@folder='import site; print(site.getsitepackages()[0])'; \
+		echo "import site; site.addsitedir('$$($(BIN)/python -c "$$folder")')" \
+		> $$($(VENV)-clusters/bin/python -c "$$folder")/tests.pth
+	@$(BIN)/python -m pip --python $(VENV)-clusters/bin/python install -c $(VENV)/constraints.txt --group clusters
 	@touch $@
 
 # The peers are built from source. One that does not build is left out; the benchmark says which.

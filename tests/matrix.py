@@ -1,17 +1,20 @@
 """Tests of which `make matrix` (ZERO_MATRIX=1) runs every case, and the suite those that say what the others would.
 
-Of those that are marked `faults` it is `make faults` (ZERO_FAULTS=1) that runs every case.
+Of those that are marked `faults` it is `make faults` (ZERO_FAULTS=1) that runs every case; those in tests/clusters are
+run by `make clusters` (ZERO_CLUSTERS=1) alone.
 """
 
 import itertools
 import os
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 WHOLE = bool(os.environ.get("ZERO_MATRIX"))
 FAULTS = bool(os.environ.get("ZERO_FAULTS"))
+CLUSTERS = bool(os.environ.get("ZERO_CLUSTERS"))
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -19,6 +22,13 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 def only(test: Callable[..., Any]) -> Callable[..., Any]:
     """The suite leaves this test out: it takes seconds, and says of something larger what a fast one says already."""
     return pytest.mark.matrix(pytest.mark.skipif(not WHOLE, reason="make matrix runs it")(test))
+
+
+def clusters(*packages: str) -> pytest.MarkDecorator:
+    """Only `make clusters` runs these tests, which need these packages."""
+    missing = [package for package in packages if find_spec(package) is None]
+    needs = f", and needs {', '.join(missing)}" if missing else ""
+    return pytest.mark.skipif(not CLUSTERS or bool(missing), reason=f"make clusters runs it{needs}")
 
 
 def combined(

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-TARGETS = ("mutants", "matrix", "axes", "faults", "hosts", "fuzz", "soak", "oldest")
+TARGETS = ("mutants", "matrix", "axes", "faults", "hosts", "clusters", "fuzz", "soak", "oldest")
 
 
 def main() -> int:
