@@ -35,6 +35,8 @@ CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 BOUNDS = dict(re.findall(r"^([\w-]+)>=(\S+)$", "\n".join(SETTINGS["options.extras_require"].values()), re.MULTILINE))
 LIBRARIES = {name: BOUNDS[name] for name in ("accelerate", "lightning", "transformers")}
 """Their oldest versions."""
+COMPANIONS = ["peft"]
+"""A new transformers refuses an old one of them."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,10 @@ def rows() -> list[Row]:
 def constraints(torch: str, libraries: str) -> str:
     """Of the newest libraries there is no line: pip takes what it finds."""
     text = re.sub(r"^(torch==).*$", rf"\g<1>{torch or developed_torch()}", CONSTRAINTS, flags=re.MULTILINE)
+    if libraries == "newest":
+        return re.sub(rf"^({'|'.join([*LIBRARIES, *COMPANIONS])})==.*\n", "", text, flags=re.MULTILINE)
     for name, oldest in LIBRARIES.items() if libraries else ():
-        found, line = (rf"{name}==[^;\n]*", f"{name}=={oldest}") if libraries == "oldest" else (rf"{name}==.*\n", "")
-        text = re.sub(f"^{found}", line, text, flags=re.MULTILINE)
+        text = re.sub(rf"^({name}==)[^;\n]*", rf"\g<1>{oldest}", text, flags=re.MULTILINE)
     return text
 
 
