@@ -1,8 +1,9 @@
 # Every target runs in .venv, which is made on first use and again when its requirements change. With TORCH=2.15.0 it
-# runs with that torch instead, with PYTHON=python3.10 by that Python, in an environment of its own; without a CPU build
-# that is a download of gigabytes.
+# runs with that torch instead, with PYTHON=python3.10 by that Python, with LIBRARIES=oldest or newest with those of
+# Accelerate, Transformers and Lightning, in an environment of its own. Without a CPU build of that torch for that Python
+# this is a download of gigabytes.
 
-VENV  := .venv$(addprefix -torch-,$(TORCH))$(addprefix -,$(PYTHON))
+VENV  := .venv$(addprefix -torch-,$(TORCH))$(addprefix -,$(PYTHON))$(addprefix -,$(LIBRARIES))
 CORE  := $(VENV)/.core
 READY := $(VENV)/.ready
 BIN   := $(VENV)/bin
@@ -15,28 +16,32 @@ export PYTHONDONTWRITEBYTECODE :=
 # process, they would wait for one another.
 export OMP_NUM_THREADS := 1
 
-.PHONY: help check test test-quick mutants oldest nightly faults hosts clusters gpu lent fuzz axes matrix soak stages bench peers docs dist clean
+.PHONY: help check test test-quick mutants matrix-of-versions nightly faults hosts clusters gpu lent fuzz axes matrix soak stages bench peers docs dist clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' Makefile
 
-check: $(READY)  ## Lint, formatting, types of zero/ and of the code in the documentation
+check: $(READY)  ## Lint, formatting, schemas of workflows, types of zero/ and of the code in the documentation
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check --quiet
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.readthedocs .readthedocs.yaml
+	@$(BIN)/check-jsonschema --quiet --builtin-schema vendor.citation-file-format CITATION.cff
 	@$(BIN)/python tests/docs/typed.py .mypy_cache/documented
 	@MYPYPATH=.mypy_cache $(BIN)/mypy --no-error-summary zero .mypy_cache/documented
 
-test: $(READY)  ## Run the tests; ARGS="-k name" chooses, TORCH=2.15.0 takes another torch, PYTHON=python3.10 that Python
+test: $(READY)  ## Run the tests; ARGS="-k name" chooses, TORCH=2.15.0 takes another torch, PYTHON=python3.10 that Python, LIBRARIES=oldest those
 	@$(BIN)/pytest -q -n 2 --dist worksteal $(ARGS)
 
 test-quick: $(READY)  ## One test in five, none that takes a third of a second; ARGS="tests/oss" chooses
 	@$(BIN)/pytest -q -n 2 --dist worksteal -m "not slow" $(ARGS)
 
-oldest:  ## The quick tests by the oldest Python that setup.cfg names, where it is at hand
-	@! python3.10 -c "" 2>/dev/null || $(MAKE) --no-print-directory test-quick PYTHON=python3.10
+matrix-of-versions: $(READY)  ## The quick tests and the integrations' by each Python, torch and other library at hand; ends with a table
+	@$(BIN)/python tests/versions.py
 
-nightly: $(READY)  ## All that the suite has no time for: mutants, matrix, axes, faults, hosts, clusters, fuzz, soak, the oldest Python; ends with a table
+nightly: $(READY)  ## All that the suite has no time for: mutants, matrix, axes, faults, hosts, clusters, fuzz, soak, versions; ends with a table
 	@$(BIN)/python tests/nightly.py
 
 mutants: $(READY)  ## Put errors into zero one by one: which test catches each; ARGS="old-master late-gather" chooses
@@ -92,10 +97,11 @@ docs: $(VENV)/.docs  ## Build the site into build/html, strictly; ARGS=linkcheck
 	@$(BIN)/sphinx-build -q -E -W --keep-going -b $(or $(ARGS),html) -c docs . build/$(or $(ARGS),html)
 
 # Nothing is importable beside torch, numpy and the wheel; the wheel is built from the sdist.
-dist: $(VENV)/.dist  ## Build sdist and wheel into dist/, and run the first example by the wheel alone, on 1 and 2 ranks
+dist: $(VENV)/.dist  ## Build and check sdist and wheel in dist/, and run the first example by the wheel alone, on 1 and 2 ranks
 	@rm -rf dist build/alone
 	@$(BIN)/python -m build -qq --outdir dist
-	@python3 -m venv build/alone
+	@$(BIN)/twine check --strict dist/*
+	@$(or $(PYTHON),python3) -m venv build/alone
 	@build/alone/bin/pip install torch==$(or $(TORCH),2.13.0)
 	@build/alone/bin/pip install -c $(VENV)/constraints.txt dist/*.whl
 	@env -u PYTHONPATH build/alone/bin/python tests/docs/first_script.py
@@ -109,17 +115,21 @@ clean:  ## Remove the environment, caches and build products
 $(CORE): setup.cfg pyproject.toml constraints.txt
 	@echo "Preparing $(VENV) (once)"
 	@$(or $(PYTHON),python3) -m venv $(VENV)
-	@sed 's/^torch==.*/torch==$(or $(TORCH),2.13.0)/' constraints.txt > $(VENV)/constraints.txt
+	@$(BIN)/python tests/versions.py constraints "$(TORCH)" "$(LIBRARIES)" > $(VENV)/constraints.txt
 	@$(BIN)/pip install "pip>=25.1"  # the first that knows --group
 	@$(BIN)/pip install torch==$(or $(TORCH),2.13.0)
 	@$(BIN)/pip install -c $(VENV)/constraints.txt -e . --group bench
 	@touch $@
 
-# Beside it the tests' libraries and integrations, pytest-benchmark, mypy and ruff.
+# Beside it the tests' libraries and integrations, pytest-benchmark, mypy, ruff and check-jsonschema.
 $(READY): $(CORE)
 	@echo "Preparing $(VENV) for tests and checks (once)"
-	@$(BIN)/pip install -c $(VENV)/constraints.txt --group test --group check
+	@$(BIN)/pip install $(if $(filter newest,$(LIBRARIES)),--upgrade) -c $(VENV)/constraints.txt --group test --group check
 	@touch $@
+
+ifeq ($(LIBRARIES),newest)
+.PHONY: $(READY)  # tomorrow others are the newest
+endif
 
 $(VENV)/.docs $(VENV)/.dist: $(VENV)/.%: $(CORE)
 	@$(BIN)/pip install -c $(VENV)/constraints.txt --group $*

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import sys
 from itertools import groupby
@@ -15,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # autodoc imports the zero of this folder
 
 project = "zero"
+release = re.findall(r'^__version__ = "(.*)"', (ROOT / "zero" / "__init__.py").read_text(), re.MULTILINE)[0]
 extensions = ["myst_parser", "sphinx.ext.autodoc"]
 
 # The source is the whole repository, so that a link leads to the same place here and in the repository.
@@ -39,7 +41,8 @@ python_maximum_signature_line_length = 100
 toc_object_entries_show_parents = "hide"
 
 html_theme = "furo"
-html_title = "zero"
+html_title = f"zero {release}"
+html_baseurl = os.environ.get("READTHEDOCS_CANONICAL_URL", "")  # search engines lead to one of the versions
 html_favicon = "_static/favicon.svg"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

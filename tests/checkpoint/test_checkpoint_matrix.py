@@ -344,7 +344,7 @@ def test_values_of_every_kind_come_back_as_they_were(tmp_path):
 REFUSED = [
     (np.array([object()], dtype=object), "a numpy.ndarray"),
     ({1, 2}, "a builtins.set"),
-    (Path("a"), "a pathlib.PosixPath"),
+    (Path("a"), r"a pathlib\.\S*PosixPath"),
     (torch.ones(2).to_sparse(), "torch.sparse_coo"),
     (adam, "a builtins.function"),
 ]

@@ -58,9 +58,9 @@ def test_its_names_fit():
 def pods(folder: Path, steps: int) -> list[subprocess.Popen[bytes]]:
     """The job's command on each node, with what Trainer sets, and train.py as the comment says."""
     job = JOB["spec"]["trainer"]
-    written = (EXAMPLES / "save_on_signal.py").read_text()
-    assert "steps = sys.argv[1], 1000" in written
-    (folder / "train.py").write_text(written.replace("1000", str(steps)) + "sys.exit(step < steps)\n")
+    written = (EXAMPLES / "resume.py").read_text()
+    assert "(3, 1000, 10)" in written
+    (folder / "train.py").write_text(written.replace("(3, 1000, 10)", f"(3, {steps}, 10)"))
     assert job["command"] == ["torchrun"]
     arguments = [one.replace("/runs/", f"{folder}/") for one in job["args"]]
     with socket.socket() as free:

@@ -142,10 +142,14 @@ def test_ignored_states_are_modules_or_parameters(rank, world):
     assert [param in sharded for param in params] == [False, False, True]
 
 
+OVERRIDING = fsdp.MixedPrecisionPolicy(BF16)
+object.__setattr__(OVERRIDING, "param_dtype_override_fn", lambda param: None)  # a field of torch 2.15
+
 REFUSED: dict[tuple[str, ...], dict[str, Any]] = {
     ("keep_low_precision_grads=True",): {"precision": Precision(keep_low_precision_grads=True)},
     ("precision=torch.float64", "zero.MixedPrecision"): {"precision": torch.float64},
     ("output_dtype=torch.bfloat16", "cast"): {"precision": fsdp.MixedPrecisionPolicy(BF16, output_dtype=BF16)},
+    ("param_dtype_override_fn=", "keep_fp32"): {"precision": OVERRIDING},
     ("offload=True", r"zero.CPUOffload\(\)"): {"offload": True},
     ("offload and cpu_offload",): {"offload": zero.CPUOffload(), "cpu_offload": zero.CPUOffload()},
     ("prefetch='BACKWARD'", "1, 2 or 3"): {"prefetch": "BACKWARD"},

@@ -124,6 +124,9 @@ def test_accelerates_own_plugin_is_taken():
     assert found.precision.param_dtype == torch.bfloat16 and found.offload == CPUOffload()
     assert (found.auto_wrap_policy, found.transformer_cls_names_to_wrap) == ("TRANSFORMER_BASED_WRAP", ("A",))
     assert found.ignored_modules == "head" and found.activation_checkpointing
+    object.__setattr__(plugin.mixed_precision_policy, "param_dtype_override_fn", lambda param: None)  # of torch 2.15
+    with pytest.raises(ValueError, match=r"keep_fp32=\.\.\.\) in place of param_dtype_override_fn"):
+        chosen(None, plugin)
 
 
 DEEPSPEED: dict[str, tuple[int, Any, dict[str, Any]]] = {

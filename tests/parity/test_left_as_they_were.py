@@ -71,7 +71,8 @@ def test_a_frozen_model_that_is_called_with_gradients_keeps_nothing_of_its_forwa
             gc.collect()
             sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    assert sizes[1] - sizes[0] < 20_000, sizes  # a record a unit and forward would take 70,000
+    # A record a unit and forward would take 70,000; Python 3.13 goes on caching, 30,000 until it has enough.
+    assert sizes[1] - sizes[0] < 45_000, sizes
 
 
 @ranks.on(2)

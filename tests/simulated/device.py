@@ -123,6 +123,8 @@ class Event:
 class Stream:
     """label: the last transfer that it was given."""
 
+    stream_id = device_index = device_type = 0  # FSDP2 of torch 2.15 hands them to an operator that does nothing here
+
     def __init__(self, device: Device, name: str) -> None:
         self.device, self.name, self.label, self.time = device, name, "", 0.0
         self.clock: dict[Stream, int] = {}

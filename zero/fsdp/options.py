@@ -192,9 +192,16 @@ _METHODS = {
         ("set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"),
         "run forward and backward of all micro-batches but the last in `with zero.no_sync(model):`",
     ),
+    **dict.fromkeys(
+        ("finalize_backward", "set_manual_backward_finalization"),
+        "each backward ends by itself, and all that it sends with it; leave the call out",
+    ),
     "unshard": "forward and backward unshard by themselves, and `with model.summon_full_params():` outside of them",
     **dict.fromkeys(
-        ("set_reshard_after_forward", "set_reshard_after_backward", "set_unshard_in_backward"),
+        (
+            *("set_reshard_after_forward", "set_reshard_after_backward", "set_unshard_in_backward"),
+            "set_keep_unsharded_storage",
+        ),
         "pass zero.FSDP(model, reshard_after_forward=...); backward unshards what it needs, and reshards it",
     ),
     **dict.fromkeys(

@@ -189,6 +189,11 @@ def _of_torch(given: Any) -> MixedPrecision | None:
                 f"MixedPrecisionPolicy(output_dtype={given.output_dtype}) is not available. Leave it out, and cast the "
                 "output of forward."
             )
+        if getattr(given, "param_dtype_override_fn", None) is not None:  # of torch 2.15
+            raise ValueError(
+                "MixedPrecisionPolicy(param_dtype_override_fn=...) is not available. Pass "
+                "zero.MixedPrecision(keep_fp32=...) with the classes of modules that compute in float32."
+            )
         cast_inputs = given.cast_forward_inputs
         return MixedPrecision(given.param_dtype, given.reduce_dtype, cast_forward_inputs=cast_inputs, keep_fp32=())
     if not isinstance(given, fsdp.MixedPrecision):

@@ -162,6 +162,8 @@ def _policy(value: Any) -> MixedPrecision:
     dtypes: dict[str, Any] = {name: DTYPES[one] if isinstance(one, str) else one for name, one in value.items()}
     if dtypes.pop("output_dtype", None) not in (None, dtypes.get("param_dtype")):
         raise ValueError("cast the output of the model in place of output_dtype")
+    if dtypes.pop("param_dtype_override_fn", None) is not None:
+        raise ValueError("pass zero.MixedPrecision(keep_fp32=...) in place of param_dtype_override_fn")
     return MixedPrecision(**dtypes)
 
 
