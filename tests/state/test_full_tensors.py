@@ -594,7 +594,7 @@ def by_itself(model: nn.Module, optimizer: Any, full: dict[str, Any]) -> None:
 @matrix.combined("optim, stage", ["Adam", "NAdam", "Adagrad", "ASGD"], [1, 2, 3])
 @ranks.on(2)
 def test_counts_of_steps_may_be_numbers(rank, world, tmp_path, optim, stage):
-    build = partial(zero.setup, optim=getattr(torch.optim, optim), lr=0.01)
+    build = partial(zero.setup, optimizer=getattr(torch.optim, optim), lr=0.01)
     plain = build(built(net), stage=0)
     train(*plain, rank, range(2))
     weights, full = deepcopy(zero.full_state_dict(plain[0], to=None)), deepcopy(plain[1].state_dict())

@@ -199,10 +199,8 @@ class Steps:
         with self.together, as_plain_tensors():
             if self._stepping:  # an optimizer around this one steps, too
                 self.take_back(optimizer, [param for param in params if param in self._stepping])
-            found = self._needs_whole.get(optimizer)
-            if found is None or found[0] != len(optimizer.param_groups):
-                self._compare(optimizer)
-                found = self._needs_whole[optimizer] = len(optimizer.param_groups), self._measured(optimizer)
+            known, number = self._needs_whole.get(optimizer), len(optimizer.param_groups)
+            found = known if known is not None and known[0] == number else (number, self._measured(optimizer))
             units = [unit for unit in self._index.units if Need.SUMMONED not in unit.needed_by]
             refuse_moved(group for unit in units for group in unit.groups)
             self._refuse_new_parameters()
@@ -218,6 +216,9 @@ class Steps:
             for offload, own in self._by_offload(params):
                 offload.make_room(optimizer, own)
             self.together.agree()
+            if found is not known:  # not before: what a rank raises where others are in a comparison reaches none
+                self._compare(optimizer)
+                self._needs_whole[optimizer] = found
         for group in optimizer.param_groups:
             group.pop(SHARD_MARK, None)  # load_state_dict() leaves the mark of this rank's shard here
 
