@@ -307,8 +307,12 @@ class Stored:
         own = [training.names[param] for param in params_of(shards)]
         saved = self._optimizer_of(shards, own, {alias for name in own for alias in aliases[name]})
         self._taken |= saved.entries
-        if saved.unknown:
-            raise ValueError(f"it has optimizer state of no parameter of the model: {listed(saved.unknown)}")
+        # A number is one of a parameter where all are numbers, and begins the name of another model's where none is.
+        unknown = saved.unknown + [
+            one for name in saved.state if isinstance(name, int) for one in saved.state[name].values()
+        ]
+        if unknown:
+            raise ValueError(f"it has optimizer state of no parameter of the model: {listed(unknown)}")
         of_name = {name: options for names, options in saved.groups for name in names}
         found: dict[str, Any] = {"state": {}, "param_groups": []}
         at = 0
@@ -479,8 +483,8 @@ class _FromZero(DefaultSavePlanner):
 
 def write(source: Source, out: Place, weights: Mapping[str, tuple[Entry, torch.dtype]]) -> None:
     """Writes weights, the state of all optimizers, and what `extra` has for every rank, as DCP's get_state_dict names
-    them: {"model": ..., "optimizer": ..., and the entries of `extra`}. weights: by name what is read for it, and its
-    dtype."""
+    them: {"model": ..., "optimizer": ..., and the entries of `extra`}. An optimizer of parameters that another steps,
+    such as an average, is "optimizer_1". weights: by name what is read for it, and its dtype."""
     index, read = source.index, dict[str, Any]()
 
     def in_full(entry: Entry, dtype: torch.dtype) -> Tensor:
