@@ -293,7 +293,7 @@ def _load(inner: nn.Module, weights: Given, strict: bool) -> Any:
     for given, value in _without_module(expected, weights or ()):
         name = name_without_compile(given)
         into = expected.get(name)
-        if name.endswith("_extra_state") or name.startswith(by_itself):
+        if name.rpartition(".")[2] == "_extra_state" or name.startswith(by_itself):
             kept[name] = value
         elif into is None:
             unexpected.append(name)
@@ -538,7 +538,7 @@ def _items(inner: nn.Module, stepped: SteppedShards, given: Given) -> Iterator[t
         for param, number in zip(group["params"], numbered, strict=False):
             if number in entries:
                 missing += [f"{names[number]}{WITHIN}{key}" for key in sorted(keys - entries[number])]
-            elif param.requires_grad:
+            elif param.requires_grad and (keys or not is_torchs):
                 missing += [f"{names[number]}{WITHIN}{key}" for key in sorted(keys)] or [names[number]]
     if missing:
         raise ValueError(

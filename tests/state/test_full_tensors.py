@@ -91,6 +91,34 @@ def test_what_comes_out_of_one_stage_goes_into_any_other(rank, world, optim):
             model, optimizer = trained(rank, stage, optim, **how)
 
 
+class Named(nn.Linear):
+    """A parameter's name ends as that of extra state."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.my_extra_state = nn.Parameter(torch.ones(3))
+
+
+@ranks.on(2)
+def test_a_group_without_state_lacks_none_and_a_name_like_extra_states_is_a_tensors(rank, world):
+    outcomes = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        net = Named()
+        groups = [{"params": [net.weight], "momentum": 0.0}, {"params": [net.bias, net.my_extra_state]}]
+        model, optimizer = zero.setup(net, SGD(groups, 0.1, momentum=0.9), stage=1 + 2 * seed)
+        if seed == 0:
+            (model(torch.ones(1, 3)) * net.my_extra_state).sum().backward()
+            optimizer.step()
+            weights = zero.full_state_dict(model)
+            state = [(name, one) for name, one in zero.full_tensors(model, optimizer) if "/" in name]
+        else:
+            zero.load_full_state_dict(model, weights or None)
+            zero.load_full_optimizer_state_dict(model, optimizer, state or None)
+        outcomes.append(dict(zero.full_tensors(model, optimizer, to=None)))
+    same(*outcomes, "loaded")
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @ranks.on(2, timeout=30)
 def test_breaking_off_early_leaves_the_model_usable(rank, world, stage):

@@ -115,6 +115,11 @@ class Geometry:
         """Tensors of one shape with the same `counting` have their elements in the same order."""
         return self.order, self.slices
 
+    def takes(self, stored: Geometry) -> bool:
+        """Whether a stored tensor can be loaded: of this shape, and of this dtype or converted to it."""
+        convertible = stored.dtype.is_floating_point and self.dtype.is_floating_point
+        return stored.shape == self.shape and (convertible or stored.dtype == self.dtype)
+
     def part(self, shape: Sequence[int], dim: int, width: int, number: int) -> Part:
         """A tensor of this geometry as the slice of a full tensor with that number, counted from 0."""
         before = [shape[one] for one in takewhile(lambda one: one != dim, self.order or range(len(shape)))]

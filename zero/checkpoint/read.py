@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, overload
@@ -27,7 +26,7 @@ from zero._torch.telling import warn_user
 from zero._torch.tensors import as_plain_tensors
 from zero.checkpoint import storage
 from zero.checkpoint.files import Source
-from zero.checkpoint.format import RESUMED, CheckpointError, Entry, Index, decode, label, listed, resumed, under
+from zero.checkpoint.format import RESUMED, Entry, Index, decode, label, listed, resumed, under
 from zero.checkpoint.shards import Held, Training
 from zero.checkpoint.storage import place
 from zero.checkpoint.write import finish
@@ -195,16 +194,7 @@ def _load(
             extra = {key: decode(value) for key, value in encoded.items()}
         with ranks.together():
             source.check(tensors, shown=ranks.first)
-        try:
-            with ranks.together():
-                for name, value in under("model/", index.values).items():
-                    if name in training.holders:
-                        training.holders[name].set_extra_state(decode(value))
-        except CheckpointError:
-            for name, value in training.values.items():
-                with suppress(Exception):  # a module may refuse even its own state
-                    training.holders[name].set_extra_state(value)
-            raise
+        training.set_values(under("model/", index.values))
         # This cannot be undone, because that would take a second copy of everything. But all that is read was read a
         # moment before, from files that are still open: only a disk that fails just then can stop it, or a
         # load_state_dict of the user's.

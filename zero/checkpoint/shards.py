@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +32,7 @@ from zero.checkpoint.format import (
     Index,
     Part,
     all_of,
+    decode,
     geometry_of,
     listed,
     memory_order,
@@ -318,8 +319,7 @@ class Training:
         for name, stored_as in found.items():
             stored = index.left_out.get(stored_as) or index.tensors[f"model/{stored_as}"].geometry
             full = self.parts[name].full
-            convertible = stored.dtype.is_floating_point and full.dtype.is_floating_point
-            if stored.shape != full.shape or not (convertible or stored.dtype == full.dtype):
+            if not full.takes(stored):
                 differing.append(f"{name} (saved {stored}, here {full})")
         names = [
             ("it has nothing for", [name for name in self.tensors if strict and name not in found]),
@@ -339,6 +339,20 @@ class Training:
         if problems:
             raise ValueError(f"it is of another model: {'; '.join(problems)}")
         return found
+
+    def set_values(self, values: dict[str, Any]) -> None:
+        """Collective. The modules take their extra state, given as JSON by name; if one refuses it, all get theirs
+        back."""
+        try:
+            with self.ranks.together():
+                for name, value in values.items():
+                    if name in self.holders:
+                        self.holders[name].set_extra_state(decode(value))
+        except CheckpointError:
+            for name, value in self.values.items():
+                with suppress(Exception):  # a module may refuse even its own state
+                    self.holders[name].set_extra_state(value)
+            raise
 
     def left_out(self) -> set[str]:
         """The names of frozen parameters of which this rank has no state: what has state was trained before it was

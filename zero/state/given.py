@@ -83,7 +83,7 @@ class FromFirst:
         try:
             weights = weights or {}
             for name, value in weights.items():
-                if not isinstance(value, Tensor) or name.endswith("_extra_state"):
+                if not isinstance(value, Tensor) or name.rpartition(".")[2] == "_extra_state":
                     raise ValueError(
                         f"{name!r} is extra state, and only tensors are sent. Pass the weights on every rank."
                     )
