@@ -44,10 +44,10 @@ from zero._torch.compiling import name_without_compile
 from zero._torch.optimizers import follow
 from zero.checkpoint.read import load_part
 from zero.checkpoint.shards import names_left_out
-from zero.checkpoint.storage import checkpoints, place
+from zero.checkpoint.storage import beside, checkpoints, place
 from zero.checkpoint.write import save_in_place
 from zero.comm import Comm
-from zero.comm.together import alike
+from zero.comm.together import alike, together
 from zero.fsdp import FSDP
 from zero.fsdp.model import sharded_params
 from zero.full_state import (
@@ -192,16 +192,32 @@ class ShardedStrategy:
                 "model that was saved, or load with strict=False (strict_loading of a LightningModule)."
             )
 
+    @contextmanager
+    def _replacing(self, path: Any) -> Iterator[Any]:
+        """Collective. Where a checkpoint is written: a path; or, while a checkpoint of the other kind is there, a place
+        beside it, which takes its name once all ranks have written."""
+        first = self.is_global_zero
+        with together() as step:
+            if not step.agree(int(first and (place(path).is_file() if self._in_shards else rest_of(path) is not None))):
+                yield path
+                return
+            with beside(place(path), moves=first) as new:
+                yield new.url
+                step.agree()
+                if first:
+                    self.checkpoint_io.teardown()  # one that writes on a thread has written then
+
     def _save_shards(self, path: Any, model: nn.Module, optimizers: Any, save: Callable[[Any, str], None]) -> None:
         """Collective. Saves a directory; what was there before is removed. save: writes this entry and all else."""
-        directory = place(path)
-        if self.is_global_zero and directory.exists() and not directory.inside():
-            directory.remove()  # a full checkpoint, which is a file
-        shards = place(save_in_place(path, model, optimizers, frozen=not self._without_frozen).path).name
-        save({SHARDS: shards}, (directory / _REST).url)
-        for old in checkpoints(directory) if self.is_global_zero else ():
-            if old.name != shards:
-                old.remove()
+        with self._replacing(path) as new:
+            directory = place(new)
+            shards = place(save_in_place(new, model, optimizers, frozen=not self._without_frozen).path).name
+            save({SHARDS: shards}, (directory / _REST).url)
+            if self.is_global_zero:
+                self.checkpoint_io.teardown()
+                for old in checkpoints(directory):
+                    if old.name != shards:
+                        old.remove()
 
 
 _sharded: WeakKeyDictionary[nn.Module, ReferenceType[FSDP]] = WeakKeyDictionary()  # by module its last wrapper
@@ -386,22 +402,22 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         return {} if self._in_shards else full_state(getattr(optimizer, "optimizer", optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Collective where it is saved in shards, into a directory."""
+        """Collective. Where it is saved in shards, into a directory."""
         write = super().save_checkpoint
         if not self._in_shards:
-            if self.is_global_zero and rest_of(filepath) is not None:  # a full checkpoint would be put inside
-                self.checkpoint_io.remove_checkpoint(filepath)
-            write(checkpoint, filepath, storage_options)
+            with self._replacing(filepath) as path:
+                write(checkpoint, path, storage_options)
             return
         save = lambda entry, file: write({**checkpoint, **entry}, file, storage_options)  # noqa: E731
         optimizers = [*self.optimizers] if "optimizer_states" in checkpoint else []
         self._save_shards(self.broadcast(filepath), self._whole(), optimizers or None, save)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Of a directory, which this strategy has written at any stage, or Lightning's FSDPStrategy and
+        """Collective. Of a directory, which this strategy has written at any stage, or Lightning's FSDPStrategy and
         ModelParallelStrategy: where the rest is, to be loaded when asked."""
-        rest = rest_of(checkpoint_path)
-        found = super().load_checkpoint(rest or checkpoint_path, weights_only)
+        with together():
+            rest = rest_of(checkpoint_path)
+            found = super().load_checkpoint(rest or checkpoint_path, weights_only)
         if rest is not None:
             found[SHARDS] = _shards_in(checkpoint_path, found)
             found.setdefault("optimizer_states", [])  # Lightning asks whether there are any
@@ -505,13 +521,12 @@ class ZeroFabricStrategy(ShardedStrategy, FabricsDDPStrategy):
         """Collective."""
         write = super().save_checkpoint
         if not self._in_shards:
-            if self.is_global_zero and rest_of(path) is not None:  # a full checkpoint would be put inside
-                self.checkpoint_io.remove_checkpoint(path)
-            if self._without_frozen:
-                model, optimizers, _ = _divided(state)
-                weights = self._saved_weights(model, optimizers or [])
-                state = {name: weights if isinstance(one, nn.Module) else one for name, one in state.items()}
-            write(path, state, storage_options, filter)
+            with self._replacing(path) as new:
+                if self._without_frozen:
+                    model, optimizers, _ = _divided(state)
+                    weights = self._saved_weights(model, optimizers or [])
+                    state = {name: weights if isinstance(one, nn.Module) else one for name, one in state.items()}
+                write(new, state, storage_options, filter)
             return
         if filter:
             raise ValueError("filter: a sharded checkpoint has the full model. Leave it out, or use checkpoint='full'.")
