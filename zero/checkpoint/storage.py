@@ -106,7 +106,8 @@ class Place:
             # Not by `rm`, which takes the paths of stores for patterns: that of "lr[1]" is also "lr1".
             for file in self._fresh().find(self.path):
                 self.system.rm_file(file)
-            self.system.rmdir(self.path)  # where a store has directories
+            for folder in sorted(self._fresh().find(self.path, withdirs=True), reverse=True):
+                self.system.rmdir(folder)  # where a store has directories
 
     def read(self, most: int | None = None) -> bytes:
         """All of a small file, or its first bytes."""

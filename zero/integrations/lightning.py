@@ -44,7 +44,7 @@ from zero._torch.compiling import name_without_compile
 from zero._torch.optimizers import follow
 from zero.checkpoint.read import load_part
 from zero.checkpoint.shards import names_left_out
-from zero.checkpoint.storage import beside, checkpoints, place
+from zero.checkpoint.storage import LATEST, beside, checkpoints, place
 from zero.checkpoint.write import save_in_place
 from zero.comm import Comm
 from zero.comm.together import alike, together
@@ -69,7 +69,7 @@ _REST, SHARDS = "lightning.ckpt", "zero_checkpoint"
 
 
 class MappedCheckpointIO(TorchCheckpointIO):
-    """Lightning's own reader, onto the CPU, by which each rank takes its elements of one tensor after another.
+    """Collective. Lightning's own reader, onto the CPU, by which ranks take their elements of one tensor after another.
 
     copied: entries that are copied as they are loaded; "" is all. They are mapped from the file, without memory until
     they are read. Others are copied here: callbacks may keep their tensors, under which the file may be written again.
@@ -78,9 +78,10 @@ class MappedCheckpointIO(TorchCheckpointIO):
     copied: Collection[str] = ("state_dict", "optimizer_states", "current_model_state")
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
-        if weights_only is False or not Path(path).is_file() or not zipfile.is_zipfile(path):  # elsewhere, or old
-            return super().load_checkpoint(path, map_location, weights_only)
-        found: dict[str, Any] = torch.load(path, map_location=map_location, mmap=True, weights_only=True)
+        with together():  # before they are loaded, which ranks do in step
+            if weights_only is False or not Path(path).is_file() or not zipfile.is_zipfile(path):  # elsewhere, or old
+                return super().load_checkpoint(path, map_location, weights_only)
+            found: dict[str, Any] = torch.load(path, map_location=map_location, mmap=True, weights_only=True)
         return {name: value if {name, ""} & {*self.copied} else deepcopy(value) for name, value in found.items()}
 
 
@@ -194,11 +195,12 @@ class ShardedStrategy:
 
     @contextmanager
     def _replacing(self, path: Any) -> Iterator[Any]:
-        """Collective. Where a checkpoint is written: a path; or, while a checkpoint of the other kind is there, a place
-        beside it, which takes its name once all ranks have written."""
+        """Collective. Where a checkpoint is written that then is at a path: there, or beside one of the other kind."""
         first = self.is_global_zero
         with together() as step:
-            if not step.agree(int(first and (place(path).is_file() if self._in_shards else rest_of(path) is not None))):
+            if not step.agree(
+                int(first and (place(path).is_file() if self._in_shards else bool(rest_of(path, LATEST))))
+            ):
                 yield path
                 return
             with beside(place(path), moves=first) as new:
@@ -215,9 +217,8 @@ class ShardedStrategy:
             save({SHARDS: shards}, (directory / _REST).url)
             if self.is_global_zero:
                 self.checkpoint_io.teardown()
-                for old in checkpoints(directory):
-                    if old.name != shards:
-                        old.remove()
+                for old in (one for one in checkpoints(directory) if one.name != shards):
+                    old.remove()
 
 
 _sharded: WeakKeyDictionary[nn.Module, ReferenceType[FSDP]] = WeakKeyDictionary()  # by module its last wrapper
@@ -241,10 +242,10 @@ def full_state(optimizer: Optimizer) -> dict[str, Any]:
     return full_optimizer_state_dict(wrapper_of(optimizer, wrappers), optimizer, to=0)
 
 
-def rest_of(path: Any) -> str | None:
-    """What Lightning has saved in a directory that zero.checkpoint, or torch's, has written; None for others."""
+def rest_of(path: Any, *more: str) -> str | None:
+    """What Lightning has saved in a directory by zero.checkpoint, or torch's; or one of more files; None elsewhere."""
     with suppress(ValueError, ImportError):  # an address that only the user's CheckpointIO knows
-        for name in (_REST, _METADATA_FILENAME):
+        for name in (_REST, _METADATA_FILENAME, *more):
             if (rest := place(path) / name).exists():
                 return rest.url
     return None
@@ -539,15 +540,16 @@ class ZeroFabricStrategy(ShardedStrategy, FabricsDDPStrategy):
     ) -> dict[str, Any]:
         """Collective. Loads both kinds of checkpoints."""
         given = state if isinstance(state, dict) else {"": state}
-        if (of_lightning := rest_of(path)) is None:
-            if isinstance(self.checkpoint_io, MappedCheckpointIO):
-                self.checkpoint_io.copied = [name for name, value in given.items() if isinstance(value, _KINDS)]
-            return super().load_checkpoint(path, state, strict, weights_only)
-        model, optimizers, rest = _divided(given)
-        remainder = super().load_checkpoint(of_lightning, rest, strict, weights_only)
-        load_part(_shards_in(path, remainder), model, optimizers, strict=strict)
-        given.update(rest)
-        return remainder
+        with together():
+            if (of_lightning := rest_of(path)) is None:
+                if isinstance(self.checkpoint_io, MappedCheckpointIO):
+                    self.checkpoint_io.copied = [name for name, value in given.items() if isinstance(value, _KINDS)]
+                return super().load_checkpoint(path, state, strict, weights_only)
+            model, optimizers, rest = _divided(given)
+            remainder = super().load_checkpoint(of_lightning, rest, strict, weights_only)
+            load_part(_shards_in(path, remainder), model, optimizers, strict=strict)
+            given.update(rest)
+            return remainder
 
 
 def _divided(state: dict[str, Any]) -> tuple[nn.Module, list[Optimizer] | None, dict[str, Any]]:

@@ -210,8 +210,7 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
                 )
                 return
             schedule = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
-            in_shards = step.agree(int(file is not None and file.is_dir()))
-            if in_shards:
+            if step.agree(int(file is not None and file.is_dir())):
                 shards = f"{checkpoint}/{Path(OPTIMIZER_NAME).stem}_0"
                 load_part(shards, self.model_wrapped, [self.optimizer.optimizer], weights=False)
             elif states.has_shards(checkpoint, 1):

@@ -11,6 +11,7 @@ SHARDED_STATE_DICT: a zero.checkpoint of each model with its optimizers, in `zer
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -163,7 +164,9 @@ def save(
     """Collective. hooks: the user's, which may take weights away that they save. frozen:
     whether frozen parameters are saved that have no state in an optimizer."""
     in_shards, writes, file = accelerator.saves_shards, accelerator.writes, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME
-    with together() as step:  # agrees between what some ranks write, and what all do
+    # Files take their names when all are complete. Ranks agree between what some write, and what all do.
+    with together() as step, tempfile.TemporaryDirectory(prefix=".", dir=folder) as new:
+        step.agree()
         weights = []
         for model in () if in_shards else models:
             only = None
@@ -178,12 +181,15 @@ def save(
         if in_shards:
             save_sharded(folder, models, optimizers, frozen=frozen)
         for number in range(len(weights)):  # nothing stays while the next ones are saved, and the state is gathered
-            accelerator.save(OrderedDict(weights.pop(0)), _numbered(folder, file, number), safe_serialization=safe)
+            accelerator.save(OrderedDict(weights.pop(0)), _numbered(new, file, number), safe_serialization=safe)
         for number, one in enumerate(() if in_shards else optimizers):
             step.agree()
             holder = wrapper_of(one.optimizer, accelerator.sharding.wrapped)
             state = for_writers(writes, partial(full_optimizer_state_dict, holder, one))
-            accelerator.save(state, _numbered(folder, _OPTIMIZER, number))
+            accelerator.save(state, _numbered(new, _OPTIMIZER, number))
+        step.agree()
+        for path in Path(new).iterdir():
+            path.replace(Path(folder, path.name))
     if writes:
         remove_others(folder, (SHARDED,) if in_shards else (file, _OPTIMIZER), len(models) + len(optimizers))
 
@@ -206,8 +212,8 @@ def load(models: Sequence[nn.Module], optimizers: Any, hooks: Hooks, strict: boo
         else:
             load_weights(model, [file], strict=strict)
     for number, optimizer in enumerate(optimizers):
-        shards = Path(folder, f"{OPTIMIZER_NAME}_{number}")
-        file, in_shards = stored([_numbered(folder, _OPTIMIZER, number)], shards)
+        files = [_numbered(folder, _OPTIMIZER, number)]
+        file, in_shards = stored(files, Path(folder, f"{OPTIMIZER_NAME}_{number}"))
         if in_shards:
             load_part(file, wrapper_of(optimizer.optimizer, models), [optimizer.optimizer], weights=False)
         else:
