@@ -198,9 +198,8 @@ class ShardedStrategy:
         """Collective. Where a checkpoint is written that then is at a path: there, or beside one of the other kind."""
         first = self.is_global_zero
         with together() as step:
-            if not step.agree(
-                int(first and (place(path).is_file() if self._in_shards else bool(rest_of(path, LATEST))))
-            ):
+            taken = first and (place(path).is_file() if self._in_shards else bool(rest_of(path, LATEST)))
+            if not step.agree(int(taken)):
                 yield path
                 return
             with beside(place(path), moves=first) as new:

@@ -161,8 +161,8 @@ def save(
     safe: bool,
     frozen: bool,
 ) -> None:
-    """Collective. hooks: the user's, which may take weights away that they save. frozen:
-    whether frozen parameters are saved that have no state in an optimizer."""
+    """Collective. hooks: the user's, which may take weights away that they save. frozen: whether frozen parameters are
+    saved that have no state in an optimizer."""
     in_shards, writes, file = accelerator.saves_shards, accelerator.writes, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME
     # Files take their names when all are complete. Ranks agree between what some write, and what all do.
     with together() as step, tempfile.TemporaryDirectory(prefix=".", dir=folder) as new:
