@@ -3,7 +3,7 @@
 import re
 import shutil
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -21,6 +21,7 @@ import ranks
 import zero
 from processes import command
 from zero.checkpoint import write
+from zero.checkpoint.storage import beside, place
 
 
 def at_home(path):
@@ -317,6 +318,40 @@ def test_no_other_run_is_removed_whose_name_a_pattern_fits():
     assert zero.checkpoint.load("memory://runs/lr1/00000001", tiny()) == {"step": 0}
     with pytest.raises(zero.checkpoint.CheckpointError, match=r"lr\[1\]/00000002"):
         zero.checkpoint.load("memory://runs/lr[1]/00000002", tiny())
+
+
+@pytest.mark.parametrize("scheme", ["", "memory:/"])
+def test_a_file_and_a_directory_take_one_anothers_name_when_they_are_complete(scheme, tmp_path):
+    path = place(f"{scheme}{tmp_path}/lr[1]")
+    kinds = {"a file": {"": b"1"}, "a directory": {"/one": b"2", "/more/two": b"3"}}
+
+    def put(at, files):
+        for name, data in files.items():
+            one = at if not name else place(at.url + name)
+            one.parent.make()
+            one.put(data)
+
+    def found():
+        inside = path.system.find(path.parent.path)
+        return {one.removeprefix(path.path): path.system.cat_file(one) for one in inside}
+
+    put(path, kinds["a file"])
+    before = kinds["a file"]
+    for files in [kinds["a directory"], kinds["a file"]]:
+        put(place(f"{path.url}.new"), before)  # what an interrupted save has left
+        with suppress(OSError), beside(path, moves=True) as new:
+            put(new, files)
+            assert found().items() > before.items()
+            raise OSError("no more room")
+        assert found() == before
+        with mock.patch.object(type(path), "move", side_effect=[None, OSError("gone"), None]) as moved:
+            with pytest.raises(OSError, match="gone"), beside(path, moves=True) as new:
+                put(new, files)
+            assert moved.call_count == 3 and found() == before
+        with beside(path, moves=True) as new:
+            put(new, files)
+        assert found() == files
+        before = files
 
 
 @pytest.mark.parametrize("scheme", ["", "objects://"])

@@ -287,11 +287,27 @@ def saved_by_callback(rank: int, world: int, folder: str) -> None:
         plain.load_state_dict(found)
 
 
+def saves_at_the_second_try(save: Callable[[str], object], path: str) -> None:
+    """Where rank 0 cannot write, each rank raises, and what was there is there."""
+    before = files(path)
+    with mock.patch.object(TorchCheckpointIO, "save_checkpoint", side_effect=OSError("the disk is full")):
+        told = ranks.refusal(partial(save, path))
+    assert told.startswith("OSError") and "the disk is full" in told, told
+    assert files(path) == before or not before
+    save(path)
+
+
+def files(path: str) -> dict[str, bytes]:
+    """What is under all names that begin as this one."""
+    found = [one for one in Path(path).parent.rglob("*") if str(one).startswith(path) and one.is_file()]
+    return {str(one): one.read_bytes() for one in found}
+
+
 def saved_in_turn(rank: int, world: int, path: str) -> None:
     for kind, epochs in [("sharded", 1), ("full", 2), ("sharded", 3)]:
         run = trainer(rank, world, strategy(2, checkpoint=kind), limit_train_batches=1, max_epochs=epochs)
         run.fit(module := Module())
-        run.save_checkpoint(path)
+        saves_at_the_second_try(run.save_checkpoint, path)
         assert Path(path).is_dir() == (kind == "sharded")
         trainer(rank, world, strategy(1)).test(fresh := Module(), ckpt_path=path, verbose=False)
         assert all(torch.equal(value, fresh.state_dict()[name]) for name, value in module.state_dict().items()), kind
@@ -492,7 +508,10 @@ def saved_by_plugin(rank: int, world: int, folder: str) -> None:
         run, module = trainer(rank, world, how, plugins=plugins, **options), Module()
         run.fit(module)
         assert type(run.strategy.checkpoint_io) is kind
-        path = "its own://saved" if kind is Given else Path(folder, str(number), "another.ckpt")
+        path: Any = "its own://saved" if kind is Given else Path(folder, str(number), "another.ckpt")
+        if kind is not Given:  # a save in shards has failed there
+            path.mkdir()
+            Path(path, "latest").touch()
         run.save_checkpoint(path)
         run.strategy.checkpoint_io.teardown()  # it is written then
         fresh = Module()

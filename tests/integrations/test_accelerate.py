@@ -37,6 +37,7 @@ import ranks
 import zero
 from launched import launched, shared_folder
 from runs import norm_of_gradients
+from zero.checkpoint import write
 from zero.integrations.accelerate import Accelerator, ZeroPlugin
 from zoo import CONTEXT, GPT, VOCABULARY, data
 
@@ -597,11 +598,22 @@ def test_a_gradient_that_no_prepared_model_averages_is_refused_at_stage_1(rank, 
 def test_a_folder_that_is_saved_into_again_has_no_other_state(rank, world, tmp_path):
     full = ZeroPlugin(stage=2)
     kinds = [(in_shards(full), True), (full, True), (full, False), (in_shards(full), True), (full, False), (full, True)]
+    fails, expected = OSError("the disk is full"), None
     for number, (plugin, safe) in enumerate(kinds):
         with launched(rank, world):
             script = Script(build(2, zero_plugin=plugin), model=partial(GPT, layers=1)).train(stop=1 + number % 3)
-            script.accelerator.save_state(str(tmp_path), safe_serialization=safe)
-            expected = script.weights()
+            weights, save = script.weights(), partial(script.accelerator.save_state, str(tmp_path))
+            with (
+                mock.patch.object(write, "write_rank_file", side_effect=fails),
+                mock.patch("torch.save", side_effect=fails),
+            ):
+                assert "the disk is full" in ranks.refusal(partial(save, safe_serialization=safe))
+            if expected is not None:  # it is there until another is complete
+                script.accelerator.load_state(str(tmp_path))
+                assert farthest(script.weights(), expected) == 0, number
+            zero.load_full_state_dict(script.model, weights)
+            save(safe_serialization=safe)
+            expected = weights
             script.train(stop=1).accelerator.load_state(str(tmp_path))
             assert farthest(script.weights(), expected) == 0
         files = {path.name for path in tmp_path.iterdir()}
@@ -621,6 +633,9 @@ def test_what_one_rank_cannot_write_every_rank_raises_and_goes_on(rank, world, s
             shared_folder(place, f"{name}/in the way")
             error = ranks.refusal(partial(script.accelerator.save_state, str(place)))
             assert name in error or "s a directory" in error, (name, error)
+        folder = shared_folder(tmp_path, "model.safetensors")
+        error = ranks.refusal(partial(script.accelerator.save_model, script.model, str(folder)))
+        assert "s a directory" in error, error
         whole = str(shared_folder(tmp_path, "whole"))
         script.accelerator.save_state(whole)
         expected = script.weights()
@@ -652,6 +667,9 @@ def test_a_state_that_rank_0_cannot_read_is_refused_on_every_rank(rank, world, s
                 Path(tmp_path, name).unlink()
             told = ranks.refusal(partial(script.accelerator.load_state, str(tmp_path)))
             assert "No such file" in told and (rank == 0 or "rank 0" in told), told
+        script.accelerator.register_load_state_pre_hook(lambda models, _: models[rank])  # there is one
+        told = ranks.refusal(partial(script.accelerator.load_state, str(tmp_path)))
+        assert told.startswith("IndexError"), told
 
 
 def half_frozen() -> nn.Module:

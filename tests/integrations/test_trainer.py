@@ -8,6 +8,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -147,10 +148,22 @@ def test_checkpoints_go_on_bit_for_bit_at_any_stage_and_without_zero(rank, world
 def test_a_checkpoint_takes_the_place_of_one_of_another_kind(rank, world, tmp_path):
     from zero.integrations.accelerate import ZeroPlugin
 
+    real = torch.save
+
+    def fails(state: Any, path: Any, *args: Any, **kwargs: Any) -> None:
+        if Path(path).name == "optimizer.pt":
+            raise OSError("the disk is full")
+        real(state, path, *args, **kwargs)
+
     for kind, rate in ((SHARDED, 1e-2), (FULL, 1e-3)):
         plugin = ZeroPlugin(stage=2, state_dict_type=kind)
+        make = partial(build, plugin, tmp_path, learning_rate=rate, save_strategy="steps", save_steps=2)
+        with launched(rank, world), mock.patch("torch.save", fails):
+            told = ranks.refusal(make().train)
+            assert told.startswith("OSError") and "the disk is full" in told, told
+            assert Path(tmp_path, "checkpoint-2", "zero").is_dir()
         with launched(rank, world):
-            trainer = build(plugin, tmp_path, learning_rate=rate, save_strategy="steps", save_steps=2)
+            trainer = make()
             trainer.train()
             expected = weights(trainer)
     with launched(rank, world):
@@ -312,6 +325,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "no schedule": (lacks("scheduler.pt"), "optimizer.pt has no scheduler.pt beside it.*or remove it"),
     "neither": (lacks("optimizer.pt", "scheduler.pt"), AS_ALONE),
     "no generators": (lacks("rng_state_0.pth", "rng_state_1.pth"), AS_ALONE),
+    "generators of another version": (lambda folder: Path(folder, "rng_state_1.pth").write_bytes(b""), "EOFError"),
     "no weights": (lacks("model.safetensors"), "has no model.safetensors"),
     "shards elsewhere": (torn, "no zero with shards"),
 }

@@ -3,6 +3,7 @@
 import copy
 import io
 import re
+from collections import OrderedDict
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -269,6 +270,39 @@ def test_a_hook_on_loading_that_raises_on_one_rank_does_on_every_rank(rank, worl
     told = [ranks.refusal(partial(load, given)) for given in (full, full if rank == 0 else None)]
     told.append(ranks.refusal(lambda: zero.checkpoint.load(tmp_path, model, optimizer)))
     assert all("a hook of the user's" in one for one in told), told
+
+
+class WithExtra(nn.Linear):
+    """Keeps what it is given."""
+
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+EXTRA: list[Any] = [
+    {"steps": 3, 4: [torch.arange(3), {"scale": torch.ones(())}]},
+    *(OrderedDict(names=("a", None)), {torch.bfloat16}, b"bytes", [], np.float64(2.0), torch.ones(2, 2), 3, None),
+]
+
+
+@ranks.on(2, timeout=30)
+def test_extra_state_of_any_kind_is_loaded_from_a_stream_that_the_first_alone_has(rank, world):
+    plain = nn.Sequential(*(WithExtra(2, 2) for _ in EXTRA))
+    for layer, extra in zip(plain, EXTRA, strict=True):
+        layer.extra = extra
+    saved = plain.state_dict()
+    for stage in range(4):
+        model, _ = zero.setup(nn.Sequential(*(WithExtra(2, 2) for _ in EXTRA)), Adam, stage=stage)
+        zero.load_full_state_dict(model, iter(saved.items()) if rank == 0 else None)
+        same(dict(zero.full_state_dict(model, to=None)), dict(saved), f"at stage {stage}")
+        unknown = iter([("0._extra_state", {"of": plain})]) if rank == 0 else None
+        told = ranks.refusal(partial(zero.load_full_state_dict, model, unknown))
+        assert "rank 0, which alone" in told and "Sequential" in told, told
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

@@ -88,6 +88,15 @@ class Place:
     def make(self) -> None:
         self.system.makedirs(self.path, exist_ok=True)
 
+    def move(self, to: Place) -> None:
+        """Gives it, with its contents, the name of another place, where nothing is."""
+        if self.mounted:
+            os.rename(self.path, to.path)
+            return
+        for file in self._fresh().find(self.path):
+            self.system.cp_file(file, to.path + file.removeprefix(self.path))
+        self.remove()
+
     def remove(self) -> None:
         """Removes it with its contents. What cannot be removed stays, without an error."""
         with suppress(Exception):
@@ -97,7 +106,8 @@ class Place:
             # Not by `rm`, which takes the paths of stores for patterns: that of "lr[1]" is also "lr1".
             for file in self._fresh().find(self.path):
                 self.system.rm_file(file)
-            self.system.rmdir(self.path)  # where a store has directories
+            for folder in sorted(self._fresh().find(self.path, withdirs=True), reverse=True):
+                self.system.rmdir(folder)  # where a store has directories
 
     def read(self, most: int | None = None) -> bytes:
         """All of a small file, or its first bytes."""
@@ -139,6 +149,31 @@ class Place:
     def _fresh(self) -> Any:
         self.system.invalidate_cache()  # of listings: other ranks write too
         return self.system
+
+
+@contextmanager
+def beside(path: Place, *, moves: bool) -> Iterator[Place]:
+    """A context in which a place beside a path is written to, as a file or a directory. When it is left, that takes the
+    path's name, and what had it is removed, of whichever kind; if anything was raised, that stays. moves: whether this
+    rank sees to that."""
+    new, old = (Place(f"{path.url}.{end}", path.system, f"{path.path}.{end}") for end in ("new", "old"))
+    if not moves:
+        yield new
+        return
+    new.remove()  # what an interrupted save has left
+    try:
+        yield new
+        old.remove()
+        path.move(old)
+        try:
+            new.move(path)
+        except BaseException:
+            old.move(path)
+            raise
+    except BaseException:
+        new.remove()
+        raise
+    old.remove()
 
 
 class _EarlyWriter(io.FileIO):

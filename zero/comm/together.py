@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from zero.comm.comm import Comm
-from zero.comm.oplog import COMPARISON, dumped, is_told, loaded, mark_told
+from zero.comm.oplog import AGREEMENT, COMPARISON, dumped, is_told, loaded, mark_told
 
 MOST_FLAGS, _PROBLEM = 1, 2
 """Flags that `agree` passes on; the other bit says that a rank has raised."""
@@ -84,6 +84,15 @@ class Together:
             for comm, _ in self._groups:
                 raised = next(filter(None, comm.all_gather_text(raised)), "")  # another group may have the rank
         return flags, raised
+
+
+@contextmanager
+def together() -> Iterator[Together]:
+    """Collective at its end, in the default group. What a rank raises in here, all raise: there, or where they call
+    `agree` of what this yields, or come to the end of another one within."""
+    with Together([Comm.default()], AGREEMENT) as step:
+        yield step
+        step.agree()
 
 
 @contextmanager

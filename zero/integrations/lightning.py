@@ -44,10 +44,10 @@ from zero._torch.compiling import name_without_compile
 from zero._torch.optimizers import follow
 from zero.checkpoint.read import load_part
 from zero.checkpoint.shards import names_left_out
-from zero.checkpoint.storage import checkpoints, place
+from zero.checkpoint.storage import LATEST, beside, checkpoints, place
 from zero.checkpoint.write import save_in_place
 from zero.comm import Comm
-from zero.comm.together import alike
+from zero.comm.together import alike, together
 from zero.fsdp import FSDP
 from zero.fsdp.model import sharded_params
 from zero.full_state import (
@@ -69,7 +69,7 @@ _REST, SHARDS = "lightning.ckpt", "zero_checkpoint"
 
 
 class MappedCheckpointIO(TorchCheckpointIO):
-    """Lightning's own reader, onto the CPU, by which each rank takes its elements of one tensor after another.
+    """Collective. Lightning's own reader, onto the CPU, by which ranks take their elements of one tensor after another.
 
     copied: entries that are copied as they are loaded; "" is all. They are mapped from the file, without memory until
     they are read. Others are copied here: callbacks may keep their tensors, under which the file may be written again.
@@ -78,9 +78,10 @@ class MappedCheckpointIO(TorchCheckpointIO):
     copied: Collection[str] = ("state_dict", "optimizer_states", "current_model_state")
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
-        if weights_only is False or not Path(path).is_file() or not zipfile.is_zipfile(path):  # elsewhere, or old
-            return super().load_checkpoint(path, map_location, weights_only)
-        found: dict[str, Any] = torch.load(path, map_location=map_location, mmap=True, weights_only=True)
+        with together():  # before they are loaded, which ranks do in step
+            if weights_only is False or not Path(path).is_file() or not zipfile.is_zipfile(path):  # elsewhere, or old
+                return super().load_checkpoint(path, map_location, weights_only)
+            found: dict[str, Any] = torch.load(path, map_location=map_location, mmap=True, weights_only=True)
         return {name: value if {name, ""} & {*self.copied} else deepcopy(value) for name, value in found.items()}
 
 
@@ -192,16 +193,31 @@ class ShardedStrategy:
                 "model that was saved, or load with strict=False (strict_loading of a LightningModule)."
             )
 
+    @contextmanager
+    def _replacing(self, path: Any) -> Iterator[Any]:
+        """Collective. Where a checkpoint is written that then is at a path: there, or beside one of the other kind."""
+        first = self.is_global_zero
+        with together() as step:
+            taken = first and (place(path).is_file() if self._in_shards else bool(rest_of(path, LATEST)))
+            if not step.agree(int(taken)):
+                yield path
+                return
+            with beside(place(path), moves=first) as new:
+                yield new.url
+                step.agree()
+                if first:
+                    self.checkpoint_io.teardown()  # one that writes on a thread has written then
+
     def _save_shards(self, path: Any, model: nn.Module, optimizers: Any, save: Callable[[Any, str], None]) -> None:
         """Collective. Saves a directory; what was there before is removed. save: writes this entry and all else."""
-        directory = place(path)
-        if self.is_global_zero and directory.exists() and not directory.inside():
-            directory.remove()  # a full checkpoint, which is a file
-        shards = place(save_in_place(path, model, optimizers, frozen=not self._without_frozen).path).name
-        save({SHARDS: shards}, (directory / _REST).url)
-        for old in checkpoints(directory) if self.is_global_zero else ():
-            if old.name != shards:
-                old.remove()
+        with self._replacing(path) as new:
+            directory = place(new)
+            shards = place(save_in_place(new, model, optimizers, frozen=not self._without_frozen).path).name
+            save({SHARDS: shards}, (directory / _REST).url)
+            if self.is_global_zero:
+                self.checkpoint_io.teardown()
+                for old in (one for one in checkpoints(directory) if one.name != shards):
+                    old.remove()
 
 
 _sharded: WeakKeyDictionary[nn.Module, ReferenceType[FSDP]] = WeakKeyDictionary()  # by module its last wrapper
@@ -225,10 +241,10 @@ def full_state(optimizer: Optimizer) -> dict[str, Any]:
     return full_optimizer_state_dict(wrapper_of(optimizer, wrappers), optimizer, to=0)
 
 
-def rest_of(path: Any) -> str | None:
-    """What Lightning has saved in a directory that zero.checkpoint, or torch's, has written; None for others."""
+def rest_of(path: Any, *more: str) -> str | None:
+    """What Lightning has saved in a directory by zero.checkpoint, or torch's; or one of more files; None elsewhere."""
     with suppress(ValueError, ImportError):  # an address that only the user's CheckpointIO knows
-        for name in (_REST, _METADATA_FILENAME):
+        for name in (_REST, _METADATA_FILENAME, *more):
             if (rest := place(path) / name).exists():
                 return rest.url
     return None
@@ -386,22 +402,22 @@ class ZeroStrategy(ShardedStrategy, DDPStrategy):
         return {} if self._in_shards else full_state(getattr(optimizer, "optimizer", optimizer))
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Collective where it is saved in shards, into a directory."""
+        """Collective. Where it is saved in shards, into a directory."""
         write = super().save_checkpoint
         if not self._in_shards:
-            if self.is_global_zero and rest_of(filepath) is not None:  # a full checkpoint would be put inside
-                self.checkpoint_io.remove_checkpoint(filepath)
-            write(checkpoint, filepath, storage_options)
+            with self._replacing(filepath) as path:
+                write(checkpoint, path, storage_options)
             return
         save = lambda entry, file: write({**checkpoint, **entry}, file, storage_options)  # noqa: E731
         optimizers = [*self.optimizers] if "optimizer_states" in checkpoint else []
         self._save_shards(self.broadcast(filepath), self._whole(), optimizers or None, save)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Of a directory, which this strategy has written at any stage, or Lightning's FSDPStrategy and
+        """Collective. Of a directory, which this strategy has written at any stage, or Lightning's FSDPStrategy and
         ModelParallelStrategy: where the rest is, to be loaded when asked."""
-        rest = rest_of(checkpoint_path)
-        found = super().load_checkpoint(rest or checkpoint_path, weights_only)
+        with together():
+            rest = rest_of(checkpoint_path)
+            found = super().load_checkpoint(rest or checkpoint_path, weights_only)
         if rest is not None:
             found[SHARDS] = _shards_in(checkpoint_path, found)
             found.setdefault("optimizer_states", [])  # Lightning asks whether there are any
@@ -505,13 +521,12 @@ class ZeroFabricStrategy(ShardedStrategy, FabricsDDPStrategy):
         """Collective."""
         write = super().save_checkpoint
         if not self._in_shards:
-            if self.is_global_zero and rest_of(path) is not None:  # a full checkpoint would be put inside
-                self.checkpoint_io.remove_checkpoint(path)
-            if self._without_frozen:
-                model, optimizers, _ = _divided(state)
-                weights = self._saved_weights(model, optimizers or [])
-                state = {name: weights if isinstance(one, nn.Module) else one for name, one in state.items()}
-            write(path, state, storage_options, filter)
+            with self._replacing(path) as new:
+                if self._without_frozen:
+                    model, optimizers, _ = _divided(state)
+                    weights = self._saved_weights(model, optimizers or [])
+                    state = {name: weights if isinstance(one, nn.Module) else one for name, one in state.items()}
+                write(new, state, storage_options, filter)
             return
         if filter:
             raise ValueError("filter: a sharded checkpoint has the full model. Leave it out, or use checkpoint='full'.")
@@ -524,15 +539,16 @@ class ZeroFabricStrategy(ShardedStrategy, FabricsDDPStrategy):
     ) -> dict[str, Any]:
         """Collective. Loads both kinds of checkpoints."""
         given = state if isinstance(state, dict) else {"": state}
-        if (of_lightning := rest_of(path)) is None:
-            if isinstance(self.checkpoint_io, MappedCheckpointIO):
-                self.checkpoint_io.copied = [name for name, value in given.items() if isinstance(value, _KINDS)]
-            return super().load_checkpoint(path, state, strict, weights_only)
-        model, optimizers, rest = _divided(given)
-        remainder = super().load_checkpoint(of_lightning, rest, strict, weights_only)
-        load_part(_shards_in(path, remainder), model, optimizers, strict=strict)
-        given.update(rest)
-        return remainder
+        with together():
+            if (of_lightning := rest_of(path)) is None:
+                if isinstance(self.checkpoint_io, MappedCheckpointIO):
+                    self.checkpoint_io.copied = [name for name, value in given.items() if isinstance(value, _KINDS)]
+                return super().load_checkpoint(path, state, strict, weights_only)
+            model, optimizers, rest = _divided(given)
+            remainder = super().load_checkpoint(of_lightning, rest, strict, weights_only)
+            load_part(_shards_in(path, remainder), model, optimizers, strict=strict)
+            given.update(rest)
+            return remainder
 
 
 def _divided(state: dict[str, Any]) -> tuple[nn.Module, list[Optimizer] | None, dict[str, Any]]:

@@ -29,6 +29,7 @@ from zero._torch.telling import warn_user
 from zero.checkpoint import load as load_checkpoint
 from zero.checkpoint.read import load_part
 from zero.comm import Comm
+from zero.comm.together import together
 from zero.fsdp import FSDP
 from zero.fsdp.full_weights import loading, naming
 from zero.fsdp.model import models_of
@@ -119,7 +120,7 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
         writes, only, adapts = self.args.should_save, None, hasattr(self.model, "peft_config")
         rank0_only, save = not self.args.save_on_each_node, super()._save
         by_itself = isinstance(self.model_wrapped, FSDP) and not _is_own(save)
-        with states.together() as step, ExitStack() as stack:
+        with ExitStack() as stack, together():
             if by_itself:
                 options = {"writeback": False, "rank0_only": rank0_only, "offload_to_cpu": True}
                 stack.enter_context(FSDP.summon_full_params(self.model_wrapped, **options))
@@ -135,13 +136,11 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
                 stack.enter_context(saving(self.model, rank0_only=rank0_only))
             if writes or not by_itself:
                 save(output_dir, state_dict=state_dict)
-            step.agree()
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Collective. Where a rank cannot write, every rank raises."""
-        with states.together() as step:
+        with together():
             super()._save_checkpoint(*args, **kwargs)
-            step.agree()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._load_weights(resume_from_checkpoint, own := super()._load_from_checkpoint, _is_own(own))
@@ -161,9 +160,8 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
         elif is_own and not adapts:
             self._issue_warnings_after_load(states.load_weights(self.model, _files(file), strict=False))
         else:
-            with states.together() as step, loading([one for one, _ in models_of(self.model)], frozen=not adapts):
+            with loading([one for one, _ in models_of(self.model)], frozen=not adapts), together():
                 load(folder)
-                step.agree()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Collective."""
@@ -179,16 +177,21 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
                 self.args.should_save, partial(full_optimizer_state_dict, self.model_wrapped, self.optimizer)
             )
         if self.args.should_save:
-            if not self.accelerator.saves_shards:
-                states.remove_others(output_dir, [SAFE_WEIGHTS_NAME])
             torch.save(state, Path(output_dir, OPTIMIZER_NAME))
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+            if not self.accelerator.saves_shards:
+                states.remove_others(output_dir, [SAFE_WEIGHTS_NAME])
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Collective. Each rank reads a file of its own."""
+        with together():
+            super()._load_rng_state(checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Collective. Loads what rank 0 reads. The Trainer's own reads it on every rank, onto the rank's device."""
         if checkpoint is None:
             return
-        with states.together() as step:
+        with together() as step:
             file = None
             if Comm.default().rank == 0:  # also as transformers' FSDP Trainer saves it in full
                 folder = Path(checkpoint)
@@ -207,11 +210,10 @@ class ZeroTrainerMixin(_BeforeATrainer):  # type: ignore[misc]
                 )
                 return
             schedule = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
-            in_shards = step.agree(int(file is not None and file.is_dir()))
-            if in_shards:
+            if step.agree(int(file is not None and file.is_dir())):
                 shards = f"{checkpoint}/{Path(OPTIMIZER_NAME).stem}_0"
                 load_part(shards, self.model_wrapped, [self.optimizer.optimizer], weights=False)
-            elif Path(checkpoint, states.SHARDED).is_dir():
+            elif states.has_shards(checkpoint, 1):
                 states.load_sharded(checkpoint, [self.model_wrapped], [self.optimizer], [self.model_wrapped])
             else:
                 states.load_optimizer(self.optimizer, file, [self.model_wrapped])

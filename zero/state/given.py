@@ -3,12 +3,14 @@ tensor by tensor, as all ranks use it: each receives one and keeps its shard."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +24,9 @@ Label = Sequence[Any]
 """What is given (WEIGHT, STATE or OPTION), the number of the parameter or of the group, and the name or the key."""
 
 WEIGHT, STATE, OPTION = "weight", "state", "option"
+
+_IN_LINE = Tensor, np.generic, int, float, complex, str, type(None)
+"""Weights, and what extra state of modules is told with its name; any other is sent as torch saves it."""
 
 _ALONE = "rank 0, which alone was given what is to be loaded"
 
@@ -127,8 +132,12 @@ class FromFirst:
         try:
             if self.is_first and (item := next(remaining, None)) is not None:
                 (what, number, key), leaf = item
+                if what == WEIGHT and not isinstance(leaf, _IN_LINE):
+                    torch.save(leaf, file := io.BytesIO())
+                    torch.load(io.BytesIO(file.getvalue()), weights_only=True)  # raises for what others cannot read
+                    told, leaf = {"saved": True}, torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
                 of = f"{'group' if what == OPTION else 'parameter'} {number}"
-                told = {"label": item[0], "leaf": leaves.all_described({key: leaf}, of, what)[key]}
+                told |= {"label": item[0], "leaf": leaves.all_described({key: leaf}, of, what)[key]}
                 if isinstance(leaf, Tensor) and leaf.dim():
                     sent = leaf.detach().to(self._device).contiguous()
         except Exception as error:
@@ -143,6 +152,9 @@ class FromFirst:
         for comm in self._comms:
             if sent is not None:
                 comm.broadcast([sent])
+        if "saved" in told and sent is not None and not self.is_first:
+            file = io.BytesIO(sent.cpu().numpy().tobytes())
+            item = told["label"], torch.load(file, map_location=self._device, weights_only=True)
         return item
 
     def _tell(self, told: dict[str, Any]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from zero._torch.optimizers import follow
 from zero._torch.tensors import wraps_others
 from zero.comm import Comm
 from zero.comm.comm import launched_ranks
+from zero.comm.together import together
 from zero.fsdp import FSDP
 from zero.fsdp.choice import unit_modules
 from zero.fsdp.options import as_strategy
@@ -404,6 +405,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         {} on other ranks. With save_on_each_node one rank of each host has them."""
         return states.full_weights(model, self.writes, self.saved_dtype)
 
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        """Collective. As Accelerate's."""
+        with together():
+            super().save_model(*args, **kwargs)
+
     @property
     def writes(self) -> bool:
         each_node = self.project_configuration.save_on_each_node
@@ -422,16 +428,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         save = partial(states.save, self, self._models, self._optimizers, [*self._save_model_state_pre_hook.values()])
         how = {"safe": safe_serialization, "frozen": not exclude_frozen_parameters}
         saves: Callable[..., None] = lambda _, __, folder: save(folder, **how)  # noqa: E731
-        with states.together() as step, self._emptied("_save_model_state_pre_hook", saves):
-            location = super().save_state(output_dir, safe_serialization, **kwargs)
-            step.agree()
-        return location
+        with together(), self._emptied("_save_model_state_pre_hook", saves):
+            return super().save_state(output_dir, safe_serialization, **kwargs)
 
     def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         """Collective. As Accelerate's. Loads what `save_state` wrote at any stage, or Accelerate without zero."""
         models, optimizers, hooks = self._models, self._optimizers, [*self._load_model_state_pre_hook.values()]
         load = partial(states.load, models, optimizers, hooks, kwargs.get("strict", True), load_kwargs or {})
-        with self._emptied("_load_model_state_pre_hook", lambda _, folder: load(folder)):
+        with together(), self._emptied("_load_model_state_pre_hook", lambda _, folder: load(folder)):
             super().load_state(input_dir, load_kwargs, **kwargs)
 
     @contextmanager

@@ -11,6 +11,7 @@ SHARDED_STATE_DICT: a zero.checkpoint of each model with its optimizers, in `zer
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -30,9 +31,10 @@ from zero import checkpoint
 from zero._torch.compiling import name_without_compile
 from zero.checkpoint.read import load_part
 from zero.checkpoint.shards import names_left_out
+from zero.checkpoint.storage import checkpoints, place
 from zero.checkpoint.write import save_in_place
-from zero.comm import AGREEMENT, Comm
-from zero.comm.together import Together
+from zero.comm import Comm
+from zero.comm.together import together
 from zero.fsdp.full_weights import named_tensors
 from zero.full_state import (
     full_optimizer_state_dict,
@@ -101,17 +103,10 @@ def for_writers(writes: bool, gather: Callable[..., dict[str, Any]]) -> dict[str
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def together() -> Together:
-    """What a rank raises in this context, the others raise where they call its `agree`, or that of another one."""
-    return Together([Comm.default()], AGREEMENT)
-
-
 def on_first(read: Callable[[], T], *, here: bool | None = None) -> T | None:
     """Collective. What rank 0 reads, or each rank that passes here=True; None on other ranks."""
-    with together() as step:
-        found = read() if (_first() if here is None else here) else None
-        step.agree()
-    return found
+    with together():
+        return read() if (_first() if here is None else here) else None
 
 
 def _first() -> bool:
@@ -166,43 +161,46 @@ def save(
     safe: bool,
     frozen: bool,
 ) -> None:
-    """Collective, in the context `together`. hooks: the user's, which may take weights away that they save. frozen:
-    whether frozen parameters are saved that have no state in an optimizer."""
-    agree = together().agree  # between what some ranks write, and what all do
-    writes, file = accelerator.writes, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME
+    """Collective. hooks: the user's, which may take weights away that they save. frozen: whether frozen parameters are
+    saved that have no state in an optimizer."""
+    in_shards, writes, file = accelerator.saves_shards, accelerator.writes, SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME
+    # Files take their names when all are complete. Ranks agree between what some write, and what all do.
+    with together() as step, tempfile.TemporaryDirectory(prefix=".", dir=folder) as new:
+        step.agree()
+        weights = []
+        for model in () if in_shards else models:
+            only = None
+            if not frozen:
+                left_out = names_left_out(model, [one.optimizer for one in optimizers if steps(one, model)])
+                own = map(name_without_compile, named_tensors(unwrapped(model)[0]))
+                only = [name for name in own if name not in left_out]
+            weights.append(full_weights(model, writes, only=only))
+        for hook in hooks:
+            hook(models, weights, folder)
+        step.agree()
+        if in_shards:
+            save_sharded(folder, models, optimizers, frozen=frozen)
+        for number in range(len(weights)):  # nothing stays while the next ones are saved, and the state is gathered
+            accelerator.save(OrderedDict(weights.pop(0)), _numbered(new, file, number), safe_serialization=safe)
+        for number, one in enumerate(() if in_shards else optimizers):
+            step.agree()
+            holder = wrapper_of(one.optimizer, accelerator.sharding.wrapped)
+            state = for_writers(writes, partial(full_optimizer_state_dict, holder, one))
+            accelerator.save(state, _numbered(new, _OPTIMIZER, number))
+        step.agree()
+        for path in Path(new).iterdir():
+            path.replace(Path(folder, path.name))
     if writes:
-        names = (SHARDED,) if accelerator.saves_shards else (file, _OPTIMIZER)
-        remove_others(folder, names, len(models) + len(optimizers))
-    agree()
-    weights = []
-    for model in () if accelerator.saves_shards else models:
-        only = None
-        if not frozen:
-            left_out = names_left_out(model, [one.optimizer for one in optimizers if steps(one, model)])
-            own = map(name_without_compile, named_tensors(unwrapped(model)[0]))
-            only = [name for name in own if name not in left_out]
-        weights.append(full_weights(model, writes, only=only))
-    for hook in hooks:
-        hook(models, weights, folder)
-    agree()
-    if accelerator.saves_shards:
-        save_sharded(folder, models, optimizers, frozen=frozen)
-        return
-    for number in range(len(weights)):  # nothing stays while the next ones are saved, and the state is gathered
-        accelerator.save(OrderedDict(weights.pop(0)), _numbered(folder, file, number), safe_serialization=safe)
-    for number, one in enumerate(optimizers):
-        agree()
-        holder = wrapper_of(one.optimizer, accelerator.sharding.wrapped)
-        state = for_writers(writes, partial(full_optimizer_state_dict, holder, one))
-        accelerator.save(state, _numbered(folder, _OPTIMIZER, number))
+        remove_others(folder, (SHARDED,) if in_shards else (file, _OPTIMIZER), len(models) + len(optimizers))
 
 
 def load(models: Sequence[nn.Module], optimizers: Any, hooks: Hooks, strict: bool, options: Any, folder: str) -> None:
     """Collective. hooks: the user's, which may take models away that they load themselves. options: of `torch.load`."""
     left = [*models]
-    for hook in hooks:
-        hook(left, folder)
-    if Path(folder, SHARDED).is_dir():
+    with together():
+        for hook in hooks:
+            hook(left, folder)
+    if has_shards(folder, len(models)):
         load_sharded(folder, models, optimizers, left)
         return
     for number, model in enumerate(left):
@@ -214,8 +212,8 @@ def load(models: Sequence[nn.Module], optimizers: Any, hooks: Hooks, strict: boo
         else:
             load_weights(model, [file], strict=strict)
     for number, optimizer in enumerate(optimizers):
-        shards = Path(folder, f"{OPTIMIZER_NAME}_{number}")
-        file, in_shards = stored([_numbered(folder, _OPTIMIZER, number)], shards)
+        files = [_numbered(folder, _OPTIMIZER, number)]
+        file, in_shards = stored(files, Path(folder, f"{OPTIMIZER_NAME}_{number}"))
         if in_shards:
             load_part(file, wrapper_of(optimizer.optimizer, models), [optimizer.optimizer], weights=False)
         else:
@@ -237,6 +235,16 @@ def save_sharded(folder: str, models: Sequence[nn.Module], optimizers: Any, *, f
     for number, model in enumerate(models):
         own = [one.optimizer for one in optimizers if steps(one, model)]
         save_in_place(_numbered(folder, SHARDED, number), model, own, keep=1, frozen=frozen)
+
+
+def has_shards(folder: str, models: int) -> bool:
+    """Collective. Whether rank 0 finds a state in shards. What a save that failed has left of one is none, where there
+    is a full one beside it."""
+    with together() as step:
+        found = _first() and Path(folder, SHARDED).is_dir()
+        if found and any(one for name in ("*model*", "optimizer*") for one in Path(folder).glob(name)):
+            found = all(checkpoints(place(_numbered(folder, SHARDED, number))) for number in range(models))
+        return bool(step.agree(int(found)))
 
 
 def load_sharded(folder: str, models: Sequence[nn.Module], optimizers: Any, left: Sequence[nn.Module]) -> None:
