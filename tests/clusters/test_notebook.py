@@ -73,7 +73,7 @@ def test_cells_run_again_and_after_errors(tmp_path, monkeypatch):
     assert told[3].startswith("zero: stage 3") and told[4].startswith("zero: stage 3")
     assert "in a notebook whose cell runs again wrap what zero.unwrap(model)" in told[5]
     losses = [loss_of(told[cell]) for cell in (2, 6, 8)]
-    assert max(losses) < 0.3 and losses[2] < losses[1]  # trained on
+    assert max(losses) < 0.3, losses  # 0.5 at first, each of another batch
     assert "stage=4 is no stage" in told[10]
     assert "2 ranks" in told[11] and "ShardedDDP" in told[12]
     assert loss_of(told[11]) < 0.3 and loss_of(told[12]) < 0.3
