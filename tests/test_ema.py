@@ -203,6 +203,32 @@ def test_full_averages_load_at_another_stage_and_one_ranks_shard_on_that_rank(ra
     assert told.startswith("ValueError") and "of another optimizer than EMA" in told
 
 
+@pytest.mark.parametrize("stage", STAGES)
+@ranks.on(2)
+def test_an_average_of_torchs_goes_on_as_the_pages_say(rank, world, stage):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3))
+    optimizer, average = SGD(net.parameters(), lr=0.1), AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    model = nn.parallel.DistributedDataParallel(net)
+
+    def trained(model: Any, optimizer: Any, update: Any, numbers: range) -> None:
+        for number in numbers:
+            step(model, optimizer, rank, number)
+            update()
+
+    trained(model, optimizer, partial(average.update_parameters, net), range(2))
+    weights, averaged = copy.deepcopy(net.state_dict()), copy.deepcopy(average.module.state_dict())
+    trained(model, optimizer, partial(average.update_parameters, net), range(2, 4))
+    again, optimizer = zero.setup(nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)), SGD, stage, lr=0.1)
+    ema = zero.EMA(again, DECAY)
+    zero.load_full_state_dict(again, averaged)
+    ema.update()
+    zero.load_full_state_dict(again, weights)
+    trained(again, optimizer, ema.update, range(2, 4))
+    with ema.swapped():
+        same(dict(zero.full_state_dict(again, to=None)), dict(average.module.state_dict()))
+
+
 @ranks.on(4)
 def test_averages_of_an_oss_over_fewer_ranks_than_train(rank, world):
     groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]

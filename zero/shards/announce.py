@@ -42,13 +42,16 @@ def announce(what: str, comm: Comm, groups: Sequence[ShardGroup], left_out: str 
     state = sum(group.main.numel() for group in groups) / sum(group.layout.numel for group in groups) * 100
     weights, gradients = own if stage == 3 else full, own_trained if stage >= 2 else trained
     masters = any(group.master is not None for group in groups)
+    # Which has parameters and gradients in the dtype of what is stepped.
+    main = [(group.layout.numel * group.main.element_size(), group.params[0].requires_grad) for group in groups]
+    by_ddp = sum(size for size, _ in main), sum(size for size, is_trained in main if is_trained)
     offloads = dict.fromkeys(group.offload.alike for group in groups if group.offload.active)
     logger.info(
         "stage %d, %s on %d %s by %s: weights %s, gradients %s, optimizer state of %s on a rank (DDP: %s, %s, 100 %%)"
         "%s%s",
         *(stage, what, comm.world, "rank" if comm.world == 1 else "ranks"),
         *(comm.transport_name(groups[0].full.device), _text(weights), _text(gradients)),
-        *(f"{state:.3g} %{' with masters' if masters else ''}", _text(full), _text(trained)),
+        *(f"{state:.3g} %{' with masters' if masters else ''}", *map(_text, by_ddp)),
         f"; left out: {left_out}" if left_out else "",
         "".join(f"; {alike}, stepped by {torch.get_num_threads()} threads of the CPU" for alike in offloads),
     )
