@@ -64,7 +64,8 @@ def test_what_is_settled_has_few_comparisons_whatever_the_number_of_units(rank, 
                 else:
                     evaluate(model, rank, number)
             found.append(len(seen) + summed.call_count)
-    assert found[1] == (most if check == "" else found[0])
+    # The first step of an optimizer at stage 3 also compares its groups.
+    assert found[1] == (most if check == "" else found[0] - 1)
     assert found[0] > most
 
 

@@ -164,20 +164,20 @@ USES = [trains, accumulates, is_saved, is_hooked, is_evaluated, breaks_off, is_u
 OPTIONS: dict[str, dict[str, Any]] = {
     "0": {"stage": 0},  # so it is torch's own, too
     "1": {"stage": 1},
-    "1 by a class of the user's": {"stage": 1, "optim": Moments},
+    "1 by a class of the user's": {"stage": 1, "optimizer": Moments},
     "2": {"stage": 2},
     "2 offloaded": {"stage": 2, "offload": zero.CPUOffload()},
     "3": {"stage": 3},
     "3 mixed": {"stage": 3, "precision": zero.MixedPrecision(torch.bfloat16)},
     "3 of whole parameters": {"stage": 3, "partition": "whole"},
     "3 offloaded": {"stage": 3, "offload": zero.CPUOffload()},
-    "3 by a class of the user's": {"stage": 3, "optim": Moments},
+    "3 by a class of the user's": {"stage": 3, "optimizer": Moments},
 }
 
 
 def left(rank: int, net: nn.Module, use: Use, how: dict[str, Any]) -> list[weakref.ref[Tensor]]:
     """What lived on: references to parameters, and to the state of the optimizer."""
-    model, optimizer = zero.setup(net, **{"optim": Adam, "lr": 0.01, **how})
+    model, optimizer = zero.setup(net, **{"optimizer": Adam, "lr": 0.01, **how})
     use(model, optimizer, data(4, WIDTH, rank=rank))
     state = [value for of in optimizer.state.values() for value in of.values() if isinstance(value, Tensor)]
     return [weakref.ref(tensor) for tensor in [*model.parameters(), *state]]
