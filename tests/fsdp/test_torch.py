@@ -143,7 +143,7 @@ def test_ignored_states_are_modules_or_parameters(rank, world):
 
 
 OVERRIDING = fsdp.MixedPrecisionPolicy(BF16)
-object.__setattr__(OVERRIDING, "param_dtype_override_fn", lambda param: None)  # a field of torch 2.15
+object.__setattr__(OVERRIDING, "param_dtype_override_fn", len)  # a field of torch 2.15
 
 REFUSED: dict[tuple[str, ...], dict[str, Any]] = {
     ("keep_low_precision_grads=True",): {"precision": Precision(keep_low_precision_grads=True)},

@@ -390,7 +390,7 @@ REFUSED: list[tuple[Callable[[DeviceMesh, Model], object], list[str]]] = [
         lambda mesh, made: setup(made, 1, process_group=mesh["dp"].get_group(), device_mesh=mesh["dp"]),
         ["process_group", "device_mesh"],
     ),
-    (averaged, ["DistributedDataParallel(device_mesh=)", "zero.setup(model, optim, stage=1"]),
+    (averaged, ["DistributedDataParallel(device_mesh=)", "zero.setup(model, optimizer, stage=1"]),
 ]
 
 
