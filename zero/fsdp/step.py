@@ -195,7 +195,8 @@ class Steps:
     # --------------------------------------------------------------------------------------------------- check
 
     def check(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        """Collective. Raises RuntimeError on every rank if a step would be wrong on any."""
+        """Collective. Raises RuntimeError on every rank if a step would be wrong on any; ValueError if the optimizer
+        has other parameters or options on another rank, or if there is no room for its state."""
         with self.together, as_plain_tensors():
             if self._stepping:  # an optimizer around this one steps, too
                 self.take_back(optimizer, [param for param in params if param in self._stepping])

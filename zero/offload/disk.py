@@ -29,8 +29,9 @@ class Disk(OnHost):
     def __init__(self, path: Path, offload: object = None) -> None:
         self._path, self._offload = path, offload
         self._full: str | None = None
-        # By bytes, files for what a step is to make.
+        # By bytes, files for what a step is to make; and how many tensors of a parameter's shape each group gets.
         self._room: dict[int, list[mmap.mmap]] = {}
+        self._made: WeakKeyDictionary[Optimizer, list[int]] = WeakKeyDictionary()
         # By address of the mapping, so that views of a tensor are found, too. The tensor keeps it.
         self._mapped: WeakValueDictionary[int, mmap.mmap] = WeakValueDictionary()
         # Gradients of what was stepped by group, until the optimizer's own step has returned.
@@ -50,10 +51,17 @@ class Disk(OnHost):
             )
 
     def make_room(self, optimizer: Optimizer, params: Iterable[nn.Parameter]) -> None:
+        self._room.clear()  # where another rank had none
         held = {param for param in params if param.grad is not None and not optimizer.state.get(param)}
-        for group in optimizer.param_groups if held and type(optimizer) in ELEMENTWISE else ():
+        if not held or type(optimizer) not in ELEMENTWISE:
+            return
+        # Measured once: a plain SGD has no state in any step.
+        counts, groups = self._made.get(optimizer, []), optimizer.param_groups
+        for group in groups[len(counts) :]:
             made = state_made_by(optimizer, group, torch.float32, of_torchs=True).values()
-            of_shape = sum(isinstance(one, Tensor) and one.dim() > 0 for one in made)
+            counts = [*counts, sum(isinstance(one, Tensor) and one.dim() > 0 for one in made)]
+        self._made[optimizer] = counts
+        for group, of_shape in zip(groups, counts, strict=False):
             try:
                 for param in group["params"] if of_shape else ():
                     if param in held and param.nbytes:
