@@ -27,7 +27,7 @@ from launched import launched
 from processes import python
 from zero._torch.namesakes import refuse_mixtures
 
-FAST = ("coming_from", "status")
+FAST = ("coming_from", "tensor_parallelism")
 SHORTER = {"range(20)": "range(2)", "world_size=64,": "world_size=64, stages=[3],"}
 pages_with_code = [page for page in PAGES if any(blocks(page))]
 
