@@ -288,7 +288,7 @@ def build(case: Case) -> tuple[nn.Module, torch.optim.Optimizer]:
         )
         return sharded, optim(sharded.parameters())
     if case.stage == "0":
-        return nn.parallel.DistributedDataParallel(model), optim(model.parameters())
+        return zero.setup(model, optim(model.parameters()), stage=0, precision=precision(case))
     named = [*(model.bfloat16() if case.mixed else model).named_parameters()]
     decaying = [(name, param) for name, param in named if param.dim() > 1]
     others = [(name, param) for name, param in named if param.dim() < 2]

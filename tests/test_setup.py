@@ -6,6 +6,7 @@ import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -270,24 +271,31 @@ CELLS: dict[str, Callable[[nn.Module, Any, int], Any]] = {
 @pytest.mark.parametrize("stage", range(4))
 @ranks.on(2)
 def test_a_cell_that_runs_again_on_the_module_inside_trains_or_is_told_the_remedy(rank, world, stage):
-    """Before a backward, with its gradients, and after a step."""
-    for name, cell in CELLS.items():
-        for until in range(3):
-            net = nn.Linear(4, 4)
-            built = Adam(net.parameters())
-            model, optimizer = cell(net, built, stage)
-            if until:
-                model(torch.ones(2, 4)).sum().backward()
-            if until == 2:
-                optimizer.step()
-            told = ranks.refusal(lambda: cell(net, built, stage))  # noqa: B023
-            assert (stage in (2, 3) and until > 0) or stage == 3 or name[-6:] == "before" or not told, told
-            if told:
-                assert "notebook whose cell runs again" in told and re.search("zero.unwrap|Build it again", told)
-                net = zero.unwrap(model)
-                model, optimizer = zero.setup(net, Adam(net.parameters()), stage=stage)
-                model(torch.ones(2, 4)).sum().backward()
-                optimizer.step()
+    """Before a backward, with its gradients, after a step, and without gradients; at the same stage or another, while
+    the first wrapper is still there."""
+    for (name, cell), until, second in product(CELLS.items(), range(4), range(4)):
+        net = nn.Linear(4, 4)
+        built = Adam(net.parameters())
+        first = model, optimizer = cell(net, built, stage)
+        if until:
+            model(torch.ones(2, 4)).sum().backward()
+        if until > 1:
+            optimizer.step()
+        if until > 2:
+            optimizer.zero_grad()
+        taken: list[Any] = []
+        told = ranks.refusal(lambda: taken.extend(cell(net, built, second)))  # noqa: B023
+        refused = (stage == 2 and until in (1, 2)) or stage == 3 or name[-6:] == "before"
+        assert refused or not told, told
+        if told:
+            assert "notebook whose cell runs again" in told and re.search("zero.unwrap|Build it again", told), told
+            net = zero.unwrap(first[0])
+            taken[:] = zero.setup(net, Adam(net.parameters()), stage=second)
+        model, optimizer = taken
+        optimizer.zero_grad()
+        model(torch.full((2, 4), rank + 1.0)).sum().backward()
+        assert float(net.weight.grad.norm()) == 12  # 16 elements, the average of 2 and 4
+        optimizer.step()
 
 
 @ranks.on(2)

@@ -32,6 +32,7 @@ from zero.sdp import AveragingDDP, ShardedDDP
 from zero.shards.announce import without_announcing
 from zero.shards.arguments import as_groups, named_params, parts_of, refuse_two_devices
 from zero.shards.arguments import describe as describe_groups
+from zero.shards.cut import held, take_over
 from zero.shards.partition import Partition, Shares, cut_for, refuse_optimizer, refuse_partition, whole_among
 from zero.shards.shapes import refuse_shared, refuse_unsendable
 from zero.state.shard_mark import refuse_shards
@@ -155,6 +156,7 @@ def setup(
         if stage in (1, 2):
             if stage == 1 and comm.group is None and comm.world == 1 and policy.param_dtype is None:
                 optimizers = _oss(asked, comm, asked.options)
+                take_over(parameters_of(model))
             else:  # 16 bits are averaged in float32, also alone
                 with nullcontext() if policy.param_dtype is None else alike([comm], "the policies given to zero.setup"):
                     rounding = Rounding(policy, model, auto_wrap_policy, comm)
@@ -184,6 +186,8 @@ def setup(
             if isinstance(wrapped, FSDP):
                 wrapped.unwrap()  # what was corrected finds the model as it was
             raise
+        if wrapped is model:
+            take_over(parameters_of(model))
         if not stage and policy.param_dtype is not None:
             compute_under_autocast(wrapped, policy.param_dtype)
         return wrapped, optimizers[0] if asked.is_one else optimizers
@@ -335,6 +339,11 @@ class Arguments:
             )
         refuse_left(model.named_parameters())
         for name, param in model.named_parameters() if stage < 3 else ():
+            if held(param).sharded is not None and held(param).averaged_by() is not None:
+                raise ValueError(
+                    f"{name!r} is sharded by an FSDP that has the model already, as in a notebook whose cell runs "
+                    "again. Pass what zero.unwrap(model) of that one returns."
+                )
             if param.is_meta:
                 raise ValueError(
                     f"{name!r} is on the meta device and has no values, which stage 3 alone initialises. Call "

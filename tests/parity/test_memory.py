@@ -124,7 +124,7 @@ def compare_with_plan(case: Case, found: list[dict[str, int]], of_peak: float = 
 
 ON_ONE_HOST = [
     *(Case(stage, world) for stage in ("0", "1", "2", "3 kept", "3") for world in (2, 4)),
-    *(Case(stage, mixed=True) for stage in ("1", "2", "3 kept", "3")),
+    *(Case(stage, mixed=True) for stage in ("0", "1", "2", "3 kept", "3")),
     *(Case(stage, partition="whole") for stage in ("1", "2", "3")),
     *(Case(stage, optim=name) for stage in ("2", "3") for name in ("momentum", "adadelta")),
     *(Case(stage, partition="whole", mixed=True) for stage in ("1", "2", "3 kept", "3")),
@@ -171,7 +171,7 @@ ODD = [
 
 REST = [*PREFETCHING, *ODD, *(replace(case, one_host=False) for case in ACROSS_HOSTS)]
 HARDEST = [case for case in ON_ONE_HOST if case.model == "Recurrent" or case.optim == "adafactor"]
-SOME = [ON_ONE_HOST[10], ON_ONE_HOST[12], HARDEST[0], REST[22]]
+SOME = [*ON_ONE_HOST[10:12], ON_ONE_HOST[13], HARDEST[0], REST[22]]
 CASES = [*ON_ONE_HOST, *REST] if matrix.WHOLE else SOME
 
 

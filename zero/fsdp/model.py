@@ -51,7 +51,7 @@ from zero.fsdp.unit import (
     watch_outputs,
     watch_param,
 )
-from zero.shards.cut import Group, claim, release
+from zero.shards.cut import Group, claim, release, take_over
 from zero.shards.placement import Placement
 from zero.shards.shard_group import GroupState, ShardGroup, refuse_moved
 from zero.shards.sharded_parameter import NO_COPIES, NOT_EXPORTED, Sharded
@@ -324,6 +324,7 @@ class Model:
         # unit's are sent; those of one before it are being summed, or averaged over replicas.
         self._reducing: list[Unit] = []
 
+        take_over(self.index)
         claim(self.index, self, _AVERAGES, sharded=_SHARDED)
         _alive[:] = [model for model in _alive if model() is not None]
         _alive.append(ref(self))

@@ -28,6 +28,7 @@ from zero.oss import OSS
 from zero.plan.meter import nbytes
 from zero.plan.rehearsal import BesideComputing, Offloaded, Rehearsed, faked, on_host, rehearsed, rehearsing, run, walk
 from zero.plan.result import COMMUNICATOR, PEER, UNITS, WITH_OFFLOAD, Cost, Plan, number_in
+from zero.precision import compute_under_autocast
 from zero.sdp import AveragingDDP, ShardedDDP
 from zero.shards.partition import Partition, cut_for, refuse_optimizer, refuse_partition
 from zero.shards.shard_group import ShardGroup
@@ -167,7 +168,7 @@ def _rehearsed(job: Job, stage: str, rank: int) -> tuple[Cost, list[int]]:
         for group in groups if job.offload else ():
             if group.offload.active or group.overlaps:
                 group.streams = BesideComputing()
-        if not stage.startswith("3"):
+        if stage in ("1", "2"):
             inputs = job.precision.cast_inputs(module, inputs, root=True)
         for _ in range(2):  # the first step creates the optimizer's state, and records the order of the units
             before = traffic().total
@@ -209,7 +210,7 @@ def _beside(job: Job, stage: str) -> int:
 
 
 def _built(job: Job, stage: str, rank: int) -> tuple[nn.Module, Optimizer]:
-    """What trains at a stage. Masters at stage 0 are those of an OSS on one rank: full, besides the parameters."""
+    """What trains at a stage."""
     optim, parameters = job.optim, inspect.signature(job.optim).parameters
     fused = "fused" in parameters and parameters["fused"].default  # which torch takes alone
     if job.like == "nccl" and "foreach" in parameters and not fused:  # on CUDA torch's step all parameters at once
@@ -227,22 +228,23 @@ def _built(job: Job, stage: str, rank: int) -> tuple[nn.Module, Optimizer]:
             offload=job.offload,
         )
         return model, optim(model.parameters())
-    for holder in job.module.modules():  # in the dtypes that they are computed with, as FSDP gathers them
-        dtype = job.precision.dtype_of(holder)
-        for param in parameters_of(holder, recurse=False):
-            if dtype is not None and param.is_floating_point():
-                param.data = param.data.to(dtype)
-    job.precision.prepare(job.module.modules())
     if stage == "0":
+        if job.precision.param_dtype is not None:
+            compute_under_autocast(job.module, job.precision.param_dtype)
         for param in job.module.parameters() if job.world > 1 else ():
             if param.requires_grad:
                 # Gradients are copied into the buckets of DistributedDataParallel, which are never freed. It needs a
                 # process group itself.
                 place = torch.zeros_like(param, requires_grad=False)
                 param.register_post_accumulate_grad_hook(partial(_copy_gradient, place))
-        if not job.precision.param_dtype:
-            return job.module, optim(job.module.parameters())
-    comm: Any = rehearsed(0, 1, job.like) if stage == "0" else rehearsed(rank, job.world, job.like)
+        return job.module, optim(job.module.parameters())
+    for holder in job.module.modules():  # in the dtypes that they are computed with, as FSDP gathers them
+        dtype = job.precision.dtype_of(holder)
+        for param in parameters_of(holder, recurse=False):
+            if dtype is not None and param.is_floating_point():
+                param.data = param.data.to(dtype)
+    job.precision.prepare(job.module.modules())
+    comm: Any = rehearsed(rank, job.world, job.like)
     optimizer = OSS(
         job.module.named_parameters(),
         optim,
@@ -252,8 +254,6 @@ def _built(job: Job, stage: str, rank: int) -> tuple[nn.Module, Optimizer]:
         rounded={},  # the model is cast already
         offload=job.offload,
     )
-    if stage == "0":
-        return job.module, optimizer
     kind = ShardedDDP if stage == "2" else AveragingDDP
     return kind(job.module, optimizer, precision=MixedPrecision(reduce_dtype=job.precision.reduce_dtype)), optimizer
 

@@ -24,7 +24,7 @@ from zero.comm import Comm
 from zero.comm.streams import streams_in
 from zero.comm.transport import summed_as
 from zero.oss.optimizer import OSS
-from zero.shards.cut import held, hold
+from zero.shards.cut import hold, take_over
 from zero.shards.owned_shards import WRITTEN
 from zero.shards.shard_group import ShardGroup
 from zero.wrap.bucket import EndOfBackward, FullBucket, GradBucket, OwnedBucket
@@ -107,9 +107,8 @@ class Reducer:
         # What autograd calls at the end of the backward, while it may still do so.
         self._awaits_end: Callable[[], object | None] = lambda: None
         self._update_buckets()
+        take_over(self._params())
         for param in self._params():
-            if (before := held(param).reduced_by()) is not None:
-                before.retire(_REPLACED)
             hold(param).reduced_by = ref(self)
         self.take_groups()
 
@@ -164,7 +163,7 @@ class Reducer:
         """Those of which gradients are reduced."""
         return {bucket.params[index] for bucket in self._buckets for index in bucket.own}
 
-    def retire(self, reason: str) -> None:
+    def retire(self, reason: str = _REPLACED) -> None:
         """Removes all hooks: the wrapper no longer owns the parameters. reason: the error message of later forwards."""
         self._retired = reason
         _remove(self._hooks)

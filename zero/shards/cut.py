@@ -185,6 +185,13 @@ def claim(params: Iterable[nn.Parameter], owner: object, why: str, *, sharded: s
         of.averaged_by, of.why, of.sharded = ref(owner), why, sharded
 
 
+def take_over(params: Iterable[nn.Parameter]) -> None:
+    """Ends what has taken the gradients of any of these parameters: they have another owner now."""
+    for param in params:
+        if (before := held(param).reduced_by()) is not None:
+            before.retire()
+
+
 def release(params: Iterable[nn.Parameter], owner: object) -> None:
     for param in params:
         # Another wrapper may have claimed the parameter since, and keeps it.

@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from zero._torch.modules import averaged_by, join_mark, parameters_of
-from zero.shards.cut import held
+from zero.shards.cut import held, take_over
 
 _alive: WeakSet[DistributedDataParallel] = WeakSet()
 
@@ -86,11 +86,14 @@ def _registered(module: nn.Module, name: str, submodule: nn.Module | None) -> No
     """Raises RuntimeError if DistributedDataParallel is about to wrap what is sharded."""
     if not isinstance(module, DistributedDataParallel) or name != "module" or submodule is None:
         return
-    inside = {*submodule.modules()}
+    inside, left = {*submodule.modules()}, list[nn.Parameter]()
     for named, param in submodule.named_parameters():
         owner = None if named in module.parameters_to_ignore else held(param).averaged_by()
         if owner is not None and (not isinstance(owner, nn.Module) or (owner in inside and param.requires_grad)):
             raise RuntimeError(f"DistributedDataParallel wraps {named!r}, {held(param).why}")
+        if owner is not None and owner not in inside:
+            left.append(param)
+    take_over(left)
     _alive.add(module)
     for before in _frozen.values():  # of an earlier one, which may still exist
         for param in parameters_of(submodule):
