@@ -9,6 +9,8 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +21,17 @@ import mutants
 import ranks
 
 ROOT = Path(__file__).parents[1]
+
+
+@contextmanager
+def within(folder: str | Path) -> Iterator[None]:
+    """In that folder. As contextlib.chdir, which Python 3.10 lacks."""
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 def python(

@@ -22,7 +22,7 @@ import ranks
 import zero
 from examples import EXAMPLES, run_example
 from launched import launched
-from processes import python
+from processes import python, within
 
 DDP, MOVED = (EXAMPLES / f"{name}.py" for name in ("ddp", "moved"))
 
@@ -34,7 +34,7 @@ with_tensorboard = pytest.mark.skipif(find_spec("tensorboard") is None, reason="
 
 
 def script(rank: int, world: int, folder: Path, name: str, written: str = "", instead: str = "") -> str:
-    with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.chdir(folder):
+    with contextlib.redirect_stdout(io.StringIO()) as told, within(folder):
         run_example(name, written=written, instead=instead)
     return told.getvalue()
 
@@ -82,7 +82,7 @@ def in_two_runs(rank: int, world: int, folder: Path, arguments: list[str], stage
     name, written, instead = ("whole_script_moved", "stage=3", f"stage={stage}")
     if stage is None:
         name, written, instead = "whole_script", "", ""
-    with contextlib.redirect_stdout(io.StringIO()) as told, contextlib.chdir(folder):
+    with contextlib.redirect_stdout(io.StringIO()) as told, within(folder):
         for epochs in (2, 4):
             names = run_example(name, "--epochs", epochs, *arguments, written=written, instead=instead)
     average = names["average"]
@@ -240,7 +240,7 @@ def by_accelerate(rank: int, world: int, folder: Path, name: str) -> list[str]:
     for stage, last in ((2, 10), (3, 20)):
         shorter = {"written": "max_steps=20", "instead": f"max_steps={last}"} if name == "trainer_train" else {}
         quiet = contextlib.redirect_stdout(io.StringIO())
-        with launched(rank, world), contextlib.chdir(folder), quiet as told:
+        with launched(rank, world), within(folder), quiet as told:
             run_example(name, stage, **shorter)
         printed.append(told.getvalue())
     if rank == 0:

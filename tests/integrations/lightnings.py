@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ranks
 import zero.integrations.lightning
+from processes import within
 from runs import norm_of_gradients
 from zoo import Block
 
@@ -531,7 +532,7 @@ def again(rank: int, world: int) -> None:
 
 def example(rank: int, world: int, folder: str) -> None:
     script = Path(__file__).parents[2] / "docs" / "examples" / "lightning_train.py"
-    with mock.patch.object(sys, "argv", [str(script), "zero_stage_3", str(world)]), contextlib.chdir(folder):
+    with mock.patch.object(sys, "argv", [str(script), "zero_stage_3", str(world)]), within(folder):
         made = runpy.run_path(str(script), run_name="__main__")
     assert type(made["trainer"].strategy.model) is zero.FSDP and made["trainer"].world_size == world
 

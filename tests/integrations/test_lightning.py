@@ -3,7 +3,6 @@
 Ranks that have imported Lightning stay for all tests, so what is refused is refused in one run of theirs.
 """
 
-import contextlib
 import importlib
 import itertools
 import os
@@ -21,7 +20,7 @@ from torch import Tensor
 import matrix
 import ranks
 from assertions import close
-from processes import python
+from processes import python, within
 
 pytestmark = [
     pytest.mark.slow,
@@ -124,7 +123,7 @@ def test_a_run_goes_on_at_any_stage_where_another_was_saved(module, kind, stages
 
 
 def resumed_at(rank: int, world: int, module: str, url: str, folder: str) -> None:
-    with contextlib.chdir(folder):
+    with within(folder):
         importlib.import_module(module).resumed(rank, world, [(2, 3)], url, "sharded")
     system, path = url_to_fs(url)
     assert system.exists(f"{path}/2/lightning.ckpt")

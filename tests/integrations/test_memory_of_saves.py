@@ -36,6 +36,8 @@ TAKES_STATE = {
 }
 """What gives each rank new state. Accelerate's and Fabric's shards are read into the state that there is."""
 
+OF_TRANSFORMERS = ("trainer", "own", "adapter", "trainer SHARDED")
+
 SHARDS = 1
 """Of the state on each of two ranks."""
 
@@ -44,6 +46,8 @@ SHARDS = 1
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("way", SAVED)
 def test_saving_and_loading_takes_what_is_asked_for_and_a_unit(way, stage, tmp_path):
+    if way in OF_TRANSFORMERS:
+        pytest.importorskip("transformers")  # has no build for Python 3.10
     for rank, (found, unit) in enumerate(on_ranks("peaks", "all_of", way, stage, str(tmp_path))):
         assert found.keys() == SAVED[way].keys()
         for name, result in SAVED[way].items():
