@@ -127,7 +127,8 @@ class Row:
     may wait, and ranks may not find themselves out of step.
     options: further arguments of zero.setup at stages 1 to 3. ddp: arguments of DistributedDataParallel at stages 0
     and 1. fsdp: arguments of FSDP, which stands in place of zero.setup at stage 3 then. tolerance: relative to each
-    tensor's largest, where the order of summation differs for a reason. cpu_only: why it says nothing on GPUs.
+    tensor's largest, where the order of summation differs for a reason. cpu_only: why it says nothing on GPUs. since: the
+    torch from which DistributedDataParallel takes it.
     """
 
     program: Program
@@ -145,6 +146,7 @@ class Row:
     ddp: Mapping[str, Any] = field(default_factory=dict)
     fsdp: Mapping[str, Any] = field(default_factory=dict)
     cpu_only: str | None = None
+    since: str = ""
     point: Point | None = None
     axis: Axis = field(default_factory=Axis)
 
@@ -275,6 +277,7 @@ def case(row: Row, stages: list[int], transport: str, reason: str) -> Any:
     assert row.fails <= {*row.stages()}, f"{row.name} fails where it does not run"
     marks = [pytest.mark.xfail(strict=not gpus.ON, reason=reason)] if row.fails & {*stages} else []
     marks += [gpus.cpu_only(row.cpu_only)] if row.cpu_only else []
+    marks += [pytest.mark.skipif(torch.__version__ < row.since, reason=f"DDP takes it since torch {row.since}")]
     of = f"stage {stages[0]}" if len(stages) == 1 else "stages"
     words = (row.name.replace(" ", "_"), *([str(row.point)] if row.point else []), of, transport)
     return pytest.param(row, stages, transport, id="-".join(words), marks=marks)

@@ -332,6 +332,7 @@ row = Rows(
     *("C3: two forwards and one backward of a model with buffers", __name__),
     net=Norm,
     cpu_only="there DistributedDataParallel refuses them",
+    since="2.12",
 )
 row.of("two in training", forwards(True, True))
 row.of("three in training", forwards(True, True, True), net=lambda: Norm(momentum=None), optim=adam)
