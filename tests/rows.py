@@ -127,8 +127,8 @@ class Row:
     may wait, and ranks may not find themselves out of step.
     options: further arguments of zero.setup at stages 1 to 3. ddp: arguments of DistributedDataParallel at stages 0
     and 1. fsdp: arguments of FSDP, which stands in place of zero.setup at stage 3 then. tolerance: relative to each
-    tensor's largest, where the order of summation differs for a reason. cpu_only: why it says nothing on GPUs. since: the
-    torch from which DistributedDataParallel takes it.
+    tensor's largest, where the order of summation differs for a reason. cpu_only: why it says nothing on GPUs.
+    since: the torch from which DistributedDataParallel takes it.
     """
 
     program: Program
